@@ -1,0 +1,106 @@
+"""The order of the data: global batch s is a function of (seed, s), and nothing else is stored anywhere.
+
+Each epoch visits every sample once, in an order given by a keyed permutation of the sample indices: a small block
+cipher, so that position -> index costs O(1) memory however large the corpus is (a `randperm` of a billion windows
+would cost 8 GB and a start-up). Resuming at step s is therefore just asking for batch s.
+"""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import numpy as np
+
+FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need 4; the tiny halves of small corpora need more to look uniform
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed that is a function of `parts`: independent streams of random numbers, each with its own name.
+
+    The same on every machine and Python version, unlike `hash`.
+    """
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Map positions in [0, size) to indices in [0, size) by the permutation that `key` selects.
+
+    A balanced Feistel network on the smallest even number of bits that covers `size`; values that fall outside are
+    sent through again until they are inside ("cycle walking", Black and Rogaway 2002), which keeps it a permutation.
+
+    Args:
+        positions: int64 [n], each in [0, size).
+        size: the number of elements permuted, up to 2**62.
+        key: selects the permutation.
+
+    Returns:
+        int64 [n]; distinct positions give distinct indices.
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    round_keys = [derive_seed(key, round_index) for round_index in range(FEISTEL_ROUNDS)]
+    indices = _feistel(positions.astype(np.uint64), half_bits, round_keys)
+    while (outside := indices >= size).any():
+        indices[outside] = _feistel(indices[outside], half_bits, round_keys)
+    return indices.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, half_bits: int, round_keys: list[int]) -> np.ndarray:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (_mix(right ^ np.uint64(round_key)) & mask)
+    return (left << shift) | right
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit moves every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class GlobalBatches:
+    """The sample indices of every global batch of a run.
+
+    Epochs follow each other without a gap: a global batch may end one epoch and begin the next, so that no sample is
+    ever left out, whatever the batch size.
+    """
+
+    def __init__(self, num_samples: int, global_batch_size: int, seed: int):
+        self.num_samples, self.global_batch_size, self.seed = num_samples, global_batch_size, seed
+
+    def indices(self, step: int, rank: int = 0, num_processes: int = 1) -> list[int]:
+        """Sample indices of process `rank`'s share of the global batch that step `step` (from 0) trains on.
+
+        The share is the contiguous slice [rank * B / W, (rank + 1) * B / W) of the B indices, so that the shares of
+        any number of processes W, in the order of their ranks, are the same global batch.
+        """
+        share = self.global_batch_size // num_processes
+        first = step * self.global_batch_size + rank * share
+        positions = np.arange(first, first + share, dtype=np.int64)
+        epochs, offsets = np.divmod(positions, self.num_samples)
+        indices = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            key = derive_seed(self.seed, "epoch", int(epoch))
+            indices[here] = permute(offsets[here], self.num_samples, key)
+        return indices.tolist()
+
+
+class StepSampler:
+    """A batch sampler for `DataLoader`: yields this process's share of global batch s for s = first_step, ....
+
+    It takes the place of `DistributedSampler`, `set_epoch` and skipping ahead after a resume. Do not let Accelerate
+    prepare the loader: it would shard the shares once more.
+    """
+
+    def __init__(self, batches: GlobalBatches, first_step: int, last_step: int, rank: int, num_processes: int):
+        self.batches, self.steps = batches, range(first_step, last_step)
+        self.rank, self.num_processes = rank, num_processes
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps:
+            yield self.batches.indices(step, self.rank, self.num_processes)
