@@ -1,0 +1,124 @@
+"""The settings of the model. Importable without torch, so that a config is checked before anything heavy is loaded."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+
+@dataclass
+class GPTConfig:
+    """A decoder-only transformer. The defaults are a small member of the GPT-2 family.
+
+    Two families have an exact counterpart in transformers (see model/hub.py):
+    GPT-2 = learned + layernorm + gelu + bias; Qwen3 = rope + rmsnorm + swiglu + qk_norm, no bias.
+    """
+
+    vocab_size: int | None = None
+    """Number of distinct tokens. Default null: the tokenizer's, filled in before the model is built."""
+
+    max_position_embeddings: int = 128
+    """Longest sequence the model accepts, in tokens."""
+
+    n_layers: int = 2
+    """Number of transformer blocks."""
+
+    n_heads: int = 4
+    """Number of query heads in each attention."""
+
+    n_kv_heads: int | None = None
+    """Number of key and value heads, each shared by n_heads / n_kv_heads query heads (grouped-query attention).
+    Default null: n_heads, so that every query head has its own."""
+
+    d_model: int = 128
+    """Width of the residual stream, and so of the embeddings."""
+
+    d_ff: int = 512
+    """Hidden width of the MLP. Customary: 4 x d_model for gelu and relu2, 8/3 x d_model for swiglu, which has three
+    matrices instead of two."""
+
+    dropout: float = 0.1
+    """Probability of zeroing an element while training: of the embeddings, of the attention weights, and of what each
+    attention and MLP adds to the residual stream. At least 0, less than 1."""
+
+    head_dim: int | None = None
+    """Width of one attention head. Default null: d_model / n_heads."""
+
+    rope_theta: float = 10000.0
+    """Base of the wavelengths of the rotary positions: 2 pi rope_theta^(2 i / head_dim) tokens. Only read with
+    position: rope."""
+
+    norm_eps: float = 1e-5
+    """Added to the variance (layernorm) or the mean square (rmsnorm) before its root is divided by."""
+
+    position: Literal["learned", "rope"] = "learned"
+    """How the model knows order: learned (a table of max_position_embeddings vectors added to the token embeddings) or
+    rope (queries and keys are rotated by an angle proportional to the position)."""
+
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation at the entrance of each attention and MLP, and before the output projection."""
+
+    mlp: Literal["gelu", "swiglu", "relu2"] = "gelu"
+    """The MLP: gelu (tanh approximation, as GPT-2), swiglu (a SiLU gate, three matrices) or relu2 (ReLU squared)."""
+
+    qk_norm: bool = False
+    """Whether queries and keys are RMS-normalised in each head before their dot product."""
+
+    bias: bool = True
+    """Whether linear layers and layernorms have a bias. The output projection never has one."""
+
+    tie_embeddings: bool = False
+    """Whether the output projection is the token embedding itself, as in the published GPT-2: fewer parameters.
+    Default false: it is a matrix of its own."""
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head: head_dim, or its default."""
+        return self.head_dim if self.head_dim is not None else self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads: n_kv_heads, or its default."""
+        return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
+
+    def problems(self) -> list[str]:
+        """Every inconsistency, one message each with the setting, its value and what would be right; [] if none."""
+        problems = []
+        sizes = "vocab_size max_position_embeddings n_layers n_heads n_kv_heads d_model d_ff head_dim".split()
+        for name in sizes:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"model.{name} is {value}: it must be at least 1")
+        sizes_are_positive = not problems
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                problems.append(f"model.{name} is {getattr(self, name)}: it must be greater than 0")
+        if not 0 <= self.dropout < 1:
+            problems.append(f"model.dropout is {self.dropout}: it must be at least 0 and less than 1")
+        for field in fields(self):
+            choices = [choice for choice in get_args(field.type) if isinstance(choice, str)]
+            if choices and getattr(self, field.name) not in choices:
+                problems.append(
+                    f"model.{field.name} is {getattr(self, field.name)!r}: it must be one of {', '.join(choices)}"
+                )
+        if not sizes_are_positive:
+            return problems
+
+        if self.head_dim is None and self.d_model % self.n_heads:
+            below = self.d_model - self.d_model % self.n_heads
+            nearest = f"{below} or {below + self.n_heads}" if below else f"{self.n_heads}"
+            problems.append(
+                f"model.d_model is {self.d_model}, not divisible by model.n_heads {self.n_heads}: "
+                f"{nearest} would be, or set model.head_dim"
+            )
+        elif self.position == "rope" and self.head_size % 2:
+            origin = "" if self.head_dim is not None else f" (model.d_model {self.d_model} / n_heads {self.n_heads})"
+            problems.append(
+                f"model.head_dim is {self.head_size}{origin}: with model.position rope it must be even, "
+                f"such as {self.head_size + 1}"
+            )
+        if self.n_heads % self.kv_heads:
+            divisors = [str(n) for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
+            problems.append(
+                f"model.n_kv_heads is {self.n_kv_heads}: it must divide model.n_heads {self.n_heads}, "
+                f"so be one of {', '.join(divisors)}"
+            )
+        return problems

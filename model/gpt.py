@@ -1,0 +1,290 @@
+"""The network: a decoder-only transformer, GPT-2 or Qwen3 or in between, as GPTConfig says.
+
+Names of tensors end in their shape where it helps:
+B rows of the batch, T positions, C d_model, H query heads, K key and value heads, D width of a head, V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import GPTConfig
+
+
+def rope_tables(seq_len: int, head_size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864), each float32 [T, D].
+
+    Dimensions i and i + D/2 make a pair (the convention of transformers), turned by position / theta^(2i/D).
+    They are computed anew in each forward, which is cheap: a buffer would be cast by model.bfloat16(), left empty by
+    an initialisation on the meta device, and broadcast by DDP.
+    """
+    frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size)
+    angle = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None] * frequency
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair of dimensions of x [B, H, T, D] by the angle of its position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, multi-head or grouped-query (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.head_size = config.head_size
+        self.groups = config.n_heads // config.kv_heads
+        self.dropout = config.dropout
+        self.q_proj = nn.Linear(config.d_model, config.n_heads * config.head_size, bias=config.bias)
+        self.k_proj = nn.Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
+        self.v_proj = nn.Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
+        self.out_proj = nn.Linear(config.n_heads * config.head_size, config.d_model, bias=config.bias)
+        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_size))
+        k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_size))
+        v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_size))
+        if self.q_norm is not None:
+            # Under autocast q and k arrive in bfloat16; the fused kernel wants them in the dtype of its weight.
+            q_BTHD = self.q_norm(q_BTHD.type_as(self.q_norm.weight))
+            k_BTKD = self.k_norm(k_BTKD.type_as(self.k_norm.weight))
+        q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+        if rope is not None:
+            q_BHTD, k_BKTD = rotate(q_BHTD, *rope), rotate(k_BKTD, *rope)
+        y_BHTD = F.scaled_dot_product_attention(
+            q_BHTD.type_as(v_BKTD),
+            k_BKTD.type_as(v_BKTD),
+            v_BKTD,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=self.groups > 1,
+        )
+        return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """GELU (Hendrycks and Gimpel 2016), SwiGLU (Shazeer 2020, arXiv:2002.05202) or ReLU squared (So et al. 2021)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.kind = config.mlp
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=config.bias) if config.mlp == "swiglu" else None
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        hidden = self.up_proj(x_BTC)
+        if self.kind == "swiglu":
+            hidden = F.silu(self.gate_proj(x_BTC)) * hidden
+        elif self.kind == "relu2":
+            hidden = F.relu(hidden).square()
+        else:
+            hidden = F.gelu(hidden, approximate="tanh")
+        return self.down_proj(hidden)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised at its entrance and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), rope, mask))
+        return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
+
+
+def next_token_loss(hidden_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor, num_items_in_batch) -> Tensor:
+    """Cross-entropy, in nats, of predicting each label from the position before it; see GPTModel.forward."""
+    # The last position predicts nothing and the first label is predicted by nothing: T - 1 targets a row.
+    hidden, targets = hidden_BTC[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
+    logits = F.linear(hidden, weight_VC)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 sums lose digits of the loss
+    loss_sum = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    if num_items_in_batch is None:
+        num_items_in_batch = (targets != -100).sum()
+    return loss_sum / num_items_in_batch
+
+
+class GPTModel(nn.Module):
+    """A language model: token ids in, logits and loss out.
+
+    Raises ValueError, with every problem of the config, if it is inconsistent or its vocab_size is not yet known.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        problems = config.problems()
+        if config.vocab_size is None:
+            problems.append("model.vocab_size is null: set it to the tokenizer's before the model is built")
+        if problems:
+            raise ValueError("\n".join(problems))
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        if config.position == "learned":
+            self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.final_norm = make_norm(config)
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Sets every parameter, drawing from torch's global generator (Radford et al. 2019, section 2.3):
+
+        | parameter                                            | value                                  |
+        |------------------------------------------------------|----------------------------------------|
+        | token and position embeddings, lm_head               | normal, std 0.02                       |
+        | q_proj, k_proj, v_proj, gate_proj, up_proj weights   | normal, std 0.02                       |
+        | out_proj, down_proj weights (they write to the       | normal, std 0.02 / sqrt(2 n_layers):   |
+        | residual stream, 2 n_layers of them add up)          | the stream's variance stays of order 1 |
+        | weights of norms                                     | 1                                      |
+        | biases                                               | 0                                      |
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            elif name.endswith(("out_proj.weight", "down_proj.weight")):
+                parameter.normal_(std=0.02 / math.sqrt(2 * self.config.n_layers))
+            else:
+                parameter.normal_(std=0.02)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The matrix [V, C] from the last hidden state to the logits."""
+        return self.token_embedding.weight if self.config.tie_embeddings else self.lm_head.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        logits_to_keep: int | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The logits and the loss, as transformers' causal language models define them.
+
+        Args:
+            input_ids: tokens, int64 [B, T].
+            attention_mask: 1 where there is a token and 0 where there is padding, [B, T]. Positions are counted
+                from the first column, padding or not. Without padding leave it out: with a mask the fast attention
+                kernels cannot run, and looking whether it is all ones makes a GPU wait.
+            labels: int64 [B, T], equal to input_ids but -100 where there is nothing to learn. Position t predicts
+                label t + 1, so pass them unshifted.
+            num_items_in_batch: what the sum of the loss over targets is divided by, such as the number of targets
+                in the whole global batch. Default: the number here, so that the loss is the mean (nan without any).
+            logits_to_keep: return the logits of so many last positions; 0 is all. Default: all without labels, none
+                with labels, because they are by far the largest tensor of a training step.
+
+        Returns:
+            logits [B, positions kept, V] in the dtype of the computation, or None; loss, 0-dim and at least
+            float32, in nats, or None without labels.
+
+        Raises:
+            ValueError: the sequence is longer than max_position_embeddings.
+        """
+        seq_len, limit = input_ids.shape[1], self.config.max_position_embeddings
+        if seq_len > limit:
+            raise ValueError(f"a sequence of {seq_len} tokens, but model.max_position_embeddings is {limit}")
+        mask = None
+        if attention_mask is not None and not attention_mask.all():
+            causal_TT = torch.ones(seq_len, seq_len, dtype=torch.bool, device=input_ids.device).tril()
+            # A query that sees no key at all (padding on the left) gets zeros from the kernel, since torch 2.5.
+            mask = causal_TT & attention_mask.bool()[:, None, None, :]
+
+        rope = None
+        x_BTC = self.token_embedding(input_ids)
+        if self.config.position == "learned":
+            x_BTC = x_BTC + self.position_embedding.weight[:seq_len]
+        else:
+            rope = rope_tables(seq_len, self.config.head_size, self.config.rope_theta, input_ids.device)
+        x_BTC = self.dropout(x_BTC)
+        for block in self.blocks:
+            x_BTC = block(x_BTC, rope, mask)
+        x_BTC = self.final_norm(x_BTC)
+
+        logits, loss = None, None
+        if labels is not None:
+            loss = next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch)
+        if labels is None or logits_to_keep is not None:
+            logits = F.linear(x_BTC[:, -(logits_to_keep or 0) :], self.output_weight)
+        return logits, loss
+
+    def num_parameters(self, lookups: bool = True) -> int:
+        """Number of parameters; lookups=False leaves out those that are looked up and never multiplied: the position
+        embeddings, and the token embeddings unless they are the output projection too."""
+        count = sum(parameter.numel() for parameter in self.parameters())
+        if not lookups:
+            if self.config.position == "learned":
+                count -= self.position_embedding.weight.numel()
+            if not self.config.tie_embeddings:
+                count -= self.token_embedding.weight.numel()
+        return count
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations to train on one token, forward and backward (PaLM, appendix B, arXiv:2204.02311).
+
+        6 for each parameter that is multiplied, and 12 n_layers n_heads head_dim seq_len for the attention scores and
+        their weighted sum, which by convention count the masked half as well.
+        """
+        config = self.config
+        attention = 12 * config.n_layers * config.n_heads * config.head_size * seq_len
+        return 6 * self.num_parameters(lookups=False) + attention
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+        eos_token_id: int | None = None,
+    ) -> Tensor:
+        """Continues each row of input_ids, int64 [B, T] without padding, by up to max_new_tokens tokens.
+
+        Temperature 0 takes the likeliest token; otherwise tokens are drawn, with `generator` if given. A row that has
+        emitted eos_token_id goes on emitting it, and all stop when every row has. Beyond max_position_embeddings the
+        oldest tokens are forgotten. Returns the prompt and what follows, int64 [B, at most T + max_new_tokens].
+        Raises ValueError in training mode, where dropout would spoil the samples.
+        """
+        if self.training:
+            raise ValueError("generate() would sample with dropout: call model.eval() first")
+        ended_B1 = torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
+        for _ in range(max_new_tokens):
+            context = input_ids[:, -self.config.max_position_embeddings :]
+            logits_BV = self(context, logits_to_keep=1)[0][:, -1].float()
+            if temperature == 0:
+                next_B1 = logits_BV.argmax(dim=-1, keepdim=True)
+            else:
+                probabilities = (logits_BV / temperature).softmax(dim=-1)
+                next_B1 = torch.multinomial(probabilities, num_samples=1, generator=generator)
+            if eos_token_id is not None:
+                next_B1 = next_B1.masked_fill(ended_B1, eos_token_id)
+                ended_B1 = ended_B1 | (next_B1 == eos_token_id)
+            input_ids = torch.cat((input_ids, next_B1), dim=1)
+            if ended_B1.all():
+                break
+        return input_ids

@@ -1,0 +1,222 @@
+"""Every setting of a run: typed, documented once (the docstring of a field is its `--help`), checked in one place."""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from model.config import GPTConfig
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
+
+
+class ConfigError(ValueError):
+    """A setting or an input that the user must change: the message says which, what it is and what would be right."""
+
+
+@dataclass
+class DataConfig:
+    """What the model is trained on."""
+
+    source: Literal["random", "stories"] = "stories"
+    """random: uniform random tokens; stories: short English stories written by a grammar (data/stories.py)."""
+
+    num_samples: PositiveInt = 1000
+    """Sequences in the training set; an epoch visits each once."""
+
+    num_validation_samples: PositiveInt = 500
+    """Sequences in the validation set, all of which every evaluation reads."""
+
+
+@dataclass
+class OptimizerConfig:
+    """How the weights are updated."""
+
+    name: Literal["adamw"] = "adamw"
+    """adamw: AdamW (Loshchilov and Hutter, 2019), fused where the device offers it."""
+
+    lr: NonNegativeFloat = 3e-4
+    """Peak learning rate; `schedule` scales it."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, on matrices only: not on biases, norm gains or anything else with one dimension."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the running averages of the gradient and of its square."""
+
+    grad_clip: NonNegativeFloat | None = 1.0
+    """Largest global L2 norm of the gradient; larger gradients are scaled down to it. null: no clipping."""
+
+
+@dataclass
+class ScheduleConfig:
+    """The learning rate as a function of the step."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape after the warm-up. wsd (warm-up, stable, decay): constant, then linear over the last decay_steps."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+
+    decay_steps: NonNegativeInt | None = None
+    """Length in steps of the decay that ends with the run. null: linear and cosine decay from the end of the warm-up,
+    wsd over the last fifth of the run."""
+
+    min_lr_ratio: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay, as a share of the peak."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save, and how much to keep."""
+
+    every: NonNegativeInt = 1000
+    """Steps between checkpoints. The last step is always saved. 0: only the last."""
+
+    keep: PositiveInt = 2
+    """How many of the newest checkpoints to keep. The one with the best validation loss is kept besides."""
+
+
+@dataclass
+class EvaluationConfig:
+    """Measuring the validation loss."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
+
+    micro_batch_size: PositiveInt = 50
+    """Sequences in a forward pass of an evaluation."""
+
+    num_story_samples: NonNegativeInt = 200
+    """Stories sampled at the end of a stories run, to report the share that the grammar accepts."""
+
+    temperature: NonNegativeFloat = 0.8
+    """Temperature of those samples."""
+
+
+@dataclass
+class TrackingConfig:
+    """Where the metrics go besides metrics.jsonl."""
+
+    wandb: Literal["disabled", "offline", "online"] = "offline"
+    """Weights & Biases: offline writes below the run directory for a later `wandb sync` and needs no account."""
+
+    project: str = "mini-gpt"
+    """W&B project."""
+
+    log_every: PositiveInt = 10
+    """Steps between log lines."""
+
+
+@dataclass
+class TrainConfig:
+    """One training run. A run is a pure function of these settings."""
+
+    name: str | None = None
+    """Name of the run, which lives in <out_dir>/<name>/. null: the last config file's name without its ending."""
+
+    out_dir: str = "runs"
+    """Directory that holds the runs."""
+
+    seed: int = 0
+    """Seed of the initial weights, the data, its order and dropout."""
+
+    steps: PositiveInt = 1000
+    """Optimizer steps of the whole run."""
+
+    global_batch_size: PositiveInt | None = None
+    """Sequences in an optimizer step, over all processes. Gradient accumulation is derived from it:
+    global_batch_size / (micro_batch_size * processes). null: micro_batch_size * processes of the first start."""
+
+    micro_batch_size: PositiveInt = 8
+    """Sequences that a process runs forward and backward at once."""
+
+    seq_len: PositiveInt = 128
+    """Tokens in a sequence."""
+
+    resume: str = "auto"
+    """auto: go on from the newest valid checkpoint of this run, if there is one; never: start afresh, an existing run
+    directory is moved aside; or the path of a checkpoint, whose weights, moments and step start a new run."""
+
+    exact: bool = False
+    """Use deterministic algorithms only, so that CUDA runs are bitwise reproducible too (CPU runs always are)."""
+
+    compile: bool = False
+    """Compile each transformer block with torch.compile."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def problems(self, num_processes: int) -> list[str]:
+        """Every relation between settings that does not hold, each as a message that says what would be right."""
+        problems = self.model.problems()
+        if Path(self.name or "").name != (self.name or ""):
+            problems.append(f"name: {self.name!r} is not a plain directory name; use out_dir for the directory above it")
+        if self.seq_len < 2:
+            problems.append(f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more")
+        if self.seq_len > self.model.max_position_embeddings:
+            problems.append(
+                f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: "
+                f"{self.model.max_position_embeddings}; lower the one or raise the other"
+            )
+        if self.data.source == "random" and self.model.vocab_size is None:
+            problems.append("model.vocab_size: null means the tokenizer's, but data.source: random has none; set a number")
+        unit = self.micro_batch_size * num_processes
+        if self.global_batch_size is not None and self.global_batch_size % unit:
+            below = self.global_batch_size // unit * unit
+            nearest = " or ".join(str(size) for size in (below, below + unit) if size)
+            problems.append(
+                f"global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size * processes = "
+                f"{self.micro_batch_size} * {num_processes} = {unit}; the nearest that work: {nearest}"
+            )
+        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
+            problems.append(f"optimizer.betas: {list(self.optimizer.betas)} must both be at least 0 and below 1")
+        schedule = self.schedule
+        if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
+            problems.append(
+                f"schedule.warmup_steps: {schedule.warmup_steps} and schedule.decay_steps: {schedule.decay_steps or 0} "
+                f"together exceed steps: {self.steps}"
+            )
+        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
+            problems.append(f"resume: {self.resume!r} is neither auto, never nor the directory of a checkpoint")
+        return problems
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> None:
+        raise ConfigError(message) from None
+
+
+def parse_config(args: list[str] | None = None, num_processes: int = 1) -> TrainConfig:
+    """The settings of the run from `[--config FILE]... [--section.field VALUE]...`, where later wins.
+
+    Without `--config`, configs/stories.yaml is read. `--help` and `--print_config` print and exit.
+
+    Raises:
+        ConfigError: the parser's first error, or all inconsistent values together.
+    """
+    args = sys.argv[1:] if args is None else args
+    if not any(arg.split("=")[0] == "--config" for arg in args):
+        args = ["--config", str(DEFAULT_CONFIG), *args]
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = _Parser(prog="train.py", description="Trains a mini-GPT.", allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
+    parser.add_class_arguments(TrainConfig, as_group=False)
+    settings = vars(parser.instantiate(parser.parse_args(args)))
+    config_files = settings.pop("config")
+    config = TrainConfig(**settings)
+    if config.name is None:
+        config.name = Path(str(config_files[-1])).stem
+    if problems := config.problems(num_processes):
+        raise ConfigError("\n".join(problems))
+    return config
