@@ -1,13 +1,11 @@
 """Every setting of a run: typed, documented once (the docstring of a field is its `--help`), checked in one place."""
 
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, set_parsing_settings
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from model.config import GPTConfig
@@ -28,9 +26,6 @@ class DataConfig:
 
     num_samples: PositiveInt = 1000
     """Sequences in the training set; an epoch visits each once."""
-
-    num_validation_samples: PositiveInt = 500
-    """Sequences in the validation set, all of which every evaluation reads."""
 
 
 @dataclass
@@ -88,6 +83,9 @@ class EvaluationConfig:
 
     every: NonNegativeInt = 0
     """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
+
+    num_samples: PositiveInt = 500
+    """Sequences in the validation set, all of which every evaluation reads."""
 
     micro_batch_size: PositiveInt = 50
     """Sequences in a forward pass of an evaluation."""

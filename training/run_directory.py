@@ -1,0 +1,184 @@
+"""The directory of a run, `<out_dir>/<name>/`: what lies in it, and whether these settings may go on in it."""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from jsonargparse import Namespace
+
+from training import checkpoint
+from training.config import ConfigError, ScheduleConfig, TrainConfig
+from training.schedule import lr_scale
+
+# What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
+# are compared by the learning rates that they gave so far.
+FREE_SETTINGS = {"name", "out_dir", "resume", "steps", "schedule", "compile", "checkpoint", "evaluation", "tracking"}
+
+
+class RunDirectory:
+    """Config, status, metrics and checkpoints of one run. Only the main process writes."""
+
+    def __init__(self, config: TrainConfig):
+        self.path = Path(config.out_dir) / config.name
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics_file = self.path / "metrics.jsonl"
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse what cannot go on here. Every process calls it before anything is allocated; nothing is written.
+
+        A `global_batch_size` that is null takes the value that the run's first start resolved it to.
+
+        Raises:
+            ConfigError: the directory cannot be written, or holds a run whose trajectory these settings would change.
+        """
+        try:
+            existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+        except OSError as error:
+            raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
+        old = self._stored_config()
+        if old is None or self._starts_afresh(config):
+            return
+        if config.resume != "auto" and config.resume != old["resume"]:
+            raise ConfigError(
+                f"resume: {config.resume!r} starts a new run, but {self.path} already holds one; choose another name, "
+                "or --resume never moves that run aside"
+            )
+        if config.global_batch_size is None:
+            config.global_batch_size = old["global_batch_size"]
+        before, now = _flatten(old), _flatten(asdict(config))
+        different = [
+            f"{key}: {before.get(key)} there, {now.get(key)} now"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and key.split(".")[0] not in FREE_SETTINGS
+        ]
+        if different:
+            raise ConfigError(
+                f"{self.path} holds a run with other settings, which going on would change half-way:\n  "
+                + "\n  ".join(different)
+                + "\nchoose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
+            )
+
+    def open(self, config: TrainConfig, accelerator: Accelerator) -> tuple[Path | None, int]:
+        """Choose the checkpoint to start from and write the resolved config; called by all processes together.
+
+        Returns:
+            The checkpoint's path and step; (None, 0) for a run that starts from the beginning.
+
+        Raises:
+            ConfigError: on all processes alike, when no valid checkpoint is left or it does not fit the settings.
+        """
+        answer: list[Any] = [None]
+        if accelerator.is_main_process:
+            try:
+                answer = [self._prepare(config)]
+            except (ConfigError, OSError) as error:
+                answer = [ConfigError(str(error))]
+        answer = broadcast_object_list(answer)[0]
+        if isinstance(answer, ConfigError):
+            raise answer
+        if not (self.path / "config.yaml").exists():
+            raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
+        return answer
+
+    def write_status(self, state: str, step: int, reason: str = "") -> None:
+        """Say in status.json how the run stands: running, finished, preempted or failed; main process only."""
+        status = {"state": state, "step": step, "reason": reason}
+        checkpoint.write_atomically(self.path / "status.json", json.dumps(status) + "\n")
+
+    def _prepare(self, config: TrainConfig) -> tuple[Path | None, int]:
+        if self.path.exists() and self._starts_afresh(config):
+            aside = next(
+                path for n in range(1, 10**6) if not (path := self.path.with_name(f"{self.path.name}.old-{n}")).exists()
+            )
+            os.rename(self.path, aside)
+            print(f"The existing run was moved to {aside}.")
+        path, manifest, rejected = checkpoint.newest_valid(self.checkpoints)
+        for reason in rejected:
+            print(f"Checkpoint passed over: {reason}")
+        if path is None and rejected:
+            raise ConfigError(
+                f"no valid checkpoint is left in {self.checkpoints}; mend one, or start afresh with --resume never"
+            )
+        if path is None and config.resume not in ("auto", "never"):
+            path, manifest = Path(config.resume), _validate_foreign(config)
+        step = manifest["step"] if manifest else 0
+        if manifest:
+            _check_learning_rates(config, manifest)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._forget_metrics_after(step)
+        checkpoint.write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
+        return path, step
+
+    def _starts_afresh(self, config: TrainConfig) -> bool:
+        # A launcher that restarts the job after a crash repeats the command: going on is meant, not starting again.
+        return config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
+
+    def _stored_config(self) -> dict | None:
+        try:
+            return yaml.safe_load((self.path / "config.yaml").read_text())
+        except FileNotFoundError:
+            return None
+
+    def _forget_metrics_after(self, step: int) -> None:
+        """The steps after the checkpoint are done again: without this they would stand in the file twice."""
+        if not self.metrics_file.exists():
+            return
+        kept = []
+        for line in self.metrics_file.read_text().splitlines(keepends=True):
+            try:
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except ValueError:
+                pass  # half a line, from a process that was killed while writing it
+        checkpoint.write_atomically(self.metrics_file, "".join(kept))
+
+
+def _validate_foreign(config: TrainConfig) -> dict:
+    try:
+        manifest = checkpoint.validate(Path(config.resume))
+    except checkpoint.InvalidCheckpoint as invalid:
+        raise ConfigError(f"resume: {invalid}") from None
+    theirs, ours = manifest["config"]["model"], asdict(config.model)
+    different = [f"model.{key}: {theirs.get(key)} there, {ours[key]} now" for key in ours if theirs.get(key) != ours[key]]
+    if different:
+        raise ConfigError(f"resume: {config.resume} is a checkpoint of another model:\n  " + "\n  ".join(different))
+    return manifest
+
+
+def _check_learning_rates(config: TrainConfig, manifest: dict) -> None:
+    step, old = manifest["step"], manifest["config"]
+    if config.steps < step:
+        raise ConfigError(f"steps: {config.steps} is less than the {step} that this run has already done")
+    if config.resume not in ("auto", "never"):
+        return  # a new run that starts from another's weights has a schedule of its own
+    old_schedule = ScheduleConfig(**old["schedule"])
+    for past in range(step):
+        before, now = lr_scale(old_schedule, past, old["steps"]), lr_scale(config.schedule, past, config.steps)
+        if before != now:
+            raise ConfigError(
+                f"steps: {config.steps} (before: {old['steps']}) with schedule {config.schedule} gives step {past} "
+                f"another learning rate than it had; the schedules constant and wsd, or a fixed schedule.decay_steps, "
+                "can be extended, and --resume PATH starts a new run from a checkpoint"
+            )
+
+
+def _plain(config: TrainConfig) -> dict:
+    return json.loads(json.dumps(asdict(config)))  # tuples become lists, as YAML and JSON have them
+
+
+def _flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat

@@ -1,0 +1,42 @@
+"""Speed: tokens per second of training, and the share of the device's peak that they make (MFU)."""
+
+import time
+
+import torch
+
+# Dense bf16 peaks in FLOP/s, from the makers' data sheets. On a device that is not here no MFU is reported.
+PEAK_BF16_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+class Throughput:
+    """A stopwatch over training steps. Restart it after an evaluation or a checkpoint: they are not training."""
+
+    def __init__(self, tokens_per_step: int, flops_per_token: float, num_processes: int, device: torch.device, precision: str):
+        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" and precision == "bf16" else ""
+        peak = next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in device_name), None)
+        self.peak_flops = peak and peak * num_processes
+
+    def restart(self, step: int) -> None:
+        """Begin to measure at `step`."""
+        self.step, self.seconds = step, time.perf_counter()
+
+    def measure(self, step: int) -> dict[str, float]:
+        """`perf/tokens_per_second`, over all processes, and `perf/mfu` where the peak is known; begins anew."""
+        elapsed = time.perf_counter() - self.seconds
+        tokens_per_second = (step - self.step) * self.tokens_per_step / elapsed
+        self.restart(step)
+        metrics = {"perf/tokens_per_second": tokens_per_second}
+        if self.peak_flops:
+            metrics["perf/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops
+        return metrics
