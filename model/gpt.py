@@ -153,14 +153,16 @@ class GPTModel(nn.Module):
     def init_weights(self) -> None:
         """Sets every parameter, drawing from torch's global generator (Radford et al. 2019, section 2.3):
 
-        | parameter                                            | value                                  |
-        |------------------------------------------------------|----------------------------------------|
-        | token and position embeddings, lm_head               | normal, std 0.02                       |
-        | q_proj, k_proj, v_proj, gate_proj, up_proj weights   | normal, std 0.02                       |
-        | out_proj, down_proj weights (they write to the       | normal, std 0.02 / sqrt(2 n_layers):   |
-        | residual stream, 2 n_layers of them add up)          | the stream's variance stays of order 1 |
-        | weights of norms                                     | 1                                      |
-        | biases                                               | 0                                      |
+        | parameter                                            | value                               |
+        |------------------------------------------------------|-------------------------------------|
+        | token_embedding, position_embedding, lm_head         | normal, std 0.02                    |
+        | q_proj, k_proj, v_proj, gate_proj, up_proj           | normal, std 0.02                    |
+        | out_proj, down_proj                                  | normal, std 0.02 / sqrt(2 n_layers) |
+        | attention_norm, mlp_norm, final_norm, q_norm, k_norm | 1                                   |
+        | bias                                                 | 0                                   |
+
+        out_proj and down_proj write to the residual stream: 2 n_layers of them add up there, and the smaller std keeps
+        the sum from growing with depth.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -268,10 +270,12 @@ class GPTModel(nn.Module):
         Temperature 0 takes the likeliest token; otherwise tokens are drawn, with `generator` if given. A row that has
         emitted eos_token_id goes on emitting it, and all stop when every row has. Beyond max_position_embeddings the
         oldest tokens are forgotten. Returns the prompt and what follows, int64 [B, at most T + max_new_tokens].
-        Raises ValueError in training mode, where dropout would spoil the samples.
+        Raises ValueError in training mode, where dropout would spoil the samples, and at a negative temperature.
         """
         if self.training:
             raise ValueError("generate() would sample with dropout: call model.eval() first")
+        if temperature < 0:
+            raise ValueError(f"temperature is {temperature}: it must be at least 0")
         ended_B1 = torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
         for _ in range(max_new_tokens):
             context = input_ids[:, -self.config.max_position_embeddings :]
