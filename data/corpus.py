@@ -7,6 +7,7 @@ from torch.utils.data import Dataset
 
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset, build_tokenizer
+from training.config import TrainConfig
 
 
 @dataclass
@@ -24,26 +25,22 @@ class Corpus:
     vocab_size: int
 
 
-def load_corpus(
-    source: str, num_samples: int, num_validation_samples: int, seed: int, seq_len: int, vocab_size: int | None
-) -> Corpus:
-    """The corpus named `source`, cut into sequences of `seq_len` tokens; `vocab_size` None is the tokenizer's.
+def load_corpus(config: TrainConfig) -> Corpus:
+    """The corpus that `config.data` names, in sequences of `config.seq_len` tokens.
 
     Raises:
         ValueError: the settings do not fit the corpus; says which and what would.
     """
-    sizes = {"train": num_samples, "validation": num_validation_samples}
-    tokenizer = None
-    if source == "random":
-        splits = [RandomTokensDataset(split, size, seed, seq_len, vocab_size) for split, size in sizes.items()]
-    else:
-        splits = [StoriesDataset(split, size, seed, seq_len) for split, size in sizes.items()]
-        tokenizer = build_tokenizer()
-        if vocab_size is None:
-            vocab_size = tokenizer.get_vocab_size()
-        elif vocab_size < tokenizer.get_vocab_size():
-            raise ValueError(
-                f"model.vocab_size: {vocab_size} is smaller than the tokenizer's {tokenizer.get_vocab_size()}; "
-                "null takes the tokenizer's"
-            )
-    return Corpus(*splits, tokenizer, vocab_size)
+    sizes = {"train": config.data.num_samples, "validation": config.evaluation.num_samples}
+    vocab_size = config.model.vocab_size
+    if config.data.source == "random":
+        splits = [
+            RandomTokensDataset(split, size, config.seed, config.seq_len, vocab_size) for split, size in sizes.items()
+        ]
+        return Corpus(*splits, tokenizer=None, vocab_size=vocab_size)
+    splits = [StoriesDataset(split, size, config.seed, config.seq_len) for split, size in sizes.items()]
+    tokenizer = build_tokenizer()
+    num_tokens = tokenizer.get_vocab_size()
+    if vocab_size is not None and vocab_size < num_tokens:
+        raise ValueError(f"model.vocab_size: {vocab_size} is less than the tokenizer's {num_tokens}; null takes that")
+    return Corpus(*splits, tokenizer, vocab_size or num_tokens)

@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from accelerate import __version__ as accelerate_version
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from training.config import TrainConfig
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -48,9 +51,17 @@ def step_directory(checkpoints: Path, step: int) -> Path:
 
 
 def save(
-    checkpoints: Path, step: int, model, optimizer, accelerator: Accelerator, config: dict, metrics: dict[str, float]
+    checkpoints: Path,
+    step: int,
+    model,
+    optimizer,
+    accelerator: Accelerator,
+    config: TrainConfig,
+    metrics: dict[str, float],
 ) -> None:
-    """Write the checkpoint of `step`; called by all processes together. It is there wholly, or not at all.
+    """Write the checkpoint of `step` and delete superfluous ones; called by all processes together.
+
+    The new checkpoint is there wholly, or not at all.
 
     Raises:
         RuntimeError: on all processes, when the main process could not complete it.
@@ -82,15 +93,16 @@ def save(
                 "torch": torch.__version__,
                 "accelerate": accelerate_version,
             },
-            "config": config,
+            "config": asdict(config),
         }
         try:
             write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=2))
             shutil.rmtree(final, ignore_errors=True)  # only an invalid one can be there: a valid one was resumed from
             os.rename(temporary, final)
             _fsync_directory(checkpoints)
-        except OSError as os_error:
-            error = f"cannot complete the checkpoint {final}: {os_error}"
+            rotate(checkpoints, config.checkpoint.keep)
+        except (OSError, InvalidCheckpoint) as problem:
+            error = f"cannot complete the checkpoint {final}: {problem}"
     if error := broadcast_object_list([error])[0]:
         raise RuntimeError(error)
 
@@ -146,9 +158,7 @@ def load(path: Path, model, optimizer) -> None:
     weights, moments = get_state_dict(model, optimizer.optimizer, options=FLATTENED)
     weights.update({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
     moments.update({name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")})
-    set_state_dict(
-        model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLATTENED
-    )
+    set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLATTENED)
 
 
 def rotate(checkpoints: Path, keep: int) -> None:

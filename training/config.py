@@ -27,6 +27,9 @@ class DataConfig:
     num_samples: PositiveInt = 1000
     """Sequences in the training set; an epoch visits each once."""
 
+    num_workers: NonNegativeInt = 0
+    """Processes that load data beside each training process. 0: the training process does it itself."""
+
 
 @dataclass
 class OptimizerConfig:
@@ -70,8 +73,8 @@ class ScheduleConfig:
 class CheckpointConfig:
     """When to save, and how much to keep."""
 
-    every: NonNegativeInt = 1000
-    """Steps between checkpoints. The last step is always saved. 0: only the last."""
+    every: PositiveInt = 1000
+    """Steps between checkpoints. The last step is always saved."""
 
     keep: PositiveInt = 2
     """How many of the newest checkpoints to keep. The one with the best validation loss is kept besides."""
@@ -155,11 +158,19 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    def due(self, step: int) -> tuple[bool, bool, bool]:
+        """Whether to log, to evaluate and to save after `step` updates; all that is ever done is done at the end."""
+        intervals = self.tracking.log_every, self.evaluation.every, self.checkpoint.every
+        log, evaluate, save = (every > 0 and (step % every == 0 or step == self.steps) for every in intervals)
+        return log, evaluate, save
+
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
         problems = self.model.problems()
         if Path(self.name or "").name != (self.name or ""):
-            problems.append(f"name: {self.name!r} is not a plain directory name; use out_dir for the directory above it")
+            problems.append(
+                f"name: {self.name!r} is not a plain directory name; use out_dir for the directory above it"
+            )
         if self.seq_len < 2:
             problems.append(f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more")
         if self.seq_len > self.model.max_position_embeddings:
@@ -168,7 +179,9 @@ class TrainConfig:
                 f"{self.model.max_position_embeddings}; lower the one or raise the other"
             )
         if self.data.source == "random" and self.model.vocab_size is None:
-            problems.append("model.vocab_size: null means the tokenizer's, but data.source: random has none; set a number")
+            problems.append(
+                "model.vocab_size: null means the tokenizer's, but data.source: random has none; set a number"
+            )
         unit = self.micro_batch_size * num_processes
         if self.global_batch_size is not None and self.global_batch_size % unit:
             below = self.global_batch_size // unit * unit

@@ -3,6 +3,8 @@
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,17 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from jsonargparse import Namespace
 
 from training import checkpoint
 from training.config import ConfigError, ScheduleConfig, TrainConfig
+from training.launch import num_processes
 from training.schedule import lr_scale
+from training.signals import Preempted
 
 # What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
 # are compared by the learning rates that they gave so far.
 FREE_SETTINGS = {"name", "out_dir", "resume", "steps", "schedule", "compile", "checkpoint", "evaluation", "tracking"}
+FREE_SETTINGS.add("data.num_workers")
 
 
 class RunDirectory:
@@ -32,7 +36,7 @@ class RunDirectory:
     def check(self, config: TrainConfig) -> None:
         """Refuse what cannot go on here. Every process calls it before anything is allocated; nothing is written.
 
-        A `global_batch_size` that is null takes the value that the run's first start resolved it to.
+        A `global_batch_size` of None becomes a number here: that of the run's first start.
 
         Raises:
             ConfigError: the directory cannot be written, or holds a run whose trajectory these settings would change.
@@ -43,21 +47,23 @@ class RunDirectory:
                 pass
         except OSError as error:
             raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
-        old = self._stored_config()
-        if old is None or self._starts_afresh(config):
+        old = None if self._starts_afresh(config) else self._stored_config()
+        if config.global_batch_size is None:
+            config.global_batch_size = old["global_batch_size"] if old else config.micro_batch_size * num_processes()
+            if problems := config.problems(num_processes()):
+                raise ConfigError("\n".join(problems))
+        if old is None:
             return
         if config.resume != "auto" and config.resume != old["resume"]:
             raise ConfigError(
                 f"resume: {config.resume!r} starts a new run, but {self.path} already holds one; choose another name, "
                 "or --resume never moves that run aside"
             )
-        if config.global_batch_size is None:
-            config.global_batch_size = old["global_batch_size"]
         before, now = _flatten(old), _flatten(asdict(config))
         different = [
             f"{key}: {before.get(key)} there, {now.get(key)} now"
             for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and key.split(".")[0] not in FREE_SETTINGS
+            if before.get(key) != now.get(key) and not FREE_SETTINGS & {key, key.split(".")[0]}
         ]
         if different:
             raise ConfigError(
@@ -88,10 +94,20 @@ class RunDirectory:
             raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
         return answer
 
-    def write_status(self, state: str, step: int, reason: str = "") -> None:
-        """Say in status.json how the run stands: running, finished, preempted or failed; main process only."""
-        status = {"state": state, "step": step, "reason": reason}
-        checkpoint.write_atomically(self.path / "status.json", json.dumps(status) + "\n")
+    @contextmanager
+    def status(self, step: int, accelerator: Accelerator) -> Iterator["Status"]:
+        """Keep status.json true: running while inside, then finished, preempted or failed."""
+        status = Status(self.path / "status.json" if accelerator.is_main_process else None)
+        status.write("running", step)
+        try:
+            yield status
+        except Preempted as preempted:
+            status.write("preempted", status.step, str(preempted))
+            raise
+        except BaseException as error:
+            status.write("failed", status.step, f"{type(error).__name__}: {error}")
+            raise
+        status.write("finished", status.step)
 
     def _prepare(self, config: TrainConfig) -> tuple[Path | None, int]:
         if self.path.exists() and self._starts_afresh(config):
@@ -111,7 +127,7 @@ class RunDirectory:
             path, manifest = Path(config.resume), _validate_foreign(config)
         step = manifest["step"] if manifest else 0
         if manifest:
-            _check_learning_rates(config, manifest)
+            _check_learning_rates(config, manifest, path)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._forget_metrics_after(step)
         checkpoint.write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
@@ -141,19 +157,35 @@ class RunDirectory:
         checkpoint.write_atomically(self.metrics_file, "".join(kept))
 
 
+class Status:
+    """status.json: how a run stands, for whoever decides whether to start it again."""
+
+    def __init__(self, path: Path | None):
+        self.path, self.step = path, 0
+
+    def write(self, state: str, step: int, reason: str = "") -> None:
+        """`state` is running, finished, preempted or failed; `step` the last one done or saved."""
+        self.step = step
+        if self.path is not None:
+            status = {"state": state, "step": step, "reason": reason}
+            checkpoint.write_atomically(self.path, json.dumps(status) + "\n")
+
+
 def _validate_foreign(config: TrainConfig) -> dict:
     try:
         manifest = checkpoint.validate(Path(config.resume))
     except checkpoint.InvalidCheckpoint as invalid:
         raise ConfigError(f"resume: {invalid}") from None
     theirs, ours = manifest["config"]["model"], asdict(config.model)
-    different = [f"model.{key}: {theirs.get(key)} there, {ours[key]} now" for key in ours if theirs.get(key) != ours[key]]
+    different = [
+        f"model.{key}: {theirs.get(key)} there, {ours[key]} now" for key in ours if theirs.get(key) != ours[key]
+    ]
     if different:
         raise ConfigError(f"resume: {config.resume} is a checkpoint of another model:\n  " + "\n  ".join(different))
     return manifest
 
 
-def _check_learning_rates(config: TrainConfig, manifest: dict) -> None:
+def _check_learning_rates(config: TrainConfig, manifest: dict, path: Path) -> None:
     step, old = manifest["step"], manifest["config"]
     if config.steps < step:
         raise ConfigError(f"steps: {config.steps} is less than the {step} that this run has already done")
@@ -164,9 +196,10 @@ def _check_learning_rates(config: TrainConfig, manifest: dict) -> None:
         before, now = lr_scale(old_schedule, past, old["steps"]), lr_scale(config.schedule, past, config.steps)
         if before != now:
             raise ConfigError(
-                f"steps: {config.steps} (before: {old['steps']}) with schedule {config.schedule} gives step {past} "
-                f"another learning rate than it had; the schedules constant and wsd, or a fixed schedule.decay_steps, "
-                "can be extended, and --resume PATH starts a new run from a checkpoint"
+                f"steps: {config.steps} (before: {old['steps']}), schedule: {asdict(config.schedule)}: step {past} of this "
+                f"run had {before:.6g} of the peak learning rate and would now have {now:.6g}; a run can be extended "
+                "only until its decay begins (schedule.name constant or wsd), or be the start of a new one: --name NEW "
+                f"--resume {path}"
             )
 
 

@@ -6,11 +6,15 @@ import signal
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
+class Preempted(Exception):
+    """The run stopped on a signal, after saving; started again, it goes on."""
+
+
 class StopSignal:
-    """Remembers that a signal asked this process to stop; `received` is its name, or "" while there is none."""
+    """Remembers whether a signal asked this process to stop."""
 
     def __init__(self) -> None:
-        self.received = ""
+        self.received = False
         for number in STOP_SIGNALS:
             signal.signal(number, self._receive)
 
@@ -18,4 +22,4 @@ class StopSignal:
         if self.received:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.received = signal.Signals(number).name
+        self.received = True

@@ -3,6 +3,10 @@
 import time
 
 import torch
+from accelerate import Accelerator
+
+from model.gpt import GPTModel
+from training.config import TrainConfig
 
 # Dense bf16 peaks in FLOP/s, from the makers' data sheets. On a device that is not here no MFU is reported.
 PEAK_BF16_FLOPS = {
@@ -21,22 +25,25 @@ PEAK_BF16_FLOPS = {
 class Throughput:
     """A stopwatch over training steps. Restart it after an evaluation or a checkpoint: they are not training."""
 
-    def __init__(self, tokens_per_step: int, flops_per_token: float, num_processes: int, device: torch.device, precision: str):
-        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
-        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" and precision == "bf16" else ""
-        peak = next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in device_name), None)
-        self.peak_flops = peak and peak * num_processes
+    def __init__(self, config: TrainConfig, model: GPTModel, accelerator: Accelerator):
+        self.tokens_per_step = config.global_batch_size * config.seq_len
+        self.flops_per_token = model.flops_per_token(config.seq_len)
+        is_bf16_gpu = accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
+        device_name = torch.cuda.get_device_name(accelerator.device) if is_bf16_gpu else ""
+        peak_flops = next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in device_name), 0.0)
+        self.peak_flops = peak_flops * accelerator.num_processes
 
     def restart(self, step: int) -> None:
         """Begin to measure at `step`."""
         self.step, self.seconds = step, time.perf_counter()
 
     def measure(self, step: int) -> dict[str, float]:
-        """`perf/tokens_per_second`, over all processes, and `perf/mfu` where the peak is known; begins anew."""
+        """`train/tokens` since the run began, `perf/tokens_per_second` over all processes since the last call, and
+        `perf/mfu` where the device's peak is known; begins to measure anew."""
         elapsed = time.perf_counter() - self.seconds
         tokens_per_second = (step - self.step) * self.tokens_per_step / elapsed
         self.restart(step)
-        metrics = {"perf/tokens_per_second": tokens_per_second}
+        metrics = {"train/tokens": step * self.tokens_per_step, "perf/tokens_per_second": tokens_per_second}
         if self.peak_flops:
             metrics["perf/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops
         return metrics

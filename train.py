@@ -1,0 +1,177 @@
+"""Trains a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
+
+A run is a pure function of its config and seed: at step s the learning rate, the global batch and every random draw
+are functions of (config, seed, s). Its only state is the weights, the optimizer's moments and the integer s.
+"""
+
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from data.corpus import load_corpus
+from data.order import GlobalBatches, StepSampler, derive_seed
+from model.gpt import GPTModel
+from plot import save_loss_curve
+from training import checkpoint, launch
+from training.config import ConfigError, TrainConfig, parse_config
+from training.evaluation import evaluate
+from training.optimizer import build_optimizer, set_lr
+from training.run_directory import RunDirectory
+from training.sampling import sample_stories
+from training.schedule import lr_scale
+from training.signals import Preempted, StopSignal
+from training.step_totals import NonFiniteError, StepTotals
+from training.summary import summary
+from training.throughput import Throughput
+from training.tracking import Tracker, check_wandb
+
+
+def main(config: TrainConfig) -> None:
+    """Train until step `config.steps`, going on from the newest checkpoint of the run if there is one.
+
+    Raises:
+        ConfigError: the settings do not fit the launch, the data or the run directory.
+        NonFiniteError: the loss or the gradient stopped being a number.
+        Preempted: a signal asked to stop, and the checkpoint is saved.
+    """
+    launch.check()
+    check_wandb(config)
+    try:
+        corpus = load_corpus(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    config.model.vocab_size = corpus.vocab_size
+    run = RunDirectory(config)
+    run.check(config)
+
+    accelerator = launch.start(config)
+    stop_signal = StopSignal()
+    rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    accumulation = config.global_batch_size // (config.micro_batch_size * num_processes)
+    start_from, first_step = run.open(config, accelerator)
+    if first_step == config.steps:
+        accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.\nTraining finished.")
+        return accelerator.end_training()
+
+    torch.manual_seed(config.seed)
+    network = GPTModel(config.model)
+    if config.compile:
+        for block in network.blocks:
+            block.compile()  # in place: names stay clean, and DDP does not split the graph at its buckets
+    model, optimizer = accelerator.prepare(network, build_optimizer(network, config.optimizer))
+    if start_from:
+        checkpoint.load(start_from, model, optimizer)
+
+    order = GlobalBatches(len(corpus.train), config.global_batch_size, config.seed)
+    # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
+    loader = DataLoader(
+        corpus.train,
+        batch_sampler=StepSampler(order, first_step, config.steps, rank, num_processes),
+        num_workers=config.data.num_workers,
+        pin_memory=device.type == "cuda",
+    )
+    batches = ({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in loader)
+    throughput = Throughput(config, network, accelerator)
+    pending: deque[StepTotals] = deque()
+    stopping = False
+
+    with run.status(first_step, accelerator) as status, Tracker(config, run, first_step, accelerator) as tracker:
+        tracker.say(summary(config, accelerator, network, run, start_from, first_step))
+        batch = next(batches)
+        target_tokens = accelerator.reduce(count_targets(batch), "sum")
+        # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
+        # resumed run adds in the same order as one that never stopped.
+        accelerator.backward(model(**next(micro_batches(batch, config)))[1])
+        optimizer.zero_grad()
+        throughput.restart(first_step)
+
+        for step in range(first_step, config.steps):
+            lr = config.optimizer.lr * lr_scale(config.schedule, step, config.steps)
+            set_lr(optimizer, lr)
+            loss = torch.zeros((), device=device)
+            for index, micro_batch in enumerate(micro_batches(batch, config)):
+                torch.manual_seed(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
+                with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
+                    # DDP averages over the processes what is to be summed: hence the division by their number.
+                    _, micro_loss = model(**micro_batch, num_items_in_batch=target_tokens / num_processes)
+                    accelerator.backward(micro_loss)
+                loss += micro_loss.detach() / num_processes
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip or math.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            done = step + 1
+            batch = next(batches, None)
+            pending.append(StepTotals(done, loss, grad_norm, count_targets(batch), stop_signal.received, accelerator))
+            target_tokens = pending[-1].next_target_tokens
+            log_now, evaluate_now, save_now = config.due(done)
+            # The host reads a step late, so as not to wait for the device, unless something now depends on it.
+            while len(pending) > (0 if log_now or evaluate_now or save_now or stopping else 1):
+                totals = pending.popleft().read(order, num_processes)
+                stopping = totals.stop
+
+            metrics = {}
+            if log_now:
+                metrics |= totals.metrics(lr) | throughput.measure(done)
+            if evaluate_now:
+                metrics |= evaluate(model, corpus, config, accelerator)
+            if done == config.steps and config.data.source == "stories":
+                metrics |= sample_stories(model, corpus, config, accelerator, tracker)
+            if metrics:
+                tracker.log(done, metrics)
+            if save_now or stopping:
+                checkpoint.save(run.checkpoints, done, model, optimizer, accelerator, config, metrics)
+                status.write("running", done)
+            if stopping and done < config.steps:
+                raise Preempted(f"stopped by a signal after step {done}; the same command goes on from there")
+            if evaluate_now or save_now:
+                throughput.restart(done)
+
+        if accelerator.is_main_process:
+            tracker.say(f"Loss curve: {save_loss_curve(run.path)}")
+        tracker.say(f"The run lies in {run.path}.")
+    accelerator.free_memory(model, optimizer)  # before the process group goes: gloo may abort otherwise
+    accelerator.end_training()
+    accelerator.print("Training finished.")
+
+
+def micro_batches(batch: dict[str, Tensor], config: TrainConfig) -> Iterator[dict[str, Tensor]]:
+    """Cut a process's share of a global batch into micro-batches of [micro_batch_size, T]."""
+    for parts in zip(*(tensor.split(config.micro_batch_size) for tensor in batch.values()), strict=True):
+        yield dict(zip(batch, parts, strict=True))
+
+
+def count_targets(batch: dict[str, Tensor] | None) -> Tensor | int:
+    """The number of target tokens in a batch: labels that are predicted by the position before them, [] int64."""
+    return (batch["labels"][:, 1:] != -100).sum() if batch else 0
+
+
+def cli() -> int:
+    """Run from the command line; returns the exit code of the contract."""
+    say_error = print if launch.is_main_process() else lambda *_, **__: None
+    try:
+        main(parse_config(num_processes=launch.num_processes()))
+    except ConfigError as error:
+        say_error(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    except Preempted as preempted:
+        say_error(preempted, file=sys.stderr)
+        return 75
+    except NonFiniteError as error:
+        say_error(f"train.py: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    exit_code = cli()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # without the interpreter's teardown, in which threads of gloo may abort and change the code

@@ -1,0 +1,134 @@
+"""From a launch (`accelerate launch`, `torchrun`, `python`) to an Accelerator, and what of a launch is refused.
+
+Accelerate places devices, makes process groups, wraps the model and casts. What this repository does itself (data
+order, learning rate, accumulation, checkpoints, compilation) a launch file must not do a second time.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+from training.config import ConfigError, TrainConfig
+
+# Sections of a launch file, and what Accelerate puts before their keys to find its own command-line argument.
+LAUNCH_FILE_SECTIONS = {
+    "fsdp_config": "fsdp_",
+    "dynamo_config": "dynamo_",
+    "fp8_config": "fp8_",
+    "mpirun_config": "",
+    "parallelism_config": "",
+    "megatron_lm_config": "",
+    "deepspeed_config": "",
+}
+
+
+def num_processes() -> int:
+    """How many processes the launcher started in all."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that prints; known before there is a process group."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def check() -> None:
+    """Refuse what a run does not support of its launch file and of the settings that the launcher passed on.
+
+    Raises:
+        ConfigError: with every such setting and the remedy.
+    """
+    environment = os.environ
+    problems = []
+    path = _launch_file()
+    if path is not None:
+        problems += [f"{path}: {problem}" for problem in _misspelt_keys(path)]
+    refused = {
+        "ACCELERATE_USE_DEEPSPEED": "distributed_type: DEEPSPEED is not supported; use MULTI_GPU",
+        "ACCELERATE_USE_MEGATRON_LM": "distributed_type: MEGATRON_LM is not supported; use MULTI_GPU",
+    }
+    problems += [message for name, message in refused.items() if environment.get(name, "").lower() == "true"]
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", "bf16"):
+        problems.append(f"mixed_precision: {precision} is not supported; use bf16 or no")
+    dynamo = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    if dynamo.upper() != "NO":
+        problems.append(f"dynamo_backend: {dynamo} is not supported; remove it and use --compile true of train.py")
+    accumulation = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation != "1":
+        problems.append(
+            f"gradient_accumulation_steps: {accumulation} is not supported; set global_batch_size of the run, from "
+            "which accumulation is derived"
+        )
+    fsdp_version = environment.get("FSDP_VERSION", "1")
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true" and fsdp_version != "2":
+        problems.append(f"fsdp_version: {fsdp_version} is not supported; set fsdp_version: 2 in fsdp_config")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def start(config: TrainConfig) -> Accelerator:
+    """The Accelerator of this process, with the process group up.
+
+    On a machine without a CUDA device (or with an MPS device and several processes, which it cannot join) the CPU is
+    used, through gloo.
+    """
+    if config.exact:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
+        torch.use_deterministic_algorithms(True)
+    use_cpu = not torch.cuda.is_available() and (num_processes() > 1 or not torch.backends.mps.is_available())
+    accelerator = Accelerator(
+        cpu=use_cpu or None,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=10)),
+        ],
+    )
+    if accelerator.num_processes != num_processes():
+        raise ConfigError(
+            f"num_processes: the launcher started {num_processes()} processes, but Accelerate found "
+            f"{accelerator.num_processes}; use distributed_type: MULTI_GPU in the launch file, as accelerate_configs/cpu.yaml"
+        )
+    return accelerator
+
+
+def _launch_file() -> Path | None:
+    """The file that `accelerate launch` read, found on the command line of the process that started this one.
+
+    Accelerate passes values on, but not where they came from, and drops the keys it does not know inside a section.
+    """
+    for ancestor in psutil.Process().parents():
+        try:
+            command = ancestor.cmdline()
+        except psutil.Error:
+            continue
+        if "launch" in command and any("accelerate" in Path(word).name for word in command):
+            for word, following in zip(command, command[1:] + [""], strict=True):
+                if word.startswith("--config_file"):
+                    name = word.partition("=")[2] or following
+                    return Path(ancestor.cwd(), name)
+            return Path(default_config_file) if os.path.isfile(default_config_file) else None
+    return None
+
+
+def _misspelt_keys(path: Path) -> list[str]:
+    try:
+        settings = yaml.safe_load(path.read_text())  # JSON, which Accelerate takes too, is YAML
+    except (OSError, yaml.YAMLError):
+        return []  # Accelerate itself has read it, so it was moved since
+    known = {action.dest for action in launch_command_parser()._actions}
+    problems = []
+    for section, prefix in LAUNCH_FILE_SECTIONS.items():
+        keys = settings.get(section) or {}
+        for key in keys:
+            if (key if key.startswith(prefix) else prefix + key) not in known:
+                problems.append(f"{section}.{key} is not a setting of Accelerate")
+    return problems

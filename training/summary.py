@@ -1,0 +1,39 @@
+"""The block that a run prints at its start: what is in force."""
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from model.gpt import GPTModel
+from training.config import TrainConfig
+from training.run_directory import RunDirectory
+
+
+def summary(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    model: GPTModel,
+    run: RunDirectory,
+    start_from: Path | None,
+    first_step: int,
+) -> str:
+    """What is in force, a line each; `model` is the network before it was prepared."""
+    device = accelerator.device
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    backend = f", {torch.distributed.get_backend()}" if accelerator.num_processes > 1 else ""
+    accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
+    tokens_per_step = config.global_batch_size * config.seq_len
+    facts = {
+        "run": f"{run.path}" + (f", resumed at step {first_step} from {start_from}" if start_from else ""),
+        "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}",
+        "precision": accelerator.mixed_precision.replace("no", "fp32")
+        + (", compiled" if config.compile else "")
+        + (", deterministic" if config.exact else ""),
+        "model": f"{model.num_parameters():,} parameters",
+        "global batch": f"{config.global_batch_size} sequences = {config.micro_batch_size} micro-batch"
+        f" x {accelerator.num_processes} processes x {accumulation} accumulation",
+        "tokens": f"{tokens_per_step:,} a step x {config.steps:,} steps = {tokens_per_step * config.steps:,}",
+    }
+    return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items())

@@ -1,0 +1,152 @@
+"""Where a run's numbers and words go: metrics.jsonl, the screen and Weights & Biases."""
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from accelerate import Accelerator
+from accelerate import __version__ as accelerate_version
+from tqdm import tqdm
+
+from training.config import ConfigError, TrainConfig
+from training.run_directory import RunDirectory
+
+
+def check_wandb(config: TrainConfig) -> None:
+    """Refuse `tracking.wandb: online` where W&B would ask at the terminal who the user is.
+
+    Raises:
+        ConfigError: there is no API key.
+    """
+    if config.tracking.wandb != "online" or (wandb := _import_wandb()) is None:
+        return
+    if not wandb.api.api_key:
+        raise ConfigError(
+            "tracking.wandb: online needs an API key: run `wandb login` once or set WANDB_API_KEY; offline needs none"
+        )
+
+
+class Tracker:
+    """Logs metrics and prints, on the main process; on every other process its methods do nothing.
+
+    On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
+    """
+
+    def __init__(self, config: TrainConfig, run: RunDirectory, step: int, accelerator: Accelerator):
+        self.steps, self.is_main_process = config.steps, accelerator.is_main_process
+        self.wandb_run = None
+        if not self.is_main_process:
+            return
+        self.bar = tqdm(
+            total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not sys.stdout.isatty(),
+            file=sys.stdout,
+        )  # fmt: skip
+        self.metrics_file = open(run.metrics_file, "a")
+        if config.tracking.wandb != "disabled":
+            self._start_wandb(config, run)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of `step`: one line of metrics.jsonl, one point in W&B, one line or bar on the screen."""
+        if not self.is_main_process:
+            return
+        self.metrics_file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.metrics_file.flush()
+        if self.wandb_run is not None:
+            self.wandb_run.log({"step": step, **metrics})
+        if "train/loss" in metrics:
+            self._show_training(step, metrics)
+        if "val/loss" in metrics:
+            shown = [f"{name} = {value:.4f}" for name, value in metrics.items() if name.startswith(("val/", "sample/"))]
+            self.say(f"[step {step} / {self.steps}] " + " ".join(shown))
+
+    def log_text(self, name: str, texts: list[str]) -> None:
+        """Show sampled texts, and keep them in W&B."""
+        for text in texts:
+            self.say(f"  | {text}")
+        if self.wandb_run is not None:
+            import wandb
+
+            self.wandb_run.log({name: wandb.Table(columns=["text"], data=[[text] for text in texts])})
+
+    def say(self, text: str) -> None:
+        """Print for the user, without tearing the progress bar."""
+        if self.is_main_process:
+            self.bar.clear()
+            print(text, flush=True)
+            self.bar.refresh()
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, exception_type, exception, traceback) -> None:
+        if not self.is_main_process:
+            return
+        self.bar.close()
+        self.metrics_file.close()
+        if self.wandb_run is not None:
+            self.wandb_run.finish(exit_code=0 if exception is None else 1)
+
+    def _show_training(self, step: int, metrics: dict[str, float]) -> None:
+        shown = {
+            "loss": f"{metrics['train/loss']:.4f}",
+            "lr": f"{metrics['train/lr']:.3g}",
+            "grad_norm": f"{metrics['train/grad_norm']:.3f}",
+            "tokens/s": f"{metrics['perf/tokens_per_second']:,.0f}",
+        }
+        if "perf/mfu" in metrics:
+            shown["mfu"] = f"{metrics['perf/mfu']:.1%}"
+        if self.bar.disable:
+            print(f"[step {step} / {self.steps}] " + " ".join(f"{k} = {v}" for k, v in shown.items()), flush=True)
+        else:
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update(step - self.bar.n)
+
+    def _start_wandb(self, config: TrainConfig, run: RunDirectory) -> None:
+        wandb = _import_wandb()
+        if wandb is None:
+            self.say("wandb is not installed: metrics go to metrics.jsonl only.")
+            return
+        directory = run.path / "wandb"
+        directory.mkdir(exist_ok=True)
+        id_file = directory / "run_id"
+        if not id_file.exists():
+            id_file.write_text(uuid4().hex)
+        self.wandb_run = wandb.init(
+            project=config.tracking.project,
+            name=config.name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=run.path,
+            mode=config.tracking.wandb,
+            config={**asdict(config), "versions": _versions(), "git_commit": _git_commit()},
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # W&B's own step can only grow, so after a rewind it would drop the points that are done again.
+        self.wandb_run.define_metric("step")
+        self.wandb_run.define_metric("*", step_metric="step")
+
+
+def _import_wandb():
+    try:
+        import wandb
+    except ImportError:
+        return None
+    return wandb
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "accelerate": accelerate_version}
+
+
+def _git_commit() -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
