@@ -287,7 +287,7 @@ class GPTModel(nn.Module):
                 next_B1 = torch.multinomial(probabilities, num_samples=1, generator=generator)
             if eos_token_id is not None:
                 next_B1 = next_B1.masked_fill(ended_B1, eos_token_id)
-                ended_B1 = ended_B1 | (next_B1 == eos_token_id)
+                ended_B1 = next_B1 == eos_token_id
             input_ids = torch.cat((input_ids, next_B1), dim=1)
             if ended_B1.all():
                 break
