@@ -189,6 +189,7 @@ def test_a_trained_model_reopens_from_a_folder(config, tmp_path):
     to_transformers(model).save_pretrained(tmp_path)
     reopened, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
+    assert reopened.config.bos_token_id is None and reopened.config.eos_token_id is None, "the tokenizer's affair"
     assert torch.equal(reopened.eval()(input_ids).logits, to_transformers(model)(input_ids).logits)
     torch.testing.assert_close(reopened(input_ids).logits, model.eval()(input_ids)[0], rtol=1e-4, atol=1e-4)
 
@@ -217,6 +218,19 @@ def test_a_model_of_no_family_is_refused_with_the_settings_that_differ():
     for setting, value in (("n_kv_heads", 2), ("head_dim", 16)):
         with pytest.raises(ValueError, match=f"gpt2: model.{setting} is {value}, not"):
             to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {setting: value})))
+
+
+def test_the_config_of_the_published_gpt2_is_understood():
+    """GPT2Config's defaults are those of the 124M model, with n_inner left out."""
+    assert config_from_transformers(GPT2Config()) == GPTConfig(
+        vocab_size=50257,
+        max_position_embeddings=1024,
+        n_layers=12,
+        n_heads=12,
+        d_model=768,
+        d_ff=3072,
+        tie_embeddings=True,
+    )
 
 
 @pytest.mark.parametrize(
