@@ -7,7 +7,6 @@ are functions of (config, seed, s). Its only state is the weights, the optimizer
 import math
 import os
 import sys
-from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -79,13 +78,13 @@ def main(config: TrainConfig) -> None:
     )
     batches = ({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in loader)
     throughput = Throughput(config, network, accelerator)
-    pending: deque[StepTotals] = deque()
-    stopping = False
+    totals = StepTotals(order, accelerator)
 
     with run.status(first_step, accelerator) as status, Tracker(config, run, first_step, accelerator) as tracker:
         tracker.say(summary(config, accelerator, network, run, start_from, first_step))
         batch = next(batches)
-        target_tokens = accelerator.reduce(count_targets(batch), "sum")
+        no_loss = torch.zeros((), device=device)
+        target_tokens = totals.exchange(first_step, no_loss, no_loss, count_targets(batch), stop=False)
         # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
         # resumed run adds in the same order as one that never stopped.
         accelerator.backward(model(**next(micro_batches(batch, config)))[1])
@@ -95,7 +94,7 @@ def main(config: TrainConfig) -> None:
         for step in range(first_step, config.steps):
             lr = config.optimizer.lr * lr_scale(config.schedule, step, config.steps)
             set_lr(optimizer, lr)
-            loss = torch.zeros((), device=device)
+            loss = no_loss.clone()
             for index, micro_batch in enumerate(micro_batches(batch, config)):
                 torch.manual_seed(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
@@ -109,27 +108,24 @@ def main(config: TrainConfig) -> None:
 
             done = step + 1
             batch = next(batches, None)
-            pending.append(StepTotals(done, loss, grad_norm, count_targets(batch), stop_signal.received, accelerator))
-            target_tokens = pending[-1].next_target_tokens
+            target_tokens = totals.exchange(done, loss, grad_norm, count_targets(batch), stop_signal.received)
             log_now, evaluate_now, save_now = config.due(done)
-            # The host reads a step late, so as not to wait for the device, unless something now depends on it.
-            while len(pending) > (0 if log_now or evaluate_now or save_now or stopping else 1):
-                totals = pending.popleft().read(order, num_processes)
-                stopping = totals.stop
+            totals.read(at_once=log_now or evaluate_now or save_now)
 
             metrics = {}
             if log_now:
-                metrics |= totals.metrics(lr) | throughput.measure(done)
+                metrics |= {"train/loss": totals.loss, "train/lr": lr, "train/grad_norm": totals.grad_norm}
+                metrics |= throughput.measure(done)
             if evaluate_now:
                 metrics |= evaluate(model, corpus, config, accelerator)
             if done == config.steps and config.data.source == "stories":
                 metrics |= sample_stories(model, corpus, config, accelerator, tracker)
             if metrics:
                 tracker.log(done, metrics)
-            if save_now or stopping:
+            if save_now or totals.stop:
                 checkpoint.save(run.checkpoints, done, model, optimizer, accelerator, config, metrics)
                 status.write("running", done)
-            if stopping and done < config.steps:
+            if totals.stop and done < config.steps:
                 raise Preempted(f"stopped by a signal after step {done}; the same command goes on from there")
             if evaluate_now or save_now:
                 throughput.restart(done)
@@ -159,7 +155,8 @@ def cli() -> int:
     try:
         main(parse_config(num_processes=launch.num_processes()))
     except ConfigError as error:
-        say_error(f"train.py: error: {error}", file=sys.stderr)
+        say_error(f"train.py: error: {error}", file=sys.stderr, flush=True)
+        launch.let_main_process_fail_first()
         return 2
     except Preempted as preempted:
         say_error(preempted, file=sys.stderr)

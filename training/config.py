@@ -108,7 +108,7 @@ class TrackingConfig:
     """Weights & Biases: offline writes below the run directory for a later `wandb sync` and needs no account."""
 
     project: str = "mini-gpt"
-    """W&B project."""
+    """The W&B project that the run is filed under."""
 
     log_every: PositiveInt = 10
     """Steps between log lines."""

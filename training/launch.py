@@ -5,6 +5,8 @@ order, learning rate, accumulation, checkpoints, compilation) a launch file must
 """
 
 import os
+import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,6 +40,13 @@ def num_processes() -> int:
 def is_main_process() -> bool:
     """Whether this process is the one that prints; known before there is a process group."""
     return int(os.environ.get("RANK", 0)) == 0
+
+
+def let_main_process_fail_first() -> None:
+    """Where the others find the same error: a launcher stops all as soon as one fails, and only one has the message."""
+    if not is_main_process():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(30)
 
 
 def check() -> None:
@@ -88,14 +97,14 @@ def start(config: TrainConfig) -> Accelerator:
     accelerator = Accelerator(
         cpu=use_cpu or None,
         kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=timedelta(minutes=10)),
         ],
     )
     if accelerator.num_processes != num_processes():
         raise ConfigError(
-            f"num_processes: the launcher started {num_processes()} processes, but Accelerate found "
-            f"{accelerator.num_processes}; use distributed_type: MULTI_GPU in the launch file, as accelerate_configs/cpu.yaml"
+            f"num_processes: the launcher started {num_processes()}, but Accelerate found {accelerator.num_processes}; "
+            "use distributed_type: MULTI_GPU in the launch file, as accelerate_configs/cpu.yaml does"
         )
     return accelerator
 

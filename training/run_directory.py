@@ -123,11 +123,13 @@ class RunDirectory:
             raise ConfigError(
                 f"no valid checkpoint is left in {self.checkpoints}; mend one, or start afresh with --resume never"
             )
-        if path is None and config.resume not in ("auto", "never"):
+        if path is not None:
+            _check_learning_rates(config, path, manifest)
+        elif config.resume not in ("auto", "never"):
             path, manifest = Path(config.resume), _validate_foreign(config)
         step = manifest["step"] if manifest else 0
-        if manifest:
-            _check_learning_rates(config, manifest, path)
+        if config.steps < step:
+            raise ConfigError(f"steps: {config.steps} is less than the {step} that {path} has already done")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._forget_metrics_after(step)
         checkpoint.write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
@@ -185,21 +187,16 @@ def _validate_foreign(config: TrainConfig) -> dict:
     return manifest
 
 
-def _check_learning_rates(config: TrainConfig, manifest: dict, path: Path) -> None:
-    step, old = manifest["step"], manifest["config"]
-    if config.steps < step:
-        raise ConfigError(f"steps: {config.steps} is less than the {step} that this run has already done")
-    if config.resume not in ("auto", "never"):
-        return  # a new run that starts from another's weights has a schedule of its own
-    old_schedule = ScheduleConfig(**old["schedule"])
-    for past in range(step):
-        before, now = lr_scale(old_schedule, past, old["steps"]), lr_scale(config.schedule, past, config.steps)
+def _check_learning_rates(config: TrainConfig, path: Path, manifest: dict) -> None:
+    old_steps, old_schedule = manifest["config"]["steps"], ScheduleConfig(**manifest["config"]["schedule"])
+    for step in range(min(manifest["step"], config.steps)):
+        before, now = lr_scale(old_schedule, step, old_steps), lr_scale(config.schedule, step, config.steps)
         if before != now:
             raise ConfigError(
-                f"steps: {config.steps} (before: {old['steps']}), schedule: {asdict(config.schedule)}: step {past} of this "
-                f"run had {before:.6g} of the peak learning rate and would now have {now:.6g}; a run can be extended "
-                "only until its decay begins (schedule.name constant or wsd), or be the start of a new one: --name NEW "
-                f"--resume {path}"
+                f"steps: {config.steps} (before: {old_steps}) and schedule: {asdict(config.schedule)} would have given "
+                f"step {step} of this run {now:.6g} of the peak learning rate, but it had {before:.6g}; a run can be "
+                "extended only until its decay begins (schedule.name: constant or wsd), or be continued as a new one: "
+                f"--name NEW --resume {path}"
             )
 
 

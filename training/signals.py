@@ -2,8 +2,10 @@
 
 import os
 import signal
+import time
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_SIGNAL_SECONDS = 1.0
 
 
 class Preempted(Exception):
@@ -15,11 +17,14 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received = False
+        self.first_seconds = 0.0
         for number in STOP_SIGNALS:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame) -> None:
-        if self.received:
+        # Ctrl-C comes twice within a moment: once from the terminal, once forwarded by the launcher.
+        if self.received and time.monotonic() - self.first_seconds > SAME_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.received = True
+        if not self.received:
+            self.received, self.first_seconds = True, time.monotonic()

@@ -5,9 +5,11 @@ it: before a log line, an evaluation, a save and the end.
 """
 
 import math
+from collections import deque
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from data.order import GlobalBatches
 
@@ -17,57 +19,65 @@ class NonFiniteError(RuntimeError):
 
 
 class StepTotals:
-    """Sums over all processes after `step` updates; every process makes one in every step."""
+    """Sums over all processes, exchanged after every step and read later: `loss`, `grad_norm` and `stop`."""
 
-    def __init__(
-        self,
-        step: int,
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor,
-        next_target_tokens: torch.Tensor | int,
-        stop: bool,
-        accelerator: Accelerator,
-    ):
-        """
+    loss: float
+    """Of the global batch, in nats a target token."""
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
+    stop: bool = False
+    """Whether a signal asked any process to stop; the same on all."""
+
+    def __init__(self, order: GlobalBatches, accelerator: Accelerator):
+        self.order, self.accelerator = order, accelerator
+        self._unread: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def exchange(self, step: int, loss: Tensor, grad_norm: Tensor, next_targets: Tensor | int, stop: bool) -> Tensor:
+        """Add up over all processes what they know after `step` updates, without waiting for the result.
+
         Args:
-            loss: this process's part of the global loss: the parts of all processes add up to it.
+            loss: this process's part of the global loss; the parts of all processes add up to it.
             grad_norm: of the synchronised gradient, so already the same on all processes.
-            next_target_tokens: how many targets this process's share of the next global batch has.
+            next_targets: the number of target tokens in this process's share of the next global batch.
             stop: whether a signal asked this process to stop.
-        """
-        self.step = step
-        dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64  # exact counts up to 2**53
-        local = torch.zeros(3 + accelerator.num_processes, dtype=dtype, device=accelerator.device)
-        local[0], local[1], local[2] = loss, next_target_tokens, stop
-        local[3 + accelerator.process_index] = ~loss.isfinite()
-        total = accelerator.reduce(local, "sum")
-        self.next_target_tokens = total[1]
-        self._on_host = torch.cat((total, grad_norm.to(total).reshape(1))).to("cpu", non_blocking=True)
-        self._copied = None
-        if accelerator.device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
 
-    def read(self, order: GlobalBatches, num_processes: int) -> "StepTotals":
-        """Wait for the values: `loss` (of the global batch), `grad_norm` and `stop` (whether to stop, for all alike).
+        Returns:
+            The number of target tokens in the next global batch, 0-dim, on the device.
+        """
+        device = self.accelerator.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # exact counts up to 2**53
+        local = torch.zeros(3 + self.accelerator.num_processes, dtype=dtype, device=device)
+        local[0], local[1], local[2] = loss, next_targets, stop
+        local[3 + self.accelerator.process_index] = ~loss.isfinite()
+        total = self.accelerator.reduce(local, "sum")
+        on_host = torch.cat((total, grad_norm.to(total).reshape(1))).to("cpu", non_blocking=True)
+        copied = None
+        if device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        self._unread.append((step, on_host, copied))
+        return total[1]
+
+    def read(self, at_once: bool) -> None:
+        """Read all but the latest exchange; with `at_once`, or where it is time to stop, the latest too.
 
         Raises:
             NonFiniteError: on all processes, where the loss or the gradient norm is infinite or NaN.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
-        self.loss, _, stop, *nonfinite, self.grad_norm = self._on_host.tolist()
-        self.stop = stop > 0
-        if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
-            # A finite loss with an infinite gradient cannot be traced further than to the global batch.
-            ranks = [rank for rank in range(num_processes) if nonfinite[rank] or not any(nonfinite)]
-            samples = [index for rank in ranks for index in order.indices(self.step - 1, rank, num_processes)]
-            raise NonFiniteError(
-                f"step {self.step}: loss = {self.loss}, gradient norm = {self.grad_norm}, on process(es) {ranks} with "
-                f"the training samples {samples}; nothing was saved since the last checkpoint"
-            )
-        return self
+        while len(self._unread) > (0 if at_once or self.stop else 1):
+            step, on_host, copied = self._unread.popleft()
+            if copied is not None:
+                copied.synchronize()
+            self.loss, _, stop, *nonfinite, self.grad_norm = on_host.tolist()
+            self.stop = stop > 0
+            if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
+                raise NonFiniteError(self._describe(step, nonfinite))
 
-    def metrics(self, lr: float) -> dict[str, float]:
-        """The training metrics of the step, which was made with the learning rate `lr`."""
-        return {"train/loss": self.loss, "train/lr": lr, "train/grad_norm": self.grad_norm}
+    def _describe(self, step: int, nonfinite: list[float]) -> str:
+        # A finite loss with an infinite gradient cannot be traced further than to the global batch.
+        ranks = [rank for rank, flag in enumerate(nonfinite) if flag or not any(nonfinite)]
+        samples = [i for rank in ranks for i in self.order.indices(step - 1, rank, len(nonfinite))]
+        return (
+            f"step {step}: loss = {self.loss}, gradient norm = {self.grad_norm}, on process(es) {ranks} whose "
+            f"training samples were {samples}; nothing was saved since the last checkpoint"
+        )

@@ -1,0 +1,35 @@
+PYTHON ?= python3
+LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
+
+.PHONY: help env train test test-all lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: .venv/.installed ## build .venv from requirements.txt
+
+train: .venv/.installed ## train the mini-GPT on stories with 2 CPU processes; more settings: make train ARGS="--steps 4000"
+	$(LAUNCH) train.py --config configs/stories.yaml $(ARGS)
+
+test: .venv/.installed-test ## lint and the tests, at most 7 minutes on 2 cores
+	.venv/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-all: .venv/.installed-test ## the long tests too
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: .venv/.installed-test ## check style
+	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+clean: ## remove the environment and caches, never runs/
+	rm -rf .venv .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path "./runs/*" -prune -exec rm -rf {} +
+
+.venv/.installed: requirements.txt
+	@echo "Building .venv from requirements.txt (once; torch is large) ..."
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/.installed-test: .venv/.installed requirements-test.txt
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	@touch $@

@@ -1,0 +1,84 @@
+"""What the tests share: running the real train.py in real processes, and reading what it leaves on disk."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
+
+# A run of seconds with everything in it that could go wrong: dropout, accumulation (6 micro-batches a step), stories of
+# different lengths (so processes have different numbers of targets), and a training set that ends within a batch.
+TINY_STORIES = """
+    --data.source stories --data.num_samples 20 --seq_len 128 --steps 8
+    --global_batch_size 6 --micro_batch_size 1
+    --model.n_layers 2 --model.d_model 16 --model.n_heads 2 --model.d_ff 32 --model.dropout 0.1
+    --optimizer.lr 0.01 --schedule.name cosine --schedule.warmup_steps 2
+    --checkpoint.every 1 --checkpoint.keep 100
+    --evaluation.every 4 --evaluation.num_samples 7 --evaluation.micro_batch_size 2 --evaluation.num_story_samples 4
+    --tracking.wandb disabled --tracking.log_every 1
+""".split()
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a user's shell: nothing of the test runner's own launcher, one thread a process."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC"))
+    }
+    return {**inherited, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **extra}
+
+
+def train_command(*arguments: str | Path, processes: int = 0, launch_file: Path = CPU_LAUNCH) -> list[str]:
+    """`python train.py` for processes=0, else `accelerate launch` with so many processes."""
+    launcher = [sys.executable]
+    if processes:
+        bin_directory = Path(sys.executable).parent
+        launcher = [sys.executable, bin_directory / "accelerate", "launch", "--config_file", launch_file]
+        launcher += ["--num_processes", str(processes)]
+    return [str(word) for word in (*launcher, "train.py", *arguments)]
+
+
+def train(
+    *arguments: str | Path,
+    processes: int = 0,
+    launch_file: Path = CPU_LAUNCH,
+    exit_code: int = 0,
+    cwd: Path = ROOT,
+    **env: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run train.py to its end and check its exit code."""
+    command = train_command(*arguments, processes=processes, launch_file=launch_file)
+    done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300)
+    assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl without those that depend on the clock."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """All weights and moments of a checkpoint."""
+    files = (run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Every tensor of the one is, bit for bit, that of the other."""
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different, f"{len(different)} of {len(ours)} tensors differ, such as {different[0]}"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """An empty directory for `--out_dir`."""
+    return tmp_path / "runs"

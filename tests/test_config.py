@@ -1,0 +1,149 @@
+"""Bad settings end with one clear message and exit code 2, before anything is written; good ones mean what they say."""
+
+import subprocess
+from dataclasses import asdict
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
+from training.config import ConfigError, parse_config
+
+RANDOM_TOKENS = ["--config", str(ROOT / "configs" / "random_tokens.yaml")]
+
+
+def refusal(*arguments, num_processes=1):
+    with pytest.raises(ConfigError) as error:
+        parse_config([*RANDOM_TOKENS, *arguments], num_processes)
+    return str(error.value)
+
+
+def test_later_settings_win(tmp_path):
+    recipe = tmp_path / "wider.yaml"
+    recipe.write_text("model: {d_model: 256}\nsteps: 7\n")
+    config = parse_config([*RANDOM_TOKENS, "--config", str(recipe), "--steps", "9"])
+    assert (config.model.d_model, config.steps, config.model.n_layers) == (256, 9, 2)
+    assert config.name == "wider"
+    assert parse_config([*RANDOM_TOKENS, "--steps", "9", "--config", str(recipe)]).steps == 7
+
+
+def test_without_a_config_file_it_is_stories():
+    config = parse_config([])
+    assert (config.name, config.data.source) == ("stories", "stories")
+
+
+def test_print_config_is_a_config(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse_config([*RANDOM_TOKENS, "--steps", "9", "--print_config"])
+    assert exit.value.code == 0
+    recipe = tmp_path / "random_tokens.yaml"
+    recipe.write_text(capsys.readouterr().out)
+    assert asdict(parse_config(["--config", str(recipe)])) == asdict(parse_config([*RANDOM_TOKENS, "--steps", "9"]))
+
+
+def test_every_setting_is_documented(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    for section, value in asdict(parse_config([])).items():
+        for name in value if isinstance(value, dict) else [None]:
+            option = f"--{section}.{name} " if name else f"--{section} "
+            documented = help_text[help_text.rindex(option) :].split("(type:")[0]
+            assert len(documented.split()) > 4, f"{option} has no description in --help"
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--model.n_layer", "3"], ["model.n_layer"]),
+        (["--model.n_layers", "three"], ["model.n_layers", "three"]),
+        (["--optimizer.name", "sdg"], ["optimizer.name", "sdg", "adamw"]),
+        (["--steps", "0"], ["steps", "0"]),
+        (["--optimizer.lr", "-1"], ["optimizer.lr", "-1"]),
+        (["--optimizer.lr", "nan"], ["optimizer.lr", "nan"]),
+        (["--optimizer.betas", "[0.9, 1.0]"], ["optimizer.betas", "1.0"]),
+        (["--model.d_model", "130"], ["model.d_model", "130", "128", "132"]),
+        (["--seq_len", "256"], ["seq_len", "256", "model.max_position_embeddings", "128"]),
+        (["--seq_len", "1"], ["seq_len", "1"]),
+        (["--global_batch_size", "20"], ["global_batch_size", "20", "16", "24"]),
+        (["--schedule.warmup_steps", "51"], ["schedule.warmup_steps", "51", "50"]),
+        (["--model.vocab_size", "null"], ["model.vocab_size", "random"]),
+        (["--name", "a/b"], ["name", "a/b", "out_dir"]),
+        (["--resume", "nowhere"], ["resume", "nowhere", "auto", "never"]),
+        (["--config", "missing.yaml"], ["missing.yaml"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_remedy(arguments, named):
+    message = refusal(*arguments)
+    assert all(word in message for word in named), message
+
+
+def test_a_typo_in_a_file_is_named(tmp_path):
+    recipe = tmp_path / "typo.yaml"
+    for text, key in [("modle: {n_layers: 3}", "modle"), ("model: {n_layer: 3}", "n_layer"), ("stpes: 3", "stpes")]:
+        recipe.write_text(text)
+        assert key in refusal("--config", str(recipe))
+    recipe.write_text("steps: [1")
+    assert "steps" in refusal("--config", str(recipe)) or "line 1" in refusal("--config", str(recipe))
+
+
+def test_all_inconsistencies_are_reported_together():
+    message = refusal("--model.d_model", "130", "--seq_len", "256", "--global_batch_size", "20")
+    assert all(setting in message for setting in ("model.d_model", "seq_len", "global_batch_size"))
+
+
+def test_the_batch_must_divide_over_the_processes():
+    assert "16 or 32" in refusal("--global_batch_size", "24", num_processes=2)
+    assert parse_config([*RANDOM_TOKENS, "--global_batch_size", "24"], num_processes=3).global_batch_size == 24
+
+
+def test_exit_code_2_one_message_nothing_written(runs):
+    done = train(*RANDOM_TOKENS, "--model.d_model", "130", "--out_dir", runs, exit_code=2)
+    assert done.stderr.count("model.d_model") == 1 and "Traceback" not in done.stderr and not done.stdout
+    assert not runs.exists()
+
+
+def test_two_processes_print_one_message(runs):
+    done = train(*RANDOM_TOKENS, "--global_batch_size", "20", "--out_dir", runs, processes=2, exit_code=1)
+    assert (done.stdout + done.stderr).count("the nearest that work: 16 or 32") == 1
+    assert done.stderr.count("exitcode: 2") + done.stderr.count("exitcode  : 2") >= 1  # the launcher itself returns 1
+    assert not runs.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    done = train(*RANDOM_TOKENS, "--out_dir", tmp_path / "file" / "runs", exit_code=2)
+    assert "out_dir" in done.stderr and str(tmp_path / "file") in done.stderr
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_too_short_sequences_for_stories_are_refused(runs):
+    done = train(*TINY_STORIES, "--seq_len", "50", "--out_dir", runs, exit_code=2)
+    assert "seq_len" in done.stderr and "50" in done.stderr
+    assert not runs.exists()
+
+
+LAUNCH_FILE = yaml.safe_load((ROOT / "accelerate_configs" / "cpu.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"fsdp_config": {"fsdp_verison": 2}}, ["fsdp_config.fsdp_verison"]),
+        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_backend", "INDUCTOR", "--compile"]),
+        ({"mixed_precision": "fp16"}, ["mixed_precision", "fp16", "bf16"]),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, ["fsdp_version", "1", "2"]),
+    ],
+)
+def test_a_launch_file_that_cannot_be_honoured_is_refused(change, named, tmp_path, runs):
+    launch_file = tmp_path / "launch.yaml"
+    launch_file.write_text(yaml.safe_dump(LAUNCH_FILE | change))
+    done = train(*RANDOM_TOKENS, "--out_dir", runs, processes=2, launch_file=launch_file, exit_code=1)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error:")]
+    assert len(errors) == 1 and all(word in errors[0] for word in named), done.stderr
+    assert not runs.exists()
+
+
+def test_help_needs_no_model_or_device():
+    done = subprocess.run(train_command("--help"), cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "--model.n_layers" in done.stdout

@@ -1,0 +1,86 @@
+"""The data order: a permutation, uniform, in O(1) memory, and the same on any number of processes."""
+
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from data.order import GlobalBatches, StepSampler, derive_seed, permute
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 1000, 65_537])
+def test_is_a_permutation(size):
+    for key in range(3):
+        assert sorted(permute(np.arange(size), size, key)) == list(range(size))
+
+
+def test_another_key_is_another_permutation():
+    orders = {tuple(permute(np.arange(1000), 1000, key)) for key in range(20)}
+    assert len(orders) == 20
+    fixed_points = [np.sum(permute(np.arange(1000), 1000, key) == np.arange(1000)) for key in range(400)]
+    assert 0.7 < np.mean(fixed_points) < 1.3  # the mean of a random permutation is 1, its standard error here 0.05
+
+
+def test_is_uniform():
+    """Over many keys, every index is as likely at the first position, and after every other index."""
+    size, keys = 10, 20_000
+    orders = np.array([permute(np.arange(size), size, key) for key in range(keys)])
+    for position in (0, size - 1):
+        counts = np.bincount(orders[:, position], minlength=size)
+        chi_squared = np.sum((counts - keys / size) ** 2) / (keys / size)
+        assert chi_squared < 30, counts  # 9 degrees of freedom: 30 has a probability of 0.0004
+    pairs = Counter(zip(orders[:, 0].tolist(), orders[:, 1].tolist(), strict=True))
+    expected = keys / (size * (size - 1))
+    chi_squared = sum((pairs[a, b] - expected) ** 2 / expected for a in range(size) for b in range(size) if a != b)
+    assert chi_squared < 140  # 89 degrees of freedom: 140 has a probability of 0.0004
+
+
+def test_neighbours_are_scattered():
+    """Windows that lie side by side in a corpus of a million do not meet in a batch."""
+    order = permute(np.arange(100_000), 1_000_000, key=7)
+    correlation = np.corrcoef(order[:-1], order[1:])[0, 1]
+    assert abs(correlation) < 0.015  # standard error 0.003
+    assert np.sum(np.abs(np.diff(order)) == 1) < 5  # 0.2 expected
+
+
+def test_memory_does_not_grow_with_the_corpus():
+    batches = GlobalBatches(num_samples=10**12, global_batch_size=512, seed=1)
+    tracemalloc.start()
+    far = batches.indices(10**9)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(set(far)) == 512 and max(far) > 10**11
+    assert peak_bytes < 10_000_000  # 10**12 indices would be 8 TB
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 6])
+def test_the_global_batch_is_the_same_on_any_number_of_processes(num_processes):
+    batches = GlobalBatches(num_samples=100, global_batch_size=12, seed=3)
+    for step in (0, 1, 8, 10**7):  # steps 8 and 10**7 hold the end of one epoch and the start of the next
+        shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
+        assert sum(shares, []) == batches.indices(step)
+
+
+def test_every_epoch_visits_every_sample_once_in_another_order():
+    batches = GlobalBatches(num_samples=10, global_batch_size=4, seed=3)
+    visited = sum((batches.indices(step) for step in range(5)), [])  # 20 samples: two epochs
+    assert sorted(visited[:10]) == sorted(visited[10:]) == list(range(10))
+    assert visited[:10] != visited[10:]
+
+
+def test_a_batch_may_be_larger_than_the_corpus():
+    batch = GlobalBatches(num_samples=3, global_batch_size=7, seed=0).indices(0)
+    assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
+
+
+def test_the_sampler_goes_on_where_another_stopped():
+    batches = GlobalBatches(num_samples=50, global_batch_size=8, seed=0)
+    whole = list(StepSampler(batches, 0, 20, rank=1, num_processes=2))
+    assert list(StepSampler(batches, 13, 20, rank=1, num_processes=2)) == whole[13:]
+
+
+def test_seeds_are_stable_and_distinct():
+    assert derive_seed(0, "dropout", 5, 1) == 5326986413471182180  # the same on every machine and in every version
+    assert len({derive_seed(0, name, i) for name in ("a", "b") for i in range(1000)}) == 2000
+    assert derive_seed(1, 23) != derive_seed(12, 3)

@@ -1,0 +1,51 @@
+"""A run that is stopped and started again is, bit for bit, the run that never stopped."""
+
+import shutil
+
+import pytest
+
+from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def uninterrupted(request, tmp_path_factory):
+    """(number of processes, directory of a finished run that kept the checkpoints of all steps)."""
+    out_dir = tmp_path_factory.mktemp("uninterrupted")
+    train(*TINY_STORIES, "--out_dir", out_dir, "--name", "run", processes=request.param)
+    return request.param, out_dir / "run"
+
+
+def rewind(finished, out_dir, step):
+    """What a run looks like that was killed some time after the checkpoint of `step`, while writing a line."""
+    run = out_dir / "run"
+    shutil.copytree(finished, run)
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{later:08d}")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "train/lo')
+    return run
+
+
+def test_resume_is_bitwise(uninterrupted, runs):
+    """Stopped mid-epoch, with an evaluation behind it and one ahead."""
+    processes, finished = uninterrupted
+    step = 5
+    assert 20 % 6 and (step * 6) % 20  # neither the epochs nor this stop lie between two batches
+    run = rewind(finished, runs, step)
+    done = train(*TINY_STORIES, "--out_dir", runs, "--name", "run", processes=processes)
+    assert f"resumed at step {step} from" in done.stdout
+    assert_same_bits(tensors(run, STEPS), tensors(finished, STEPS))
+    assert metrics(run) == metrics(finished)
+    assert [row["step"] for row in metrics(run)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_resume_is_bitwise_after_every_step(uninterrupted, runs):
+    processes, finished = uninterrupted
+    for step in range(1, STEPS):
+        run = rewind(finished, runs / str(step), step)
+        train(*TINY_STORIES, "--out_dir", runs / str(step), "--name", "run", processes=processes)
+        assert_same_bits(tensors(run, STEPS), tensors(finished, STEPS))
+        assert metrics(run) == metrics(finished)
