@@ -1,4 +1,4 @@
-"""Random tokens: the data of the field's tutorials. There is nothing to learn, so the loss can only fall to ln(vocab)."""
+"""Random tokens, the data of the field's tutorials: there is nothing to learn, and the loss can only fall to ln(V)."""
 
 import math
 
