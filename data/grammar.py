@@ -31,7 +31,7 @@ TOKEN = re.compile(r" ?[A-Za-z]+| ?[^A-Za-z ]")
 _BRACES = re.compile(r"(?P<space> ?)\{(?:(?P<rule>[A-Z_]+)|(?P<slot>[a-z]+)"
                      r"(?:\.(?P<form>\w+)|:(?P<table>[A-Z_]+)|=(?P<other>[a-z]+))?)\}")  # fmt: skip
 
-type Entry = Mapping[str, str]  # the forms of a table's entry; the form "" is the entry itself
+Entry = Mapping[str, str]  # the forms of a table's entry; the form "" is the entry itself
 
 
 class Text(NamedTuple):
@@ -59,13 +59,13 @@ class Copy(NamedTuple):
     other: str
 
 
-type Piece = Text | Expand | Draw | Recall | Copy
+Piece = Text | Expand | Draw | Recall | Copy
 
 
-class Choice[Option]:
+class Choice:
     """Weighted options, and for each the pieces that a text must begin with where it is taken."""
 
-    def __init__(self, options: Sequence[Option], heads: Sequence[Sequence[Piece]], weights: Iterable[int]):
+    def __init__(self, options: Sequence, heads: Sequence[Sequence[Piece]], weights: Iterable[int]):
         self.options = options
         self.heads = heads
         self.cumulative = list(accumulate(weights))
@@ -89,7 +89,7 @@ class Writer:
     def say(self, text: str) -> None:
         self.parts.append(text)
 
-    def choose[Option](self, choice: Choice[Option], slots: Mapping[str, Entry]) -> Option:
+    def choose(self, choice: Choice, slots: Mapping[str, Entry]):
         # Of all of Random's methods only random() draws the same numbers in every version of Python.
         index = bisect(choice.cumulative, self.rng.random() * choice.cumulative[-1])
         self.log_probabilities.append(choice.log_probabilities[index])
@@ -109,8 +109,8 @@ class Reader:
             raise Rejected
         self.position += len(text)
 
-    def choose[Option](self, choice: Choice[Option], slots: Mapping[str, Entry]) -> Option:
-        for option, head, log_probability in zip(choice.options, choice.heads, choice.log_probabilities):
+    def choose(self, choice: Choice, slots: Mapping[str, Entry]):
+        for option, head, log_probability in zip(choice.options, choice.heads, choice.log_probabilities, strict=True):
             if self.text.startswith(_write(head, slots), self.position):
                 self.log_probabilities.append(log_probability)
                 return option
@@ -194,7 +194,7 @@ class Grammar:
     def _entropy(self, rule: str) -> float:
         choice = self.rules[rule]
         entropy = 0.0
-        for pieces, p, log_p in zip(choice.options, choice.probabilities, choice.log_probabilities):
+        for pieces, p, log_p in zip(choice.options, choice.probabilities, choice.log_probabilities, strict=True):
             draws = [math.log(len(self.tables[piece.table].options)) for piece in pieces if isinstance(piece, Draw)]
             expansions = [self._entropy(piece.rule) for piece in pieces if isinstance(piece, Expand)]
             entropy += p * (math.fsum(draws + expansions) - log_p)
@@ -293,8 +293,10 @@ def _check_templates(name: str, templates: Iterable[str], is_start: bool) -> Non
             raise ValueError(f"rule {name}: cannot read the braces of {template!r}")
         # Every piece must be whole tokens, or the tokens of a text would not be those of its pieces.
         written = re.sub(r"\{[a-z]+=[a-z]+\}", "", template)
-        if re.search(r"[\w}]\{[a-z]| \{[A-Z]| $", written) or re.search(r"\}\w", template):
-            raise ValueError(f"rule {name}: spaces belong before words, also in braces, not before rules: {template!r}")
+        if re.search(r"[\w}]\{[a-z]| \{[A-Z]| $", written) or re.search(r"\}\w| \{\w+=", template):
+            raise ValueError(
+                f"rule {name}: a space stands before each word, in braces too, not elsewhere: {template!r}"
+            )
         if not is_start and re.match(r"\w|\{[a-z]", written):
             raise ValueError(f"rule {name}: only the first rule may begin without a space: {template!r}")
     for one, other in combinations(templates, 2):

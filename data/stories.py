@@ -1,0 +1,248 @@
+"""Tiny English stories, any number of them, whose exact probability is known.
+
+A grammar writes them: who is in a story, what they own and how they feel is drawn early and must stay true to the end.
+"""
+
+import functools
+import hashlib
+import itertools
+import math
+import random
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.utils.data import Dataset
+
+from data.grammar import TOKEN, Grammar
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def _words(words: str) -> list[dict[str, str]]:
+    return [{"": word} for word in words.split()]
+
+
+def _people(names: str, forms: str, **more: str) -> list[dict[str, str]]:
+    he, him, his = forms.split()
+    return [{"": name, "He": he, "him": him, "his": his, **more} for name in names.split()]
+
+
+def _things(things: str, forms: str) -> list[dict[str, str]]:
+    it, they, was = forms.split()
+    return [{"": thing, "them": it, "they": they, "was": was} for thing in things.split()]
+
+
+def _places(places: str) -> list[dict[str, str]]:
+    return [dict(zip(("", "one", "two"), place.split(), strict=True)) for place in places.split(",")]
+
+
+TABLES = {
+    "GIRL": _people("Lily Mia Anna Rosa Zoe Emma Nora Ivy", "She her her", kid="girl"),
+    "BOY": _people("Tom Ben Max Leo Sam Finn Oscar Jack", "He him his", kid="boy"),
+    "SISTER": _people("Ella Ruby Clara Maya Daisy Hazel", "She her her"),
+    "BROTHER": _people("Noah Omar Hugo Theo Felix Luca", "He him his"),
+    "FRIEND": _people("Ella Ruby Clara Maya Daisy Hazel", "She her her")
+    + _people("Noah Omar Hugo Theo Felix Luca", "He him his"),
+    "ELDER": _people("grandmother mother aunt", "She her her") + _people("grandfather father uncle", "He him his"),
+    "TRAIT": _words("brave kind curious clever shy funny gentle quiet"),
+    "PET": _words("puppy kitten parrot pony rabbit duck goat hamster"),
+    "NICK": _words("Spot Coco Biscuit Pepper Fluffy Ginger Bubbles Lucky"),
+    "THIEF": _words("fox crow squirrel monkey raccoon bear"),
+    "COLOR": _words("red blue green yellow purple orange silver golden"),
+    "THING": _things("kite ball drum doll hat scarf book flute basket clock crown robot", "it it was")
+    + _things("marbles boots gloves crayons beads skates", "them they were"),
+    "PRESENT": _things("ladder lantern puppet whistle wagon necklace", "it it was"),
+    "FOOD": _words("cake bread soup honey cheese popcorn jam pudding"),
+    "WEATHER": _words("sunny windy rainy cloudy snowy foggy"),
+    "TIME": _words("morning afternoon evening"),
+    "PLACE": _places(
+        "garden roses shed,forest oak stream,beach rocks pier,park swings bench,farm barn well,"
+        "market fountain stalls,meadow fence hedge,river bridge reeds,school gate slide,castle tower stairs"
+    ),
+    "SAD": _words("sad upset unhappy lonely worried gloomy"),
+    "GLAD": _words("happy glad proud thankful cheerful pleased"),
+}
+
+RULES = {
+    "STORY": [
+        "Once there was a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
+        "This is about a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
+        "Here lived a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
+    ],
+    "HERO": [" girl named {hero:GIRL}", " boy named {hero:BOY}"],
+    "HOME": [
+        " {hero.He} had{BELONGINGS} of {hero.his} {elder:ELDER}.",
+        " {hero.He} loved{BELONGINGS} from {hero.his} {elder:ELDER}.",
+    ],
+    "BELONGINGS": [" a {pet:PET} called {nick:NICK} and the {color:COLOR} {thing:THING}"],
+    "OUTING": [
+        " One {weather:WEATHER} {time:TIME}, {hero} went to the {place:PLACE} with {hero.his}{COMPANION}.",
+        " That {weather:WEATHER} {time:TIME}, {hero} played near the {place:PLACE} with {hero.his}{COMPANION}.",
+    ],
+    "COMPANION": [" sister {friend:SISTER}", " brother {friend:BROTHER}", " friend {friend:FRIEND}"],
+    "PLOT": [
+        " Later, the {thing} {thing.was} gone.{SADNESS}{SEARCH}",
+        " After lunch, {friend} asked for the {thing}.{ANSWER}",
+        " Then {friend} dropped the {thing} in the mud.{SADNESS}{REPAIR}",
+        " Suddenly, a {thief:THIEF} took the {thing}.{SADNESS}{CHASE}",
+    ],
+    "SADNESS": [" {hero} felt {sad:SAD}.", " {hero} looked {sad:SAD}.", " {hero} was very {sad:SAD}."],
+    "SEARCH": [
+        " {hero.He} looked by the {place.one}, {friend} by the {place.two}.{FOUND}",
+        " {hero.He} went back with {nick} to look.{FOUND_LATE}",
+    ],
+    "FOUND": [
+        " Soon {friend} found {thing.them} by the {place.two}.{owner=hero}{REWARD_FRIEND}",
+        " At the {place.one}, {hero} found {thing.them}.{owner=hero}{GLAD}",
+        " But {thing.they} {thing.was} not there.{NEW}",
+    ],
+    "FOUND_LATE": [
+        " Soon the {pet} found {thing.them} by the {place.two}.{owner=hero}{REWARD_PET}",
+        " By the {place.one}, {hero} found {thing.them}.{owner=hero}{GLAD}",
+        " But {thing.they} {thing.was} lost.{NEW}",
+    ],
+    "ANSWER": [
+        " {hero} said yes and gave {thing.them} to {friend.him}.{owner=friend}{THANKS}",
+        " {hero} said no, and {friend} felt {sad:SAD}.{SECOND_THOUGHT}",
+        " {hero} swapped {thing.them} for a new {shade:COLOR} {gift:PRESENT}.{SWAPPED}",
+    ],
+    "SECOND_THOUGHT": [
+        " But in the end {hero} let {friend.him} have {thing.them}.{owner=friend}{THANKS}",
+        " So {friend} went home, and {hero} kept {thing.them}.{owner=hero}{NIGHT}",
+    ],
+    "THANKS": [
+        " {friend.He} was {glad:GLAD} and shared some {food:FOOD} with {hero.him}.{NIGHT}",
+        " {friend.He} thanked {hero} and gave {nick} some {food:FOOD}.{NIGHT}",
+    ],
+    "SWAPPED": [
+        " So {friend} liked the {thing}, and {hero} liked the {gift}.{owner=hero}{color=shade}{thing=gift}{NIGHT}",
+        " But {hero} missed the {thing}, so they swapped again.{owner=hero}{NIGHT}",
+    ],
+    "REPAIR": [
+        " But {friend} said sorry and washed {thing.them} with care.{owner=hero}{GLAD}",
+        " At first {hero} was angry, but {friend} said sorry.{owner=hero}{REWARD_FRIEND}",
+        " So {friend} ran home and brought a new {color:COLOR} {thing:PRESENT}.{owner=hero}{GLAD}",
+    ],
+    "CHASE": [
+        " Then {nick} the {pet} chased the {thief} and got {thing.them} back.{owner=hero}{REWARD_PET}",
+        " But {friend} gave the {thief} some {food:FOOD} and got {thing.them} back.{owner=hero}{GLAD}",
+        " The {thief} ran away and did not come back.{NEW}",
+    ],
+    "NEW": [" So {hero.his} {elder} made a new {color:COLOR} {thing:PRESENT}.{owner=hero}{NIGHT}"],
+    "REWARD_FRIEND": [
+        " {hero} thanked {friend} with some {food:FOOD}.{NIGHT}",
+        " {hero} shared some {food:FOOD} with {friend}.{NIGHT}",
+    ],
+    "REWARD_PET": [
+        " {hero} thanked {nick} with some {food:FOOD}.{NIGHT}",
+        " {hero} gave the {pet} some {food:FOOD}.{NIGHT}",
+    ],
+    "GLAD": [
+        " Now {hero} was not {sad} anymore.{NIGHT}",
+        " This made {hero} very {glad:GLAD} again.{NIGHT}",
+    ],
+    "NIGHT": [
+        " That night, {owner} slept beside the {color} {thing}.{MORAL}",
+        " Since then, {owner} kept the {color} {thing} close.{MORAL}",
+        " And so the {color} {thing} stayed with {owner}.{MORAL}",
+    ],
+    "MORAL": [
+        " Then {hero.his} {elder} called {hero.him} a {trait} {hero.kid}.",
+        " Even {nick} the {pet} liked that {weather} {time}.",
+        " And {friend} and {hero} stayed friends forever.",
+    ],
+}
+
+GRAMMAR = Grammar(RULES, TABLES)
+
+
+def log_prob(text: str) -> float | None:
+    """The exact log-probability of a story in nats; None if the grammar does not accept the text."""
+    return GRAMMAR.log_probability(text)
+
+
+def entropy() -> float:
+    """The exact entropy of a story in nats."""
+    return GRAMMAR.entropy()
+
+
+def build_tokenizer() -> Tokenizer:
+    """A word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
+
+    Encoding a word that no story has raises an Exception: an unknown token would make texts of no known probability.
+    """
+    vocabulary = {token: index for index, token in enumerate([END_OF_TEXT, *GRAMMAR.tokens])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN.pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+class StoriesDataset(Dataset):
+    """`num_stories` stories, one a row, framed by end-of-text tokens and padded to `seq_len`.
+
+    Story i is a function of (seed, split, i), written when asked for. A hash of its text says which split a story
+    belongs to, so no story is in both, whatever the sizes and seeds. The hash is nothing that a model could learn, so
+    the best possible model of either split is the grammar itself, and its loss is the floor.
+
+    Raises ValueError where `split` is not "train" or "validation", or `seq_len` is too short for the longest story.
+    """
+
+    def __init__(self, split: str, num_stories: int, seed: int, seq_len: int):
+        if split not in ("train", "validation"):
+            raise ValueError(f'split must be "train" or "validation", not {split!r}')
+        shortest = GRAMMAR.max_tokens + 2
+        if seq_len < shortest:
+            raise ValueError(
+                f"data.source stories needs seq_len of at least {shortest}, the longest story and two end-of-text "
+                f"tokens, but seq_len is {seq_len}: set seq_len to {shortest} or more"
+            )
+        self.split = split
+        self.num_stories = num_stories
+        self.seed = seed
+        self.seq_len = seq_len
+        self._vocabulary = build_tokenizer().get_vocab()
+
+    def __len__(self) -> int:
+        return self.num_stories
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """The row of story `index`: `input_ids` and `labels`, both int64 of shape [seq_len].
+
+        The labels are the inputs, not shifted, with -100 at the padding.
+        """
+        # What the tokenizer would do, eight times as fast.
+        story = [self._vocabulary[token] for token in TOKEN.findall(self.text(index))]
+        end = len(story) + 2
+        input_ids = torch.full((self.seq_len,), self._vocabulary[END_OF_TEXT])
+        input_ids[1 : end - 1] = torch.tensor(story)
+        labels = input_ids.clone()
+        labels[end:] = -100
+        return {"input_ids": input_ids, "labels": labels}
+
+    def text(self, index: int) -> str:
+        """Story `index`."""
+        return self._draw(index)[0]
+
+    @functools.cached_property
+    def floor_nats(self) -> float:
+        """The loss of the grammar itself on these stories: the sum of -log P over them, in nats."""
+        return -math.fsum(self._draw(index)[1] for index in range(self.num_stories))
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """The UTF-8 bytes of these stories, without the end-of-text tokens."""
+        return sum(len(self.text(index).encode()) for index in range(self.num_stories))
+
+    def _draw(self, index: int) -> tuple[str, float]:
+        index = range(self.num_stories)[index]
+        for attempt in itertools.count():
+            text, log_probability = GRAMMAR.write(random.Random(f"{self.seed} {self.split} {index} {attempt}"))
+            if is_validation(text) == (self.split == "validation"):
+                return text, log_probability
+
+
+def is_validation(text: str) -> bool:
+    """Whether a story is one of the eighth that is for validation only."""
+    return hashlib.blake2b(text.encode()).digest()[0] % 8 == 0
