@@ -1,0 +1,69 @@
+"""A signal stops a run after its step, with a checkpoint; started again it ends with the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
+
+STEPS = 60
+LONG = [*TINY_STORIES, *f"--steps {STEPS} --checkpoint.every 1000 --evaluation.every 0".split()]
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("left_alone")
+    train(*LONG, "--out_dir", out_dir, "--name", "run", processes=2)
+    return out_dir / "run"
+
+
+def start_and_wait_for_steps(arguments, processes, run, steps=5):
+    command = train_command(*arguments, processes=processes)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    metrics_file = run / "metrics.jsonl"
+    while not (metrics_file.exists() and len(metrics_file.read_text().splitlines()) >= steps):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    return process
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+@pytest.mark.parametrize("processes, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_signal_saves_and_the_next_start_goes_on(processes, number, runs, left_alone):
+    arguments = [*LONG, "--out_dir", runs, "--name", "run"]
+    process = start_and_wait_for_steps(arguments, processes, runs / "run")
+    os.kill(process.pid, number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == (1 if processes else 75), output  # a launcher turns every code into 1
+    status = json.loads((runs / "run" / "status.json").read_text())
+    assert status["state"] == "preempted" and 5 <= status["step"] < STEPS
+    assert "Training finished." not in output
+    if processes:
+        done = train(*arguments, processes=processes)
+        assert f"resumed at step {status['step']}" in done.stdout
+        assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
+        assert metrics(runs / "run") == metrics(left_alone)
+
+
+def test_a_killed_run_goes_on(runs, left_alone):
+    """kill -9 of one process, anywhere in a step: the next start ends with the bits of the run that was left alone."""
+    arguments = [*LONG, "--checkpoint.every", 2, "--out_dir", runs, "--name", "run"]
+    process = start_and_wait_for_steps(arguments, 2, runs / "run", steps=9)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert json.loads((runs / "run" / "status.json").read_text())["state"] != "finished"
+    train(*arguments, processes=2)
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
+    assert metrics(runs / "run") == metrics(left_alone)

@@ -1,0 +1,135 @@
+"""The training step is the textbook's, on any number of processes and with any accumulation."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.stories import StoriesDataset, build_tokenizer
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, tensors, train
+from training import checkpoint
+
+STEPS = 6
+PLAIN = [
+    *TINY_STORIES,
+    *f"--steps {STEPS} --model.dropout 0 --schedule.name constant --schedule.warmup_steps 0".split(),
+    *"--optimizer.grad_clip 0.5 --evaluation.every 0".split(),
+]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def by_hand(request, tmp_path_factory):
+    """(logged rows, weights) of the loop with a hand-written all-reduce, on one and on two processes."""
+    out_file = tmp_path_factory.mktemp("by_hand") / "weights.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
+    command += ["tests/reference_all_reduce.py", str(out_file), str(STEPS)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), torch.load(out_file)
+
+
+@pytest.fixture(scope="module", params=[(1, 6), (2, 1), (3, 2)], ids=lambda p: f"{p[0]}_processes_micro_batch_{p[1]}")
+def trained(request, tmp_path_factory):
+    """(logged rows, weights) of train.py, on 1, 2 and 3 processes with accumulation 1, 3 and 1."""
+    processes, micro_batch_size = request.param
+    out_dir = tmp_path_factory.mktemp("trained")
+    arguments = ["--micro_batch_size", micro_batch_size, "--out_dir", out_dir, "--name", "run"]
+    train(*PLAIN, *arguments, processes=processes)
+    weights = tensors(out_dir / "run", STEPS)
+    prefix = "model."
+    return metrics(out_dir / "run"), {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}
+
+
+def test_equals_a_hand_written_all_reduce(by_hand, trained):
+    """The stories have different lengths, so averaging the processes' or the micro-batches' means would show."""
+    (rows_by_hand, weights_by_hand), (rows, weights) = by_hand, trained
+    for ours, theirs in zip(rows, rows_by_hand, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=2e-6)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=2e-5)
+    assert weights.keys() == weights_by_hand.keys()
+    for name, weight in weights.items():
+        # AdamW divides small gradients by their own size, which magnifies rounding: 6 steps of 0.01 are compared.
+        torch.testing.assert_close(weight, weights_by_hand[name], rtol=0, atol=1e-4)
+
+
+def test_the_tutorials_run(runs):
+    done = train(
+        "--config", "configs/random_tokens.yaml", "--tracking.wandb", "disabled", "--out_dir", runs, processes=2
+    )
+    lines = done.stdout.splitlines()
+    logged = [re.fullmatch(r"\[step (\d+) / 50\] loss = (\d+\.\d{4}).*", line) for line in lines]
+    logged = [(int(match[1]), float(match[2])) for match in logged if match]
+    assert [step for step, _ in logged] == [10, 20, 30, 40, 50]
+    assert all(math.log(10_000) - 0.05 < loss < math.log(10_000) + 0.15 for _, loss in logged), logged
+    assert lines[-1] == "Training finished."
+    start_block = "\n".join(lines[:7])
+    for fact in (
+        "2 x cpu",
+        "gloo",
+        "fp32",
+        "parameters",
+        "16 sequences = 8 micro-batch x 2 processes x 1",
+        "512 a step",
+    ):
+        assert fact in start_block
+    assert "arning" not in done.stdout + done.stderr
+    assert (runs / "random_tokens" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    status = json.loads((runs / "random_tokens" / "status.json").read_text())
+    assert status == {"state": "finished", "step": 50, "reason": ""}
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Rows and run directories of 1, 2 and 3 processes whose weights are the same, because the learning rate is 0."""
+    out_dir = tmp_path_factory.mktemp("evaluated")
+    for processes in (1, 2, 3):
+        arguments = ["--steps", 1, "--schedule.warmup_steps", 0, "--optimizer.lr", 0, "--evaluation.every", 1]
+        train(*TINY_STORIES, *arguments, "--out_dir", out_dir, "--name", processes, processes=processes)
+    return [metrics(out_dir / str(processes))[-1] for processes in (1, 2, 3)], out_dir / "2"
+
+
+def test_evaluation_is_the_same_number_on_any_number_of_processes(evaluated):
+    rows, _ = evaluated
+    of_evaluation = [{k: v for k, v in row.items() if k.startswith(("val/", "sample/"))} for row in rows]
+    assert of_evaluation[0] == of_evaluation[1] == of_evaluation[2]
+    expected = {"val/loss", "val/perplexity", "val/bits_per_byte", "val/floor", "sample/accepted"}
+    assert expected <= of_evaluation[0].keys()
+
+
+def test_evaluation_weighs_every_target_once(evaluated):
+    rows, run = evaluated
+    config = GPTConfig(build_tokenizer().get_vocab_size(), n_layers=2, d_model=16, n_heads=2, d_ff=32)
+    model = GPTModel(config).double().eval()
+    weights = {n.removeprefix("model."): t for n, t in tensors(run, 1).items() if n.startswith("model.")}
+    model.load_state_dict(weights)
+    dataset = StoriesDataset("validation", 7, 0, 128)
+    losses = []
+    for row in dataset:
+        logits, _ = model(row["input_ids"][None])
+        loss = F.cross_entropy(logits[0, :-1], row["labels"][1:], reduction="none")
+        losses += loss[row["labels"][1:] != -100].tolist()
+    assert rows[0]["val/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    num_bytes = sum(len(dataset.text(i).encode()) for i in range(7))
+    assert rows[0]["val/bits_per_byte"] == pytest.approx(sum(losses) / num_bytes / math.log(2), rel=1e-6)
+    assert rows[0]["val/floor"] == pytest.approx(dataset.floor_nats / len(losses))
+
+
+def test_a_non_finite_loss_stops_the_run_and_is_never_saved(runs):
+    """The first update makes huge weights and the second step a loss that is no number, noticed before it is saved."""
+    arguments = ["--optimizer.lr", "1e30", "--tracking.log_every", 100, "--out_dir", runs, "--name", "run"]
+    done = train(*PLAIN, *arguments, processes=2, exit_code=1)
+    assert re.search(r"step 2: loss = nan, gradient norm = nan, .* training samples were \[\d+, ", done.stderr)
+    assert done.stderr.count("train.py: error:") == 1 and "Training finished." not in done.stdout
+    status = json.loads((runs / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and "step 2: loss = nan" in status["reason"]
+    assert [path.name for path in (runs / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+    checkpoint.validate(runs / "run" / "checkpoints" / "step-00000001")
