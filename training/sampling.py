@@ -11,13 +11,12 @@ from training.config import TrainConfig
 from training.tracking import Tracker
 
 STORIES_PER_BATCH = 50
-NUM_SHOWN = 3
 
 
 def sample_stories(
     model, corpus: Corpus, config: TrainConfig, accelerator: Accelerator, tracker: Tracker
 ) -> dict[str, float]:
-    """Sample stories from the prepared model, show some and judge all; called by all processes together.
+    """Sample stories from the trained model, show some and judge all; called by all processes together.
 
     Returns:
         `sample/accepted`, `sample/distinct` and `sample/in_training_set`: shares of the sampled stories, which are
@@ -45,7 +44,7 @@ def sample_stories(
     wanted = set(stories)
     seen = {story for i in range(rank, len(corpus.train), num_processes) if (story := corpus.train.text(i)) in wanted}
     from_training = set(gather_object(sorted(seen)))
-    tracker.log_text("sample/stories", stories[:NUM_SHOWN])
+    tracker.log_texts(config.steps, "sample/stories", stories)
     return {
         "sample/accepted": sum(log_prob(story) is not None for story in stories) / num_stories,
         "sample/distinct": len(wanted) / num_stories,

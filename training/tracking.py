@@ -16,6 +16,8 @@ from tqdm import tqdm
 from training.config import ConfigError, TrainConfig
 from training.run_directory import RunDirectory
 
+NUM_TEXTS_SHOWN = 3
+
 
 def check_wandb(config: TrainConfig) -> None:
     """Refuse `tracking.wandb: online` where W&B would ask at the terminal who the user is.
@@ -62,23 +64,23 @@ class Tracker:
             self._show_training(step, metrics)
         if "val/loss" in metrics:
             shown = [f"{name} = {value:.4f}" for name, value in metrics.items() if name.startswith(("val/", "sample/"))]
+            if "val/floor" in metrics:
+                shown.append(f"({metrics['val/loss'] / metrics['val/floor'] - 1:.1%} above the floor)")
             self.say(f"[step {step} / {self.steps}] " + " ".join(shown))
 
-    def log_text(self, name: str, texts: list[str]) -> None:
-        """Show sampled texts, and keep them in W&B."""
-        for text in texts:
+    def log_texts(self, step: int, name: str, texts: list[str]) -> None:
+        """Show the first sampled texts, and keep all in W&B."""
+        for text in texts[:NUM_TEXTS_SHOWN]:
             self.say(f"  | {text}")
         if self.wandb_run is not None:
-            import wandb
-
-            self.wandb_run.log({name: wandb.Table(columns=["text"], data=[[text] for text in texts])})
+            table = _import_wandb().Table(columns=["text"], data=[[text] for text in texts])
+            self.wandb_run.log({"step": step, name: table})
 
     def say(self, text: str) -> None:
         """Print for the user, without tearing the progress bar."""
         if self.is_main_process:
-            self.bar.clear()
-            print(text, flush=True)
-            self.bar.refresh()
+            self.bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
 
     def __enter__(self) -> "Tracker":
         return self
@@ -101,7 +103,7 @@ class Tracker:
         if "perf/mfu" in metrics:
             shown["mfu"] = f"{metrics['perf/mfu']:.1%}"
         if self.bar.disable:
-            print(f"[step {step} / {self.steps}] " + " ".join(f"{k} = {v}" for k, v in shown.items()), flush=True)
+            self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in shown.items()))
         else:
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update(step - self.bar.n)
