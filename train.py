@@ -4,6 +4,7 @@ A run is a pure function of its config and seed: at step s the learning rate, th
 are functions of (config, seed, s). Its only state is the weights, the optimizer's moments and the integer s.
 """
 
+import atexit
 import math
 import os
 import sys
@@ -169,6 +170,7 @@ def cli() -> int:
 
 if __name__ == "__main__":
     exit_code = cli()
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # without the interpreter's teardown, in which threads of gloo may abort and change the code

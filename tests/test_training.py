@@ -87,6 +87,28 @@ def test_the_tutorials_run(runs):
     assert status == {"state": "finished", "step": 50, "reason": ""}
 
 
+@pytest.mark.parametrize("name", ["one_gpu", "multi_gpu"])
+def test_a_launch_file_for_gpus_starts_where_there_is_none(name, runs):
+    """In bf16 autocast, on the CPU: the precision and the launcher are those of the file."""
+    launch_file = ROOT / "accelerate_configs" / f"{name}.yaml"
+    processes = 1 if name == "one_gpu" else 2
+    done = train(*PLAIN, "--out_dir", runs, "--name", "run", processes=processes, launch_file=launch_file)
+    assert f"{processes} x " in done.stdout and "precision: bf16" in done.stdout
+    assert {tensor.dtype for tensor in tensors(runs / "run", STEPS).values()} == {torch.float32}
+    losses = [row["train/loss"] for row in metrics(runs / "run")]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_alike_under_clean_names(runs):
+    arguments = [*PLAIN, "--out_dir", runs]
+    train(*arguments, "--name", "eager", processes=2)
+    train(*arguments, "--name", "compiled", "--compile", "true", processes=2)
+    assert tensors(runs / "compiled", STEPS).keys() == tensors(runs / "eager", STEPS).keys()
+    for eager, compiled in zip(metrics(runs / "eager"), metrics(runs / "compiled"), strict=True):
+        assert compiled["train/loss"] == pytest.approx(eager["train/loss"], rel=1e-4)
+
+
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     """Rows and run directories of 1, 2 and 3 processes whose weights are the same, because the learning rate is 0."""

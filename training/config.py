@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from jsonargparse import ArgumentParser, set_parsing_settings
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from model.config import GPTConfig
 
@@ -47,7 +47,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the running averages of the gradient and of its square."""
 
-    grad_clip: NonNegativeFloat | None = 1.0
+    grad_clip: PositiveFloat | None = 1.0
     """Largest global L2 norm of the gradient; larger gradients are scaled down to it. null: no clipping."""
 
 

@@ -119,11 +119,11 @@ def _launch_file() -> Path | None:
             command = ancestor.cmdline()
         except psutil.Error:
             continue
-        if "launch" in command and any("accelerate" in Path(word).name for word in command):
+        names = {Path(word).name for word in command}
+        if {"accelerate", "launch"} <= names or names & {"accelerate-launch", "accelerate.commands.launch"}:
             for word, following in zip(command, command[1:] + [""], strict=True):
                 if word.startswith("--config_file"):
-                    name = word.partition("=")[2] or following
-                    return Path(ancestor.cwd(), name)
+                    return Path(ancestor.cwd(), word.partition("=")[2] or following)
             return Path(default_config_file) if os.path.isfile(default_config_file) else None
     return None
 

@@ -146,7 +146,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     except FileNotFoundError:
