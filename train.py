@@ -83,6 +83,7 @@ def main(config: TrainConfig) -> None:
 
     with run.status(first_step, accelerator) as status, Tracker(config, run, first_step, accelerator) as tracker:
         tracker.say(summary(config, accelerator, network, run, start_from, first_step))
+        # The first exchange tells only how many targets the first global batch has.
         batch = next(batches)
         no_loss = torch.zeros((), device=device)
         target_tokens = totals.exchange(first_step, no_loss, no_loss, count_targets(batch), stop=False)

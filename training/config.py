@@ -94,7 +94,7 @@ class EvaluationConfig:
     """Sequences in a forward pass of an evaluation."""
 
     num_story_samples: NonNegativeInt = 200
-    """Stories sampled at the end of a stories run, to report the share that the grammar accepts."""
+    """Stories sampled at the end of a stories run, to report the share that the grammar accepts. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
     """Temperature of those samples."""

@@ -23,6 +23,8 @@ def sample_stories(
         the same ones on any number of processes.
     """
     num_stories = config.evaluation.num_story_samples
+    if num_stories == 0:
+        return {}
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     network = accelerator.unwrap_model(model).eval()
     end_of_text = corpus.tokenizer.token_to_id(END_OF_TEXT)
