@@ -140,10 +140,13 @@ class RunDirectory:
         return config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
 
     def _stored_config(self) -> dict | None:
+        file = self.path / "config.yaml"
         try:
-            return yaml.safe_load((self.path / "config.yaml").read_text())
+            return dict(yaml.safe_load(file.read_text()))
         except FileNotFoundError:
             return None
+        except (yaml.YAMLError, TypeError, ValueError) as error:
+            raise ConfigError(f"{file} is damaged ({error}); --resume never moves that run aside") from None
 
     def _forget_metrics_after(self, step: int) -> None:
         """The steps after the checkpoint are done again: without this they would stand in the file twice."""
