@@ -153,19 +153,16 @@ def count_targets(batch: dict[str, Tensor] | None) -> Tensor | int:
 
 def cli() -> int:
     """Run from the command line; returns the exit code of the contract."""
-    say_error = print if launch.is_main_process() else lambda *_, **__: None
     try:
         main(parse_config(num_processes=launch.num_processes()))
-    except ConfigError as error:
-        say_error(f"train.py: error: {error}", file=sys.stderr, flush=True)
+    except (ConfigError, NonFiniteError) as error:
         launch.let_main_process_fail_first()
-        return 2
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
     except Preempted as preempted:
-        say_error(preempted, file=sys.stderr)
+        if launch.is_main_process():
+            print(preempted, file=sys.stderr)
         return 75
-    except NonFiniteError as error:
-        say_error(f"train.py: error: {error}", file=sys.stderr)
-        return 1
     return 0
 
 

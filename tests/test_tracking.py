@@ -12,6 +12,7 @@ from collections import Counter
 
 from plot import save_loss_curve
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command
+from training.config import parse_config
 
 STEPS = 4
 SHORT = [*TINY_STORIES, "--steps", str(STEPS), "--evaluation.every", "2"]
@@ -60,7 +61,7 @@ def test_wandb_offline_goes_on_in_the_same_run_and_drops_nothing(runs):
     for record in records:
         for item in [*record.run.config.update, *record.config.update]:
             config[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
-    assert config["model"]["d_model"] == 16 and config["versions"]["torch"] and "git_commit" in config
+    assert config["model"]["d_model"] == 16 and config["provenance"]["torch"] and "git_commit" in config["provenance"]
 
 
 def test_without_wandb_installed_the_run_works_and_says_so_once(runs, tmp_path):
@@ -91,6 +92,10 @@ def test_every_metric_of_the_contract_is_there(runs):
     assert ["sample/accepted" in row for row in rows] == [False, False, False, True]
     assert rows[-1]["train/tokens"] == STEPS * 6 * 128
     assert rows[-1]["val/loss"] > rows[-1]["val/floor"] > 0
+    stored = parse_config(["--config", str(runs / "run" / "config.yaml")])
+    assert stored.model.vocab_size and stored == parse_config(
+        [*map(str, SHORT), "--out_dir", str(runs), "--name", "run", "--model.vocab_size", str(stored.model.vocab_size)]
+    )
 
 
 def test_a_terminal_shows_a_progress_bar(runs):

@@ -9,7 +9,6 @@ number wrote, and under DDP every file opens in whatever reads safetensors.
 import hashlib
 import json
 import os
-import platform
 import shutil
 import warnings
 from dataclasses import asdict
@@ -18,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate import __version__ as accelerate_version
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from training.config import TrainConfig
+from training.provenance import provenance
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -88,12 +87,8 @@ def save(
             "step": step,
             "files": dict(files),
             "metrics": metrics,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "accelerate": accelerate_version,
-            },
             "config": asdict(config),
+            "provenance": provenance(),
         }
         try:
             write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=2))

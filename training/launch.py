@@ -43,7 +43,11 @@ def is_main_process() -> bool:
 
 
 def let_main_process_fail_first() -> None:
-    """Where the others find the same error: a launcher stops all as soon as one fails, and only one has the message."""
+    """Wait, where another process than the main one found an error, which the main one most likely found as well.
+
+    A launcher stops all processes as soon as one fails, so the main one's message is the only one. A process that is
+    still there after the wait is the only one with the error, as on a machine that cannot see `out_dir`.
+    """
     if not is_main_process():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from training import checkpoint
 from training.config import ConfigError, ScheduleConfig, TrainConfig
@@ -21,8 +21,10 @@ from training.signals import Preempted
 
 # What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
 # are compared by the learning rates that they gave so far.
-FREE_SETTINGS = {"name", "out_dir", "resume", "steps", "schedule", "compile", "checkpoint", "evaluation", "tracking"}
-FREE_SETTINGS.add("data.num_workers")
+FREE_SETTINGS = {
+    *("name", "out_dir", "resume", "steps", "schedule", "compile"),
+    *("checkpoint", "evaluation", "tracking", "data.num_workers"),
+}
 
 
 class RunDirectory:
@@ -90,7 +92,7 @@ class RunDirectory:
         answer = broadcast_object_list(answer)[0]
         if isinstance(answer, ConfigError):
             raise answer
-        if not (self.path / "config.yaml").exists():
+        if not all(gather_object([(self.path / "config.yaml").exists()])):
             raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
         return answer
 

@@ -1,19 +1,15 @@
 """Where a run's numbers and words go: metrics.jsonl, the screen and Weights & Biases."""
 
 import json
-import platform
-import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from uuid import uuid4
 
-import torch
 from accelerate import Accelerator
-from accelerate import __version__ as accelerate_version
 from tqdm import tqdm
 
 from training.config import ConfigError, TrainConfig
+from training.provenance import provenance
 from training.run_directory import RunDirectory
 
 NUM_TEXTS_SHOWN = 3
@@ -125,7 +121,7 @@ class Tracker:
             resume="allow",
             dir=run.path,
             mode=config.tracking.wandb,
-            config={**asdict(config), "versions": _versions(), "git_commit": _git_commit()},
+            config={**asdict(config), "provenance": provenance()},
             settings=wandb.Settings(silent=True, console="off"),
         )
         # W&B's own step can only grow, so after a rewind it would drop the points that are done again.
@@ -139,16 +135,3 @@ def _import_wandb():
     except ImportError:
         return None
     return wandb
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "accelerate": accelerate_version}
-
-
-def _git_commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None
