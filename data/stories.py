@@ -65,8 +65,8 @@ TABLES = {
 
 RULES = {
     "STORY": [
-        "Once there was a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
-        "This is about a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
+        "There was a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
+        "Meet a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
         "Here lived a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
     ],
     "HERO": [" girl named {hero:GIRL}", " boy named {hero:BOY}"],
@@ -86,7 +86,11 @@ RULES = {
         " Then {friend} dropped the {thing} in the mud.{SADNESS}{REPAIR}",
         " Suddenly, a {thief:THIEF} took the {thing}.{SADNESS}{CHASE}",
     ],
-    "SADNESS": [" {hero} felt {sad:SAD}.", " {hero} looked {sad:SAD}.", " {hero} was very {sad:SAD}."],
+    "SADNESS": [
+        " The {trait} {hero.kid} felt {sad:SAD}.",
+        " The {trait} {hero.kid} looked {sad:SAD}.",
+        " The {trait} {hero.kid} was {sad:SAD}.",
+    ],
     "SEARCH": [
         " {hero.He} looked by the {place.one}, {friend} by the {place.two}.{FOUND}",
         " {hero.He} went back with {nick} to look.{FOUND_LATE}",
@@ -139,11 +143,11 @@ RULES = {
     ],
     "GLAD": [
         " Now {hero} was not {sad} anymore.{NIGHT}",
-        " This made {hero} very {glad:GLAD} again.{NIGHT}",
+        " This made the {sad} {hero.kid} {glad:GLAD} again.{NIGHT}",
     ],
     "NIGHT": [
-        " That night, {owner} slept beside the {color} {thing}.{MORAL}",
-        " Since then, {owner} kept the {color} {thing} close.{MORAL}",
+        " That night, {owner} hugged the {color} {thing}.{MORAL}",
+        " Today {owner} still has the {color} {thing}.{MORAL}",
         " And so the {color} {thing} stayed with {owner}.{MORAL}",
     ],
     "MORAL": [
