@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import os
 import random
 import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from data.stories import (
     log_prob,
 )
 
+ROOT = Path(__file__).parent.parent
 SEQ_LEN = GRAMMAR.max_tokens + 2
 
 
@@ -101,6 +104,16 @@ def test_small_grammar_sums_to_one_and_has_the_entropy_it_says():
     assert sorted({token for text, _ in texts for token in TOKEN.findall(text)}) == grammar.tokens
 
 
+def test_a_slot_keeps_its_word_until_it_takes_another():
+    grammar = tiny({"S": ["{a:WORD} {b:WORD}:{T} {a} {b}"], "T": [" stay {a}", " turn{a=b}"]})
+    assert {text for text, _ in every_text(grammar)} == {
+        f"{a} {b}:{then}"
+        for a in ("cat", "dog")
+        for b in ("cat", "dog")
+        for then in (f" stay {a} {a} {b}", f" turn {b} {b}")
+    }
+
+
 def test_a_small_grammar_writes_texts_as_often_as_it_says():
     grammar, rng = small_grammar(), random.Random(3)
     counts = Counter(grammar.write(rng)[0] for _ in range(50_000))
@@ -113,6 +126,9 @@ def test_a_small_grammar_writes_texts_as_often_as_it_says():
 def test_writer_and_reader_agree_to_the_last_bit(drawn):
     for text, log_probability in drawn[:3000]:
         assert log_prob(text) == log_probability
+    grammar, rng = small_grammar(), random.Random(0)
+    for text, log_probability in (grammar.write(rng) for _ in range(300)):
+        assert grammar.log_probability(text) == log_probability
 
 
 def test_mean_information_is_the_entropy(drawn):
@@ -187,6 +203,17 @@ def test_every_pronoun_must_agree(drawn, pronouns):
                     assert log_prob(text[: match.start()] + other + text[match.end() :]) is None
                     tried += 1
     assert tried > 50
+
+
+def test_girls_are_she_and_boys_are_he(drawn):
+    """The reader would accept any pronoun that the tables say; these are the ones that English says."""
+    words = {"girl": ("She", "her", "her"), "boy": ("He", "his", "him")}
+    for text, _ in drawn[:1000]:
+        kid, he, his, him = next((kid, *forms) for kid, forms in words.items() if f"{kid} named" in text)
+        assert set(re.findall(r"girl|boy", text)) == {kid}
+        assert text.split(". ")[1].startswith(f"{he} ")
+        assert set(re.findall(r"(?:with|Then) (his|her) ", text)) == {his}
+        assert set(re.findall(r"called (her|him) a", text)) <= {him}
 
 
 def tiny(rules: dict, words: str = "cat dog", **entry: str) -> Grammar:
@@ -290,15 +317,17 @@ def test_story_i_depends_on_seed_split_and_i_alone(train):
 def test_another_process_writes_the_same_stories(train):
     program = (
         "from data.stories import StoriesDataset, build_tokenizer, log_prob\n"
-        f"text = StoriesDataset('train', 100, seed=1, seq_len={SEQ_LEN}).text(77)\n"
-        "print(text, log_prob(text), build_tokenizer().encode(text).ids, sep='|')\n"
+        f"dataset = StoriesDataset('train', 100, seed=1, seq_len={SEQ_LEN})\n"
+        "for text in map(dataset.text, range(100)): print(text, log_prob(text), build_tokenizer().encode(text).ids)\n"
     )
-    texts = [
-        subprocess.check_output([sys.executable, "-c", program], env={"PYTHONHASHSEED": hash_seed}, text=True)
-        for hash_seed in ("1", "2")
-    ]
-    ids = build_tokenizer().encode(train.text(77)).ids
-    assert texts == [f"{train.text(77)}|{log_prob(train.text(77))}|{ids}\n"] * 2
+    texts = [train.text(index) for index in range(100)]
+    tokenizer = build_tokenizer()
+    expected = "".join(f"{text} {log_prob(text)} {tokenizer.encode(text).ids}\n" for text in texts)
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        assert (
+            subprocess.check_output([sys.executable, "-c", program], env=environment, cwd=ROOT, text=True) == expected
+        )
 
 
 def test_the_floor_and_the_bytes_are_those_of_the_stories(validation):
@@ -326,4 +355,4 @@ def test_neighbouring_words_say_little(train, validation):
     for smoothing in (0.001, 0.01, 0.1):
         log_probabilities = ((counts + smoothing) / (counts + smoothing).sum(1, keepdim=True)).log()
         losses.append(-sum(log_probabilities[row[:-1], row[1:]].sum().item() for row in rows) / num_targets)
-    assert min(losses) > 1.7 * validation.floor_nats / num_targets
+    assert min(losses) > 3 * validation.floor_nats / num_targets
