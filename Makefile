@@ -1,4 +1,6 @@
 PYTHON ?= python3
+# Two tests at a time, one file each, and one thread a process: as much as two cores can do.
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
 .PHONY: help env train test test-all lint clean
@@ -12,10 +14,10 @@ train: .venv/.installed ## train the mini-GPT on stories with 2 CPU processes; m
 	$(LAUNCH) train.py --config configs/stories.yaml $(ARGS)
 
 test: .venv/.installed-test ## lint and the tests, at most 7 minutes on 2 cores
-	.venv/bin/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: .venv/.installed-test ## the long tests too
-	.venv/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: .venv/.installed-test ## check style
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -13,17 +13,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
-# A run of seconds with everything in it that could go wrong: dropout, accumulation (6 micro-batches a step), stories of
-# different lengths (so processes have different numbers of targets), and a training set that ends within a batch.
-TINY_STORIES = """
-    --data.source stories --data.num_samples 20 --seq_len 128 --steps 8
-    --global_batch_size 6 --micro_batch_size 1
-    --model.n_layers 2 --model.d_model 16 --model.n_heads 2 --model.d_ff 32 --model.dropout 0.1
-    --optimizer.lr 0.01 --schedule.name cosine --schedule.warmup_steps 2
-    --checkpoint.every 1 --checkpoint.keep 100
-    --evaluation.every 4 --evaluation.num_samples 7 --evaluation.micro_batch_size 2 --evaluation.num_story_samples 4
-    --tracking.wandb disabled --tracking.log_every 1
-""".split()
+TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT, TINY_STORIES, train
 
-TINY = [*TINY_STORIES, *"--steps 4 --tracking.log_every 1 --evaluation.every 4".split()]
+TINY = [*TINY_STORIES, "--steps", "4"]
 PATCHES = {
     "optimizer_sgd": "--optimizer.name sgd",
     "activation_silu": "--model.mlp silu",
