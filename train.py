@@ -8,6 +8,7 @@ import atexit
 import math
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -57,8 +58,9 @@ def main(config: TrainConfig) -> None:
     accumulation = config.global_batch_size // (config.micro_batch_size * num_processes)
     start_from, first_step = run.open(config, accelerator)
     if first_step == config.steps:
+        accelerator.wait_for_everyone()
         accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.\nTraining finished.")
-        return accelerator.end_training()
+        return
 
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
@@ -135,8 +137,7 @@ def main(config: TrainConfig) -> None:
         if accelerator.is_main_process:
             tracker.say(f"Loss curve: {save_loss_curve(run.path)}")
         tracker.say(f"The run lies in {run.path}.")
-    accelerator.free_memory(model, optimizer)  # before the process group goes: gloo may abort otherwise
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
     accelerator.print("Training finished.")
 
 
@@ -163,12 +164,16 @@ def cli() -> int:
         if launch.is_main_process():
             print(preempted, file=sys.stderr)
         return 75
+    except Exception:
+        traceback.print_exc()
+        return 1
     return 0
 
 
 if __name__ == "__main__":
     exit_code = cli()
+    # Out without tearing the process group down: gloo's threads may then hang for ever, or abort and change the code.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # without the interpreter's teardown, in which threads of gloo may abort and change the code
+    os._exit(exit_code)
