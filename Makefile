@@ -10,7 +10,7 @@ help: ## list the targets
 
 env: .venv/.installed ## build .venv from requirements.txt
 
-train: .venv/.installed ## train the mini-GPT on stories with 2 CPU processes; more settings: make train ARGS="--steps 4000"
+train: .venv/.installed ## train the mini-GPT on stories with 2 CPU processes; more settings: make train ARGS="--resume never"
 	$(LAUNCH) train.py --config configs/stories.yaml $(ARGS)
 
 test: .venv/.installed-test ## lint and the tests, at most 7 minutes on 2 cores
@@ -28,6 +28,7 @@ clean: ## remove the environment and caches, never runs/
 
 .venv/.installed: requirements.txt
 	@echo "Building .venv from requirements.txt (once; torch is large) ..."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 1)
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@

@@ -4,15 +4,14 @@ A run is a pure function of its config and seed: at step s the learning rate, th
 are functions of (config, seed, s). Its only state is the weights, the optimizer's moments and the integer s.
 """
 
-import atexit
 import math
-import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -27,7 +26,7 @@ from training.optimizer import build_optimizer, set_lr
 from training.run_directory import RunDirectory
 from training.sampling import sample_stories
 from training.schedule import lr_scale
-from training.signals import Preempted, StopSignal
+from training.signals import Preempted, StopSignal, ignore_stop_signals
 from training.step_totals import NonFiniteError, StepTotals
 from training.summary import summary
 from training.throughput import Throughput
@@ -58,7 +57,7 @@ def main(config: TrainConfig) -> None:
     accumulation = config.global_batch_size // (config.micro_batch_size * num_processes)
     start_from, first_step = run.open(config, accelerator)
     if first_step == config.steps:
-        accelerator.wait_for_everyone()
+        run.finish(first_step, accelerator)
         accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.\nTraining finished.")
         return
 
@@ -77,15 +76,17 @@ def main(config: TrainConfig) -> None:
         corpus.train,
         batch_sampler=StepSampler(order, first_step, config.steps, rank, num_processes),
         num_workers=config.data.num_workers,
+        worker_init_fn=ignore_stop_signals,
         pin_memory=device.type == "cuda",
     )
     batches = ({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in loader)
     throughput = Throughput(config, network, accelerator)
     totals = StepTotals(order, accelerator)
 
-    with run.status(first_step, accelerator) as status, Tracker(config, run, first_step, accelerator) as tracker:
+    with Tracker(config, run, first_step, accelerator) as tracker, run.status(first_step, accelerator) as status:
         tracker.say(summary(config, accelerator, network, run, start_from, first_step))
-        # The first exchange tells only how many targets the first global batch has.
+        # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
+        # So that number comes first: here for the first step, and later with the totals of the step before.
         batch = next(batches)
         no_loss = torch.zeros((), device=device)
         target_tokens = totals.exchange(first_step, no_loss, no_loss, count_targets(batch), stop=False)
@@ -161,6 +162,7 @@ def cli() -> int:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except Preempted as preempted:
+        PartialState().wait_for_everyone()  # a launcher that sees one process end kills the others
         if launch.is_main_process():
             print(preempted, file=sys.stderr)
         return 75
@@ -171,9 +173,4 @@ def cli() -> int:
 
 
 if __name__ == "__main__":
-    exit_code = cli()
-    # Out without tearing the process group down: gloo's threads may then hang for ever, or abort and change the code.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    launch.leave(cli())

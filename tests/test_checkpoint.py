@@ -139,13 +139,15 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
         manifest = {"format": 1, "step": step, "files": {"a.safetensors": {"bytes": 0, "sha256": empty}}}
         manifest["metrics"] = {} if loss is None else {"val/loss": loss}
         (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    rotate(tmp_path, keep=2)
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5"]
+    (tmp_path / "step-00000006").mkdir()  # damaged: what was just written is the checkpoint of step 5
+    (tmp_path / "step-00000006" / MANIFEST).write_text('{"metrics": {}}')
+    rotate(tmp_path, step=5, keep=2)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5", "6"]
     flip = tmp_path / "step-00000005" / "a.safetensors"
     flip.write_bytes(b"damaged")
     with pytest.raises(InvalidCheckpoint):
-        rotate(tmp_path, keep=1)
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5"]
+        rotate(tmp_path, step=5, keep=1)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5", "6"]
 
 
 def test_settings_that_change_the_trajectory_are_refused(run):
@@ -157,7 +159,12 @@ def test_settings_that_change_the_trajectory_are_refused(run):
     done = train(*arguments, "--steps", 6, exit_code=2)  # the cosine would have been another
     assert "steps: 6 (before: 4)" in done.stderr and "learning rate" in done.stderr
     assert (run / "config.yaml").read_text() == before
+    done = train(*arguments, exit_code=2, ACCELERATE_MIXED_PRECISION="bf16")
+    assert "mixed_precision: bf16" in done.stderr and "trained with no" in done.stderr
+    (run / "status.json").write_text('{"state": "running", "step": 4, "reason": ""}')  # killed just before the end
+    (run / "loss.png").unlink()
     done = train(*arguments, "--checkpoint.keep", 3, "--tracking.log_every", 2)
+    assert json.loads((run / "status.json").read_text())["state"] == "finished" and (run / "loss.png").exists()
     assert "complete: all 4 steps are done" in done.stdout and done.stdout.endswith("Training finished.\n")
 
 
@@ -168,6 +175,7 @@ def test_a_constant_schedule_may_be_extended_and_never_starts_afresh(runs):
     extended, rows = tensors(runs / "run", 4), metrics(runs / "run")
     done = train(*arguments, "--steps", 4, "--resume", "never")
     assert f"moved to {runs / 'run.old-1'}" in done.stdout
+    assert "resume: auto" in (runs / "run" / "config.yaml").read_text(), "the file starts nothing afresh again"
     assert_same_bits(tensors(runs / "run", 4), extended)
     assert metrics(runs / "run")[-1]["train/loss"] == rows[-1]["train/loss"]
     assert (runs / "run.old-1" / "checkpoints" / "step-00000004" / MANIFEST).exists()

@@ -69,7 +69,10 @@ def test_every_setting_is_documented(capsys):
         (["--schedule.warmup_steps", "51"], ["schedule.warmup_steps", "51", "50"]),
         (["--model.vocab_size", "null"], ["model.vocab_size", "random"]),
         (["--name", "a/b"], ["name", "a/b", "out_dir"]),
-        (["--resume", "nowhere"], ["resume", "nowhere", "auto", "never"]),
+        (["--name", ".."], ["name", "..", "out_dir"]),
+        (["--name", ""], ["name", "''", "out_dir"]),
+        (["--seed", str(2**63)], ["seed", str(2**63)]),
+        (["--schedule.decay_steps", "0"], ["schedule.decay_steps", "0"]),
         (["--config", "missing.yaml"], ["missing.yaml"]),
     ],
 )
@@ -84,7 +87,9 @@ def test_a_typo_in_a_file_is_named(tmp_path):
         recipe.write_text(text)
         assert key in refusal("--config", str(recipe))
     recipe.write_text("steps: [1")
-    assert "steps" in refusal("--config", str(recipe)) or "line 1" in refusal("--config", str(recipe))
+    assert "line 1" in refusal("--config", str(recipe))
+    recipe.write_bytes(b"name: \xff")
+    assert "UTF-8" in refusal("--config", str(recipe))
 
 
 def test_all_inconsistencies_are_reported_together():
@@ -95,6 +100,12 @@ def test_all_inconsistencies_are_reported_together():
 def test_the_batch_must_divide_over_the_processes():
     assert "16 or 32" in refusal("--global_batch_size", "24", num_processes=2)
     assert parse_config([*RANDOM_TOKENS, "--global_batch_size", "24"], num_processes=3).global_batch_size == 24
+
+
+def test_resuming_from_nowhere_is_refused(runs):
+    done = train(*RANDOM_TOKENS, "--resume", "nowhere", "--out_dir", runs, exit_code=2)
+    assert all(word in done.stderr for word in ("resume", "nowhere", "auto", "never"))
+    assert not runs.exists()
 
 
 def test_exit_code_2_one_message_nothing_written(runs):

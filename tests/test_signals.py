@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
 
-STEPS = 60
+STEPS = 300
 LONG = [*TINY_STORIES, *f"--steps {STEPS} --checkpoint.every 1000 --evaluation.every 0".split()]
 
 
@@ -21,10 +21,10 @@ def left_alone(tmp_path_factory):
     return out_dir / "run"
 
 
-def start_and_wait_for_steps(arguments, processes, run, steps=5):
+def start_and_wait_for_steps(arguments, processes, run, steps=5, **how):
     command = train_command(*arguments, processes=processes)
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how
     )
     deadline = time.monotonic() + 120
     metrics_file = run / "metrics.jsonl"
@@ -39,10 +39,22 @@ def children(pid):
         return [int(child) for child in file.read().split()]
 
 
+def test_a_signal_to_all_processes_at_once_spares_the_ones_that_load_data(runs):
+    arguments = [*LONG, "--steps", 1000, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
+    process = start_and_wait_for_steps(arguments, 0, runs / "run", start_new_session=True)
+    os.killpg(process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, output
+    assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
+
+
 @pytest.mark.parametrize("processes, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_signal_saves_and_the_next_start_goes_on(processes, number, runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
     process = start_and_wait_for_steps(arguments, processes, runs / "run")
+    if processes:  # a second training in the same directory is refused and disturbs nothing
+        refused = train(*arguments, exit_code=2)
+        assert "in use" in refused.stderr
     os.kill(process.pid, number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == (1 if processes else 75), output  # a launcher turns every code into 1

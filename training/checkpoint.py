@@ -88,6 +88,7 @@ def save(
             "files": dict(files),
             "metrics": metrics,
             "config": asdict(config),
+            "mixed_precision": accelerator.mixed_precision,
             "provenance": provenance(),
         }
         try:
@@ -95,7 +96,7 @@ def save(
             shutil.rmtree(final, ignore_errors=True)  # only an invalid one can be there: a valid one was resumed from
             os.rename(temporary, final)
             _fsync_directory(checkpoints)
-            rotate(checkpoints, config.checkpoint.keep)
+            rotate(checkpoints, step, config.checkpoint.keep)
         except (OSError, InvalidCheckpoint) as problem:
             error = f"cannot complete the checkpoint {final}: {problem}"
     if error := broadcast_object_list([error])[0]:
@@ -156,14 +157,18 @@ def load(path: Path, model, optimizer) -> None:
     set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLATTENED)
 
 
-def rotate(checkpoints: Path, keep: int) -> None:
-    """Delete all checkpoints but the newest `keep` and the one with the best validation loss; main process only.
+def rotate(checkpoints: Path, step: int, keep: int) -> None:
+    """Delete all checkpoints but the `keep` up to `step` and the one with the best validation loss; main process only.
+
+    Newer ones are left alone: they were found damaged, or `step` would not have been trained again.
 
     Raises:
-        InvalidCheckpoint: the newest cannot be read back; then nothing is deleted.
+        InvalidCheckpoint: that of `step`, just written, cannot be read back; then nothing is deleted.
     """
     manifests = {}
     for path in sorted(checkpoints.glob("step-*"), reverse=True):
+        if path > step_directory(checkpoints, step):
+            continue
         try:
             manifests[path] = json.loads((path / MANIFEST).read_text())
         except (OSError, ValueError):
@@ -171,7 +176,7 @@ def rotate(checkpoints: Path, keep: int) -> None:
     losses = {path: m["metrics"]["val/loss"] for path, m in manifests.items() if "val/loss" in m["metrics"]}
     superfluous = manifests.keys() - {*list(manifests)[:keep], *sorted(losses, key=losses.get)[:1]}
     if superfluous:
-        validate(next(iter(manifests)))
+        validate(step_directory(checkpoints, step))
     for path in superfluous:
         # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint behind.
         doomed = path.with_name(f".deleting-{path.name}")

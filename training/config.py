@@ -61,7 +61,7 @@ class ScheduleConfig:
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to its peak."""
 
-    decay_steps: NonNegativeInt | None = None
+    decay_steps: PositiveInt | None = None
     """Length in steps of the decay that ends with the run. null: linear and cosine decay from the end of the warm-up,
     wsd over the last fifth of the run."""
 
@@ -124,7 +124,7 @@ class TrainConfig:
     out_dir: str = "runs"
     """Directory that holds the runs."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the initial weights, the data, its order and dropout."""
 
     steps: PositiveInt = 1000
@@ -167,10 +167,12 @@ class TrainConfig:
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
         problems = self.model.problems()
-        if Path(self.name or "").name != (self.name or ""):
+        if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
             problems.append(
                 f"name: {self.name!r} is not a plain directory name; use out_dir for the directory above it"
             )
+        if self.seed >= 2**63:
+            problems.append(f"seed: {self.seed} is too large; use one below 2**63")
         if self.seq_len < 2:
             problems.append(f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more")
         if self.seq_len > self.model.max_position_embeddings:
@@ -198,8 +200,6 @@ class TrainConfig:
                 f"schedule.warmup_steps: {schedule.warmup_steps} and schedule.decay_steps: {schedule.decay_steps or 0} "
                 f"together exceed steps: {self.steps}"
             )
-        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
-            problems.append(f"resume: {self.resume!r} is neither auto, never nor the directory of a checkpoint")
         return problems
 
 
@@ -223,7 +223,10 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     parser = _Parser(prog="train.py", description="Trains a mini-GPT.", allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
     parser.add_class_arguments(TrainConfig, as_group=False)
-    settings = vars(parser.instantiate(parser.parse_args(args)))
+    try:
+        settings = vars(parser.instantiate(parser.parse_args(args)))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"a config file is not UTF-8 text: {error}") from None
     config_files = settings.pop("config")
     config = TrainConfig(**settings)
     if config.name is None:

@@ -4,11 +4,14 @@ Accelerate places devices, makes process groups, wraps the model and casts. What
 order, learning rate, accumulation, checkpoints, compilation) a launch file must not do a second time.
 """
 
+import atexit
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import torch
@@ -51,6 +54,14 @@ def let_main_process_fail_first() -> None:
     if not is_main_process():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process without tearing the process group down: threads of gloo may then hang or change the exit code."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def check() -> None:

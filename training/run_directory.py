@@ -1,5 +1,6 @@
 """The directory of a run, `<out_dir>/<name>/`: what lies in it, and whether these settings may go on in it."""
 
+import fcntl
 import json
 import os
 import tempfile
@@ -13,6 +14,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from plot import save_loss_curve
 from training import checkpoint
 from training.config import ConfigError, ScheduleConfig, TrainConfig
 from training.launch import num_processes
@@ -31,7 +33,7 @@ class RunDirectory:
     """Config, status, metrics and checkpoints of one run. Only the main process writes."""
 
     def __init__(self, config: TrainConfig):
-        self.path = Path(config.out_dir) / config.name
+        self.path = Path(config.out_dir).expanduser() / config.name
         self.checkpoints = self.path / "checkpoints"
         self.metrics_file = self.path / "metrics.jsonl"
 
@@ -55,8 +57,12 @@ class RunDirectory:
             if problems := config.problems(num_processes()):
                 raise ConfigError("\n".join(problems))
         if old is None:
+            if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+                raise ConfigError(f"resume: {config.resume!r} is neither auto, never nor the directory of a checkpoint")
             return
-        if config.resume != "auto" and config.resume != old["resume"]:
+        if config.resume == "auto":
+            config.resume = old["resume"]  # a run that began from another's checkpoint still did
+        elif config.resume not in ("never", old["resume"]):
             raise ConfigError(
                 f"resume: {config.resume!r} starts a new run, but {self.path} already holds one; choose another name, "
                 "or --resume never moves that run aside"
@@ -86,11 +92,13 @@ class RunDirectory:
         answer: list[Any] = [None]
         if accelerator.is_main_process:
             try:
-                answer = [self._prepare(config)]
-            except (ConfigError, OSError) as error:
+                answer = [self._prepare(config, accelerator.mixed_precision)]
+            except OSError as error:
                 answer = [ConfigError(str(error))]
+            except Exception as error:  # no process may wait for one that has failed
+                answer = [error]
         answer = broadcast_object_list(answer)[0]
-        if isinstance(answer, ConfigError):
+        if isinstance(answer, Exception):
             raise answer
         if not all(gather_object([(self.path / "config.yaml").exists()])):
             raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
@@ -111,7 +119,15 @@ class RunDirectory:
             raise
         status.write("finished", status.step)
 
-    def _prepare(self, config: TrainConfig) -> tuple[Path | None, int]:
+    def finish(self, step: int, accelerator: Accelerator) -> None:
+        """Bring the status and the picture up to date: the run may have been killed after its last save."""
+        if accelerator.is_main_process:
+            Status(self.path / "status.json").write("finished", step)
+            save_loss_curve(self.path)
+        accelerator.wait_for_everyone()
+
+    def _prepare(self, config: TrainConfig, mixed_precision: str) -> tuple[Path | None, int]:
+        self._lock()
         if self.path.exists() and self._starts_afresh(config):
             aside = next(
                 path for n in range(1, 10**6) if not (path := self.path.with_name(f"{self.path.name}.old-{n}")).exists()
@@ -126,9 +142,16 @@ class RunDirectory:
                 f"no valid checkpoint is left in {self.checkpoints}; mend one, or start afresh with --resume never"
             )
         if path is not None:
+            if manifest["mixed_precision"] != mixed_precision:
+                raise ConfigError(
+                    f"mixed_precision: {mixed_precision} of the launch, but {path} was trained with "
+                    f"{manifest['mixed_precision']}; use that, or continue it as a new run: --name NEW --resume {path}"
+                )
             _check_learning_rates(config, path, manifest)
         elif config.resume not in ("auto", "never"):
             path, manifest = Path(config.resume), _validate_foreign(config)
+            if config.steps <= manifest["step"]:
+                raise ConfigError(f"steps: {config.steps} leaves nothing to do after the {manifest['step']} of {path}")
         step = manifest["step"] if manifest else 0
         if config.steps < step:
             raise ConfigError(f"steps: {config.steps} is less than the {step} that {path} has already done")
@@ -137,6 +160,17 @@ class RunDirectory:
         checkpoint.write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
         return path, step
 
+    def _lock(self) -> None:
+        """Held until this process ends, however it ends."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock_file = open(self.path.with_name(f".{self.path.name}.lock"), "w")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self.path} is in use: another training is running in it; choose another name"
+            ) from None
+
     def _starts_afresh(self, config: TrainConfig) -> bool:
         # A launcher that restarts the job after a crash repeats the command: going on is meant, not starting again.
         return config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
@@ -144,10 +178,11 @@ class RunDirectory:
     def _stored_config(self) -> dict | None:
         file = self.path / "config.yaml"
         try:
-            return dict(yaml.safe_load(file.read_text()))
+            stored = yaml.safe_load(file.read_text())
+            return stored | {key: stored[key] for key in ("global_batch_size", "resume")}
         except FileNotFoundError:
             return None
-        except (yaml.YAMLError, TypeError, ValueError) as error:
+        except (yaml.YAMLError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"{file} is damaged ({error}); --resume never moves that run aside") from None
 
     def _forget_metrics_after(self, step: int) -> None:
@@ -206,7 +241,10 @@ def _check_learning_rates(config: TrainConfig, path: Path, manifest: dict) -> No
 
 
 def _plain(config: TrainConfig) -> dict:
-    return json.loads(json.dumps(asdict(config)))  # tuples become lists, as YAML and JSON have them
+    settings = json.loads(json.dumps(asdict(config)))  # tuples become lists, as YAML and JSON have them
+    if config.resume == "never":
+        settings["resume"] = "auto"  # it was meant for this start, not for those that read the file
+    return settings
 
 
 def _flatten(settings: dict, prefix: str = "") -> dict[str, Any]:

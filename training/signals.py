@@ -12,6 +12,12 @@ class Preempted(Exception):
     """The run stopped on a signal, after saving; started again, it goes on."""
 
 
+def ignore_stop_signals(worker_id: int = 0) -> None:
+    """For a process that loads data: whoever signals all processes at once must not stop the training without it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopSignal:
     """Remembers whether a signal asked this process to stop."""
 

@@ -21,7 +21,7 @@ def summary(
     """What is in force, a line each; `model` is the network before it was prepared."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
     backend = f", {torch.distributed.get_backend()}" if accelerator.num_processes > 1 else ""
     accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
     tokens_per_step = config.global_batch_size * config.seq_len

@@ -58,8 +58,9 @@ class Tracker:
             self.wandb_run.log({"step": step, **metrics})
         if "train/loss" in metrics:
             self._show_training(step, metrics)
-        if "val/loss" in metrics:
-            shown = [f"{name} = {value:.4f}" for name, value in metrics.items() if name.startswith(("val/", "sample/"))]
+        if shown := [
+            f"{name} = {value:.4f}" for name, value in metrics.items() if name.startswith(("val/", "sample/"))
+        ]:
             if "val/floor" in metrics:
                 shown.append(f"({metrics['val/loss'] / metrics['val/floor'] - 1:.1%} above the floor)")
             self.say(f"[step {step} / {self.steps}] " + " ".join(shown))
