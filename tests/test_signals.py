@@ -22,10 +22,9 @@ def left_alone(tmp_path_factory):
 
 
 def start_and_wait_for_steps(arguments, processes, run, steps=5, **how):
+    how = {"env": environment(), **how}
     command = train_command(*arguments, processes=processes)
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how)
     deadline = time.monotonic() + 120
     metrics_file = run / "metrics.jsonl"
     while not (metrics_file.exists() and len(metrics_file.read_text().splitlines()) >= steps):
@@ -66,6 +65,32 @@ def test_a_signal_saves_and_the_next_start_goes_on(processes, number, runs, left
         assert f"resumed at step {status['step']}" in done.stdout
         assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
         assert metrics(runs / "run") == metrics(left_alone)
+
+
+SLOW_WANDB = """
+import time
+import training.checkpoint as checkpoint
+rename = checkpoint.os.rename
+checkpoint.os.rename = lambda *paths: (time.sleep(1.5), rename(*paths))  # a slow save, on the main process alone
+class Settings:
+    def __init__(self, **_): pass
+class init:
+    def __init__(self, **_): pass
+    def define_metric(self, *_, **__): pass
+    def log(self, _): pass
+    def finish(self, exit_code): time.sleep(4)
+"""
+
+
+def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
+    """The launcher kills the others when one ends: none may end while the main process still closes its tracker."""
+    (tmp_path / "wandb.py").write_text(SLOW_WANDB)
+    arguments = [*LONG, "--steps", 2000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
+    process = start_and_wait_for_steps(arguments, 2, runs / "run", env=environment(PYTHONPATH=str(tmp_path)))
+    os.kill(children(process.pid)[0], signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
+    assert "(exitcode: 75)" in output and "-15" not in output, output
 
 
 def test_a_killed_run_goes_on(runs, left_alone):
