@@ -16,7 +16,7 @@ def save_loss_curve(run_directory: Path) -> Path:
     rows = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
 
     def curve(metric: str) -> tuple[list[int], list[float]]:
-        points = [(row["step"], row[metric]) for row in rows if metric in row]
+        points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")

@@ -20,17 +20,19 @@ from data.order import GlobalBatches, StepSampler, derive_seed
 from model.gpt import GPTModel
 from plot import save_loss_curve
 from training import checkpoint, launch
-from training.config import ConfigError, TrainConfig, parse_config
+from training.config import ConfigError, RunError, TrainConfig, parse_config
 from training.evaluation import evaluate
 from training.optimizer import build_optimizer, set_lr
+from training.replicas import check_replicas
 from training.run_directory import RunDirectory
 from training.sampling import sample_stories
 from training.schedule import lr_scale
 from training.signals import Preempted, StopSignal, ignore_stop_signals
-from training.step_totals import NonFiniteError, StepTotals
+from training.step_totals import StepTotals
 from training.summary import summary
 from training.throughput import Throughput
 from training.tracking import Tracker, check_wandb
+from training.tree_sum import TreeSum
 
 
 def main(config: TrainConfig) -> None:
@@ -38,10 +40,10 @@ def main(config: TrainConfig) -> None:
 
     Raises:
         ConfigError: the settings do not fit the launch, the data or the run directory.
-        NonFiniteError: the loss or the gradient stopped being a number.
+        RunError: the loss is no number any more, the processes' weights differ, or a checkpoint cannot be written.
         Preempted: a signal asked to stop, and the checkpoint is saved.
     """
-    launch.check()
+    launch.check(config)
     check_wandb(config)
     try:
         corpus = load_corpus(config)
@@ -55,7 +57,7 @@ def main(config: TrainConfig) -> None:
     stop_signal = StopSignal()
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     accumulation = config.global_batch_size // (config.micro_batch_size * num_processes)
-    start_from, first_step = run.open(config, accelerator)
+    start_from, first_step, skipped = run.open(config, accelerator)
     if first_step == config.steps:
         run.finish(first_step, accelerator)
         accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.\nTraining finished.")
@@ -66,7 +68,14 @@ def main(config: TrainConfig) -> None:
     if config.compile:
         for block in network.blocks:
             block.compile()  # in place: names stay clean, and DDP does not split the graph at its buckets
-    model, optimizer = accelerator.prepare(network, build_optimizer(network, config.optimizer))
+    optimizer = build_optimizer(network, config.optimizer)
+    if config.exact:  # without DDP, which is what Accelerate means by evaluation mode here
+        model, optimizer = accelerator.prepare_model(network, evaluation_mode=True), accelerator.prepare(optimizer)
+        tree_sum = TreeSum(network, accumulation * num_processes, rank, num_processes)
+    else:
+        model, optimizer = accelerator.prepare(network, optimizer)
+    # DDP averages over the processes what is to be summed.
+    averaged_over = 1 if config.exact else num_processes
     if start_from:
         checkpoint.load(start_from, model, optimizer)
 
@@ -81,15 +90,21 @@ def main(config: TrainConfig) -> None:
     )
     batches = ({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in loader)
     throughput = Throughput(config, network, accelerator)
-    totals = StepTotals(order, accelerator)
+    totals = StepTotals(config, order, accelerator)
 
-    with Tracker(config, run, first_step, accelerator) as tracker, run.status(first_step, accelerator) as status:
+    with (
+        Tracker(config, run, first_step, accelerator) as tracker,
+        run.status(first_step, accelerator) as status,
+        checkpoint.Saver(run.checkpoints, config, accelerator) as saver,
+    ):
         tracker.say(summary(config, accelerator, network, run, start_from, first_step))
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
         # So that number comes first: here for the first step, and later with the totals of the step before.
         batch = next(batches)
-        no_loss = torch.zeros((), device=device)
-        target_tokens = totals.exchange(first_step, no_loss, no_loss, count_targets(batch), stop=False)
+        losses = torch.zeros(accumulation, device=device)
+        target_tokens = totals.exchange(first_step, losses, losses.sum(), count_targets(batch), stop=False)
+        totals.read(at_once=True)
+        totals.skipped, totals.skipped_in_a_row = skipped
         # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
         # resumed run adds in the same order as one that never stopped.
         accelerator.backward(model(**next(micro_batches(batch, config)))[1])
@@ -99,28 +114,35 @@ def main(config: TrainConfig) -> None:
         for step in range(first_step, config.steps):
             lr = config.optimizer.lr * lr_scale(config.schedule, step, config.steps)
             set_lr(optimizer, lr)
-            loss = no_loss.clone()
+            losses = torch.zeros(accumulation, device=device)
             for index, micro_batch in enumerate(micro_batches(batch, config)):
                 torch.manual_seed(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
-                    # DDP averages over the processes what is to be summed: hence the division by their number.
-                    _, micro_loss = model(**micro_batch, num_items_in_batch=target_tokens / num_processes)
+                    _, micro_loss = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
                     accelerator.backward(micro_loss)
-                loss += micro_loss.detach() / num_processes
+                if config.exact:
+                    tree_sum.add_micro_batch()
+                losses[index] = micro_loss.detach() / averaged_over
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip or math.inf)
-            optimizer.step()
-            optimizer.zero_grad()
 
             done = step + 1
             batch = next(batches, None)
-            target_tokens = totals.exchange(done, loss, grad_norm, count_targets(batch), stop_signal.received)
-            log_now, evaluate_now, save_now = config.due(done)
+            stop = stop_signal.received or saver.failed
+            target_tokens = totals.exchange(done, losses, grad_norm, count_targets(batch), stop)
+            log_now, evaluate_now, save_now, compare_now = config.due(done)
             totals.read(at_once=log_now or evaluate_now or save_now)
+            if totals.finite:
+                optimizer.step()
+            optimizer.zero_grad()
+            if compare_now:
+                check_replicas(network, accelerator, done)
 
             metrics = {}
             if log_now:
                 metrics |= {"train/loss": totals.loss, "train/lr": lr, "train/grad_norm": totals.grad_norm}
                 metrics |= throughput.measure(done)
+                if config.on_nonfinite == "skip":
+                    metrics["train/skipped"] = totals.skipped
             if evaluate_now:
                 metrics |= evaluate(model, corpus, config, accelerator)
             if done == config.steps and config.data.source == "stories":
@@ -128,8 +150,10 @@ def main(config: TrainConfig) -> None:
             if metrics:
                 tracker.log(done, metrics)
             if save_now or totals.stop:
-                checkpoint.save(run.checkpoints, done, model, optimizer, accelerator, config, metrics)
+                saver.save(done, model, optimizer, metrics, totals)
                 status.write("running", done)
+            if done == config.steps or totals.stop:
+                saver.wait(must_succeed=True)
             if totals.stop and done < config.steps:
                 raise Preempted(f"stopped by a signal after step {done}; the same command goes on from there")
             if evaluate_now or save_now:
@@ -157,7 +181,7 @@ def cli() -> int:
     """Run from the command line; returns the exit code of the contract."""
     try:
         main(parse_config(num_processes=launch.num_processes()))
-    except (ConfigError, NonFiniteError) as error:
+    except (ConfigError, RunError) as error:
         launch.let_main_process_fail_first()
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

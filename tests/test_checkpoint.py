@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from training.checkpoint import MANIFEST, InvalidCheckpoint, newest_valid, rotate, validate
+from training.config import CheckpointConfig
 
 STEPS = 4
 SHORT = [*TINY_STORIES, "--steps", STEPS, "--evaluation.every", 0]
@@ -141,12 +142,12 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
         (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     (tmp_path / "step-00000006").mkdir()  # damaged: what was just written is the checkpoint of step 5
     (tmp_path / "step-00000006" / MANIFEST).write_text('{"metrics": {}}')
-    rotate(tmp_path, step=5, keep=2)
+    rotate(tmp_path, 5, CheckpointConfig(keep=2))
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5", "6"]
     flip = tmp_path / "step-00000005" / "a.safetensors"
     flip.write_bytes(b"damaged")
     with pytest.raises(InvalidCheckpoint):
-        rotate(tmp_path, step=5, keep=1)
+        rotate(tmp_path, 5, CheckpointConfig(keep=1))
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5", "6"]
 
 

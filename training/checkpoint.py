@@ -10,27 +10,39 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from training.config import TrainConfig
+from training.config import CheckpointConfig, RunError, TrainConfig
 from training.provenance import provenance
+from training.step_totals import StepTotals
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metrics
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class InvalidCheckpoint(Exception):
     """A directory that is not a whole checkpoint, with the reason."""
+
+
+class SaveError(RunError):
+    """A checkpoint could not be written; those before it are untouched."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -49,58 +61,131 @@ def step_directory(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def save(
-    checkpoints: Path,
-    step: int,
-    model,
-    optimizer,
-    accelerator: Accelerator,
-    config: TrainConfig,
-    metrics: dict[str, float],
-) -> None:
-    """Write the checkpoint of `step` and delete superfluous ones; called by all processes together.
+class Saver:
+    """Saves checkpoints while training goes on: the state is copied in CPU memory, and a thread writes the copy.
 
-    The new checkpoint is there wholly, or not at all.
-
-    Raises:
-        RuntimeError: on all processes, when the main process could not complete it.
+    With `checkpoint.asynchronous: false` the same is done while training waits. All processes call it together.
     """
-    final = step_directory(checkpoints, step)
-    temporary = checkpoints / f".writing-{final.name}"
-    if accelerator.is_main_process:
-        for leftover in checkpoints.glob(".*step-*"):  # of a process that was killed while writing or deleting
-            shutil.rmtree(leftover)
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it says that one process is one process
-        dcp.save(
-            _tensors(model, optimizer), storage_writer=HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-        )
-    # Each process reads back only what it wrote itself: the shards are numbered by rank, from 1.
-    own = sorted(temporary.glob(f"shard-{accelerator.process_index + 1:05d}-*.safetensors"))
-    files = gather_object([(path.name, {"bytes": path.stat().st_size, "sha256": _sha256(path)}) for path in own])
-    error = None
-    if accelerator.is_main_process:
+
+    def __init__(self, checkpoints: Path, config: TrainConfig, accelerator: Accelerator):
+        self.checkpoints, self.config, self.mixed_precision = checkpoints, config, accelerator.mixed_precision
+        self.rank = accelerator.process_index
+        # The thread's messages must not mix with those of training: a group of its own, on CPU whatever the device.
+        self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+        self.stager = DefaultStager(StagingOptions(False, False, False, False))
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.pending: Future[None] | None = None
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, exception_type, exception, traceback) -> None:
+        if isinstance(exception, RunError):  # after any other, a process may be gone, and nothing would come of waiting
+            self.wait()
+
+    def save(self, step: int, model, optimizer, metrics: dict[str, float], totals: StepTotals) -> None:
+        """Begin to write the checkpoint of `step`, once the one before is there; then delete superfluous ones.
+
+        The new checkpoint is there wholly, or not at all.
+
+        Raises:
+            SaveError: as `wait` does, of the one before.
+        """
+        self.wait()
+        tensors = _tensors(model, optimizer)
         manifest = {
             "format": FORMAT,
             "step": step,
-            "files": dict(files),
+            "skipped": [totals.skipped, totals.skipped_in_a_row],
             "metrics": metrics,
-            "config": asdict(config),
-            "mixed_precision": accelerator.mixed_precision,
+            "config": asdict(self.config),
+            "mixed_precision": self.mixed_precision,
             "provenance": provenance(),
         }
+        asynchronous = self.config.checkpoint.asynchronous
+        copy = self.stager.stage(tensors) if asynchronous else tensors
+        self.pending = self.executor.submit(self._write, step, copy, manifest)
+        if not asynchronous:
+            self.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run is to stop because its last checkpoint could not be written; `wait` says why."""
+        done = self.pending is not None and self.pending.done()
+        return done and self.pending.exception() is not None and self.config.checkpoint.on_failure == "stop"
+
+    def wait(self, must_succeed: bool = False) -> None:
+        """Return once the last checkpoint is there.
+
+        Raises:
+            SaveError: on all processes, when it could not be completed and the run is not to go on without it.
+        """
+        pending, self.pending = self.pending, None
         try:
-            write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=2))
-            shutil.rmtree(final, ignore_errors=True)  # only an invalid one can be there: a valid one was resumed from
-            os.rename(temporary, final)
-            _fsync_directory(checkpoints)
-            rotate(checkpoints, step, config.checkpoint.keep)
-        except (OSError, InvalidCheckpoint) as problem:
-            error = f"cannot complete the checkpoint {final}: {problem}"
-    if error := broadcast_object_list([error])[0]:
-        raise RuntimeError(error)
+            if pending is not None:
+                pending.result()
+        except SaveError as error:
+            if must_succeed or self.config.checkpoint.on_failure == "stop":
+                raise
+            if self.rank == 0:
+                print(f"Training goes on without a checkpoint: {error}", file=sys.stderr)
+
+    def _write(self, step: int, tensors: dict[str, torch.Tensor], manifest: dict) -> None:
+        final = step_directory(self.checkpoints, step)
+        temporary = self.checkpoints / f".writing-{final.name}"
+        try:
+            with self._all_succeed(final):
+                if self.rank == 0:
+                    for leftover in self.checkpoints.glob(".*step-*"):  # of a process killed while writing or deleting
+                        shutil.rmtree(leftover)
+                    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+                    free_bytes = shutil.disk_usage(self.checkpoints).free
+                    if free_bytes < num_bytes + SPARE_BYTES:
+                        raise OSError(f"{num_bytes / 1e6:,.1f} MB are needed, but {free_bytes / 1e6:,.1f} MB are free")
+                    temporary.mkdir()
+            files: dict[str, dict] = {}
+            with self._all_succeed(final), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is one process
+                writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+                dcp.save(tensors, storage_writer=writer, process_group=self.group)
+                # Each process reads back only what it wrote itself: the shards are numbered by rank, from 1.
+                for path in sorted(temporary.glob(f"shard-{self.rank + 1:05d}-*.safetensors")):
+                    files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            manifest["files"] = {name: facts for part in self._gather(files) for name, facts in part.items()}
+            with self._all_succeed(final):
+                if self.rank == 0:
+                    write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=2))
+                    shutil.rmtree(final, ignore_errors=True)  # only an invalid one: a valid one was resumed from
+                    os.rename(temporary, final)
+                    _fsync_directory(self.checkpoints)
+                    rotate(self.checkpoints, step, self.config.checkpoint)
+        except SaveError:
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    @contextmanager
+    def _all_succeed(self, final: Path) -> Iterator[None]:
+        """Leave together: an error inside, on any process, becomes the SaveError of all of them."""
+        error = None
+        try:
+            yield
+        except (OSError, InvalidCheckpoint, CheckpointException, SafetensorError) as problem:
+            failures = problem.failures.values() if isinstance(problem, CheckpointException) else [(problem, None)]
+            error = "; ".join(sorted({str(cause) for cause, _ in failures}))
+        errors = [found for found in self._gather(error) if found is not None]
+        if errors:
+            raise SaveError(
+                f"cannot write the checkpoint {final}: {errors[0]}. Older checkpoints are untouched; free space or "
+                "choose another out_dir, and start again"
+            )
+
+    def _gather(self, mine):
+        if self.group is None:
+            return [mine]
+        gathered = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, mine, group=self.group)
+        return gathered
 
 
 def validate(path: Path) -> dict:
@@ -157,8 +242,9 @@ def load(path: Path, model, optimizer) -> None:
     set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLATTENED)
 
 
-def rotate(checkpoints: Path, step: int, keep: int) -> None:
-    """Delete all checkpoints but the `keep` up to `step` and the one with the best validation loss; main process only.
+def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
+    """Delete all checkpoints up to `step` but the `keep` newest, the one with the best validation loss, and those of
+    every `keep_every` steps; main process only.
 
     Newer ones are left alone: they were found damaged, or `step` would not have been trained again.
 
@@ -174,7 +260,10 @@ def rotate(checkpoints: Path, step: int, keep: int) -> None:
         except (OSError, ValueError):
             continue  # an invalid one is left for the user to look at
     losses = {path: m["metrics"]["val/loss"] for path, m in manifests.items() if "val/loss" in m["metrics"]}
-    superfluous = manifests.keys() - {*list(manifests)[:keep], *sorted(losses, key=losses.get)[:1]}
+    kept = {*list(manifests)[: config.keep], *sorted(losses, key=losses.get)[:1]}
+    if config.keep_every:
+        kept |= {path for path, m in manifests.items() if m["step"] % config.keep_every == 0}
+    superfluous = manifests.keys() - kept
     if superfluous:
         validate(step_directory(checkpoints, step))
     for path in superfluous:

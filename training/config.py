@@ -13,6 +13,10 @@ from model.config import GPTConfig
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
 
 
+class RunError(RuntimeError):
+    """Why a run cannot go on, found by all processes together; the message says it to the user."""
+
+
 class ConfigError(ValueError):
     """A setting or an input that the user must change: the message says which, what it is and what would be right."""
 
@@ -78,6 +82,16 @@ class CheckpointConfig:
 
     keep: PositiveInt = 2
     """How many of the newest checkpoints to keep. The one with the best validation loss is kept besides."""
+
+    keep_every: NonNegativeInt = 0
+    """Steps between checkpoints that are kept for good; a multiple of `every`. 0: none is."""
+
+    asynchronous: bool = True
+    """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
+
+    on_failure: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written, as on a full disk. continue: train on and try again at the next one; the
+    last one of a run must succeed."""
 
 
 @dataclass
@@ -145,10 +159,24 @@ class TrainConfig:
     directory is moved aside; or the path of a checkpoint, whose weights, moments and step start a new run."""
 
     exact: bool = False
-    """Use deterministic algorithms only, so that CUDA runs are bitwise reproducible too (CPU runs always are)."""
+    """Give the same bits on any power-of-two number of processes: gradients are added up in one fixed tree instead of
+    by DDP, with deterministic algorithms only, and on the CPU with one thread a process."""
 
     compile: bool = False
     """Compile each transformer block with torch.compile."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When the loss or the gradient is infinite or NaN. skip: leave that update out, on all processes together; the
+    host then waits for the device in every step."""
+
+    max_skipped_in_a_row: PositiveInt = 10
+    """How many updates in a row may be skipped before the run stops after all."""
+
+    check_replicas_every: NonNegativeInt = 100
+    """Steps between comparisons of the weights of all processes, by a digest; before a save too. 0: never."""
+
+    timeout_seconds: PositiveInt = 600
+    """How long a process waits for the others in a collective operation before the run ends with an error."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -158,11 +186,15 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
-    def due(self, step: int) -> tuple[bool, bool, bool]:
-        """Whether to log, to evaluate and to save after `step` updates; all that is ever done is done at the end."""
-        intervals = self.tracking.log_every, self.evaluation.every, self.checkpoint.every
-        log, evaluate, save = (every > 0 and (step % every == 0 or step == self.steps) for every in intervals)
-        return log, evaluate, save
+    def due(self, step: int) -> tuple[bool, bool, bool, bool]:
+        """Whether to log, to evaluate, to save and to compare the processes' weights after `step` updates.
+
+        All that is ever done is done at the end, and weights are compared before they are saved.
+        """
+        intervals = self.tracking.log_every, self.evaluation.every, self.checkpoint.every, self.check_replicas_every
+        at_end = step == self.steps
+        log, evaluate, save, compare = (every > 0 and (step % every == 0 or at_end) for every in intervals)
+        return log, evaluate, save, compare or (save and self.check_replicas_every > 0)
 
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
@@ -188,9 +220,21 @@ class TrainConfig:
         if self.global_batch_size is not None and self.global_batch_size % unit:
             below = self.global_batch_size // unit * unit
             nearest = " or ".join(str(size) for size in (below, below + unit) if size)
+            micro_batches, rest = divmod(self.global_batch_size, self.micro_batch_size)
+            counts = [] if rest else [n for n in range(1, min(micro_batches, 1024) + 1) if micro_batches % n == 0]
             problems.append(
                 f"global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size * processes = "
                 f"{self.micro_batch_size} * {num_processes} = {unit}; the nearest that work: {nearest}"
+                + (f"; numbers of processes that can split it: {', '.join(map(str, counts))}" if counts else "")
+            )
+        if self.exact and num_processes & (num_processes - 1):
+            problems.append(
+                f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
+            )
+        if self.checkpoint.keep_every % self.checkpoint.every:
+            problems.append(
+                f"checkpoint.keep_every: {self.checkpoint.keep_every} is not a multiple of checkpoint.every: "
+                f"{self.checkpoint.every}"
             )
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):
             problems.append(f"optimizer.betas: {list(self.optimizer.betas)} must both be at least 0 and below 1")

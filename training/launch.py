@@ -64,7 +64,7 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def check() -> None:
+def check(config: TrainConfig) -> None:
     """Refuse what a run does not support of its launch file and of the settings that the launcher passed on.
 
     Raises:
@@ -93,8 +93,11 @@ def check() -> None:
             "which accumulation is derived"
         )
     fsdp_version = environment.get("FSDP_VERSION", "1")
-    if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true" and fsdp_version != "2":
-        problems.append(f"fsdp_version: {fsdp_version} is not supported; set fsdp_version: 2 in fsdp_config")
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        if fsdp_version != "2":
+            problems.append(f"fsdp_version: {fsdp_version} is not supported; set fsdp_version: 2 in fsdp_config")
+        if config.exact:
+            problems.append("exact: true adds up the gradients of whole replicas; FSDP has none, so set it to false")
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -108,12 +111,13 @@ def start(config: TrainConfig) -> Accelerator:
     if config.exact:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
         torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
     use_cpu = not torch.cuda.is_available() and (num_processes() > 1 or not torch.backends.mps.is_available())
     accelerator = Accelerator(
         cpu=use_cpu or None,
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=timedelta(minutes=10)),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout_seconds)),
         ],
     )
     if accelerator.num_processes != num_processes():

@@ -24,7 +24,8 @@ from training.signals import Preempted
 # What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
 # are compared by the learning rates that they gave so far.
 FREE_SETTINGS = {
-    *("name", "out_dir", "resume", "steps", "schedule", "compile"),
+    *("name", "out_dir", "resume", "steps", "schedule", "compile", "on_nonfinite", "max_skipped_in_a_row"),
+    *("check_replicas_every", "timeout_seconds"),
     *("checkpoint", "evaluation", "tracking", "data.num_workers"),
 }
 
@@ -80,11 +81,12 @@ class RunDirectory:
                 + "\nchoose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
             )
 
-    def open(self, config: TrainConfig, accelerator: Accelerator) -> tuple[Path | None, int]:
+    def open(self, config: TrainConfig, accelerator: Accelerator) -> tuple[Path | None, int, tuple[int, int]]:
         """Choose the checkpoint to start from and write the resolved config; called by all processes together.
 
         Returns:
-            The checkpoint's path and step; (None, 0) for a run that starts from the beginning.
+            The checkpoint's path, its step, and how many updates were skipped until then (in all, in a row until the
+            last); (None, 0, (0, 0)) for a run that starts from the beginning.
 
         Raises:
             ConfigError: on all processes alike, when no valid checkpoint is left or it does not fit the settings.
@@ -126,7 +128,7 @@ class RunDirectory:
             save_loss_curve(self.path)
         accelerator.wait_for_everyone()
 
-    def _prepare(self, config: TrainConfig, mixed_precision: str) -> tuple[Path | None, int]:
+    def _prepare(self, config: TrainConfig, mixed_precision: str) -> tuple[Path | None, int, tuple[int, int]]:
         self._lock()
         if self.path.exists() and self._starts_afresh(config):
             aside = next(
@@ -158,7 +160,7 @@ class RunDirectory:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._forget_metrics_after(step)
         checkpoint.write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
-        return path, step
+        return path, step, tuple(manifest["skipped"]) if manifest else (0, 0)
 
     def _lock(self) -> None:
         """Held until this process ends, however it ends."""

@@ -1,6 +1,7 @@
 """Where a run's numbers and words go: metrics.jsonl, the screen and Weights & Biases."""
 
 import json
+import math
 import sys
 from dataclasses import asdict
 from uuid import uuid4
@@ -52,7 +53,9 @@ class Tracker:
         """Write the metrics of `step`: one line of metrics.jsonl, one point in W&B, one line or bar on the screen."""
         if not self.is_main_process:
             return
-        self.metrics_file.write(json.dumps({"step": step, **metrics}) + "\n")
+        # JSON has no NaN: the loss of a skipped update is null.
+        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self.metrics_file.write(json.dumps({"step": step, **row}) + "\n")
         self.metrics_file.flush()
         if self.wandb_run is not None:
             self.wandb_run.log({"step": step, **metrics})
@@ -97,6 +100,8 @@ class Tracker:
             "grad_norm": f"{metrics['train/grad_norm']:.3f}",
             "tokens/s": f"{metrics['perf/tokens_per_second']:,.0f}",
         }
+        if metrics.get("train/skipped"):
+            shown["skipped"] = f"{metrics['train/skipped']}"
         if "perf/mfu" in metrics:
             shown["mfu"] = f"{metrics['perf/mfu']:.1%}"
         if self.bar.disable:
