@@ -190,8 +190,9 @@ def cli() -> int:
         if launch.is_main_process():
             print(preempted, file=sys.stderr)
         return 75
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        print(launch.explain(error), file=sys.stderr)
         return 1
     return 0
 

@@ -24,26 +24,37 @@ def environment(**extra: str) -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **extra}
 
 
-def train_command(*arguments: str | Path, processes: int = 0, launch_file: Path = CPU_LAUNCH) -> list[str]:
+def train_command(
+    *arguments: str | Path,
+    processes: int = 0,
+    launch_file: Path = CPU_LAUNCH,
+    max_restarts: int = 0,
+    script: str = "train.py",
+) -> list[str]:
     """`python train.py` for processes=0, else `accelerate launch` with so many processes."""
     launcher = [sys.executable]
     if processes:
         bin_directory = Path(sys.executable).parent
         launcher = [sys.executable, bin_directory / "accelerate", "launch", "--config_file", launch_file]
-        launcher += ["--num_processes", str(processes)]
-    return [str(word) for word in (*launcher, "train.py", *arguments)]
+        launcher += ["--num_processes", processes, "--max_restarts", max_restarts]
+    return [str(word) for word in (*launcher, script, *arguments)]
 
 
 def train(
     *arguments: str | Path,
     processes: int = 0,
     launch_file: Path = CPU_LAUNCH,
+    max_restarts: int = 0,
+    faults: str = "",
     exit_code: int = 0,
     cwd: Path = ROOT,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py to its end and check its exit code."""
-    command = train_command(*arguments, processes=processes, launch_file=launch_file)
+    """Run train.py to its end and check its exit code; with `faults`, those of tests/faulty_train.py."""
+    script, env = ("tests/faulty_train.py", {**env, "FAULTS": faults}) if faults else ("train.py", env)
+    command = train_command(
+        *arguments, processes=processes, launch_file=launch_file, max_restarts=max_restarts, script=script
+    )
     done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300)
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -9,19 +9,22 @@ import os
 import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 import torch
+import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs
 
 from training.config import ConfigError, TrainConfig
+from training.rendezvous import fresh_store
 
 # Sections of a launch file, and what Accelerate puts before their keys to find its own command-line argument.
 LAUNCH_FILE_SECTIONS = {
@@ -33,6 +36,9 @@ LAUNCH_FILE_SECTIONS = {
     "megatron_lm_config": "",
     "deepspeed_config": "",
 }
+
+
+OURS = (Path(__file__).parent.parent, Path(__file__).parent)
 
 
 def num_processes() -> int:
@@ -54,6 +60,19 @@ def let_main_process_fail_first() -> None:
     if not is_main_process():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)
+
+
+def explain(error: Exception) -> str:
+    """What to print below the traceback of `error` where a collective operation failed, else nothing."""
+    if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        return ""
+    here = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if Path(f.filename).parent in OURS)
+    return (
+        f"train.py: error: process {os.environ.get('RANK', 0)} lost the others in `{here.line}` "
+        f"({Path(here.filename).name}, line {here.lineno}): {str(error).splitlines()[0]}\n"
+        "A process died or hangs, or a network link is cut (timeout_seconds says how long to wait). Started again, the "
+        "run goes on from its newest checkpoint."
+    )
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -113,12 +132,17 @@ def start(config: TrainConfig) -> Accelerator:
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
     use_cpu = not torch.cuda.is_available() and (num_processes() > 1 or not torch.backends.mps.is_available())
+    if num_processes() > 1:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        dist.init_process_group(
+            "gloo" if use_cpu else "nccl",
+            store=fresh_store(store, rank, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=config.timeout_seconds),
+        )
     accelerator = Accelerator(
-        cpu=use_cpu or None,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout_seconds)),
-        ],
+        cpu=use_cpu or None, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     )
     if accelerator.num_processes != num_processes():
         raise ConfigError(

@@ -1,0 +1,90 @@
+"""train.py with faults: FAULTS="kill:1:3 hang:0:5" kills process 1 in step 3 of the first start, and stops process 0 in
+step 5 of the second, which an elastic launcher makes after the first has failed. Started like train.py."""
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import train
+from training import checkpoint, launch
+
+FAULTS = os.environ["FAULTS"].split()
+RESTART = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+KIND, RANK, STEP = FAULTS[RESTART].split(":") if RESTART < len(FAULTS) else ("none", "0", "0")
+FAULTY_STEPS = {int(step) for step in STEP.split(",")}  # counted from 1, as in metrics.jsonl
+MINE = int(os.environ.get("RANK", 0)) == int(RANK)
+
+
+class Model(train.GPTModel):
+    """Knows the step by the learning rate, which is set once in each."""
+
+    step = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        Model.instance = self
+
+    def forward(self, *arguments, **named):
+        logits, loss = super().forward(*arguments, **named)
+        if KIND == "nan" and MINE and self.training and Model.step in FAULTY_STEPS:
+            loss = loss * float("nan")
+        return logits, loss
+
+
+def begin_step(optimizer, lr):
+    set_lr(optimizer, lr)
+    if Model.step is None:
+        Model.step = next(iter(STARTS_AT))
+    Model.step += 1
+    if not (MINE and Model.step in FAULTY_STEPS):
+        return
+    if KIND == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "hang":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if KIND == "flip":
+        with torch.no_grad():
+            Model.instance.blocks[1].mlp.down_proj.weight.view(torch.int32)[3, 5] ^= 1
+    if KIND == "free":
+        Path(os.environ["BALLAST"]).unlink()
+
+
+STARTS_AT = []
+
+
+class Totals(train.StepTotals):
+    """Learns from the first exchange which step the run starts at."""
+
+    def exchange(self, step, *arguments, **named):
+        STARTS_AT.append(step)
+        return super().exchange(step, *arguments, **named)
+
+
+def dying(original):
+    """A function of a save during which the process dies."""
+
+    def call(*arguments):
+        if MINE and Model.step in FAULTY_STEPS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+
+    return call
+
+
+set_lr, train.set_lr = train.set_lr, begin_step
+train.GPTModel, train.StepTotals = Model, Totals
+if KIND == "kill_after_shards":
+    checkpoint._sha256 = dying(checkpoint._sha256)
+if KIND == "kill_before_rename":
+    checkpoint.os.rename = dying(os.rename)
+if os.environ.get("LIE_ABOUT_FREE_SPACE"):
+    shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**12, 0, 10**12)
+
+if __name__ == "__main__":
+    launch.leave(train.cli())
