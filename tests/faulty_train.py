@@ -50,7 +50,7 @@ def begin_step(optimizer, lr):
         os.kill(os.getpid(), signal.SIGSTOP)
     if KIND == "flip":
         with torch.no_grad():
-            Model.instance.blocks[1].mlp.down_proj.weight.view(torch.int32)[3, 5] ^= 1
+            Model.instance.blocks[1].mlp.down_proj.weight.view(torch.int32)[3, 5] ^= 1 << 20
     if KIND == "free":
         Path(os.environ["BALLAST"]).unlink()
 

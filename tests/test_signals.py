@@ -21,9 +21,9 @@ def left_alone(tmp_path_factory):
     return out_dir / "run"
 
 
-def start_and_wait_for_steps(arguments, processes, run, steps=5, **how):
+def start_and_wait_for_steps(arguments, processes, run, steps=5, max_restarts=0, **how):
     how = {"env": environment(), **how}
-    command = train_command(*arguments, processes=processes)
+    command = train_command(*arguments, processes=processes, max_restarts=max_restarts)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how)
     deadline = time.monotonic() + 120
     metrics_file = run / "metrics.jsonl"
@@ -91,6 +91,43 @@ def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
     output = process.communicate(timeout=60)[0]
     assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
     assert "(exitcode: 75)" in output and "-15" not in output, output
+
+
+def test_sigusr1_reaches_the_processes_through_the_launcher_where_it_is_told_to_pass_it_on(runs):
+    """Slurm sends it before the time is up; without the variable it would kill the launcher and leave its processes."""
+    arguments = [*LONG, "--steps", 5000, "--out_dir", runs, "--name", "run"]
+    passed_on = environment(TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    process = start_and_wait_for_steps(arguments, 2, runs / "run", max_restarts=3, env=passed_on)
+    os.kill(process.pid, signal.SIGUSR1)
+    output = process.communicate(timeout=60)[0]
+    assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted", output
+    assert process.returncode == 1 and "resumed" not in output, "a signal to the launcher ends the job"
+
+
+def test_a_signal_to_one_process_makes_the_launcher_restart_all(runs, left_alone):
+    arguments = [*LONG, "--out_dir", runs, "--name", "run"]
+    process = start_and_wait_for_steps(arguments, 2, runs / "run", max_restarts=1)
+    os.kill(children(process.pid)[-1], signal.SIGUSR1)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and output.count("resumed at step") == 1, output
+    assert "stopped by a signal after step" in output
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
+    assert metrics(runs / "run") == metrics(left_alone)
+
+
+def test_a_second_signal_stops_at_once(runs, tmp_path):
+    """In the middle of the save that the first one asked for, which here takes a minute."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nrename = os.rename\n"
+        "os.rename = lambda *paths: time.sleep(60) if 'writing' in str(paths[0]) else rename(*paths)\n"
+    )
+    arguments = [*LONG, "--steps", 5000, "--out_dir", runs, "--name", "run"]
+    process = start_and_wait_for_steps(arguments, 0, runs / "run", env=environment(PYTHONPATH=str(tmp_path)))
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(3)
+    assert process.poll() is None and list((runs / "run" / "checkpoints").glob(".writing-*"))
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=20) == -signal.SIGTERM
 
 
 def test_a_killed_run_goes_on(runs, left_alone):

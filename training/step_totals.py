@@ -95,7 +95,7 @@ class StepTotals:
         ranks = sorted({i * self.accelerator.num_processes // len(losses) for i in guilty})
         size, indices = self.config.micro_batch_size, self.order.indices(step - 1)
         samples = [index for i in guilty for index in indices[i * size : (i + 1) * size]]
-        in_a_row = f" for the {self.skipped_in_a_row}th time in a row" if self.skipped_in_a_row > 1 else ""
+        in_a_row = f", {self.skipped_in_a_row} times in a row" if self.skipped_in_a_row > 1 else ""
         return (
             f"step {step}: loss = {self.loss}, gradient norm = {self.grad_norm}{in_a_row}, on process(es) {ranks} "
             f"whose training samples were {samples}; nothing was saved since the last checkpoint"
