@@ -94,9 +94,10 @@ def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
 
 
 def test_sigusr1_reaches_the_processes_through_the_launcher_where_it_is_told_to_pass_it_on(runs):
-    """Slurm sends it before the time is up; without the variable it would kill the launcher and leave its processes."""
+    """Slurm sends it before the time is up. It would kill the launcher and leave its processes without the variable,
+    which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both."""
     arguments = [*LONG, "--steps", 5000, "--out_dir", runs, "--name", "run"]
-    passed_on = environment(TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    passed_on = environment(PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     process = start_and_wait_for_steps(arguments, 2, runs / "run", max_restarts=3, env=passed_on)
     os.kill(process.pid, signal.SIGUSR1)
     output = process.communicate(timeout=60)[0]

@@ -1,0 +1,34 @@
+#!/bin/bash
+# Trains under Slurm, on any number of nodes: sbatch --nodes=2 accelerate_configs/slurm.sh --config configs/stories.yaml
+# Slurm signals the launchers some time before the limit; the run saves, and this script asks for the job to be run
+# again. It asks the run's status.json, because launchers return 1 whatever the processes return.
+#SBATCH --job-name=mini-gpt
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@180
+#SBATCH --open-mode=append
+#SBATCH --requeue
+
+RUN=${RUN:-runs/stories}               # where the run of these arguments lives: out_dir/name
+GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-1} # one process each
+RESTARTS=${RESTARTS:-3}                # restarts of all processes within the job, after a crash
+
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+# torch's launcher passes on only the signals named here. The first name counts in torch 2.11 and later.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+export TORCHELASTIC_SIGNALS_TO_HANDLE=$PET_SIGNALS_TO_HANDLE
+# How long it then waits for the last step and the checkpoint before it kills; 30 s if not set.
+export PET_SHUTDOWN_TIMEOUT=150
+
+srun bash -c 'exec accelerate launch --config_file accelerate_configs/multi_node.yaml \
+    --num_machines "$SLURM_NNODES" --num_processes $((SLURM_NNODES * '"$GPUS_PER_NODE"')) --machine_rank "$SLURM_NODEID" \
+    --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" --max_restarts '"$RESTARTS"' \
+    train.py "$@"' bash "$@"
+
+case $(grep -o '"state": "[a-z]*"' "$RUN/status.json") in
+    *finished*) exit 0 ;;
+    *preempted*) exec scontrol requeue "$SLURM_JOB_ID" ;;
+    *) echo "$RUN did not finish: see $RUN/status.json" >&2; exit 1 ;;
+esac

@@ -1,0 +1,121 @@
+"""Two nodes: network namespaces of this machine, joined by a virtual cable that can be cut."""
+
+import os
+import signal
+import subprocess
+import time
+from uuid import uuid4
+
+import pytest
+
+from tests.conftest import (
+    ROOT,
+    TINY_STORIES,
+    assert_same_bits,
+    environment,
+    metrics,
+    tensors,
+    train,
+    train_command,
+)
+
+pytestmark = pytest.mark.slow
+STEPS = 300
+LONG = [*TINY_STORIES, *f"--steps {STEPS} --checkpoint.every 10 --evaluation.every 0 --name run".split()]
+ADDRESSES = ["10.77.0.1", "10.77.0.2"]
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def nodes():
+    """The names of two network namespaces, in which `eth0` leads to the other one."""
+    names = [f"node-{uuid4().hex[:6]}" for _ in ADDRESSES]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        cable = ["link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1]]
+        ip(*cable)
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        pytest.skip(f"network namespaces are not allowed here: {reason}")
+    yield names
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name])
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("left_alone")
+    train(*LONG, "--out_dir", out_dir, processes=2)
+    return out_dir / "run"
+
+
+def launch(nodes, *arguments, max_restarts=0):
+    """One process on each node, through the shipped launch file."""
+    command = train_command(
+        *LONG, *arguments, processes=2, launch_file=ROOT / "accelerate_configs" / "multi_node.yaml",
+        max_restarts=max_restarts,
+    )  # fmt: skip
+    script = command.index("train.py")
+    launchers = []
+    for rank, node in enumerate(nodes):
+        this_node = ["--machine_rank", str(rank), "--main_process_ip", ADDRESSES[0], "--mixed_precision", "no"]
+        launchers.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", node, *command[:script], *this_node, *command[script:]],
+                cwd=ROOT,
+                env=environment(GLOO_SOCKET_IFNAME="eth0"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return launchers
+
+
+def wait_for_steps(run, steps, launchers):
+    deadline = time.monotonic() + 120
+    while not ((run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= steps):
+        assert all(launcher.poll() is None for launcher in launchers), [each.communicate()[0] for each in launchers]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def end(launchers):
+    outputs = [launcher.communicate(timeout=180)[0] for launcher in launchers]
+    return [launcher.returncode for launcher in launchers], outputs
+
+
+def test_a_cut_link_ends_all_processes_and_the_next_start_goes_on(nodes, left_alone, runs):
+    launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 5)
+    wait_for_steps(runs / "run", 20, launchers)
+    ip("-n", nodes[0], "link", "set", "eth0", "down")
+    exit_codes, outputs = end(launchers)
+    assert exit_codes == [1, 1]
+    for rank, output in enumerate(outputs):
+        assert f"train.py: error: process {rank} lost the others in" in output, output
+        assert "Timed out waiting 5000ms" in output
+    ip("-n", nodes[0], "link", "set", "eth0", "up")
+    exit_codes, outputs = end(launch(nodes, "--out_dir", runs))
+    assert exit_codes == [0, 0] and "resumed at step" in outputs[0], outputs
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
+    assert metrics(runs / "run") == metrics(left_alone)
+
+
+def test_a_process_killed_on_one_node_makes_both_restart(nodes, left_alone, runs):
+    launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 20, max_restarts=2)
+    for killed, steps in [(1, 20), (0, 120)]:
+        wait_for_steps(runs / "run", steps, launchers)
+        with open(f"/proc/{launchers[killed].pid}/task/{launchers[killed].pid}/children") as file:
+            os.kill(int(file.read().split()[0]), signal.SIGKILL)
+    exit_codes, outputs = end(launchers)
+    assert exit_codes == [0, 0] and outputs[0].count("resumed at step") == 2, outputs
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
+    assert metrics(runs / "run") == metrics(left_alone)

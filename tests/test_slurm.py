@@ -1,0 +1,55 @@
+"""The Slurm script starts the launchers, and requeues the job exactly when the run says that it was preempted."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.conftest import ROOT
+
+SRUN = """#!/bin/bash
+for SLURM_NODEID in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$SLURM_NODEID "$@"; done
+"""
+SCONTROL = """#!/bin/bash
+[ "$1" = show ] && printf 'node-a\\nnode-b\\n'
+[ "$1" = requeue ] && echo "$2" >> requeued
+exit 0
+"""
+ACCELERATE = """#!/bin/bash
+printf '%s|' "$@" >> launched
+echo "$PET_SIGNALS_TO_HANDLE $TORCHELASTIC_SIGNALS_TO_HANDLE $PET_SHUTDOWN_TIMEOUT" >> launched
+exit 1
+"""
+
+
+@pytest.mark.parametrize("state, exit_code, requeued", [("finished", 0, False), ("preempted", 0, True),
+                                                        ("failed", 1, False), ("running", 1, False)])  # fmt: skip
+def test_the_job_is_requeued_when_preempted(state, exit_code, requeued, tmp_path):
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "accelerate": ACCELERATE}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    run = tmp_path / "a run"
+    run.mkdir()
+    (run / "status.json").write_text(json.dumps({"state": state, "step": 3, "reason": "was preempted or finished"}))
+    slurm = {
+        "SLURM_JOB_ID": "123456",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+    }
+    environment = {**os.environ, **slurm, "PATH": f"{commands}:{os.environ['PATH']}", "RUN": str(run)}
+    script = ROOT / "accelerate_configs" / "slurm.sh"
+    arguments = ["--config", "configs/stories.yaml", "--name", "two words"]
+    done = subprocess.run(["bash", script, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == exit_code, done.stderr
+    assert (tmp_path / "requeued").exists() == requeued
+    launched = (tmp_path / "launched").read_text().splitlines()
+    for node, line in enumerate(launched):
+        for words in (f"--machine_rank|{node}|", "--num_machines|2|", "--num_processes|8|", "--main_process_ip|node-a|",
+                      "--main_process_port|23456|", "--max_restarts|3|train.py|", "|--name|two words|"):  # fmt: skip
+            assert words in line
+        assert line.count("SIGUSR1") == 2
+    assert len(launched) == 2
