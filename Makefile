@@ -3,7 +3,7 @@ PYTHON ?= python3
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-.PHONY: help env train test test-all lint clean
+.PHONY: help env train verify test test-all lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -12,6 +12,9 @@ env: .venv/.installed ## build .venv from requirements.txt
 
 train: .venv/.installed ## train the mini-GPT on stories with 2 CPU processes; more settings: make train ARGS="--resume never"
 	$(LAUNCH) train.py --config configs/stories.yaml $(ARGS)
+
+verify: .venv/.installed ## prove the promises on this machine; with your model: make verify ARGS="--config FILE"
+	$(LAUNCH) verify.py $(ARGS)
 
 test: .venv/.installed-test ## lint and the tests, at most 7 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(ARGS)

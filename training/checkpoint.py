@@ -92,7 +92,7 @@ class Saver:
             SaveError: as `wait` does, of the one before.
         """
         self.wait()
-        tensors = _tensors(model, optimizer)
+        tensors = state_tensors(model, optimizer)
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -232,7 +232,7 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, dict | None, list[str]
 
 def load(path: Path, model, optimizer) -> None:
     """Read weights and moments into the prepared model and optimizer; called by all processes together."""
-    tensors = _tensors(model, optimizer)
+    tensors = state_tensors(model, optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
@@ -273,8 +273,11 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
         shutil.rmtree(doomed)
 
 
-def _tensors(model, optimizer) -> dict[str, torch.Tensor]:
-    # Learning rates, betas and the like are left out: they are functions of the config and the step.
+def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds, as `model.*` and `optimizer.*`; called by all processes together.
+
+    Learning rates, betas and the like are left out: they are functions of the config and the step.
+    """
     weights, moments = get_state_dict(model, optimizer.optimizer, options=FLATTENED)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
     state |= {f"optimizer.{name}": value for name, value in moments.items() if torch.is_tensor(value)}

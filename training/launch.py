@@ -132,7 +132,7 @@ def start(config: TrainConfig) -> Accelerator:
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
     use_cpu = not torch.cuda.is_available() and (num_processes() > 1 or not torch.backends.mps.is_available())
-    if num_processes() > 1:
+    if num_processes() > 1 and not dist.is_initialized():
         store, rank, world_size = next(dist.rendezvous("env://"))
         dist.init_process_group(
             "gloo" if use_cpu else "nccl",

@@ -1,0 +1,82 @@
+"""verify.py passes here, and fails where a fork has broken something."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
+
+PROMISES = [
+    "order is a permutation in every epoch",
+    "logits = transformers' gpt2",
+    "logits = transformers' qwen3",
+    "replicas are equal after every step",
+    "gradient = hand-written all-reduce",
+    "N processes = 1 process x N accumulation",
+    "resuming is bitwise",
+    "exact = bits of 1 process",
+]
+# What is broken, and which promise must notice: (file, before, after, promise).
+MUTATIONS = {
+    "loss_not_divided_by_processes": (
+        "train.py", "1 if config.exact else num_processes", "1", "gradient = hand-written all-reduce"),
+    "shares_overlap": (
+        "data/order.py", "step * self.global_batch_size + rank * share", "step * self.global_batch_size",
+        "order is a permutation in every epoch"),
+    "checkpoint_not_loaded": ("train.py", "    if start_from:", "    if False:", "resuming is bitwise"),
+    "processes_not_added": (
+        "training/tree_sum.py", "torch._foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
+    "another_rotation": (
+        "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
+}  # fmt: skip
+
+
+def verify(*arguments, cwd=ROOT, processes=2):
+    launcher = [sys.executable, Path(sys.executable).parent / "accelerate", "launch", "--config_file", CPU_LAUNCH]
+    command = [*launcher, "--num_processes", processes, "verify.py", *TINY_STORIES, *arguments]
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    return done
+
+
+def results(stdout):
+    return {promise.strip(): word for word, promise in re.findall(r"^(PASS|FAIL)  (.{42}) ", stdout, re.M)}
+
+
+@pytest.mark.parametrize("processes", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+def test_everything_holds_here(processes, runs):
+    done = verify("--out_dir", runs, processes=processes)
+    expected = set(PROMISES)
+    if processes == 1:
+        expected.remove("replicas are equal after every step")
+    if processes == 3:
+        expected.remove("exact = bits of 1 process")
+    assert results(done.stdout) == dict.fromkeys(expected, "PASS"), done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("Everything holds.\n")
+    assert not [path for path in runs.iterdir() if path.is_dir()], "it leaves nothing behind"
+
+
+SLOW = set(MUTATIONS) - {"loss_not_divided_by_processes"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MUTATIONS])
+def test_what_a_fork_broke_is_found(name, runs, tmp_path):
+    file, before, after, promise = MUTATIONS[name]
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "tests", "__pycache__"))
+    text = (copy / file).read_text()
+    assert text.count(before) == 1
+    (copy / file).write_text(text.replace(before, after))
+    done = verify("--out_dir", runs, cwd=copy)
+    assert results(done.stdout)[promise] == "FAIL", done.stdout + done.stderr
+    assert done.returncode == 1 and "Something does not hold." in done.stdout
+
+
+def test_bad_settings_are_refused(runs):
+    done = verify("--out_dir", runs, "--model.n_heads", 5)
+    assert done.returncode == 1 and done.stderr.count("verify.py: error:") == 1
