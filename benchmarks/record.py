@@ -1,0 +1,42 @@
+"""Where a benchmark's figures go: benchmarks/results/NAME.json, beside the machine, the versions and the command."""
+
+import json
+import os
+import platform
+import sys
+from datetime import date
+from pathlib import Path
+
+import psutil
+import torch
+
+from training.provenance import provenance
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, str | int | float]:
+    """What the figures were measured on."""
+    model = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    facts = {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def save(name: str, figures: dict) -> None:
+    """Print the figures and write them to benchmarks/results/NAME.json."""
+    record = {
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "date": str(date.today()),
+        "machine": machine(),
+        "versions": provenance(),
+        "figures": figures,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(figures, indent=2))
