@@ -28,6 +28,8 @@ def shortened(command, out_dir):
     """The command as a test can run it: small, into `out_dir`, with two processes where it says so many GPUs."""
     if command == "make train":
         return f'make train ARGS="{SHORT_STORIES} --out_dir {out_dir}"'
+    if command == "make verify":
+        return f'make verify ARGS="--out_dir {out_dir}"'
     if "--multi_gpu" in command or "multi_gpu.yaml" in command:
         command = command.replace("train.py", "--num_processes 2 --main_process_port 0 train.py")
     if "train.py" in command:
@@ -51,6 +53,8 @@ def test_command(command, out_dir):
         assert done.stdout.endswith("Training finished.\n")
         processes = 1 if command.startswith("python") else 2
         assert f"processes: {processes} x" in done.stdout
+    if command == "make verify":
+        assert done.stdout.count("\nPASS  ") == 8 and done.stdout.endswith("Everything holds.\n")
     if command == "make train":
         assert "above the floor" in done.stdout and "sample/accepted" in done.stdout
         assert "The run lies in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
@@ -64,6 +68,14 @@ def test_all_the_commands_were_found():
 def test_what_the_readme_names_is_there():
     for name in re.findall(r"\]\(([^)#:]+)\)|`((?:[\w.]+/)+[\w.]+\.(?:py|yaml|patch))`", README):
         assert (ROOT / (name[0] or name[1])).exists(), name
+
+
+def test_every_guarantee_names_a_test_that_is_there():
+    table = (ROOT / "docs" / "reliability.md").read_text()
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", table)
+    assert len(named) == len([line for line in table.splitlines() if line.startswith("| ")]) - 2
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(), test
 
 
 def test_the_launch_files_are_all_in_the_table():
