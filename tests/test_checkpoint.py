@@ -144,6 +144,8 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     (tmp_path / "step-00000006" / MANIFEST).write_text('{"metrics": {}}')
     rotate(tmp_path, 5, CheckpointConfig(keep=2))
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5", "6"]
+    rotate(tmp_path, 5, CheckpointConfig(keep=1, keep_every=4))
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5", "6"], "the 4th is kept for good"
     flip = tmp_path / "step-00000005" / "a.safetensors"
     flip.write_bytes(b"damaged")
     with pytest.raises(InvalidCheckpoint):

@@ -66,6 +66,7 @@ def test_every_setting_is_documented(capsys):
         (["--seq_len", "256"], ["seq_len", "256", "model.max_position_embeddings", "128"]),
         (["--seq_len", "1"], ["seq_len", "1"]),
         (["--global_batch_size", "20"], ["global_batch_size", "20", "16", "24"]),
+        (["--checkpoint.every", "10", "--checkpoint.keep_every", "25"], ["checkpoint.keep_every", "25", "10"]),
         (["--schedule.warmup_steps", "51"], ["schedule.warmup_steps", "51", "50"]),
         (["--model.vocab_size", "null"], ["model.vocab_size", "random"]),
         (["--name", "a/b"], ["name", "a/b", "out_dir"]),
@@ -98,7 +99,8 @@ def test_all_inconsistencies_are_reported_together():
 
 
 def test_the_batch_must_divide_over_the_processes():
-    assert "16 or 32" in refusal("--global_batch_size", "24", num_processes=2)
+    message = refusal("--global_batch_size", "24", num_processes=2)
+    assert "16 or 32" in message and "numbers of processes that can split it: 1, 3" in message
     assert parse_config([*RANDOM_TOKENS, "--global_batch_size", "24"], num_processes=3).global_batch_size == 24
 
 

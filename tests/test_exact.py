@@ -17,9 +17,10 @@ EXACT = [*TWELVE, "--exact", "true"]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The directory of an exact run on one process."""
+    """The directory of an exact run on one process, which was offered two threads."""
     out_dir = tmp_path_factory.mktemp("alone")
-    train(*EXACT, "--out_dir", out_dir)
+    done = train(*EXACT, "--out_dir", out_dir, OMP_NUM_THREADS="2")
+    assert "1 x cpu, 1 thread(s) each" in done.stdout
     return out_dir / "run"
 
 
