@@ -1,6 +1,8 @@
 """MNIST (LeCun et al. 1998), from the Hub or from its original files, for the two rungs that train on it."""
 
 import gzip
+import logging
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ def _from_hub() -> tuple[np.ndarray, np.ndarray]:
     try:
         from datasets import load_dataset  # here, because a machine that has the files needs no library
 
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports each of its attempts
         dataset = load_dataset("ylecun/mnist", split="train")
     except Exception as error:  # of the library, the Hub's client, its HTTP client or the network: all mean the same
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -48,15 +51,12 @@ def _from_hub() -> tuple[np.ndarray, np.ndarray]:
 
 def _read_idx(folder: Path, name: str, dimensions: int) -> np.ndarray:
     """The bytes of an IDX file: 0, 0, 8 (unsigned bytes), the number of dimensions, each as a big-endian int32."""
-    for path, opener in ((folder / name, open), (folder / f"{name}.gz", gzip.open)):
-        if path.exists():
-            break
-    else:
+    path = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
+    if path is None:
         raise ValueError(f"--data {folder}: neither {name} nor {name}.gz is there")
     try:
-        with opener(path, "rb") as file:
-            content = file.read()
-    except (OSError, EOFError) as error:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     start = 4 + 4 * dimensions
     shape = np.frombuffer(content[4:start], dtype=">i4").tolist() if len(content) >= start else []

@@ -8,7 +8,7 @@ numbers of steps, the losses that the tutorial shows for 60,000 images on two ra
 
 import argparse
 import random
-import socket
+import tempfile
 from itertools import islice
 from pathlib import Path
 
@@ -79,9 +79,9 @@ def average_gradients(model: nn.Module) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def train(rank: int, port: int, args: argparse.Namespace, images: Tensor, labels: Tensor) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.ranks)
+def train(rank: int, folder: str, args: argparse.Namespace, images: Tensor, labels: Tensor) -> None:
+    dist.init_process_group(args.backend, init_method=f"file://{folder}/meet", rank=rank, world_size=args.ranks)
+    torch.set_num_threads(1)  # the ranks share the cores
     device = torch.device("cuda", rank) if args.backend == "nccl" else torch.device("cpu")
     torch.manual_seed(1234)  # the same on every rank: the copies start alike
     model = Net().to(device)
@@ -100,7 +100,7 @@ def train(rank: int, port: int, args: argparse.Namespace, images: Tensor, labels
             optimizer.step()
             losses.append(loss.item())
         if len(losses) > first:
-            print(f"Rank {rank}, epoch {epoch}, loss: {mean(losses[first:]):.4f}", flush=True)
+            print(f"Rank {rank}, epoch {epoch}, loss: {mean(losses[first:]):.4f}\n", end="", flush=True)
 
     of_ranks = [None] * args.ranks
     dist.all_gather_object(of_ranks, losses)
@@ -119,17 +119,16 @@ def mean(values: list[float]) -> float:
 
 
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m examples.mnist_allreduce", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(f"python -m {__spec__.name}", None, __doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
     parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the images (default 10)")
     parser.add_argument("--steps", type=int, help="stop after so many steps")
-    parser.add_argument("--data", type=Path, help="folder with the original IDX files; default: ylecun/mnist of the Hub")
+    parser.add_argument("--data", type=Path, help="folder with the IDX files (default: ylecun/mnist of the Hub)")
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl if each rank has a GPU, else gloo")
-    parser.add_argument("--port", type=int, default=0, help="where the ranks meet (default 0: any free port)")
     args = parser.parse_args()
-    if not 1 <= args.ranks <= TOTAL_BATCH_SIZE or args.epochs < 1 or (args.steps or 1) < 1:
+    if not 1 <= args.ranks <= TOTAL_BATCH_SIZE or args.epochs < 1 or args.steps is not None and args.steps < 1:
         parser.error(f"--ranks must be 1 to {TOTAL_BATCH_SIZE}, --epochs and --steps at least 1")
     gpus = torch.cuda.device_count()
     args.backend = args.backend or ("nccl" if gpus >= args.ranks else "gloo")
@@ -137,14 +136,10 @@ def main() -> None:
         parser.error(f"--backend nccl needs a GPU for each of the {args.ranks} ranks, but {gpus} are here; use gloo")
     try:
         data = load_mnist(args.data)
-        listener = socket.create_server(("127.0.0.1", args.port))
     except ValueError as error:
         parser.error(str(error))
-    except (OSError, OverflowError) as error:
-        parser.error(f"--port {args.port} cannot be used ({error}); 0 takes a free one")
-    port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    mp.spawn(train, (store.port, args, *data), nprocs=args.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, (folder, args, *data), nprocs=args.ranks)
 
 
 if __name__ == "__main__":
