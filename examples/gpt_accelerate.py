@@ -95,7 +95,7 @@ def main() -> None:
         parser.error(f"--backend nccl needs a GPU for each of the {ranks} ranks, but {gpus} are here; use gloo")
     if "RANK" in os.environ:
         train(args)
-        return
+        os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
     try:
         socket.create_server(("127.0.0.1", args.port)).close()
     except (OSError, OverflowError) as error:

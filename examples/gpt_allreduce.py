@@ -45,6 +45,7 @@ def train(args: argparse.Namespace) -> tuple[list[float], nn.Module]:
     """Train for args.steps; returns the loss of each step, which is the mean over the ranks, and the model."""
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = torch.device("cuda", local_rank) if args.backend == "nccl" else torch.device("cpu")
+    torch.cuda.set_device(local_rank if args.backend == "nccl" else -1)  # -1: leave it
     dist.init_process_group(args.backend)
     torch.manual_seed(args.seed)  # the same on every rank: the copies start alike
     model = GPTModel(GPTConfig(VOCAB_SIZE, dropout=args.dropout)).to(device)
@@ -102,7 +103,7 @@ def main() -> None:
         parser.error(f"--backend nccl needs a GPU for each of the {ranks} ranks, but {gpus} are here; use gloo")
     if "RANK" in os.environ:
         train(args)
-        return
+        os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
     try:
         socket.create_server(("127.0.0.1", args.port)).close()
     except (OSError, OverflowError) as error:

@@ -7,6 +7,7 @@ numbers of steps, the losses that the tutorial shows for 60,000 images on two ra
 """
 
 import argparse
+import os
 import random
 import tempfile
 from itertools import islice
@@ -83,6 +84,7 @@ def train(rank: int, folder: str, args: argparse.Namespace, images: Tensor, labe
     dist.init_process_group(args.backend, init_method=f"file://{folder}/meet", rank=rank, world_size=args.ranks)
     torch.set_num_threads(1)  # the ranks share the cores
     device = torch.device("cuda", rank) if args.backend == "nccl" else torch.device("cpu")
+    torch.cuda.set_device(rank if args.backend == "nccl" else -1)  # -1: leave it
     torch.manual_seed(1234)  # the same on every rank: the copies start alike
     model = Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
@@ -106,12 +108,13 @@ def train(rank: int, folder: str, args: argparse.Namespace, images: Tensor, labe
     dist.all_gather_object(of_ranks, losses)
     if rank == 0:
         print(f"\nmean loss a rank on {len(labels):,} images and, after as many steps, of the tutorial on 60,000:")
-        for epoch, (on_rank_0, on_rank_1) in TUTORIAL_LOSSES.items():
+        for epoch, (one, other) in TUTORIAL_LOSSES.items():
             first, last = (epoch - 1) * TUTORIAL_STEPS, epoch * TUTORIAL_STEPS
             ours = " ".join(f"{mean(of_rank[first:last]):.3f}" for of_rank in of_ranks) if last <= len(losses) else "-"
-            print(f"steps {first + 1:4} to {last:4}: {ours:14} tutorial, epoch {epoch:2}: {on_rank_0} {on_rank_1}")
+            print(f"steps {first + 1:4} to {last:4}: {ours:14} tutorial, epoch {epoch:2}: {one} {other}", flush=True)
     dist.barrier()  # no rank tears the group down while another still uses it
     dist.destroy_process_group()
+    os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
 
 
 def mean(values: list[float]) -> float:

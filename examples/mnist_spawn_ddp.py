@@ -51,6 +51,7 @@ def train(rank: int, args: argparse.Namespace, images: Tensor, labels: Tensor) -
     dist.init_process_group(args.backend, rank=rank, world_size=args.ranks)  # meets at MASTER_ADDR and MASTER_PORT
     torch.set_num_threads(1)  # the ranks share the cores
     device = torch.device("cuda", rank) if args.backend == "nccl" else torch.device("cpu")
+    torch.cuda.set_device(rank if args.backend == "nccl" else -1)  # -1: leave it
     model = DistributedDataParallel(new_model().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     dataset = TensorDataset(images, labels)
@@ -71,12 +72,12 @@ def train(rank: int, args: argparse.Namespace, images: Tensor, labels: Tensor) -
             print(f"Rank {rank}, epoch {epoch}, loss: {total / batches:.4f}\n", end="", flush=True)
 
     if args.backend == "nccl" and args.ranks > 1:
-        torch.cuda.set_device(device)
         ddp = milliseconds_a_step(model, images[:BATCH_SIZE].to(device), labels[:BATCH_SIZE].to(device))
         if rank == 0:
-            print(f"DistributedDataParallel: {ddp:.2f} ms a step")
+            print(f"DistributedDataParallel: {ddp:.2f} ms a step", flush=True)
     dist.barrier()  # no rank tears the group down while another still uses it
     dist.destroy_process_group()
+    os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
 
 
 def main() -> None:

@@ -2,16 +2,15 @@
 
 First as the tutorials write it, in one process: forward hands the activations to the next device, autograd hands their
 gradients back, and all devices but one always wait. Then as a pipeline of one process a stage: the batch is cut into m
-micro-batches, so that one stage works on one while the next works on another, and each stage waits only at the start or
-the end: (p - 1) / (m + p - 1) of the time with p stages. This "bubble" is measured for GPipe (all forwards, then all
-backwards; Huang et al. 2019) and 1F1B (in turn, to hold fewer activations; Narayanan et al. 2019).
+micro-batches, so that stages work at the same time and wait only at the start or the end: (p - 1) / (m + p - 1) of the
+time with p stages. This "bubble" is measured for GPipe (all forwards, then all backwards; Huang et al. 2019) and 1F1B.
 """
 
 import argparse
 import copy
+import os
 import tempfile
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,7 @@ class Stage(nn.Module):
         return self.output(x)
 
 
-def timed(compute: Callable) -> Callable:
+def timed(compute):
     def wrapper(stage: "TimedStage", *args, **kwargs):
         start = time.perf_counter()
         result = compute(stage, *args, **kwargs)
@@ -71,7 +70,7 @@ def loss_of(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
 
 
-def train(module: nn.Module, compute_loss: Callable[[Tensor], Tensor], steps: int, device: torch.device) -> list[float]:
+def train(module: nn.Module, compute_loss, steps: int, device: torch.device) -> list[float]:
     """Train on random tokens [B, T], given to `compute_loss` on `device`; returns the loss of each step."""
     optimizer, losses = torch.optim.AdamW(module.parameters(), lr=3e-4), []
     for step in range(steps):
@@ -89,6 +88,7 @@ def train_pipelines(rank: int, folder: str, args: argparse.Namespace, model: GPT
     dist.init_process_group(args.backend, init_method=f"file://{folder}/meet", rank=rank, world_size=args.ranks)
     torch.set_num_threads(1)  # the ranks share the cores
     device = torch.device("cuda", rank) if args.backend == "nccl" else torch.device("cpu")
+    torch.cuda.set_device(rank if args.backend == "nccl" else -1)  # -1: leave it
     for schedule_class in (ScheduleGPipe, Schedule1F1B):
         stage = TimedStage(Stage(model, rank, args.ranks, device), rank, args.ranks, device)
         schedule, bubbles = schedule_class(stage, args.micro_batches, loss_fn=loss_of), []
@@ -114,6 +114,7 @@ def train_pipelines(rank: int, folder: str, args: argparse.Namespace, model: GPT
             print(f"bubble {torch.tensor(bubbles).median():.1%}, by the formula {formula:.1%}", flush=True)
     dist.barrier()  # no rank tears the group down while another still uses it
     dist.destroy_process_group()
+    os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
 
 
 def main() -> None:
@@ -131,7 +132,6 @@ def main() -> None:
     args.backend = args.backend or ("nccl" if gpus >= args.ranks else "gloo")
     if args.backend == "nccl" and not (dist.is_nccl_available() and gpus >= args.ranks):
         parser.error(f"--backend nccl needs a GPU for each of the {args.ranks} ranks, but {gpus} are here; use gloo")
-
     devices = [torch.device("cuda", i) if args.backend == "nccl" else torch.device("cpu") for i in range(args.ranks)]
     torch.manual_seed(0)
     model = GPTModel(CONFIG)

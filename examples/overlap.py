@@ -1,10 +1,9 @@
 """What DistributedDataParallel does behind loss.backward(): it puts gradients into buckets, and as soon as all of a
 bucket are there, it starts their all-reduce, which runs while backward computes the gradients of earlier layers.
 
-Trains a mini-GPT of 12 million parameters in three ways: gradients averaged by hand after backward, by DDP with one
-bucket for all, and by DDP with its default buckets (1 MiB, then 25 MiB). The last step of each is profiled; a picture
-shows when the first rank computes and when it communicates. After every step, parameters and optimizer moments must
-have the same digest on all ranks.
+Trains a mini-GPT in three ways: gradients averaged by hand after backward, by DDP with one bucket for all, and by DDP
+with its default buckets (1 MiB, then 25 MiB). A picture shows when rank 0 computes and when it communicates in the last
+step. After every step, parameters and optimizer moments must have the same digest on all ranks.
 """
 
 import argparse
@@ -28,7 +27,6 @@ from model.gpt import GPTModel
 CONFIG = GPTConfig(vocab_size=2000, n_layers=6, n_heads=6, d_model=384, d_ff=1536, dropout=0.0)
 ROWS, SEQ_LEN = 4, 64  # of one rank
 WAYS = {"by hand, after backward": None, "DDP, one bucket": 10_000, "DDP, default buckets": 25}  # MiB a bucket
-
 Intervals = list[tuple[float, float]]  # disjoint and in order
 
 
@@ -81,6 +79,7 @@ def train(rank: int, folder: str, args: argparse.Namespace) -> None:
     dist.init_process_group(args.backend, init_method=f"file://{folder}/meet", rank=rank, world_size=args.ranks)
     torch.set_num_threads(1)  # the ranks share the cores
     device = torch.device("cuda", rank) if args.backend == "nccl" else torch.device("cpu")
+    torch.cuda.set_device(rank if args.backend == "nccl" else -1)  # -1: leave it
     timelines = {}
     for way, bucket_cap_mb in WAYS.items():
         torch.manual_seed(0)
@@ -108,6 +107,7 @@ def train(rank: int, folder: str, args: argparse.Namespace) -> None:
         draw(timelines, args.out)
     dist.barrier()  # no rank tears the group down while another still uses it
     dist.destroy_process_group()
+    os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
 
 
 def draw(timelines: dict[str, tuple[Intervals, Intervals]], file: Path) -> None:

@@ -7,6 +7,7 @@ twice the tensor, however many ranks there are (Patarasuk and Yuan 2009). Compar
 """
 
 import argparse
+import os
 import tempfile
 import time
 
@@ -55,6 +56,7 @@ def compare(rank: int, folder: str, args: argparse.Namespace) -> None:
     dist.init_process_group(args.backend, init_method=f"file://{folder}/meet", rank=rank, world_size=args.ranks)
     torch.set_num_threads(1)  # the ranks share the cores
     device = torch.device("cuda", rank) if args.backend == "nccl" else torch.device("cpu")
+    torch.cuda.set_device(rank if args.backend == "nccl" else -1)  # -1: leave it
     torch.manual_seed(rank)
     for elements in args.elements:
         whole = torch.randint(-1000, 1000, (elements,), device=device)
@@ -81,6 +83,7 @@ def compare(rank: int, folder: str, args: argparse.Namespace) -> None:
             print(f"{name}: {seconds * 1000:.2f} ms for {elements:,} x float32, median of 5", flush=True)
     dist.barrier()  # no rank tears the group down while another still uses it
     dist.destroy_process_group()
+    os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
 
 
 def main() -> None:
