@@ -1,0 +1,456 @@
+"""Every rung of examples/ in real processes, against the others, against train.py and against plain torch.
+
+Each command of examples/README.md is run, in small, by the test of its rung.
+"""
+
+import contextlib
+import difflib
+import gzip
+import importlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from examples import mnist, mnist_allreduce, mnist_spawn_ddp, model_parallel, overlap
+from model.gpt import GPTModel
+from tests.conftest import ROOT, environment, metrics, tensors, train
+
+EXAMPLES = ROOT / "examples"
+REAL_MNIST = ROOT.parent / "shared" / "data" / "mnist"
+README = (EXAMPLES / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+RUNGS = (
+    "mnist_spawn_ddp mnist_allreduce gpt_allreduce gpt_ddp gpt_accelerate model_parallel overlap ring_allreduce".split()
+)
+GPT_STEPS = 66  # an epoch has 63 on two ranks
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A folder with 400 noisy images of ten patterns in MNIST's format: one file packed, the other not."""
+    folder = tmp_path_factory.mktemp("mnist")
+    generator = np.random.default_rng(0)
+    labels = generator.integers(10, size=400).astype(np.uint8)
+    patterns = generator.integers(256, size=(10, 28, 28)) // 2
+    images = (patterns[labels] + generator.integers(128, size=(400, 28, 28))).astype(np.uint8)
+    header = np.array([0x803, 400, 28, 28], dtype=">i4").tobytes()
+    (folder / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + images.tobytes()))
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(np.array([0x801, 400], dtype=">i4").tobytes() + labels.tobytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(digits, tmp_path_factory):
+    """Runs a command of the README in small and returns its output; a command that was run is not run again."""
+    outputs = {}
+    picture = tmp_path_factory.mktemp("picture") / "overlap.png"
+    shortened = {
+        "mnist": f" --data {digits} --epochs 3",
+        "gpt": f" --steps {GPT_STEPS}",
+        "model_parallel": " --steps 3",
+        "overlap": f" --steps 2 --out {picture}",
+        "ring": " --elements 0 7 1000",
+        "train.py": f" --steps 3 --tracking.wandb disabled --out_dir {picture.parent / 'runs'}",
+    }
+
+    def run(command):
+        assert command in COMMANDS, "the README shows another command"
+        if command not in outputs:
+            extra = next(extra for word, extra in shortened.items() if f"examples.{word}" in command or word in command)
+            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            done = subprocess.run(
+                ["bash", "-c", command + extra],
+                cwd=ROOT,
+                env=environment(PATH=path),
+                capture_output=True,
+                text=True,
+                timeout=200,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "arning" not in done.stdout + done.stderr
+            outputs[command] = done.stdout
+        return outputs[command]
+
+    run.picture = picture
+    return run
+
+
+def losses_of_ranks(output):
+    """{(rank, epoch): loss} of the lines that a rung on MNIST prints."""
+    lines = re.findall(r"^Rank (\d+), epoch (\d+), loss: (\d+\.\d{4})$", output, re.MULTILINE)
+    return {(int(rank), int(epoch)): float(loss) for rank, epoch, loss in lines}
+
+
+def test_spawn_and_ddp_equal_one_process_with_both_batches(run, digits):
+    printed = losses_of_ranks(run("python -m examples.mnist_spawn_ddp"))
+    data = TensorDataset(*mnist.load_mnist(digits))
+    samplers = [DistributedSampler(data, 2, rank) for rank in (0, 1)]
+    model = mnist_spawn_ddp.new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    expected = {}
+    for epoch in range(3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        losses = []
+        for batches in zip(*(DataLoader(data, 64, sampler=sampler) for sampler in samplers), strict=True):
+            of_ranks = torch.stack([F.cross_entropy(model(images), labels) for images, labels in batches])
+            optimizer.zero_grad()
+            of_ranks.mean().backward()
+            optimizer.step()
+            losses.append(of_ranks.detach())
+        for rank, loss in enumerate(torch.stack(losses).mean(0).tolist()):
+            expected[rank, epoch] = loss
+    assert printed == pytest.approx(expected, abs=2e-4)
+    assert expected[0, 2] < 0.9 * expected[0, 0]
+
+
+def test_data_parallel_runs(monkeypatch, digits):
+    """What is only measured where two GPUs are, on none: that it trains, not how fast."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = nn.DataParallel(mnist_spawn_ddp.new_model())
+    images, labels = mnist.load_mnist(digits)
+    before = F.cross_entropy(model(images[:64]), labels[:64]).item()
+    assert mnist_spawn_ddp.milliseconds_a_step(model, images[:64], labels[:64]) > 0
+    assert F.cross_entropy(model(images[:64]), labels[:64]).item() < 0.9 * before
+
+
+def test_the_hand_written_all_reduce_equals_ranks_played_one_after_the_other(run, digits):
+    output = run("python -m examples.mnist_allreduce")
+    data = TensorDataset(*mnist.load_mnist(digits))
+    partitioner = mnist_allreduce.DataPartitioner(data, [0.5, 0.5])
+    torch.manual_seed(1234)
+    model = mnist_allreduce.Net()
+    loaders = [DataLoader(partitioner.use(rank), 64, shuffle=True) for rank in (0, 1)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    random_states = [torch.get_rng_state()] * 2
+    expected = {}
+    for epoch in range(3):
+        iterators, losses = [], []
+        for rank in (0, 1):
+            torch.set_rng_state(random_states[rank])
+            iterators.append(iter(loaders[rank]))
+            random_states[rank] = torch.get_rng_state()
+        for _ in range(len(loaders[0])):
+            optimizer.zero_grad()
+            losses.append([])
+            for rank, iterator in enumerate(iterators):
+                torch.set_rng_state(random_states[rank])
+                images, labels = next(iterator)
+                loss = F.nll_loss(model(images), labels)
+                (loss / 2).backward()
+                losses[-1].append(loss.item())
+                random_states[rank] = torch.get_rng_state()
+            optimizer.step()
+        expected |= {(rank, epoch): loss for rank, loss in enumerate(np.mean(losses, axis=0))}
+    assert losses_of_ranks(output) == pytest.approx(expected, abs=2e-4)
+    for row in ("epoch  1: 1.33 1.31", "epoch  2: 0.55 0.54", "epoch  3: 0.43 0.42", "epoch 10: 0.228 0.223"):
+        assert row in output
+
+
+def test_partitions_share_the_data_out():
+    data = list(range(1000, 1100))
+    partitioner = mnist_allreduce.DataPartitioner(data, [0.7, 0.2, 0.1])
+    parts = [partitioner.use(part) for part in range(3)]
+    assert [len(part) for part in parts] == [70, 20, 10]
+    values = [part[i] for part in parts for i in range(len(part))]
+    assert sorted(values) == data and values != data
+    again = mnist_allreduce.DataPartitioner(data, [1.0], seed=1234).use(0)
+    assert [again[i] for i in range(100)] == values
+    other = mnist_allreduce.DataPartitioner(data, [1.0], seed=1).use(0)
+    assert [other[i] for i in range(100)] != values
+
+
+def test_the_network_is_that_of_the_tutorial():
+    shapes = [tuple(parameter.shape) for parameter in mnist_allreduce.Net().parameters()]
+    convolutions = [(10, 1, 5, 5), (10,), (20, 10, 5, 5), (20,)]
+    assert shapes == [*convolutions, (50, 320), (50,), (10, 50), (10,)]
+    outputs = mnist_allreduce.Net()(torch.randn(3, 1, 28, 28))
+    assert torch.allclose(outputs.exp().sum(1), torch.ones(3))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL_MNIST.exists(), reason="MNIST's files are not beside the repository")
+def test_real_images_follow_the_tutorials_table():
+    """The first three rows; in the last one 10,000 images are learnt by heart, which the README explains."""
+    command = [sys.executable, "-m", "examples.mnist_allreduce", "--data", REAL_MNIST, "--epochs", "18"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    rows = re.findall(r"steps .*: (\d\.\d+) (\d\.\d+) +tutorial, epoch +\d+: (\S+) (\S+)", done.stdout)
+    assert len(rows) == 3
+    for row in rows:
+        ours, tutorial = np.array(row[:2], dtype=float), np.array(row[2:], dtype=float)
+        assert np.all(np.abs(ours / tutorial - 1) < 0.15), row
+
+
+def test_images_from_files_and_from_the_hub_are_the_same(digits, tmp_path, monkeypatch):
+    images, labels = mnist.load_mnist(digits)
+    assert images.shape == (400, 1, 28, 28) and images.dtype == torch.float32 and labels.dtype == torch.int64
+    raw = gzip.decompress((digits / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
+    pixel = raw[5 * 784 + 3 * 28 + 7]
+    assert images[5, 0, 3, 7].item() == pytest.approx((pixel / 255 - 0.1307) / 0.3081, rel=1e-5)
+
+    for file in digits.iterdir():
+        shutil.copy(file, tmp_path / file.name)
+        shutil.copy(file, tmp_path / file.name.replace("t10k", "train"))
+    flipped = bytearray((tmp_path / "train-labels-idx1-ubyte").read_bytes())
+    flipped[8] = (flipped[8] + 1) % 10
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(flipped)
+    assert mnist.load_mnist(tmp_path)[1][0] == flipped[8], "the training images come first"
+
+    import datasets
+    from PIL import Image
+
+    pictures = [Image.fromarray(np.frombuffer(raw, np.uint8, 784, 784 * i).reshape(28, 28)) for i in range(20)]
+    columns = {"image": pictures, "label": labels[:20].tolist()}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return datasets.Dataset.from_dict(columns, features)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    from_hub = mnist.load_mnist(None)
+    assert asked == [("ylecun/mnist", "train")]
+    assert torch.equal(from_hub[0], images[:20]) and torch.equal(from_hub[1], labels[:20])
+
+
+def test_all_three_gpts_end_with_the_same_bits(run):
+    commands = [f"python -m examples.gpt_{way}" for way in ("allreduce", "ddp", "accelerate")]
+    commands.append("torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp")
+    outputs = [run(command) for command in commands]
+    digests = [re.search(r"^Training finished\. losses (\w{16}) weights (\w{16})$", o, re.MULTILINE) for o in outputs]
+    assert len({digest.groups() for digest in digests}) == 1
+    lines = re.findall(rf"^\[step (\d+) / {GPT_STEPS}\] loss = (\d\.\d{{4}})$", outputs[0], re.MULTILINE)
+    assert [int(step) for step, _ in lines] == [10, 20, 30, 40, 50, 60]
+    assert all(abs(float(loss) - math.log(10_000)) < 0.15 for _, loss in lines)
+
+
+def test_a_rung_and_train_agree_on_the_same_batches(tmp_path):
+    steps = 20
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, "tests/reference_examples.py", "gpt", tmp_path / "rung.pt", str(steps)]
+    env = environment(PYTHONPATH=str(ROOT))
+    subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=200)
+    losses, weights = torch.load(tmp_path / "rung.pt")
+    settings = f"--steps {steps} --model.dropout 0 --optimizer.weight_decay 0 --optimizer.betas [0.9,0.999]"
+    settings += " --optimizer.grad_clip null --tracking.log_every 1 --tracking.wandb disabled --name run"
+    train("--config", "configs/random_tokens.yaml", *settings.split(), "--out_dir", tmp_path, processes=2)
+    rows, of_train = metrics(tmp_path / "run"), tensors(tmp_path / "run", steps)
+    assert [row["train/loss"] for row in rows] == pytest.approx(losses, rel=1e-6)
+    torch.manual_seed(0)
+    before = GPTModel(model_parallel.GPTConfig(10_000)).state_dict()
+    for name, weight in weights.items():
+        torch.testing.assert_close(of_train[f"model.{name}"], weight, rtol=0, atol=5e-5)
+        if weight.dim() == 2:  # some biases, as those of the keys, have next to no gradient
+            assert (weight - before[name]).abs().max() > 1e-3, "the bound would mean nothing"
+
+
+def test_the_readme_shows_the_real_diffs():
+    blocks = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    expected = []
+    for before, after in (("gpt_allreduce.py", "gpt_ddp.py"), ("gpt_ddp.py", "gpt_accelerate.py")):
+        lines = [(EXAMPLES / name).read_text().splitlines(keepends=True) for name in (before, after)]
+        expected.append("".join(difflib.unified_diff(*lines, before, after, n=0)))
+        assert len([line for line in expected[-1].splitlines() if line[0] in "+-"]) < 32
+    assert blocks == expected
+
+
+def test_split_models_and_pipelines_equal_the_whole_one(run):
+    output = run("python -m examples.model_parallel")
+    torch.manual_seed(0)
+    model = GPTModel(model_parallel.CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for step in range(3):
+        torch.manual_seed(step)
+        tokens = torch.randint(256, (32, 128))
+        optimizer.zero_grad()
+        loss = model(tokens, labels=tokens)[1]
+        loss.backward()
+        optimizer.step()
+    assert "the CPU stands in for each device" in output or torch.cuda.device_count() >= 2
+    last = re.findall(r"^([A-Z]\w+).*: last loss (\d\.\d{6})", output, re.MULTILINE)
+    assert [name for name, _ in last] == ["Unsplit", "Split", "ScheduleGPipe", "Schedule1F1B"]
+    assert [float(value) for _, value in last] == pytest.approx([loss.item()] * 4, abs=3e-6)
+    reports = re.findall(r"weights differ by (\S+); bubble (\S+)%, by the formula (\S+)$", output, re.MULTILINE)
+    assert len(reports) == 2
+    for difference, bubble, formula in reports:
+        assert float(difference) < 2e-5 and 0 < float(bubble) < 100 and formula == "20.0%"
+
+
+def test_overlap_draws_what_runs_at_the_same_time(run):
+    output = run("python -m examples.overlap")
+    ways = re.findall(r"^(.*): \d+ ms, (\d+)% of the all-reduce overlaps; weights (\w{16}) on all ranks$", output, re.M)
+    assert [way for way, _, _ in ways] == list(overlap.WAYS)
+    by_hand, one_bucket, default = (int(percent) for _, percent, _ in ways)
+    assert max(by_hand, one_bucket) < default
+    assert len({digest for _, _, digest in ways}) == 1
+    assert run.picture.read_bytes().startswith(b"\x89PNG") and run.picture.stat().st_size < 100_000
+
+
+def test_overlap_is_measured_on_intervals():
+    assert overlap.union([(5, 7), (0, 2), (1, 3), (6, 6.5)]) == [(0, 3), (5, 7)]
+    assert overlap.hidden([(0, 3), (5, 7)], [(2, 6), (9, 11)]) == pytest.approx(2 / 6)
+
+
+def test_the_ring_equals_all_reduce_and_sends_as_little(tmp_path, run):
+    assert "all ranks alike: True" in run("python -m examples.ring_allreduce --ranks 3")
+    command = [sys.executable, "tests/reference_examples.py", "ring", tmp_path / "rows"]
+    env = environment(PYTHONPATH=str(ROOT))
+    subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=200)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert len(rows) == 4 * 9 * 3
+    for row in rows:
+        n, element = row["ranks"], row["nbytes"] // max(row["numel"], 1)
+        assert row["alike"] and row["error"] <= (0 if row["dtype"] == "torch.int64" else 1e-3), row
+        assert sum(row["sent"]) == 2 * (n - 1) * row["nbytes"], row
+        assert max(row["sent"]) - 2 * (n - 1) / n * row["nbytes"] <= 2 * element, row
+        assert row["sent"] == row["returned"] and row["neighbours"] == [[(r + 1) % n] for r in range(n)]
+
+
+def refusal(rung, *arguments):
+    """The one line with which a rung refuses its arguments, with exit code 2."""
+    module = importlib.import_module(f"examples.{rung}")
+    errors = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as exit:
+        patch.setattr(sys, "argv", [rung, *map(str, arguments)])
+        module.main()
+    assert exit.value.code == 2 and errors.getvalue().count("\n") == 1, errors.getvalue()
+    assert errors.getvalue().startswith(f"python -m examples.{rung}: error: ")
+    return errors.getvalue()
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_wrong_arguments_are_refused_in_one_line(rung):
+    assert "--ranks" in refusal(rung, "--ranks", 0)
+    assert "two" in refusal(rung, "--ranks", "two")
+    assert "carrier_pigeon" in refusal(rung, "--backend", "carrier_pigeon")
+    if torch.cuda.device_count() < 2:
+        assert re.search("nccl needs a GPU for each of the 2 ranks, but . are here", refusal(rung, "--backend", "nccl"))
+    if rung != "ring_allreduce":
+        assert "--steps" in refusal(rung, "--steps", 0)
+
+
+@pytest.mark.parametrize("rung", ["mnist_spawn_ddp", "gpt_allreduce", "gpt_ddp", "gpt_accelerate"])
+def test_a_busy_port_is_refused_in_one_line(rung):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        assert f"--port {port} cannot be used" in refusal(rung, "--port", port)
+    assert "--port 99999 cannot be used" in refusal(rung, "--port", 99999)
+
+
+def test_other_wrong_arguments_are_refused():
+    assert "--micro-batches" in refusal("model_parallel", "--micro-batches", 2, "--ranks", 4)
+    assert "--micro-batches" in refusal("model_parallel", "--micro-batches", 5)
+    assert "--out" in refusal("overlap", "--out", "no/such/folder/overlap.png")
+    assert "--dropout" in refusal("gpt_ddp", "--dropout", 1)
+    assert "--elements" in refusal("ring_allreduce", "--elements", -1)
+
+
+def test_missing_or_damaged_images_are_refused(digits, tmp_path, monkeypatch):
+    import datasets
+
+    def offline(*_, **__):
+        raise ConnectionError("no network\nand a second line")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    for rung in ("mnist_spawn_ddp", "mnist_allreduce"):
+        assert re.search("ylecun/mnist.*--data FOLDER.*ConnectionError: no network", refusal(rung))
+        assert "neither t10k-images-idx3-ubyte nor" in refusal(rung, "--data", tmp_path)
+    packed = (digits / "t10k-images-idx3-ubyte.gz").read_bytes()
+    labels = (digits / "t10k-labels-idx1-ubyte").read_bytes()
+    plain = gzip.decompress(packed)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(labels)
+    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(packed[: len(packed) // 2])
+    assert "cannot be read" in refusal("mnist_allreduce", "--data", tmp_path)
+    for damaged in (plain[:-1], b"\1" + plain[1:], plain[:10], labels):
+        (tmp_path / "t10k-images-idx3-ubyte").write_bytes(damaged)
+        assert "not an IDX file" in refusal("mnist_allreduce", "--data", tmp_path)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(np.array([0x803, 399, 28, 28], ">i4").tobytes() + plain[16:-784])
+    assert "do not belong together" in refusal("mnist_allreduce", "--data", tmp_path)
+
+
+@pytest.mark.parametrize("rung", ["mnist_spawn_ddp", "gpt_ddp"])
+def test_a_rank_that_dies_ends_all(rung, digits):
+    """One started by mp.spawn and one by torchrun, both long enough to run for minutes."""
+    arguments = ["--data", digits, "--epochs", 10**6] if rung.startswith("mnist") else ["--steps", 10**6]
+    command = [str(word) for word in (sys.executable, "-m", f"examples.{rung}", *arguments)]
+    started = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        started.stdout.readline()  # they train
+        ranks = [child for child in psutil.Process(started.pid).children(recursive=True) if is_rank(child)]
+        assert len(ranks) == 2
+        ranks[1].send_signal(signal.SIGKILL)
+        assert started.wait(timeout=100) == 1
+        deadline = time.monotonic() + 30
+        while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
+            assert time.monotonic() < deadline, "a rank has outlived the others"
+            time.sleep(0.1)
+    finally:
+        started.kill()
+        started.stdout.close()
+
+
+def is_rank(process):
+    command = " ".join(process.cmdline())
+    return "spawn_main" in command or "examples.gpt_ddp" in command
+
+
+def test_the_scripts_are_short_and_explain_themselves():
+    for rung in RUNGS:
+        text = (EXAMPLES / f"{rung}.py").read_text()
+        assert len(text.splitlines()) < 150
+        imported = set(re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE))
+        inside = {name for name in imported if (ROOT / name.split(".")[0]).exists() or (ROOT / f"{name}.py").exists()}
+        assert inside <= {"model.config", "model.gpt"} | ({"examples.mnist"} if "mnist" in rung else set())
+        module, output = importlib.import_module(f"examples.{rung}"), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+            patch.setattr(sys, "argv", [rung, "--help"])
+            module.main()
+        assert module.__doc__.strip() in output.getvalue() and "--ranks" in output.getvalue()
+
+
+def test_the_page_is_true_to_the_repository(run):
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*RUNGS, "mnist"}
+    lines = {line.strip() for line in (ROOT / "train.py").read_text().splitlines()}
+    rows = re.findall(r"^\| \[(\w+)\.py\]\((\w+)\.py\) \|.*\| (.*) \|$", README, re.MULTILINE)
+    assert [(name, link) for name, link, _ in rows] == [(rung, rung) for rung in RUNGS]
+    for name, _, where in rows:
+        assert where.strip("`") in lines or name == "model_parallel", where
+    for quoted in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (EXAMPLES / quoted).exists(), quoted
+    assert "examples/README.md" in (ROOT / "README.md").read_text()
+    of_rungs = [f"python -m examples.{rung}" for rung in RUNGS if rung != "ring_allreduce"]
+    tested = {
+        *of_rungs,
+        "python -m examples.ring_allreduce --ranks 3",
+    }
+    tested.add("torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp")
+    last = "accelerate launch --config_file accelerate_configs/cpu.yaml train.py --config configs/random_tokens.yaml"
+    assert set(COMMANDS) == {*tested, last}
+    assert run(last).endswith("Training finished.\n")
+
+
+def test_the_pages_python_prints_what_it_says():
+    code, printed = (re.search(rf"```{kind}\n(.*?)```", README, re.DOTALL)[1] for kind in ("python", "text"))
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, {})
+    assert output.getvalue() == printed
+    assert "uneven, weighted by rows: off by 0%" in printed and "divided twice: off by 50%" in printed
