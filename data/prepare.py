@@ -221,7 +221,7 @@ def in_validation(text: str, share: float) -> bool:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
 
 
-def cut_point(text: str, tokenizer: Tokenizer, limit: int = PIECE, context: int = 1000) -> int:
+def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) -> int:
     """Where to cut `text`, at or before `limit`, so that its tokens stay the same: between two pre-tokens.
 
     The tokenizer itself is asked: around the cut both sides alone must have the tokens of both together. Where there
@@ -250,7 +250,7 @@ def cut_parts(
         for start in range(0, len(text), PIECE):
             buffer += text[start : start + PIECE]
             while len(buffer) > 2 * PIECE:
-                cut = cut_point(buffer, tokenizer)
+                cut = cut_point(buffer, tokenizer, PIECE)
                 pieces.append((buffer[:cut], False))
                 buffer = buffer[cut:]
         if ends:
@@ -340,14 +340,25 @@ def prepare(config: PrepareConfig) -> dict:
             raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
         return metadata
     work.mkdir(parents=True, exist_ok=True)
-    lock = os.open(work, os.O_RDONLY)  # held until the process ends, however it ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"out: another process is preparing {out}") from None
-    if (_read(work / "request.json") or request) != request:
-        raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it to start again")
-    _write(work / "request.json", json.dumps(request).encode())
+    with open(work / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"out: another process is preparing {out}") from None
+        if (_read(work / "request.json") or request) != request:
+            raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
+        _write(work / "request.json", json.dumps(request).encode())
+        metadata = _make_corpus(config, source, work) | {"request": request}
+        _write(work / "metadata.json", json.dumps(metadata, indent=1).encode())
+        os.rename(work, out)
+    for leftover in ("lock", "request.json"):
+        (out / leftover).unlink()
+    shutil.rmtree(out / "parts", ignore_errors=True)
+    return metadata
+
+
+def _make_corpus(config: PrepareConfig, source: Source, work: Path) -> dict:
+    kind, _, share = config.validation.partition(":")
     if not (work / "tokenizer").exists():
         save_tokenizer(config.tokenizer, work / "tokenizer.tmp", (text for text, _ in islice(source, TRAINING_TEXTS)))
         os.replace(work / "tokenizer.tmp", work / "tokenizer")
@@ -369,19 +380,13 @@ def prepare(config: PrepareConfig) -> dict:
     files = {part[split]["file"]: part[split]["hash"] for part in parts for split in SPLITS}
     for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - files.keys():
         (work / ahead).unlink()
-    metadata = {
+    return {
         "tokenizer": {"name": config.tokenizer, **facts},
         **{split: {name: sum(part[split][name] for part in parts) for name in COUNTS} for split in SPLITS},
         "hash": blake2b(json.dumps([facts["hash"], files]).encode(), digest_size=16).hexdigest(),
         "files": {file: (work / file).stat().st_size for file in files},
         "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
-        "request": request,
     }
-    _write(work / "metadata.json", json.dumps(metadata, indent=1).encode())
-    os.rename(work, out)
-    shutil.rmtree(out / "parts", ignore_errors=True)
-    (out / "request.json").unlink()
-    return metadata
 
 
 def _make_parts(texts: Iterable[tuple[list, dict | None]], first: int, work: Path, num_workers: int) -> Iterator[dict]:
