@@ -66,21 +66,17 @@ def _load_text(config: TrainConfig) -> Corpus:
     data.hash = content_hash
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
         raise ValueError(f"data.mix: {', '.join(data.mix)} were made with different tokenizers")
-    weights = list(data.mix.values()) if data.mix else [1.0]
-    quotas = mix_quotas(weights)
+    quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
         raise ValueError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
     train = [TextDataset(corpus, "train", config.seq_len, data.documents) for corpus in corpora]
     sizes = [evaluation.num_samples and max(1, evaluation.num_samples * quota // MIX_BLOCK) for quota in quotas]
-    validation = [
-        TextDataset(corpus, "validation", config.seq_len, data.documents, size)
-        for corpus, size in zip(corpora, sizes, strict=True)
-        if evaluation.every
-    ]
+    wanted = zip(corpora, sizes, strict=True) if evaluation.every else ()
+    validation = [TextDataset(corpus, "validation", config.seq_len, data.documents, size) for corpus, size in wanted]
     vocab_size = _checked_vocab_size(config.model.vocab_size, corpora[0].vocab_size)
-    if data.mix is None:
-        return Corpus(train[0], validation[0] if validation else [], corpora[0].tokenizer, vocab_size)
-    return Corpus(MixedDataset(train), MixedDataset(validation), corpora[0].tokenizer, vocab_size, quotas)
+    if data.mix:
+        train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
+    return Corpus(train[0], *validation or [None], corpora[0].tokenizer, vocab_size, quotas if data.mix else None)
 
 
 def _checked_vocab_size(vocab_size: int | None, num_tokens: int) -> int:

@@ -121,8 +121,7 @@ class MixedBatches(GlobalBatches):
 
 def mix_quotas(weights: list[float]) -> list[int]:
     """How many of MIX_BLOCK samples each corpus gives: whole numbers as near to the weights as their sum allows."""
-    ends = np.rint(np.cumsum(weights) / np.sum(weights) * MIX_BLOCK).astype(int)
-    return np.diff(ends, prepend=0).tolist()
+    return np.diff(np.rint(np.cumsum(weights) / np.sum(weights) * MIX_BLOCK).astype(int), prepend=0).tolist()
 
 
 class StepSampler:

@@ -24,7 +24,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from glob import glob
 from hashlib import blake2b
 from importlib.metadata import version
@@ -105,13 +104,9 @@ class Source:
         for file in self.stamps:
             if _kind(file) not in (".txt", ".jsonl", ".parquet"):
                 raise ConfigError(f"source: {file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
-        if self.stamps and config.streaming:
-            raise ConfigError(f"streaming: {name!r} is files of this machine; streaming is for datasets of the Hub")
+            if config.streaming:
+                raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
         self.dataset = None if self.stamps else self._load()
-
-    def state(self) -> dict | None:
-        """Where a stream stands, so as to go on there; None where reading again is cheap."""
-        return self.dataset.state_dict() if self.config.streaming else None
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
         for place in self.stamps or [self.name]:
@@ -122,25 +117,22 @@ class Source:
                     number += ends
                 changed = place in self.stamps and _stamp(place) != self.stamps[place]
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise ConfigError(f"source: cannot read {place!r}, document {number}: {reason}") from None
+                raise ConfigError(f"source: {place!r}, document {number}: {type(error).__name__}: {error}") from None
             if changed:
                 raise ConfigError(f"source: {place!r} changed while it was read; start again when it is complete")
 
     def _load(self) -> Iterable[dict]:
         import datasets  # slow, and not needed for files
 
-        path, configuration, split = [*self.name.split(":"), "", ""][:3]
+        path, configuration, split, streaming = *[*self.name.split(":"), "", ""][:3], self.config.streaming
         try:
-            return datasets.load_dataset(
-                path, configuration or None, split=split or "train", streaming=self.config.streaming
-            )
+            return datasets.load_dataset(path, configuration or None, split=split or "train", streaming=streaming)
         except Exception as error:  # as many kinds as there are ways to fail at a download
-            raise ConfigError(
-                f"source: there is no file {self.name!r}, and as a dataset (NAME:CONFIGURATION:SPLIT) it cannot be "
-                f"loaded: {type(error).__name__}: {error}\nWithout a network, name what is on this machine: a folder "
-                "with the files of the dataset, or a pattern such as 'folder/*.parquet'"
-            ) from None
+            problem = f"source: there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
+            remedy = (
+                "Without a network, name a folder with the dataset's files, or a pattern such as 'folder/*.parquet'"
+            )
+            raise ConfigError(f"{problem}: {error!r}\n{remedy}") from None
 
     def _txt(self, file: str) -> Iterator[tuple[str, bool]]:
         separator, rest = (self.config.document_separator or "").replace("\\n", "\n"), ""
@@ -158,7 +150,7 @@ class Source:
         column = self.config.text_column
         for row in self._records(place):
             if column not in row:
-                raise KeyError(f"text_column: no {column!r} in a row of {', '.join(row)}")
+                raise KeyError(f"no text_column {column!r}; there are {list(row)}")
             # Half of a surrogate pair is valid in JSON, but no text; null is an empty document.
             yield (row[column] or "").encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
 
@@ -169,7 +161,7 @@ class Source:
             with self._open(place) as lines:
                 yield from (json.loads(line) for line in lines if not line.isspace())
         else:
-            for batch in pyarrow.parquet.ParquetFile(place).iter_batches(256):
+            for batch in pyarrow.parquet.ParquetFile(place).iter_batches(256, columns=[self.config.text_column]):
                 yield from batch.to_pylist()
 
     def _open(self, file: str) -> io.TextIOWrapper:
@@ -178,8 +170,7 @@ class Source:
 
 
 def _stamp(file: str) -> list[int]:
-    stat = os.stat(file)
-    return [stat.st_size, stat.st_mtime_ns]
+    return [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
 
 
 def _kind(file: str) -> str:
@@ -240,10 +231,11 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
 def cut_parts(
     documents: Iterable[tuple[str, bool, str | None]], tokenizer: Tokenizer, share: float, source: Source
 ) -> Iterator[tuple[list[tuple[str, bool, str]], dict | None]]:
-    """Lists of PART characters or more, each with the state of a stream after it.
+    """Lists of PART characters or more, each with the state of a stream after it (None if reading again is cheap).
 
     A list holds pieces of documents: (text, whether a document begins with it, its split).
     """
+    streaming = source.config.streaming
     part, size, buffer, begins = [], 0, "", True
     for text, ends, given in documents:
         pieces = []
@@ -261,11 +253,11 @@ def cut_parts(
                 split = given or SPLITS[in_validation(piece, share)]
             part.append((piece, begins, split))
             size, begins = size + len(piece) + 1, last
-            if size >= PART and (last or not source.config.streaming):  # a stream's state is between two documents
-                yield part, source.state()
+            if size >= PART and (last or not streaming):  # a stream's state is between two documents
+                yield part, source.dataset.state_dict() if streaming else None
                 part, size = [], 0
     if part:
-        yield part, source.state()
+        yield part, source.dataset.state_dict() if streaming else None
 
 
 def _start_worker(folder: Path) -> None:
@@ -279,15 +271,13 @@ def _start_worker(folder: Path) -> None:
 def _make_part(index: int, pieces: list[tuple[str, bool, str]], state: dict | None) -> dict:
     """Encode and write a part, and last a JSON file with what is returned: its counts, and the state given."""
     dtype = "uint16" if _facts["vocab_size"] <= 2**16 else "uint32"
-    rows, part = {split: [] for split in SPLITS}, {"state": state}
-    counts = {split: Counter(dict.fromkeys(COUNTS, 0)) for split in SPLITS}
+    rows, counts, part = {split: [] for split in SPLITS}, {split: Counter() for split in SPLITS}, {"state": state}
     for text, begins, split in pieces:
         if text:
             [encoding] = _tokenizer.encode_batch_fast([text], add_special_tokens=False)
             rows[split].append(np.array([_facts["end_of_text"]] * begins + encoding.ids, dtype))
-            counts[split].update(documents=begins, tokens=len(rows[split][-1]), bytes=len(text.encode()))
-            counts[split].update(replacement_characters=text.count("\ufffd"))
-        counts[split].update(empty_documents=not text)
+        counts[split].update(documents=begins and text != "", empty_documents=text == "", bytes=len(text.encode()))
+        counts[split].update(replacement_characters=text.count("\ufffd"))
     for split in SPLITS:
         values = np.concatenate([np.empty(0, dtype), *rows[split]])
         offsets = np.cumsum([0, *map(len, rows[split])], dtype=np.int32)
@@ -296,8 +286,8 @@ def _make_part(index: int, pieces: list[tuple[str, bool, str]], state: dict | No
         with pa.ipc.new_stream(stream, batch.schema) as writer:
             writer.write_batch(batch)
         _write(_folder / split / f"{index:06d}.arrow", stream.getvalue())
-        content_hash = blake2b(stream.getvalue(), digest_size=16).hexdigest()
-        part[split] = {**counts[split], "file": f"{split}/{index:06d}.arrow", "hash": content_hash}
+        facts = {"file": f"{split}/{index:06d}.arrow", "hash": blake2b(stream.getvalue(), digest_size=16).hexdigest()}
+        part[split] = {**counts[split], "tokens": len(values), **facts}
     _write(_folder / "parts" / f"{index:06d}.json", json.dumps(part).encode())
     return part
 
@@ -329,31 +319,26 @@ def prepare(config: PrepareConfig) -> dict:
     if kind != "hash" and config.streaming:
         raise ConfigError(f"validation: {config.validation!r} does not go with streaming; use hash:0.005")
     out = Path(config.out).expanduser().absolute()
-    work = out.with_name(f"{out.name}.partial")
-    source = Source(config.source, config)
+    work, source = out.with_name(f"{out.name}.partial"), Source(config.source, config)
     stamps = source.stamps | ({} if kind in ("hash", "tail") else Source(config.validation, config).stamps)
-    settings = {name: value for name, value in asdict(config).items() if name not in ("out", "num_workers")}
-    request = settings | {"files": stamps}
+    request = asdict(config) | {"out": None, "num_workers": None, "files": stamps}  # what the corpus depends on
     if out.exists():
-        metadata = _read(out / "metadata.json")
-        if metadata is None or metadata["request"] != request:
-            raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
-        return metadata
-    work.mkdir(parents=True, exist_ok=True)
-    with open(work / "lock", "w") as lock:
+        if (metadata := _read(out / "metadata.json") or {}).get("request") == request:
+            return metadata
+        raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
+    (work / "parts").mkdir(parents=True, exist_ok=True)
+    with open(work / "parts" / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"out: another process is preparing {out}") from None
-        if (_read(work / "request.json") or request) != request:
+        if (_read(work / "parts" / "request") or request) != request:
             raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
-        _write(work / "request.json", json.dumps(request).encode())
+        _write(work / "parts" / "request", json.dumps(request).encode())
         metadata = _make_corpus(config, source, work) | {"request": request}
         _write(work / "metadata.json", json.dumps(metadata, indent=1).encode())
         os.rename(work, out)
-    for leftover in ("lock", "request.json"):
-        (out / leftover).unlink()
-    shutil.rmtree(out / "parts", ignore_errors=True)
+    shutil.rmtree(out / "parts")
     return metadata
 
 
@@ -382,7 +367,7 @@ def _make_corpus(config: PrepareConfig, source: Source, work: Path) -> dict:
         (work / ahead).unlink()
     return {
         "tokenizer": {"name": config.tokenizer, **facts},
-        **{split: {name: sum(part[split][name] for part in parts) for name in COUNTS} for split in SPLITS},
+        **{split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS},
         "hash": blake2b(json.dumps([facts["hash"], files]).encode(), digest_size=16).hexdigest(),
         "files": {file: (work / file).stat().st_size for file in files},
         "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
@@ -395,14 +380,14 @@ def _make_parts(texts: Iterable[tuple[list, dict | None]], first: int, work: Pat
     with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _start_worker, (work,)) as pool:
         for index, (pieces, state) in enumerate(texts, start=first):
             done = _read(work / "parts" / f"{index:06d}.json")
-            pending.append(partial(dict, done) if done else pool.submit(_make_part, index, pieces, state).result)
+            pending.append((lambda done=done: done) if done else pool.submit(_make_part, index, pieces, state).result)
             if len(pending) > num_workers:  # the text of one part waits for each worker
                 yield pending.popleft()()
         yield from (result() for result in pending)
 
 
-def _total(parts: list[dict], name: str) -> int:
-    return sum(part[split][name] for part in parts for split in SPLITS)
+def _total(parts: list[dict], name: str, splits: Iterable[str] = SPLITS) -> int:
+    return sum(part[split].get(name, 0) for part in parts for split in splits)
 
 
 def cli() -> int:

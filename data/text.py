@@ -26,13 +26,12 @@ class TextCorpus:
         try:
             self.metadata = json.loads((self.path / "metadata.json").read_bytes())
             self.tokenizer, facts = load_tokenizer(self.path / "tokenizer")
-            self.sizes = {file: (self.path / file).stat().st_size for file in self.metadata["files"]}
+            sizes = {file: (self.path / file).stat().st_size for file in self.metadata["files"]}
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"data: {path!r} is no corpus that data.prepare has completed: {error}") from None
         if facts["hash"] != self.metadata["tokenizer"]["hash"]:
             raise ValueError(f"data: {path!r} was not made with the tokenizer that lies in it now; prepare it again")
-        damaged = [file for file, size in self.metadata["files"].items() if size != self.sizes[file]]
-        if damaged:
+        if damaged := [file for file, size in self.metadata["files"].items() if size != sizes[file]]:
             raise ValueError(f"data: {path!r} is damaged: {damaged[0]} has another size than when it was made")
         self.vocab_size, self.end_of_text = facts["vocab_size"], facts["end_of_text"]
 
@@ -65,14 +64,12 @@ class TextDataset(Dataset):
         self.num_rows = self.first_rows[-1] if documents == "padded" else (self.first_tokens[-1] - 1) // (seq_len - 1)
         self.num_samples = min(num_samples or self.num_rows, self.num_rows)
         if self.num_rows < 1:
-            raise ValueError(
-                f"data: the {split} split of {corpus.path} has {self.first_tokens[-1]} tokens, which do not fill one "
-                f"window of seq_len {seq_len}; prepare more text, or for one short file with --validation tail:0.1"
-            )
+            problem = f"data: the {split} split of {corpus.path} has {self.first_tokens[-1]} tokens, less than a window"
+            raise ValueError(f"{problem} of seq_len {seq_len}; use more text, or for one file --validation tail:0.1")
 
     def __reduce__(self):
         # Loader processes that are not forked open the files themselves, instead of being sent what is in them.
-        return _reopen, (str(self.corpus.path), self.split, self.seq_len, self.documents, self.num_samples)
+        return TextDataset, (self.corpus, self.split, self.seq_len, self.documents, self.num_samples)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -111,12 +108,11 @@ class TextDataset(Dataset):
 
     def _copy(self, first: int, out: np.ndarray) -> None:
         """Fill `out` with the stream from token `first` on: of one file, or of several, as far as it goes."""
-        for file in range(bisect_right(self.first_tokens, first) - 1, len(self.tokens)):
+        file = bisect_right(self.first_tokens, first) - 1
+        while len(out) and file < len(self.tokens):
             tokens = self.tokens[file][first - self.first_tokens[file] :][: len(out)]
             out[: len(tokens)] = tokens
-            first, out = first + len(tokens), out[len(tokens) :]
-            if not len(out):
-                break
+            first, out, file = first + len(tokens), out[len(tokens) :], file + 1
 
     @cached_property
     def num_bytes(self) -> float:
@@ -130,17 +126,9 @@ class TextDataset(Dataset):
         if json.loads(tokenizer.to_str())["decoder"]["type"] == "ByteLevel":
             for token, index in tokenizer.get_vocab().items():
                 token_bytes[index] = len(token)
-            for index, token in tokenizer.get_added_tokens_decoder().items():
-                token_bytes[index] = 0 if token.special else len(token.content.encode())
-        total = 0.0
-        for first in range(0, len(self), 256):
-            targets = self.batch(range(first, min(first + 256, len(self))))["labels"][:, 1:]
-            total += token_bytes[targets[targets != -100]].sum()
-        return total
-
-
-def _reopen(path: str, *arguments) -> TextDataset:
-    return TextDataset(TextCorpus(path), *arguments)
+            token_bytes[self.corpus.end_of_text] = 0
+        targets = (self.batch([index])["labels"][:, 1:] for index in range(len(self)))
+        return float(sum(token_bytes[ids[ids != -100]].sum() for ids in targets))
 
 
 class MixedDataset(ConcatDataset):

@@ -21,29 +21,25 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     kind, _, size = name.partition(":")
-    if name == "byte":
-        # As GPT-2 writes bytes: a printable one as its character, the others as characters 256, 257, ....
-        printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-        others = sorted({*range(256)} - printable)
-        vocabulary = {chr(b if b in printable else 256 + others.index(b)): b for b in range(256)}
-        tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    elif kind == "train" and size.isdecimal() and int(size) > 256:
-        tokenizer = Tokenizer(models.BPE())
-    else:
+    trained = kind == "train" and size.isdecimal() and int(size) > 256
+    if name != "byte" and not trained:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # as many kinds as there are ways to fail at a download
-            raise ConfigError(
-                f"tokenizer: {name!r} cannot be loaded: {error}\nWithout a network, use byte, train:VOCAB (of 257 or "
-                "more, such as train:8192) or a folder with a tokenizer.json"
-            ) from None
+            remedy = "Without a network: byte, train:VOCAB (257 or more, as in train:8192) or a folder with a tokenizer"
+            raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\n{remedy}") from None
         if not tokenizer.is_fast or tokenizer.eos_token is None:
             raise ConfigError(f"tokenizer: {name!r} is not a fast one with an end-of-text (eos) token")
         tokenizer.save_pretrained(folder)
         return
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "train")
+    # As GPT-2 writes bytes: a printable one as its character, the others as characters 256, 257, ....
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(b if b in printable else 256 + others.index(b)): b for b in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=trained)
     tokenizer.decoder = decoders.ByteLevel()
-    if kind == "train":
+    if trained:
         settings = {"vocab_size": int(size), "special_tokens": [END_OF_TEXT], "show_progress": False}
         trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **settings)
         tokenizer.train_from_iterator(texts, trainer)

@@ -14,11 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from model.config import GPTConfig
 
-
-@functools.cache
-def compiled_flex_attention():
-    """Flex attention as it is meant to be used: uncompiled it would hold all scores."""
-    return torch.compile(flex_attention)
+# Uncompiled it would hold all scores; torch.compile, even of nothing yet, takes seconds to import.
+compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
 
 
 def rope_tables(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -261,10 +258,9 @@ class GPTModel(nn.Module):
                 torch.arange(seq_len, device=input_ids.device) if position_ids is None else position_ids[:, None]
             )
             rope = rope_tables(positions, self.config.head_size, self.config.rope_theta)
-        elif position_ids is None:
-            x_BTC = x_BTC + self.position_embedding.weight[:seq_len]
         else:
-            x_BTC = x_BTC + self.position_embedding(position_ids)
+            table = self.position_embedding
+            x_BTC = x_BTC + (table.weight[:seq_len] if position_ids is None else table(position_ids))
         x_BTC = self.dropout(x_BTC)
         for block in self.blocks:
             x_BTC = block(x_BTC, rope, mask)

@@ -205,10 +205,7 @@ class TrainConfig:
         if self.data.source != "text" and self.evaluation.num_samples is None:
             problems.append(f"evaluation.num_samples: null means all, but data.source: {self.data.source} has no end")
         if self.data.source == "text" and (self.data.path is None) == (not self.data.mix):
-            problems.append(
-                "data.source: text needs either data.path, a corpus that python -m data.prepare made, or data.mix, "
-                "several of them with weights"
-            )
+            problems.append("data.source: text needs data.path, a corpus made by data.prepare, or data.mix of several")
         unit = self.micro_batch_size * num_processes
         if self.global_batch_size is not None and self.global_batch_size % unit:
             below = self.global_batch_size // unit * unit
