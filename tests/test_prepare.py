@@ -159,6 +159,19 @@ def test_all_kinds_of_sources_give_the_same_tokens(tmp_path, small_parts, monkey
         assert tokens == made[str(tmp_path / "plain.txt")], source
 
 
+@pytest.mark.parametrize("piece", range(1, 30))
+def test_a_separator_is_found_wherever_the_reading_stops(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(data.prepare, "PIECE", piece)
+    documents = ["one", "", "two <|en", "|end|>", "last"]
+    (tmp_path / "a.txt").write_text("<|end|>".join(documents))
+    found = [""]
+    path = str(tmp_path / "a.txt")
+    for text, ends in data.prepare.Source(path, PrepareConfig(path, "byte", "out", document_separator="<|end|>")):
+        found[-1] += text
+        found.extend([""] * ends)
+    assert found[:-1] == documents
+
+
 def test_a_txt_file_is_one_document_and_several_are_several(tmp_path):
     (tmp_path / "b.txt").write_text("second\n\n")
     (tmp_path / "a.txt").write_text("first")
