@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from data.corpus import load_corpus
-from data.order import GlobalBatches, StepSampler, derive_seed
+from data.order import StepSampler, derive_seed
 from model.gpt import GPTModel
 from plot import save_loss_curve
 from training import checkpoint, launch
@@ -79,7 +79,7 @@ def main(config: TrainConfig) -> None:
     if start_from:
         checkpoint.load(start_from, model, optimizer)
 
-    order = GlobalBatches(len(corpus.train), config.global_batch_size, config.seed)
+    order = corpus.order(config.global_batch_size, config.seed)
     # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
     loader = DataLoader(
         corpus.train,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 from torch.utils.data import Dataset
 
+from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset, build_tokenizer
 from training.config import TrainConfig
@@ -23,6 +24,14 @@ class Corpus:
     validation: Dataset
     tokenizer: Tokenizer | None
     vocab_size: int
+    quotas: list[int] | None = None
+    """Of a mixture: how many of MIX_BLOCK training samples come from each of its corpora."""
+
+    def order(self, global_batch_size: int, seed: int) -> GlobalBatches:
+        """Which training samples every global batch has."""
+        if self.quotas is None:
+            return GlobalBatches(len(self.train), global_batch_size, seed)
+        return MixedBatches([len(part) for part in self.train.datasets], self.quotas, global_batch_size, seed)
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
@@ -38,9 +47,39 @@ def load_corpus(config: TrainConfig) -> Corpus:
             RandomTokensDataset(split, size, config.seed, config.seq_len, vocab_size) for split, size in sizes.items()
         ]
         return Corpus(*splits, tokenizer=None, vocab_size=vocab_size)
+    if config.data.source == "text":
+        return _load_text(config)
     splits = [StoriesDataset(split, size, config.seed, config.seq_len) for split, size in sizes.items()]
     tokenizer = build_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
+    return Corpus(*splits, tokenizer, _checked_vocab_size(vocab_size, num_tokens))
+
+
+def _load_text(config: TrainConfig) -> Corpus:
+    from data.text import MixedDataset, TextCorpus, TextDataset  # they need pyarrow, and the other sources do not
+
+    data, evaluation = config.data, config.evaluation
+    corpora = [TextCorpus(path) for path in data.mix or [data.path]]
+    content_hash = "+".join(corpus.metadata["hash"] for corpus in corpora)
+    if data.hash not in (None, content_hash):
+        raise ValueError(f"data.hash: {data.hash} is not that of the corpus now, {content_hash}; null takes that")
+    data.hash = content_hash
+    if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
+        raise ValueError(f"data.mix: {', '.join(data.mix)} were made with different tokenizers")
+    quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
+    if 0 in quotas:
+        raise ValueError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
+    train = [TextDataset(corpus, "train", config.seq_len, data.documents) for corpus in corpora]
+    sizes = [evaluation.num_samples and max(1, evaluation.num_samples * quota // MIX_BLOCK) for quota in quotas]
+    wanted = zip(corpora, sizes, strict=True) if evaluation.every else ()
+    validation = [TextDataset(corpus, "validation", config.seq_len, data.documents, size) for corpus, size in wanted]
+    vocab_size = _checked_vocab_size(config.model.vocab_size, corpora[0].vocab_size)
+    if data.mix:
+        train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
+    return Corpus(train[0], *validation or [None], corpora[0].tokenizer, vocab_size, quotas if data.mix else None)
+
+
+def _checked_vocab_size(vocab_size: int | None, num_tokens: int) -> int:
     if vocab_size is not None and vocab_size < num_tokens:
         raise ValueError(f"model.vocab_size: {vocab_size} is less than the tokenizer's {num_tokens}; null takes that")
-    return Corpus(*splits, tokenizer, vocab_size or num_tokens)
+    return vocab_size or num_tokens

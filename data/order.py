@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+MIX_BLOCK = 1000  # samples in which a mixture has its exact shares
 FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need 4; the tiny halves of small corpora need more to look uniform
 
 
@@ -77,14 +78,50 @@ class GlobalBatches:
         """
         share = self.global_batch_size // num_processes
         first = step * self.global_batch_size + rank * share
-        positions = np.arange(first, first + share, dtype=np.int64)
+        return self.at(np.arange(first, first + share, dtype=np.int64)).tolist()
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
         epochs, offsets = np.divmod(positions, self.num_samples)
         indices = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             key = derive_seed(self.seed, "epoch", int(epoch))
             indices[here] = permute(offsets[here], self.num_samples, key)
-        return indices.tolist()
+        return indices
+
+
+class MixedBatches(GlobalBatches):
+    """Global batches of several corpora, whose samples are numbered one corpus after another.
+
+    Of each block of MIX_BLOCK samples corpus c gives exactly quotas[c], at places that a permutation by (seed, block)
+    chooses, and in an order and epochs of its own. So which corpus a position belongs to, and how many of its samples
+    came before, takes no counting.
+    """
+
+    def __init__(self, sizes: list[int], quotas: list[int], global_batch_size: int, seed: int):
+        super().__init__(sum(sizes), global_batch_size, seed)
+        self.sizes, self.quotas, self.quota_ends = sizes, quotas, np.cumsum(quotas)
+        self.orders = [GlobalBatches(size, 1, derive_seed(seed, "corpus", c)) for c, size in enumerate(sizes)]
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
+        blocks, slots = np.divmod(positions, MIX_BLOCK)
+        for block in np.unique(blocks):
+            here = blocks == block
+            slots[here] = permute(slots[here], MIX_BLOCK, derive_seed(self.seed, "block", int(block)))
+        corpora = np.searchsorted(self.quota_ends, slots, side="right")
+        indices = np.empty_like(positions)
+        for c in np.unique(corpora):
+            here = corpora == c
+            earlier = blocks[here] * self.quotas[c] + slots[here] - (self.quota_ends[c] - self.quotas[c])
+            indices[here] = sum(self.sizes[:c]) + self.orders[c].at(earlier)
+        return indices
+
+
+def mix_quotas(weights: list[float]) -> list[int]:
+    """How many of MIX_BLOCK samples each corpus gives: whole numbers as near to the weights as their sum allows."""
+    return np.diff(np.rint(np.cumsum(weights) / np.sum(weights) * MIX_BLOCK).astype(int), prepend=0).tolist()
 
 
 class StepSampler:

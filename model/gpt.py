@@ -4,24 +4,29 @@ Names of tensors end in their shape where it helps:
 B rows of the batch, T positions, C d_model, H query heads, K key and value heads, D width of a head, V vocabulary.
 """
 
+import functools
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from model.config import GPTConfig
 
+# Uncompiled it would hold all scores; torch.compile, even of nothing yet, takes seconds to import.
+compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
 
-def rope_tables(seq_len: int, head_size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864), each float32 [T, D].
 
-    Dimensions i and i + D/2 make a pair (the convention of transformers), turned by position / theta^(2i/D).
-    They are computed anew in each forward, which is cheap: a buffer would be cast by model.bfloat16(), left empty by
-    an initialisation on the meta device, and broadcast by DDP.
+def rope_tables(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864) at `positions` [..., T].
+
+    Both are float32 [..., T, D]. Dimensions i and i + D/2 make a pair (the convention of transformers), turned by
+    position / theta^(2i/D). They are computed anew in each forward, which is cheap: a buffer would be cast by
+    model.bfloat16(), left empty by an initialisation on the meta device, and broadcast by DDP.
     """
-    frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size)
-    angle = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None] * frequency
+    frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
+    angle = positions[..., None].float() * frequency
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 
@@ -53,7 +58,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None) -> Tensor:
         q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_size))
         k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_size))
         v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_size))
@@ -64,15 +69,19 @@ class Attention(nn.Module):
         q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
         if rope is not None:
             q_BHTD, k_BKTD = rotate(q_BHTD, *rope), rotate(k_BKTD, *rope)
-        y_BHTD = F.scaled_dot_product_attention(
-            q_BHTD.type_as(v_BKTD),
-            k_BKTD.type_as(v_BKTD),
-            v_BKTD,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None,
-            enable_gqa=self.groups > 1,
-        )
+        q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)
+        if isinstance(mask, BlockMask):
+            y_BHTD = compiled_flex_attention()(q_BHTD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=self.groups > 1)
+        else:
+            y_BHTD = F.scaled_dot_product_attention(
+                q_BHTD,
+                k_BKTD,
+                v_BKTD,
+                attn_mask=mask,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=mask is None,
+                enable_gqa=self.groups > 1,
+            )
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
 
 
@@ -108,7 +117,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None) -> Tensor:
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), rope, mask))
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
@@ -123,6 +132,25 @@ def next_token_loss(hidden_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor, nu
     if num_items_in_batch is None:
         num_items_in_batch = (targets != -100).sum()
     return loss_sum / num_items_in_batch
+
+
+def document_mask(position_ids: Tensor, dropout: float) -> Tensor | BlockMask | None:
+    """Which earlier positions of its own document each position may attend to.
+
+    A BlockMask of [B, 1, T, T] on CUDA, where flex attention then skips what is masked; elsewhere, and with dropout of
+    attention weights, which it does not offer, bool [B, 1, T, T]. None on a CPU if no row has a second document.
+    """
+    document_BT = (position_ids == 0).cumsum(dim=-1)
+    if position_ids.is_cuda and dropout == 0:
+
+        def sees(b, head, query, key):
+            return (query >= key) & (document_BT[b, query] == document_BT[b, key])
+
+        B, T = position_ids.shape
+        return create_block_mask(sees, B, None, T, T, device=position_ids.device)
+    if position_ids.device.type == "cpu" and document_BT.max() == 1:
+        return None
+    return (document_BT[:, None, :, None] == document_BT[:, None, None, :]).tril()
 
 
 class GPTModel(nn.Module):
@@ -186,6 +214,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
         logits_to_keep: int | None = None,
+        position_ids: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The logits and the loss, as transformers' causal language models define them.
 
@@ -200,6 +229,8 @@ class GPTModel(nn.Module):
                 in the whole global batch. Default: the number here, so that the loss is the mean (nan without any).
             logits_to_keep: return the logits of so many last positions; 0 is all. Default: all without labels, none
                 with labels, because they are by far the largest tensor of a training step.
+            position_ids: int64 [B, T], counting up within each document from 0 at its beginning, which must be that of
+                the row for the first one. Attention stays inside a document. Not together with attention_mask.
 
         Returns:
             logits [B, positions kept, V] in the dtype of the computation, or None; loss, 0-dim and at least
@@ -217,12 +248,19 @@ class GPTModel(nn.Module):
             # A query that sees no key at all (padding on the left) gets zeros from the kernel, since torch 2.5.
             mask = causal_TT & attention_mask.bool()[:, None, None, :]
 
+        if position_ids is not None:
+            mask = document_mask(position_ids, self.config.dropout if self.training else 0.0)
+
         rope = None
         x_BTC = self.token_embedding(input_ids)
-        if self.config.position == "learned":
-            x_BTC = x_BTC + self.position_embedding.weight[:seq_len]
+        if self.config.position == "rope":
+            positions = (
+                torch.arange(seq_len, device=input_ids.device) if position_ids is None else position_ids[:, None]
+            )
+            rope = rope_tables(positions, self.config.head_size, self.config.rope_theta)
         else:
-            rope = rope_tables(seq_len, self.config.head_size, self.config.rope_theta, input_ids.device)
+            table = self.position_embedding
+            x_BTC = x_BTC + (table.weight[:seq_len] if position_ids is None else table(position_ids))
         x_BTC = self.dropout(x_BTC)
         for block in self.blocks:
             x_BTC = block(x_BTC, rope, mask)

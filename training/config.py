@@ -25,11 +25,28 @@ class ConfigError(ValueError):
 class DataConfig:
     """What the model is trained on."""
 
-    source: Literal["random", "stories"] = "stories"
-    """random: uniform random tokens; stories: short English stories written by a grammar (data/stories.py)."""
+    source: Literal["random", "stories", "text"] = "stories"
+    """random: uniform random tokens; stories: short English stories written by a grammar (data/stories.py); text: your
+    own, prepared by data/prepare.py."""
+
+    path: str | None = None
+    """source text: the prepared corpus, the folder that data.prepare was given as --out."""
+
+    mix: dict[str, PositiveFloat] | None = None
+    """source text: several prepared corpora instead of one path, as {PATH: WEIGHT}. Each gives its share of every 1,000
+    training sequences, in whole numbers, and of the validation sequences."""
+
+    documents: Literal["concat", "isolated", "padded"] = "concat"
+    """source text: what a sequence is. concat: a window of the stream of documents; isolated: the same, but attention
+    does not cross the boundary of a document and positions begin again there; padded: one document, cut off at seq_len
+    or padded to it."""
+
+    hash: str | None = None
+    """source text: of the tokens and the tokenizer. Default null: filled in at the start, so that a run never goes on
+    with another corpus than it began with."""
 
     num_samples: PositiveInt = 1000
-    """Sequences in the training set; an epoch visits each once."""
+    """sources random and stories: sequences in the training set. An epoch visits each once."""
 
     num_workers: NonNegativeInt = 0
     """Processes that load data beside each training process. 0: the training process does it itself."""
@@ -101,8 +118,9 @@ class EvaluationConfig:
     every: NonNegativeInt = 0
     """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
 
-    num_samples: PositiveInt = 500
-    """Sequences in the validation set, all of which every evaluation reads."""
+    num_samples: PositiveInt | None = 500
+    """Sequences in the validation set, all of which every evaluation reads. A text corpus gives as many as it has, if
+    they are fewer; null: all that it has."""
 
     micro_batch_size: PositiveInt = 50
     """Sequences in a forward pass of an evaluation."""
@@ -216,6 +234,10 @@ class TrainConfig:
             problems.append(
                 "model.vocab_size: null means the tokenizer's, but data.source: random has none; set a number"
             )
+        if self.data.source != "text" and self.evaluation.num_samples is None:
+            problems.append(f"evaluation.num_samples: null means all, but data.source: {self.data.source} has no end")
+        if self.data.source == "text" and (self.data.path is None) == (not self.data.mix):
+            problems.append("data.source: text needs data.path, a corpus made by data.prepare, or data.mix of several")
         unit = self.micro_batch_size * num_processes
         if self.global_batch_size is not None and self.global_batch_size % unit:
             below = self.global_batch_size // unit * unit

@@ -1,0 +1,65 @@
+"""Tokenizers of text corpora: always fast ones of Hugging Face, with an end-of-text token."""
+
+import json
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from training.config import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
+    """Save the tokenizer called `name`, as data.prepare explains it, which may learn from `texts`.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or it has no end-of-text token.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+
+    kind, _, size = name.partition(":")
+    trained = kind == "train" and size.isdecimal() and int(size) > 256
+    if name != "byte" and not trained:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # as many kinds as there are ways to fail at a download
+            remedy = "Without a network: byte, train:VOCAB (257 or more, as in train:8192) or a folder with a tokenizer"
+            raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\n{remedy}") from None
+        if not tokenizer.is_fast or tokenizer.eos_token is None:
+            raise ConfigError(f"tokenizer: {name!r} is not a fast one with an end-of-text (eos) token")
+        tokenizer.save_pretrained(folder)
+        return
+    # As GPT-2 writes bytes: a printable one as its character, the others as characters 256, 257, ....
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(b if b in printable else 256 + others.index(b)): b for b in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=trained)
+    tokenizer.decoder = decoders.ByteLevel()
+    if trained:
+        settings = {"vocab_size": int(size), "special_tokens": [END_OF_TEXT], "show_progress": False}
+        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **settings)
+        tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT).save_pretrained(folder)
+
+
+def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
+    """A tokenizer that was saved, and its `hash`, `vocab_size` (the largest token + 1) and `end_of_text` token.
+
+    A special token in a text is the characters that it is written with, so no text can end a document.
+    """
+    content = (folder / "tokenizer.json").read_bytes()
+    tokenizer = Tokenizer.from_buffer(content)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    end_of_text = json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
+    return tokenizer, {
+        "hash": blake2b(content, digest_size=16).hexdigest(),
+        "vocab_size": max(tokenizer.get_vocab().values()) + 1,
+        "end_of_text": tokenizer.token_to_id(end_of_text["content"] if isinstance(end_of_text, dict) else end_of_text),
+    }

@@ -1,0 +1,540 @@
+"""A corpus holds exactly the text of its source, however it was made, and is never half there."""
+
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else the Hub's client tries for half a minute before it gives up
+
+import data.prepare
+from data.prepare import PrepareConfig, cut_point, in_validation, prepare
+from data.tokenizer import load_tokenizer, save_tokenizer
+from tests.conftest import ROOT, environment
+from training.config import ConfigError
+
+END = 256  # the end-of-text token of the byte tokenizer
+WORDS = "the a cat's dog’s 猫 食べる zoë 12345 3.14 x=y; \n\n \t  don't über 😀👍🏽 Ωμέγα { } // \r\n é́".split(" ")
+
+
+def make_text(characters, seed=0):
+    """Text in several scripts, with whitespace, digits and punctuation of all kinds."""
+    generator = random.Random(seed)
+    words = []
+    while characters > 0:
+        words.append(generator.choice(WORDS) + generator.choice(["", " ", " ", " ", "  ", "\n"]))
+        characters -= len(words[-1])
+    return "".join(words)
+
+
+def make_documents(count, seed=0):
+    return [make_text(50 + 7 * i % 90, seed=(seed, i).__hash__()) for i in range(count)]
+
+
+def write_jsonl(path, documents, key="text"):
+    path.write_text("".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(documents)))
+    return path
+
+
+def make(source, out, tokenizer="byte", **settings):
+    return prepare(PrepareConfig(str(source), tokenizer, str(out), **{"num_workers": 1, **settings}))
+
+
+def rows(out, split="train"):
+    """The rows of a split as lists of tokens, read with pyarrow alone."""
+    files = sorted((Path(out) / split).glob("*.arrow"))
+    tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
+    return [row for table in tables for row in table["input_ids"].to_pylist()]
+
+
+def texts(out, split="train"):
+    """The documents of a split of a corpus of bytes: what lies between its end-of-text tokens."""
+    stream = [token for row in rows(out, split) for token in row]
+    assert not stream or stream[0] == END
+    starts = [i for i, token in enumerate(stream) if token == END]
+    return [bytes(stream[i + 1 : j]).decode() for i, j in zip(starts, [*starts[1:], len(stream)], strict=False)]
+
+
+def content(folder):
+    """Every file below a folder, byte for byte."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+
+
+def tokens_of(out):
+    return {name: data for name, data in content(out).items() if name.endswith(".arrow")}
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Many files and many pieces of a document, in a text that a test can wait for."""
+    monkeypatch.setattr(data.prepare, "PIECE", 2000)
+    monkeypatch.setattr(data.prepare, "PART", 3000)
+
+
+def refusal(*arguments, **settings):
+    with pytest.raises(ConfigError) as error:
+        make(*arguments, **settings)
+    return str(error.value)
+
+
+def run(*arguments, exit_code=0, preamble=""):
+    """The command in a process of its own; `preamble` is code that runs in it before."""
+    code = f"import sys, data.prepare as p\n{preamble}\nsys.exit(p.cli())"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    env = environment(WORK_FOLDER=f"{arguments[arguments.index('--out') + 1]}.partial")
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done
+
+
+# What is in a corpus
+
+
+def test_every_document_is_in_one_split_and_none_is_moved_by_another(tmp_path):
+    documents = make_documents(60)
+    metadata = make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "a", validation="hash:0.3")
+    train, validation = texts(tmp_path / "a"), texts(tmp_path / "a", "validation")
+    assert train == [text for text in documents if text not in validation]
+    assert sorted(train + validation) == sorted(documents) and 8 < len(validation) < 30
+    for split, there in (("train", train), ("validation", validation)):
+        counts = metadata[split]
+        assert counts["documents"] == len(there)
+        assert counts["bytes"] == sum(len(text.encode()) for text in there) == counts["tokens"] - len(there)
+    more = [*make_documents(40, seed=1), *documents, documents[0]]
+    make(write_jsonl(tmp_path / "b.jsonl", more), tmp_path / "b", validation="hash:0.3")
+    assert set(validation) == set(texts(tmp_path / "b", "validation")) & set(documents)
+    assert not set(texts(tmp_path / "b")) & set(texts(tmp_path / "b", "validation"))
+
+
+def test_the_share_of_the_hash_is_kept():
+    share = sum(in_validation(f"document {i}", 0.05) for i in range(20_000)) / 20_000
+    assert abs(share - 0.05) < 0.007  # standard error 0.0015
+
+
+def test_all_kinds_of_sources_give_the_same_tokens(tmp_path, small_parts, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    documents = make_documents(50)
+    documents = [text.replace("\r\n", "\n").replace("\r", "\n") for text in documents]  # txt has one kind of line end
+    txt = "<|end|>\n".join(documents).encode()
+    (tmp_path / "plain.txt").write_bytes(txt)
+    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + txt.replace(b"\n", b"\r\n"))
+    with gzip.open(tmp_path / "zipped.txt.gz", "wb") as file:
+        file.write(txt)
+    with pa.CompressedOutputStream(str(tmp_path / "zipped.txt.zst"), "zstd") as file:
+        file.write(txt)
+    jsonl = write_jsonl(tmp_path / "rows.jsonl", documents)
+    with pa.CompressedOutputStream(str(tmp_path / "rows.jsonl.zst"), "zstd") as file:
+        file.write(jsonl.read_bytes())
+    pa.parquet.write_table(pa.table({"text": documents, "n": range(50)}), tmp_path / "rows.parquet")
+    (tmp_path / "like_the_hub").mkdir()  # what load_dataset reads by the same code as a repository of the Hub
+    write_jsonl(tmp_path / "like_the_hub" / "first.jsonl", documents[:30])
+    write_jsonl(tmp_path / "like_the_hub" / "second.jsonl", documents[30:])
+    (tmp_path / "like_the_hub" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: tiny\n  data_files:\n"
+        "  - split: pages\n    path: ['first.jsonl', 'second.jsonl']\n---\n"
+    )
+    hub = f"{tmp_path / 'like_the_hub'}:tiny:pages"
+    sources = ["plain.txt", "windows.txt", "zipped.txt.gz", "zipped.txt.zst", "rows.jsonl", "rows.jsonl.zst"]
+    made = {}
+    for source in [*(tmp_path / name for name in [*sources, "rows.parquet"]), tmp_path / "like_the_hub/*.jsonl", hub]:
+        out = tmp_path / f"out{len(made)}"
+        make(source, out, document_separator=r"<|end|>\n", validation="hash:0.2")
+        made[str(source)] = tokens_of(out)
+    make(hub, tmp_path / "streamed", validation="hash:0.2", streaming=True)
+    made["streamed"] = tokens_of(tmp_path / "streamed")
+    assert texts(tmp_path / "out0") == [text for text in documents if not in_validation(text, 0.2)]
+    assert len(made) == 10 and len(made["streamed"]) > 2
+    for source, tokens in made.items():
+        assert tokens == made[str(tmp_path / "plain.txt")], source
+
+
+@pytest.mark.parametrize("piece", range(1, 30))
+def test_a_separator_is_found_wherever_the_reading_stops(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(data.prepare, "PIECE", piece)
+    documents = ["one", "", "two <|en", "|end|>", "last"]
+    (tmp_path / "a.txt").write_text("<|end|>".join(documents))
+    found = [""]
+    path = str(tmp_path / "a.txt")
+    for text, ends in data.prepare.Source(path, PrepareConfig(path, "byte", "out", document_separator="<|end|>")):
+        found[-1] += text
+        found.extend([""] * ends)
+    assert found[:-1] == documents
+
+
+def test_a_txt_file_is_one_document_and_several_are_several(tmp_path):
+    (tmp_path / "b.txt").write_text("second\n\n")
+    (tmp_path / "a.txt").write_text("first")
+    make(tmp_path / "*.txt", tmp_path / "out")
+    assert texts(tmp_path / "out") + texts(tmp_path / "out", "validation") == ["first", "second\n\n"]
+
+
+def test_a_validation_set_of_its_own(tmp_path):
+    (tmp_path / "train.txt").write_text("to learn")
+    (tmp_path / "val.txt").write_text("to judge")
+    make(tmp_path / "train.txt", tmp_path / "out", validation=str(tmp_path / "val.txt"))
+    assert texts(tmp_path / "out") == ["to learn"] and texts(tmp_path / "out", "validation") == ["to judge"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 10, 999, 1000, 4000, 4001, 30_000])
+def test_the_tail_is_the_last_tenth_of_the_characters(tmp_path, small_parts, length):
+    text = make_text(length)[:length].replace("\r", " ")
+    (tmp_path / "a.txt").write_text(text)
+    make(tmp_path / "a.txt", tmp_path / "out", validation="tail:0.1")
+    cut = int(length * 0.9)
+    assert "".join(texts(tmp_path / "out")) == text[:cut]
+    assert "".join(texts(tmp_path / "out", "validation")) == text[cut:]
+
+
+def test_the_tail_of_each_document(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["0123456789", "", "abcdefghijklmnopqrst"])
+    make(tmp_path / "a.jsonl", tmp_path / "out", validation="tail:0.1")
+    assert texts(tmp_path / "out") == ["012345678", "abcdefghijklmnopqr"]
+    assert texts(tmp_path / "out", "validation") == ["9", "st"]
+
+
+def test_no_text_can_end_a_document(tmp_path):
+    documents = ["before <|endoftext|> after", "another"]
+    make(
+        write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "out", tokenizer="train:300", validation="hash:0.0001"
+    )
+    tokenizer, facts = load_tokenizer(tmp_path / "out" / "tokenizer")
+    made = rows(tmp_path / "out")
+    assert [row.count(facts["end_of_text"]) for row in made] == [1, 1]
+    assert [tokenizer.decode(row[1:]) for row in made] == documents
+
+
+def test_empty_documents_are_left_out_and_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": ""}\n\n{"text": null}\n{"text": "b"}\n')
+    metadata = make(path, tmp_path / "out", validation="hash:0.0001")
+    assert texts(tmp_path / "out") == ["a", "b"]
+    assert metadata["train"]["documents"] == 2
+    assert metadata["train"]["empty_documents"] + metadata["validation"]["empty_documents"] == 2
+    (tmp_path / "nothing.txt").write_text("")
+    assert make(tmp_path / "nothing.txt", tmp_path / "nothing")["train"]["tokens"] == 0
+
+
+def test_the_corpus_opens_in_datasets(tmp_path):
+    from datasets import load_dataset
+
+    documents = make_documents(20)
+    make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "out", validation="hash:0.2")
+    files = str(tmp_path / "out" / "train" / "*.arrow")
+    opened = load_dataset("arrow", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert opened["input_ids"][:] == rows(tmp_path / "out")
+
+
+# Tokenizers and pieces
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A byte-level BPE, with the pre-tokenizer of GPT-2, of text like that of the tests."""
+    folder = tmp_path_factory.mktemp("bpe")
+    save_tokenizer("train:700", folder, [make_text(100_000, seed=9)])
+    return folder
+
+
+def test_a_byte_is_its_own_token(tmp_path):
+    save_tokenizer("byte", tmp_path, [])
+    tokenizer, facts = load_tokenizer(tmp_path)
+    text = "".join(map(chr, range(256))) + "漢字 😀\r\n\x00"
+    assert tokenizer.encode(text).ids == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
+    assert (facts["vocab_size"], facts["end_of_text"]) == (257, END)
+
+
+def test_a_learnt_tokenizer_is_lossless_and_the_same_every_time(tmp_path, bpe):
+    for threads in "12":
+        env = {**environment(), "RAYON_NUM_THREADS": threads}
+        code = (
+            "import sys; from pathlib import Path; from data.tokenizer import save_tokenizer as s;"
+            "from tests.test_prepare import make_text; s('train:700', Path(sys.argv[1]), [make_text(100_000, seed=9)])"
+        )
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / threads)], cwd=ROOT, env=env, check=True)
+        assert (tmp_path / threads / "tokenizer.json").read_bytes() == (bpe / "tokenizer.json").read_bytes()
+    tokenizer, facts = load_tokenizer(bpe)
+    assert facts["vocab_size"] == 700
+    text = make_text(20_000)
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert len(tokenizer.encode(text).ids) < len(text.encode()) / 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, small_parts, bpe, seed):
+    document = make_text(40_000, seed)
+    make(write_jsonl(tmp_path / "a.jsonl", [document, "next"]), tmp_path / "out", str(bpe), validation="hash:0.0001")
+    tokenizer, facts = load_tokenizer(bpe)
+    made = rows(tmp_path / "out")
+    starts = [i for i, row in enumerate(made) if row[0] == facts["end_of_text"]]
+    assert len(starts) == 2 and starts[1] > 10, "the document is cut into many pieces, of which the first begins it"
+    whole = [facts["end_of_text"], *tokenizer.encode(document).ids]
+    assert sum(made[: starts[1]], []) == whole
+    assert max(map(len, made)) <= 2 * data.prepare.PIECE
+
+
+def test_the_cut_is_where_the_tokenizer_does_not_care(bpe):
+    tokenizer, _ = load_tokenizer(bpe)
+    for seed in range(200):
+        text = make_text(6000, seed)
+        cut = cut_point(text, tokenizer, limit=4000)
+        assert 3000 < cut <= 4000
+        ids = [tokenizer.encode(part).ids for part in (text[:cut], text[cut:], text)]
+        assert ids[0] + ids[1] == ids[2]
+    assert cut_point("a" * 6000, tokenizer, limit=4000) <= 4000
+
+
+def test_a_tokenizer_from_a_folder_is_that_tokenizer(tmp_path, bpe):
+    make(write_jsonl(tmp_path / "a.jsonl", ["hello there"]), tmp_path / "out", str(bpe), validation="hash:0.0001")
+    kept = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer" / "tokenizer.json"))
+    assert kept.get_vocab() == Tokenizer.from_file(str(bpe / "tokenizer.json")).get_vocab()
+    assert rows(tmp_path / "out")[0][1:] == kept.encode("hello there").ids
+
+
+# The same bytes, whatever happens
+
+
+def test_any_number_of_workers_makes_the_same_files(tmp_path, small_parts):
+    source = write_jsonl(tmp_path / "a.jsonl", [*make_documents(80), make_text(50_000)])
+    for workers in (1, 3):
+        make(source, tmp_path / str(workers), "train:400", validation="hash:0.1", num_workers=workers)
+    assert content(tmp_path / "1") == content(tmp_path / "3")
+    assert len(tokens_of(tmp_path / "1")) > 20
+
+
+SMALL_PARTS = "p.PART, p.PIECE = 20_000, 2000"
+KILLED_AT_THE_THIRD_PART = """
+def update(bar, num_bytes, parts=[]):
+    parts.append(num_bytes)
+    if len(parts) == 3:
+        p.os.kill(p.os.getpid(), 9)
+p.tqdm.update = update
+"""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_after_a_kill_the_same_command_goes_on(tmp_path, streaming):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", make_documents(900))
+    write_jsonl(folder / "b.jsonl", [*make_documents(900, seed=2), make_text(10_000)])
+    arguments = ["--source", folder if streaming else folder / "*.jsonl", "--tokenizer", "byte"]
+    arguments += ["--validation", "hash:0.1", "--num_workers", 2, *["--streaming"] * streaming]
+    out, whole, work = tmp_path / "out", tmp_path / "whole", tmp_path / "out.partial"
+    run(*arguments, "--out", whole, preamble=SMALL_PARTS)
+    command = [*arguments, "--out", out]
+    run(*command, preamble=SMALL_PARTS + KILLED_AT_THE_THIRD_PART, exit_code=-signal.SIGKILL)
+    assert not out.exists() and len(list((work / "parts").glob("*.json"))) >= 3
+    deadline = time.monotonic() + 60
+    while processes_in(work) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_in(work), "the workers outlive what was killed"
+    run(*command, preamble=SMALL_PARTS)
+    assert tokens_of(out) == tokens_of(whole) and len(tokens_of(out)) > 10
+    assert not work.exists() and content(out).keys() == content(whole).keys()
+
+
+def processes_in(work):
+    """The processes that were started with WORK_FOLDER=work."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"WORK_FOLDER={work}\0".encode() in (process / "environ").read_bytes():
+                found.append(process.name)
+        except OSError:  # it has ended
+            pass
+    return found
+
+
+def test_what_is_done_is_not_done_again(tmp_path, small_parts, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
+    make(source, tmp_path / "whole")
+    monkeypatch.setattr(data.prepare.os, "rename", lambda *paths: 1 / 0)  # as if it died just before the end
+    with pytest.raises(ZeroDivisionError):
+        make(source, tmp_path / "out")
+    monkeypatch.undo()
+    monkeypatch.setattr(data.prepare, "PIECE", 2000)
+    monkeypatch.setattr(data.prepare, "PART", 3000)
+    work = tmp_path / "out.partial"
+    lost = sorted((work / "parts").iterdir())[1]
+    lost.unlink()
+    times = {path.name: path.stat().st_mtime_ns for path in work.glob("train/*.arrow")}
+    assert not (tmp_path / "out").exists() and len(times) > 3
+    make(source, tmp_path / "out")
+    again = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("train/*.arrow")}
+    assert {name for name in times if times[name] != again[name]} == {lost.stem + ".arrow"}
+    assert tokens_of(tmp_path / "out") == tokens_of(tmp_path / "whole")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    make(source, tmp_path / "out")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_max_tokens_stops_and_is_the_same_for_any_number_of_workers(tmp_path, small_parts, workers):
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(200))
+    make(source, tmp_path / "all")
+    metadata = make(source, tmp_path / "out", max_tokens=9000, num_workers=workers)
+    total = metadata["train"]["tokens"] + metadata["validation"]["tokens"]
+    some, everything = tokens_of(tmp_path / "out"), tokens_of(tmp_path / "all")
+    assert 9000 <= total < 9000 + 2 * 3500 and some.items() < everything.items()
+    assert total == sum(len(row) for split in ("train", "validation") for row in rows(tmp_path / "out", split))
+
+
+# What can be wrong
+
+
+def test_bytes_that_are_no_text_are_replaced_and_counted_or_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good \xff\xfe bad \xe4\xb8")
+    metadata = make(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.0001")
+    assert texts(tmp_path / "out") == ["good \ufffd\ufffd bad \ufffd"]
+    assert metadata["train"]["replacement_characters"] == 3
+    message = refusal(tmp_path / "a.txt", tmp_path / "refused", invalid_utf8="refuse")
+    assert str(tmp_path / "a.txt") in message and "0xff in position 5" in message
+    (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d of a pair"}\n')
+    assert make(tmp_path / "a.jsonl", tmp_path / "surrogate")["train"]["replacement_characters"] > 0
+    assert "0xed in position 5" in refusal(tmp_path / "a.jsonl", tmp_path / "other", invalid_utf8="refuse")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, small_parts):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, make_documents(100))
+    source = data.prepare.Source(str(path), PrepareConfig(str(path), "byte", "out"))
+    reading = iter(source)
+    next(reading)
+    with path.open("a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(ConfigError, match=f"{path.name}.*changed while it was read"):
+        list(reading)
+
+
+def test_a_source_that_changed_since_it_was_begun_is_noticed(tmp_path, small_parts, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare.os, "rename", lambda *paths: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make(source, tmp_path / "out")
+    write_jsonl(source, make_documents(101))
+    assert f"{tmp_path / 'out'}.partial was begun" in refusal(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name, content, named",
+    [
+        ("missing.txt", None, ["missing.txt", "no file", "folder/*.parquet"]),
+        ("a.csv", b"a,b", ["a.csv", ".jsonl"]),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"', ["a.jsonl", "document 2", "JSON"]),
+        ("a.jsonl", b'{"txt": "a"}\n', ["text_column", "'text'", "txt"]),
+        ("a.jsonl", b"[1]\n", ["a.jsonl", "document 1"]),
+        ("a.jsonl", b'{"text": 3}\n', ["a.jsonl", "document 1"]),
+        ("a.parquet", b"PAR1 no more", ["a.parquet"]),
+        ("a.txt.gz", b"\x1f\x8b\x08 no more", ["a.txt.gz"]),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_named(tmp_path, name, content, named):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    message = refusal(tmp_path / name, tmp_path / "out")
+    assert all(word in message for word in named), message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("secret")
+    (tmp_path / "a.txt").chmod(0)
+    assert "a.txt" in refusal(tmp_path / "a.txt", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"validation": "hash:1.5"}, ["validation", "hash:1.5", "hash:0.1"]),
+        ({"validation": "tail:"}, ["validation", "tail:0.1"]),
+        ({"validation": "missing.txt"}, ["missing.txt"]),
+        ({"tokenizer": "train:200"}, ["tokenizer", "train:200", "train:8192"]),
+        ({"tokenizer": "no/such-tokenizer"}, ["tokenizer", "no/such-tokenizer", "byte"]),
+        ({"streaming": True}, ["streaming", "a.txt"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_remedy(tmp_path, settings, named):
+    (tmp_path / "a.txt").write_text("text")
+    message = refusal(tmp_path / "a.txt", tmp_path / "out", **settings)
+    assert all(word in message for word in named), message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    done = run("--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out", exit_code=2)
+    assert done.stderr.count("\n") == 1 and f"out: {tmp_path / 'out'} exists" in done.stderr
+    assert content(tmp_path / "out") == {"mine": b"precious"}
+    done = run("--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "a.txt" / "x", exit_code=2)
+    assert str(tmp_path / "a.txt") in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_a_network_the_local_way_is_named(tmp_path):
+    done = run("--source", "nobody/nothing:tiny", "--tokenizer", "byte", "--out", tmp_path / "out", exit_code=2)
+    assert "Traceback" not in done.stderr
+    assert all(word in done.stderr for word in ("nobody/nothing:tiny", "folder/*.parquet", "network"))
+
+
+def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], capture_output=True
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("a disk of a known size takes the right to mount one")
+    try:
+        source = write_jsonl(tmp_path / "a.jsonl", make_documents(3000))
+        arguments = ["--source", source, "--tokenizer", "byte", "--out", disk / "out", "--num_workers", 2]
+        setting = "p.PART = 20_000"
+        done = run(*arguments, exit_code=2, preamble=setting)
+        assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+        assert not (disk / "out").exists()
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        run(*arguments, preamble=setting)
+        run(*arguments[:-4], "--out", tmp_path / "whole", preamble=setting)
+        assert tokens_of(disk / "out") == tokens_of(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# Sizes
+
+
+REPORT_MEMORY = """
+import atexit, resource
+whom = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+atexit.register(lambda: print("peak", *(resource.getrusage(who).ru_maxrss for who in whom)))
+"""
+
+
+@pytest.mark.parametrize("megabytes", [8, pytest.param(1000, marks=pytest.mark.slow)])
+def test_one_line_of_any_length_takes_little_memory(tmp_path, megabytes):
+    """The workers and the reader each stay far below what the text and its tokens would take."""
+    line = make_text(1_000_000).replace("\r", "").replace("\n", " ").encode()[:1_000_000]
+    with open(tmp_path / "a.txt", "wb") as file:
+        for _ in range(megabytes):
+            file.write(line)
+    arguments = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out", "--num_workers", 1]
+    done = run(*arguments, preamble=REPORT_MEMORY)
+    reader, worker = (int(kilobytes) * 1024 for kilobytes in done.stdout.split("peak ")[1].split())
+    assert max(reader, worker) < 1.5e9
+    metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
+    counts = [metadata[split]["tokens"] for split in ("train", "validation")]
+    assert sum(counts) > 1_000_000 * megabytes
