@@ -56,8 +56,9 @@ class DataConfig:
 class OptimizerConfig:
     """How the weights are updated."""
 
-    name: Literal["adamw"] = "adamw"
-    """adamw: AdamW (Loshchilov and Hutter, 2019), fused where the device offers it."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw: AdamW (Loshchilov and Hutter, 2019), fused; muon: Muon (Jordan et al., 2024) on the matrices inside the
+    blocks and AdamW on the rest, at the same learning rate."""
 
     lr: NonNegativeFloat = 3e-4
     """Peak learning rate; `schedule` scales it."""
