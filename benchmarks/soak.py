@@ -72,7 +72,7 @@ def main() -> int:
         job, last_kill = launch(out_dir, name, arguments.processes, arguments.kills), time.time()
         while job.poll() is None:
             if tally["kills"] < arguments.kills and time.perf_counter() - begin < 60 * arguments.minutes:
-                time.sleep(chance.uniform(0, 1.2 * seconds_alone))
+                time.sleep(chance.uniform(0, min(10.0, 1.2 * seconds_alone)))
                 victims = [child for child in job.children() if "train.py" in " ".join(child.cmdline())]
                 if job.poll() is None and victims:
                     tally[phase(out_dir / name, last_kill)] += 1

@@ -22,11 +22,11 @@ from training.schedule import lr_scale
 from training.signals import Preempted
 
 # What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
-# are compared by the learning rates that they gave so far.
+# are compared by the learning rates that they gave so far; the corpus at data.path, by data.hash.
 FREE_SETTINGS = {
     *("name", "out_dir", "resume", "steps", "schedule", "compile", "on_nonfinite", "max_skipped_in_a_row"),
     *("check_replicas_every", "timeout_seconds"),
-    *("checkpoint", "evaluation", "tracking", "data.num_workers"),
+    *("checkpoint", "evaluation", "tracking", "data.num_workers", "data.path"),
 }
 
 
