@@ -5,6 +5,7 @@ counts with all_reduce, divides, clips and updates. Nothing of training/ is used
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -53,8 +54,10 @@ def main(out_file: str, steps: int) -> None:
     if rank == 0:
         torch.save(model.state_dict(), out_file)
         print(json.dumps(history))
-    dist.destroy_process_group()
+    dist.barrier()
 
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort

@@ -322,7 +322,7 @@ p.tqdm.update = update
 """
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_a_kill_the_same_command_goes_on(tmp_path, streaming):
     folder = tmp_path / "source"
     folder.mkdir()

@@ -33,7 +33,7 @@ def shortened(command, out_dir):
     if "--multi_gpu" in command or "multi_gpu.yaml" in command:
         command = command.replace("train.py", "--num_processes 2 --main_process_port 0 train.py")
     if "train.py" in command:
-        command += f" --out_dir {out_dir} --steps 20"
+        command += f" --out_dir {out_dir} --steps 10"
     return command.replace(" runs/", f" {out_dir}/")
 
 
@@ -54,7 +54,7 @@ def test_command(command, out_dir):
         processes = 1 if command.startswith("python") else 2
         assert f"processes: {processes} x" in done.stdout
     if command == "make verify":
-        assert done.stdout.count("\nPASS  ") == 8 and done.stdout.endswith("Everything holds.\n")
+        assert done.stdout.count("\nPASS  ") == 8 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
         assert "above the floor" in done.stdout and "sample/accepted" in done.stdout
         assert "The run lies in" in done.stdout and (out_dir / "stories" / "loss.png").exists()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
 
-STEPS = 300
+STEPS = 150
 LONG = [*TINY_STORIES, *f"--steps {STEPS} --checkpoint.every 1000 --evaluation.every 0".split()]
 
 
@@ -39,7 +39,7 @@ def children(pid):
 
 
 def test_a_signal_to_all_processes_at_once_spares_the_ones_that_load_data(runs):
-    arguments = [*LONG, "--steps", 1000, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
+    arguments = [*LONG, "--steps", 20_000, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
     process = start_and_wait_for_steps(arguments, 0, runs / "run", start_new_session=True)
     os.killpg(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
@@ -51,9 +51,6 @@ def test_a_signal_to_all_processes_at_once_spares_the_ones_that_load_data(runs):
 def test_a_signal_saves_and_the_next_start_goes_on(processes, number, runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
     process = start_and_wait_for_steps(arguments, processes, runs / "run")
-    if processes:  # a second training in the same directory is refused and disturbs nothing
-        refused = train(*arguments, exit_code=2)
-        assert "in use" in refused.stderr
     os.kill(process.pid, number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == (1 if processes else 75), output  # a launcher turns every code into 1
@@ -65,6 +62,16 @@ def test_a_signal_saves_and_the_next_start_goes_on(processes, number, runs, left
         assert f"resumed at step {status['step']}" in done.stdout
         assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
         assert metrics(runs / "run") == metrics(left_alone)
+
+
+def test_a_second_training_in_a_directory_is_refused_and_disturbs_nothing(runs):
+    arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
+    process = start_and_wait_for_steps(arguments, 0, runs / "run")
+    refused = train(*arguments, exit_code=2)
+    assert "in use" in refused.stderr and process.poll() is None
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
 
 
 SLOW_WANDB = """
@@ -85,7 +92,7 @@ class init:
 def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
     """The launcher kills the others when one ends: none may end while the main process still closes its tracker."""
     (tmp_path / "wandb.py").write_text(SLOW_WANDB)
-    arguments = [*LONG, "--steps", 2000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
+    arguments = [*LONG, "--steps", 20_000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
     process = start_and_wait_for_steps(arguments, 2, runs / "run", env=environment(PYTHONPATH=str(tmp_path)))
     os.kill(children(process.pid)[0], signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
@@ -96,7 +103,7 @@ def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
 def test_sigusr1_reaches_the_processes_through_the_launcher_where_it_is_told_to_pass_it_on(runs):
     """Slurm sends it before the time is up. It would kill the launcher and leave its processes without the variable,
     which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both."""
-    arguments = [*LONG, "--steps", 5000, "--out_dir", runs, "--name", "run"]
+    arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
     passed_on = environment(PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     process = start_and_wait_for_steps(arguments, 2, runs / "run", max_restarts=3, env=passed_on)
     os.kill(process.pid, signal.SIGUSR1)
@@ -122,7 +129,7 @@ def test_a_second_signal_stops_at_once(runs, tmp_path):
         "import os, time\nrename = os.rename\n"
         "os.rename = lambda *paths: time.sleep(60) if 'writing' in str(paths[0]) else rename(*paths)\n"
     )
-    arguments = [*LONG, "--steps", 5000, "--out_dir", runs, "--name", "run"]
+    arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
     process = start_and_wait_for_steps(arguments, 0, runs / "run", env=environment(PYTHONPATH=str(tmp_path)))
     os.kill(process.pid, signal.SIGTERM)
     time.sleep(3)
@@ -131,6 +138,7 @@ def test_a_second_signal_stops_at_once(runs, tmp_path):
     assert process.wait(timeout=20) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(runs, left_alone):
     """kill -9 of one process, anywhere in a step: the next start ends with the bits of the run that was left alone."""
     arguments = [*LONG, "--checkpoint.every", 2, "--out_dir", runs, "--name", "run"]
