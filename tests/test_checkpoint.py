@@ -106,6 +106,7 @@ def test_no_valid_checkpoint_left_is_said_and_nothing_starts_from_scratch(run):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_reads_it(run):
     """Written by one process, read by two; and back, written by two and read by one."""
     shutil.rmtree(run / "checkpoints" / "step-00000004")

@@ -30,7 +30,8 @@ def rewind(run, step):
             shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_exact_bits_are_those_of_one_process(processes, alone, runs):
     train(*EXACT, "--out_dir", runs, processes=processes)
     assert_same_bits(tensors(runs / "run", STEPS), tensors(alone, STEPS))

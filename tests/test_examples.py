@@ -244,6 +244,7 @@ def test_all_three_gpts_end_with_the_same_bits(run, steps):
     assert all(abs(float(loss) - math.log(10_000)) < 0.15 for _, loss in lines)
 
 
+@pytest.mark.slow
 def test_a_rung_and_train_agree_on_the_same_batches(tmp_path):
     steps = 20
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -79,7 +79,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", directory], check=True)
 
 
-@pytest.mark.parametrize("lie", [{}, {"LIE_ABOUT_FREE_SPACE": "1"}], ids=["checked", "while_writing"])
+@pytest.mark.parametrize("lie", [pytest.param({}, marks=pytest.mark.slow), {"LIE_ABOUT_FREE_SPACE": "1"}], ids=str)
 def test_a_full_disk_stops_the_run_and_loses_nothing(lie, small_disk, left_alone):
     """Found by the check before writing; or, where that is deceived, in the middle of writing."""
     disk = small_disk(1_000_000 if lie else 2_100_000)
@@ -166,6 +166,7 @@ def test_a_non_finite_update_is_skipped_on_all_processes_together(runs):
     assert metrics(run) == rows
 
 
+@pytest.mark.slow
 def test_too_many_skipped_in_a_row_stop_the_run_also_across_a_restart(runs):
     arguments = [*SKIP, "--out_dir", runs, "--max_skipped_in_a_row", 1]
     for steps_with_nan in ("2,4,5", "5"):  # one between two good ones is none in a row

@@ -17,7 +17,13 @@ PATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("schedule_inverse_sqrt", "activation_silu") else name
+        for name in PATCHES
+    ],
+)
 def test_patch_applies_and_trains(name, tmp_path):
     patch = ROOT / "docs" / "patches" / f"{name}.patch"
     changed = [line for line in patch.read_text().splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]

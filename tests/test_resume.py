@@ -9,7 +9,7 @@ from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, tra
 STEPS = 8
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.fixture(scope="module", params=[*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def uninterrupted(request, tmp_path_factory):
     """(number of processes, directory of a finished run that kept the checkpoints of all steps)."""
     out_dir = tmp_path_factory.mktemp("uninterrupted")

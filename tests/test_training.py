@@ -91,7 +91,9 @@ def test_the_tutorials_run(runs):
     assert status == {"state": "finished", "step": 50, "reason": ""}
 
 
-@pytest.mark.parametrize("name", [pytest.param("one_gpu", marks=pytest.mark.slow), "multi_gpu"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("one_gpu", marks=pytest.mark.slow), pytest.param("multi_gpu", marks=pytest.mark.slow)]
+)
 def test_a_launch_file_for_gpus_starts_where_there_is_none(name, runs):
     """In bf16 autocast, on the CPU: the precision and the launcher are those of the file."""
     launch_file = ROOT / "accelerate_configs" / f"{name}.yaml"
@@ -115,18 +117,18 @@ def test_compiled_blocks_train_alike_under_clean_names(runs):
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    """Rows and run directories of 1, 2 and 3 processes whose weights are the same, because the learning rate is 0."""
+    """Rows and a run directory of 1 and 3 processes whose weights are the same, because the learning rate is 0."""
     out_dir = tmp_path_factory.mktemp("evaluated")
-    for processes in (1, 2, 3):
+    for processes in (1, 3):
         arguments = ["--steps", 1, "--schedule.warmup_steps", 0, "--optimizer.lr", 0, "--evaluation.every", 1]
         train(*TINY_STORIES, *arguments, "--out_dir", out_dir, "--name", processes, processes=processes)
-    return [metrics(out_dir / str(processes))[-1] for processes in (1, 2, 3)], out_dir / "2"
+    return [metrics(out_dir / str(processes))[-1] for processes in (1, 3)], out_dir / "3"
 
 
 def test_evaluation_is_the_same_number_on_any_number_of_processes(evaluated):
     rows, _ = evaluated
     of_evaluation = [{k: v for k, v in row.items() if k.startswith(("val/", "sample/"))} for row in rows]
-    assert of_evaluation[0] == of_evaluation[1] == of_evaluation[2]
+    assert of_evaluation[0] == of_evaluation[1]
     expected = {"val/loss", "val/perplexity", "val/bits_per_byte", "val/floor", "sample/accepted"}
     assert expected <= of_evaluation[0].keys()
 

@@ -61,10 +61,8 @@ def test_everything_holds_here(processes, runs):
     assert not [path for path in runs.iterdir() if path.is_dir()], "it leaves nothing behind"
 
 
-SLOW = set(MUTATIONS) - {"loss_not_divided_by_processes"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MUTATIONS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_what_a_fork_broke_is_found(name, runs, tmp_path):
     file, before, after, promise = MUTATIONS[name]
     copy = tmp_path / "copy"
