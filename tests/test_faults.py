@@ -104,7 +104,7 @@ def test_a_full_disk_may_be_lived_through(small_disk, left_alone):
     disk = small_disk(3_000_000)
     (disk / "ballast").write_bytes(bytes(1_800_000))
     arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
-    done = train(*arguments, processes=2, exit_code=1)
+    done = train(*arguments, "--checkpoint.asynchronous", "false", processes=2, exit_code=1)
     assert "Training goes on without a checkpoint: cannot write the checkpoint" in done.stderr
     assert status(disk / "run")["state"] == "failed", "the last checkpoint is the result of the run"
     done = train(*arguments, processes=2, faults="free:0:6", BALLAST=str(disk / "ballast"))

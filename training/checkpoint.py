@@ -106,7 +106,7 @@ class Saver:
         copy = self.stager.stage(tensors) if asynchronous else tensors
         self.pending = self.executor.submit(self._write, step, copy, manifest)
         if not asynchronous:
-            self.wait()
+            self.pending.exception()  # returns when it is written; `wait` judges how that ended
 
     @property
     def failed(self) -> bool:
