@@ -1,33 +1,27 @@
 """data.prepare against the bare `tokenizers` batch encode, in one run on the same cores, and what the loader gives.
 
-python benchmarks/prepare_throughput.py TEXT [MEGABYTES] writes benchmarks/results/text.json. The text is repeated to
+python -m benchmarks.prepare_throughput TEXT [MEGABYTES] writes benchmarks/results/text.json. The text is repeated to
 the size asked for. Both are done in turns, on all cores, and medians are compared: by the clock, and by the processor
 time of all processes, which other work on the machine changes less.
 """
 
 import json
 import os
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+from torch.utils.data import DataLoader
 
-import torch  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-
-from data.order import GlobalBatches, StepSampler  # noqa: E402
-from data.prepare import PrepareConfig, prepare  # noqa: E402
-from data.text import TextCorpus, TextDataset  # noqa: E402
-from data.tokenizer import load_tokenizer, save_tokenizer  # noqa: E402
+from benchmarks import record
+from data.order import GlobalBatches, StepSampler
+from data.prepare import PrepareConfig, prepare
+from data.text import TextCorpus, TextDataset
+from data.tokenizer import load_tokenizer, save_tokenizer
 
 DOCUMENT = 4000  # characters
 
@@ -72,25 +66,21 @@ def main() -> None:
             started = time.perf_counter()
             tokens = sum(batch["input_ids"].numel() for batch in DataLoader(dataset, batch_sampler=sampler))
             loader[f"seq_len {seq_len}, one core"] = tokens / (time.perf_counter() - started)
-    result = {
-        "command": " ".join(["python", "benchmarks/prepare_throughput.py", Path(sys.argv[1]).name, str(megabytes)]),
-        "date": str(date.today()),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
-        "machine": f"{platform.machine()}, {cores} cores, load {os.getloadavg()[0]:.1f}",
-        "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "torch")},
-        "documents": len(documents),
-        "tokens": metadata["train"]["tokens"] + metadata["validation"]["tokens"],
-        "bare_encode_seconds_and_processor_seconds": bare,
-        "prepare_seconds_and_processor_seconds": ours,
-        "prepare_over_bare": statistics.median(s for s, _ in bare) / statistics.median(s for s, _ in ours),
-        "prepare_over_bare_by_processor_time": statistics.median(s for _, s in bare)
-        / statistics.median(s for _, s in ours),
-        "loader_tokens_per_second": loader,
-        "open_seconds": opened,
-    }
-    file = ROOT / "benchmarks" / "results" / "text.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    print(file.read_text())
+    record.save(
+        "text",
+        {
+            "cores": cores,
+            "documents": len(documents),
+            "tokens": metadata["train"]["tokens"] + metadata["validation"]["tokens"],
+            "bare_encode_seconds_and_processor_seconds": bare,
+            "prepare_seconds_and_processor_seconds": ours,
+            "prepare_over_bare": statistics.median(s for s, _ in bare) / statistics.median(s for s, _ in ours),
+            "prepare_over_bare_by_processor_time": statistics.median(s for _, s in bare)
+            / statistics.median(s for _, s in ours),
+            "loader_tokens_per_second": loader,
+            "open_seconds": opened,
+        },
+    )
 
 
 if __name__ == "__main__":
