@@ -31,7 +31,7 @@ def machine() -> dict[str, str | int | float]:
 def save(name: str, figures: dict) -> None:
     """Print the figures and write them to benchmarks/results/NAME.json."""
     record = {
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": " ".join(["python", *(Path(word).name if "/" in word else word for word in sys.orig_argv[1:])]),
         "date": str(date.today()),
         "machine": machine(),
         "versions": provenance(),
