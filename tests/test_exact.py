@@ -56,6 +56,7 @@ def test_exact_bits_in_bf16_and_on_eight_processes(runs):
     assert metrics(runs / "1") == metrics(runs / "8")
 
 
+@pytest.mark.slow
 def test_by_default_another_number_of_processes_changes_no_more_than_rounding(runs, alone):
     """The same batches, learning rates, weights of every target and validation set: also as the exact run."""
     for processes, last_step_kept in [(3, 4), (2, STEPS)]:

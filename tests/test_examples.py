@@ -297,6 +297,7 @@ def test_split_models_and_pipelines_equal_the_whole_one(run):
         assert float(difference) < 2e-5 and 0 < float(bubble) < 100 and formula == "20.0%"
 
 
+@pytest.mark.slow
 def test_overlap_draws_what_runs_at_the_same_time(run):
     output = run("python -m examples.overlap")
     ways = re.findall(r"^(.*): \d+ ms, (\d+)% of the all-reduce overlaps; weights (\w{16}) on all ranks$", output, re.M)

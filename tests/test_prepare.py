@@ -322,7 +322,8 @@ p.tqdm.update = update
 """
 
 
-@pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
 def test_after_a_kill_the_same_command_goes_on(tmp_path, streaming):
     folder = tmp_path / "source"
     folder.mkdir()

@@ -112,6 +112,7 @@ def test_sigusr1_reaches_the_processes_through_the_launcher_where_it_is_told_to_
     assert process.returncode == 1 and "resumed" not in output, "a signal to the launcher ends the job"
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_makes_the_launcher_restart_all(runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
     process = start_and_wait_for_steps(arguments, 2, runs / "run", max_restarts=1)

@@ -334,7 +334,7 @@ def train_text(folder, out_dir, *arguments, **kwargs):
     return train("--config", folder / "tiny.yaml", "--out_dir", out_dir, "--name", "run", *arguments, **kwargs)
 
 
-@pytest.mark.parametrize("documents", ["isolated", "padded"])
+@pytest.mark.parametrize("documents", ["isolated", pytest.param("padded", marks=pytest.mark.slow)])
 def test_a_mixture_trains_and_goes_on_exactly(folder, runs, documents):
     mix = json.dumps({str(folder / "a"): 2, str(folder / "b"): 1})
     arguments = ["--data.mix", mix, "--data.documents", documents]
