@@ -94,7 +94,7 @@ class Verification:
         torch.manual_seed(config.seed)
         network = GPTModel(config.model).to(self.device)
         optimizer = self.accelerator.prepare_optimizer(build_optimizer(network, config.optimizer))
-        order = GlobalBatches(len(self.corpus.train), config.global_batch_size, config.seed)
+        order = self.corpus.order(config.global_batch_size, config.seed)
         tree_sum = TreeSum(network, accumulation, 0, 1) if in_a_tree else None
         rows, states = [], []
         for step in range(STEPS):

@@ -25,21 +25,17 @@ ROOT = Path(__file__).parent.parent
 MODEL = "--model.n_layers 6 --model.d_model 384 --model.n_heads 6 --model.dropout 0 --seq_len 64".split()
 
 
+def train_command(out_dir: Path, name: str, processes: int, *arguments: str, max_restarts: int = 0) -> list[str]:
+    """`accelerate launch` of train.py on the CPU."""
+    command = [sys.executable, str(Path(sys.executable).parent / "accelerate"), "launch"]
+    command += ["--config_file", "accelerate_configs/cpu.yaml", "--num_processes", str(processes)]
+    command += ["--max_restarts", str(max_restarts), "train.py", "--out_dir", str(out_dir), "--name", name]
+    return [*command, *arguments, "--tracking.wandb", "disabled"]
+
+
 def train(out_dir: Path, name: str, processes: int, *arguments: str) -> int:
     """Run train.py; returns the highest peak of resident memory of any process, in bytes."""
-    launch = [sys.executable, str(Path(sys.executable).parent / "accelerate"), "launch"]
-    launch += ["--config_file", "accelerate_configs/cpu.yaml", "--num_processes", str(processes)]
-    command = [
-        *launch,
-        "train.py",
-        "--out_dir",
-        str(out_dir),
-        "--name",
-        name,
-        "--tracking.wandb",
-        "disabled",
-        *arguments,
-    ]
+    command = train_command(out_dir, name, processes, *arguments)
     process = psutil.Popen(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

@@ -22,17 +22,15 @@ from pathlib import Path
 import psutil
 
 from benchmarks import record
-from benchmarks.exactness import ROOT, tensors
+from benchmarks.exactness import ROOT, tensors, train_command
 
 STEPS = 400
 
 
 def launch(out_dir: Path, name: str, processes: int, max_restarts: int) -> psutil.Popen:
-    command = [sys.executable, str(Path(sys.executable).parent / "accelerate"), "launch"]
-    command += ["--config_file", "accelerate_configs/cpu.yaml", "--num_processes", str(processes)]
-    command += ["--max_restarts", str(max_restarts), "train.py", "--config", "tests/tiny_stories.yaml"]
-    command += ["--out_dir", str(out_dir), "--name", name, "--steps", str(STEPS), "--checkpoint.every", "3"]
-    command += ["--checkpoint.keep", "2", "--evaluation.every", "0", "--global_batch_size", "12"]
+    short = f"--config tests/tiny_stories.yaml --steps {STEPS} --global_batch_size 12 --evaluation.every 0".split()
+    short += ["--checkpoint.every", "3", "--checkpoint.keep", "2"]
+    command = train_command(out_dir, name, processes, *short, max_restarts=max_restarts)
     return psutil.Popen(
         command,
         cwd=ROOT,

@@ -60,6 +60,21 @@ def train(
     return done
 
 
+def shell(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a page shows it, with the environment active, and check that it succeeds."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=cwd,
+        env=environment(PATH=path, **env),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def metrics(run: Path) -> list[dict[str, float]]:
     """The rows of metrics.jsonl without those that depend on the clock."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

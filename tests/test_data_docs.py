@@ -1,15 +1,11 @@
 """The commands of docs/data.md do what it says, on small texts and in short trainings."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, shell
 from tests.test_prepare import make_documents, write_jsonl
 
 DOCS = (ROOT / "docs" / "data.md").read_text()
@@ -36,16 +32,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, folder):
     training = "train.py" in command
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", f"{command} {SHORT if training else ''}"],
-        cwd=folder,
-        env=environment(PATH=path),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = shell(f"{command} {SHORT if training else ''}", cwd=folder)
     if training:
         assert done.stdout.endswith("Training finished.\n") and "val/bits_per_byte" in done.stdout
     else:

@@ -10,7 +10,6 @@ import importlib
 import io
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -18,7 +17,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -30,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from examples import mnist, mnist_allreduce, mnist_spawn_ddp, model_parallel, overlap
 from model.gpt import GPTModel
-from tests.conftest import ROOT, environment, metrics, tensors, train
+from tests.conftest import ROOT, environment, metrics, shell, tensors, train
 
 EXAMPLES = ROOT / "examples"
 REAL_MNIST = ROOT.parent / "shared" / "data" / "mnist"
@@ -75,16 +73,7 @@ def run(digits, tmp_path_factory):
         assert command in COMMANDS, "the README shows another command"
         if command + more not in outputs:
             extra = next(extra for word, extra in shortened.items() if f"examples.{word}" in command or word in command)
-            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-            done = subprocess.run(
-                ["bash", "-c", command + extra + more],
-                cwd=ROOT,
-                env=environment(PATH=path),
-                capture_output=True,
-                text=True,
-                timeout=200,
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
+            done = shell(command + extra + more)
             assert "arning" not in done.stdout + done.stderr
             outputs[command + more] = done.stdout
         return outputs[command + more]

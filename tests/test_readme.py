@@ -1,15 +1,12 @@
 """The commands of the README do what it says. Long trainings are shortened; `make test` is what runs this."""
 
 import json
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, shell
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
@@ -39,16 +36,7 @@ def shortened(command, out_dir):
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "make test"])
 def test_command(command, out_dir):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", shortened(command, out_dir)],
-        cwd=ROOT,
-        env=environment(PATH=path, WANDB_MODE="disabled"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = shell(shortened(command, out_dir), WANDB_MODE="disabled")
     if "train.py" in command and "--print_config" not in command:
         assert done.stdout.endswith("Training finished.\n")
         processes = 1 if command.startswith("python") else 2
