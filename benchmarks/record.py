@@ -28,8 +28,8 @@ def machine() -> dict[str, str | int | float]:
     return facts
 
 
-def save(name: str, figures: dict) -> None:
-    """Print the figures and write them to benchmarks/results/NAME.json."""
+def write(path: Path, figures: dict) -> None:
+    """Write the figures to `path`, with where they come from."""
     record = {
         "command": " ".join(["python", *(Path(word).name if "/" in word else word for word in sys.orig_argv[1:])]),
         "date": str(date.today()),
@@ -37,6 +37,11 @@ def save(name: str, figures: dict) -> None:
         "versions": provenance(),
         "figures": figures,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def save(name: str, figures: dict) -> None:
+    """Print the figures and write them to benchmarks/results/NAME.json."""
+    write(RESULTS / f"{name}.json", figures)
     print(json.dumps(figures, indent=2))
