@@ -1,0 +1,117 @@
+"""The GPU benchmark runs from end to end on a CPU, in miniature; a GPU's figures are no business of a test.
+
+The environment variable NANOGPT may name a folder with nanoGPT's model.py; without it the peer is left out.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import gpu, record
+from tests.conftest import ROOT, environment
+
+NANOGPT = os.environ.get("NANOGPT")
+RUN = ["124m_1024", "124m_1024_settings", "124m_1024_flash", "124m_1024_cudnn", "1.3b_4096_settings"]
+
+
+def miniature(*arguments):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--miniature", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gpu") / "out.json"
+    peer = ["--nanogpt", NANOGPT] if NANOGPT else []
+    miniature("--out", out, "--cases", *RUN, *peer)
+    recorded = json.loads(out.read_text())
+    assert recorded["figures"]["miniature"] and recorded["figures"]["left_out"] == []
+    assert {"command", "date", "machine", "versions"} < recorded.keys()
+    return recorded["figures"]["cases"]
+
+
+def test_every_variant_is_measured(cases):
+    assert list(cases) == RUN
+    for case in cases.values():
+        for name, variant in case.get("variants", {}).items():
+            if case["attention"] == "cudnn" or (name == gpu.PEER and not NANOGPT):
+                continue
+            assert "error" not in variant, variant["error"]
+            slowest, fastest = variant["slowest_and_fastest_window"]
+            assert 0 < slowest <= variant["tokens_per_second"] <= fastest
+            assert variant["mfu_of_measured_product"] == pytest.approx(
+                variant["tokens_per_second"] * case["flops_per_token"] / case["measured_product_flops_per_second"],
+                rel=1e-2,
+            )
+            assert variant["first_loss"] != variant["last_loss"]  # it trains
+            assert 0 < variant["pieces"]["optimizer_share"] < 1
+            kernels = variant["kernels"]["top"]
+            shares = [kernel["share"] for kernel in kernels]
+            assert 0 < len(kernels) <= 15 and shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 1.001
+
+
+def test_the_loss_is_told_from_the_blocks(cases):
+    pieces = cases["124m_1024"]["variants"]["ours"]["pieces"]
+    order = ["forward", "loss_forward", "loss_backward", "backward", "clip_and_totals", "optimizer"]
+    assert list(pieces["seconds"]) == order
+    assert 0 < pieces["loss_share"] < 1
+
+
+def test_settings_change_what_runs(cases):
+    def calls(case, variant, name):
+        kernels = cases[case]["variants"][variant]["kernels"]
+        return sum(count for kernel, count in kernels["attention_calls_a_step"].items() if kernel == name)
+
+    attention = "aten::scaled_dot_product_attention"
+    assert calls("1.3b_4096_settings", "ours", attention) > 0
+    assert calls("1.3b_4096_settings", "activation_checkpointing", attention) == 2 * calls(
+        "1.3b_4096_settings", "ours", attention
+    )
+    ratios = cases["124m_1024_settings"]["ratios"]
+    assert set(ratios) == {f"{name} / ours" for name in ("chunked_loss", "whole_loss", "foreach_adamw")}
+
+
+def test_a_case_that_fails_is_recorded_and_the_others_go_on(cases):
+    assert "Error" in cases["124m_1024_cudnn"]["variants"]["ours"]["error"]  # a CPU has no cuDNN
+    assert "error" not in cases["124m_1024_flash"]["variants"]["ours"]
+
+
+def test_the_peer(cases):
+    case = cases["124m_1024"]
+    if not NANOGPT:
+        assert "left_out" in case["variants"][gpu.PEER] and case["ratios"] == {}
+        return
+    ours, theirs = case["variants"]["ours"], case["variants"][gpu.PEER]
+    assert ours["parameters"] == theirs["parameters"]
+    assert ours["first_loss"] == pytest.approx(theirs["first_loss"], rel=0.05)
+    assert case["ratios"].keys() == {f"ours / {gpu.PEER}"}
+
+
+def test_memory_that_does_not_suffice_ends_one_variant_only(monkeypatch):
+    def prepare(name, *arguments):
+        if name == "chunked_loss":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nSee the manual.")
+        return real(name, *arguments)
+
+    real = gpu.prepare
+    monkeypatch.setattr(gpu, "prepare", prepare)
+    monkeypatch.setattr(gpu, "profile_kernels", lambda trainer, device: {})
+    scale = gpu.Miniature(torch.device("cpu"), gpu.MINIATURE_SHAPES, None)
+    figures = gpu.run_case(gpu.Case("124M", 1024, 32, ("ours", "chunked_loss")), scale)
+    failed = figures["variants"]["chunked_loss"]
+    assert failed == {"error": "out of memory: CUDA out of memory. Tried to allocate 9 GiB."}
+    assert figures["variants"]["ours"]["tokens_per_second"] > 0 and figures["ratios"] == {}
+
+
+def test_a_spent_budget_names_what_was_left_out_and_a_miniature_leaves_the_results_alone():
+    results = record.RESULTS / "gpu.json"
+    before = results.read_bytes() if results.exists() else None
+    printed = miniature("--budget_seconds", 0)
+    assert [line.split(":")[0] for line in printed.splitlines()] == list(gpu.CASES)
+    assert (results.read_bytes() if results.exists() else None) == before
