@@ -20,6 +20,7 @@ from data.order import StepSampler, derive_seed
 from model.gpt import GPTModel
 from plot import save_loss_curve
 from training import checkpoint, launch
+from training.compute import prepare_network, step_profiler
 from training.config import ConfigError, RunError, TrainConfig, parse_config
 from training.evaluation import evaluate
 from training.optimizer import build_optimizer, set_lr
@@ -65,9 +66,7 @@ def main(config: TrainConfig) -> None:
 
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
-    if config.compile:
-        for block in network.blocks:
-            block.compile()  # in place: names stay clean, and DDP does not split the graph at its buckets
+    prepare_network(network, config, device)
     optimizer = build_optimizer(network, config.optimizer)
     if config.exact:  # without DDP, which is what Accelerate means by evaluation mode here
         model, optimizer = accelerator.prepare_model(network, evaluation_mode=True), accelerator.prepare(optimizer)
@@ -96,6 +95,7 @@ def main(config: TrainConfig) -> None:
         Tracker(config, run, first_step, accelerator) as tracker,
         run.status(first_step, accelerator) as status,
         checkpoint.Saver(run.checkpoints, config, accelerator) as saver,
+        step_profiler(config, first_step, run.path, rank) as profiler,
     ):
         tracker.say(summary(config, accelerator, network, run, start_from, first_step))
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
@@ -158,6 +158,7 @@ def main(config: TrainConfig) -> None:
                 raise Preempted(f"stopped by a signal after step {done}; the same command goes on from there")
             if evaluate_now or save_now:
                 throughput.restart(done)
+            profiler.step()
 
         if accelerator.is_main_process:
             tracker.say(f"Loss curve: {save_loss_curve(run.path)}")

@@ -193,7 +193,7 @@ def test_the_number_of_parameters(settings, total, lookups):
 
 @pytest.mark.parametrize("settings", [dict(tie_embeddings=True), dict(QWEN3, head_dim=64)], ids=["gpt2", "qwen3"])
 def test_flops_per_token_agree_with_a_count_of_the_operations(settings):
-    model = make_model(max_position_embeddings=256, d_model=64, d_ff=128, **settings)
+    model = make_model(max_position_embeddings=256, d_model=64, d_ff=128, **settings).double()
     tokens = make_tokens(rows=2, length=256)
     # The math kernel is made of products that the counter knows. It computes the scores once.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

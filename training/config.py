@@ -182,7 +182,18 @@ class TrainConfig:
     by DDP, with deterministic algorithms only, and on the CPU with one thread a process."""
 
     compile: bool = False
-    """Compile each transformer block with torch.compile."""
+    """Compile each transformer block with torch.compile. A run on a machine without a compiler says so and goes on."""
+
+    activation_checkpointing: bool = False
+    """Keep only the input of each transformer block and compute the rest again in the backward: less memory for a
+    third more work."""
+
+    chunked_loss: bool | None = None
+    """Go through the output projection and the loss in chunks of positions, so that the logits never exist as a whole.
+    null: where they take more than one chunk (32 MiB on a CPU, 512 MiB on a GPU). On a CPU it is also faster."""
+
+    profile: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step of which every process writes a Chrome trace into the run directory, as [20, 22]."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When the loss or the gradient is infinite or NaN. skip: leave that update out, on all processes together; the
@@ -250,6 +261,8 @@ class TrainConfig:
                 f"{self.micro_batch_size} * {num_processes} = {unit}; the nearest that work: {nearest}"
                 + (f"; numbers of processes that can split it: {', '.join(map(str, counts))}" if counts else "")
             )
+        if self.profile and self.profile[0] > self.profile[1]:
+            problems.append(f"profile: {list(self.profile)} must be the first and the last step, in this order")
         if self.exact and num_processes & (num_processes - 1):
             problems.append(
                 f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"

@@ -23,6 +23,7 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedDataParallelKwargs
 
+from training.compute import prepare_cpu
 from training.config import ConfigError, TrainConfig
 from training.rendezvous import fresh_store
 
@@ -127,11 +128,13 @@ def start(config: TrainConfig) -> Accelerator:
     On a machine without a CUDA device (or with an MPS device and several processes, which it cannot join) the CPU is
     used, through gloo.
     """
+    use_cpu = not torch.cuda.is_available() and (num_processes() > 1 or not torch.backends.mps.is_available())
+    if use_cpu:
+        prepare_cpu()
     if config.exact:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
-    use_cpu = not torch.cuda.is_available() and (num_processes() > 1 or not torch.backends.mps.is_available())
     if num_processes() > 1 and not dist.is_initialized():
         store, rank, world_size = next(dist.rendezvous("env://"))
         dist.init_process_group(

@@ -25,7 +25,7 @@ from training.signals import Preempted
 # are compared by the learning rates that they gave so far; the corpus at data.path, by data.hash.
 FREE_SETTINGS = {
     *("name", "out_dir", "resume", "steps", "schedule", "compile", "on_nonfinite", "max_skipped_in_a_row"),
-    *("check_replicas_every", "timeout_seconds"),
+    *("check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss", "profile"),
     *("checkpoint", "evaluation", "tracking", "data.num_workers", "data.path"),
 }
 

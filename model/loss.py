@@ -1,0 +1,81 @@
+"""The loss of a language model, also without ever holding the logits of all positions."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.linear import linear
+
+# Logits of a chunk, in bytes of float32: what stays in the cache of a CPU, and what keeps a GPU busy.
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+
+
+def next_token_loss(
+    hidden_BTC: Tensor,
+    weight_VC: Tensor,
+    labels_BT: Tensor,
+    num_items_in_batch: Tensor | float | None = None,
+    chunked: bool | None = None,
+) -> Tensor:
+    """Cross-entropy, in nats, of predicting each label from the position before it; see GPTModel.forward.
+
+    Args:
+        hidden_BTC: what the output projection multiplies, [B, T, C].
+        weight_VC: the output projection [V, C].
+        labels_BT: int64 [B, T], -100 where there is nothing to learn.
+        num_items_in_batch: what the sum is divided by; None: the number of targets here.
+        chunked: whether to go through the positions in chunks, each from its logits to its gradient at once, so that
+            memory does not grow with B x T x V. None: if the logits take more than one chunk.
+    """
+    # The last position predicts nothing and the first label is predicted by nothing: T - 1 targets a row.
+    hidden, targets = hidden_BTC[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
+    vocab_size = weight_VC.shape[0]
+    chunk = max(1, CHUNK_BYTES.get(hidden.device.type, 2**25) // (4 * vocab_size))
+    if chunked or (chunked is None and len(hidden) > chunk):
+        loss_sum = ChunkedCrossEntropy.apply(hidden, weight_VC, targets, chunk)
+    else:
+        logits = linear(hidden, weight_VC)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 sums lose digits of the loss
+        loss_sum = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    if num_items_in_batch is None:
+        num_items_in_batch = (targets != -100).sum()
+    return loss_sum / num_items_in_batch
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The sum of cross-entropies of `hidden @ weight.T`, `chunk` rows at a time.
+
+    The gradients of a chunk follow from its probabilities while these are at hand (Hsu et al. 2024, "Liger Kernel",
+    arXiv:2410.10989): no product is done twice, and the backward has but to scale them.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int) -> Tensor:
+        device, needs_gradient = hidden_NC.device.type, any(ctx.needs_input_grad)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        loss = hidden_NC.new_zeros((), dtype=sum_dtype)
+        hidden_gradient = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC
+        weight_gradient = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
+        with torch.autocast(device, enabled=False):
+            weight = weight_VC.to(dtype)
+            rows = hidden_NC.split(chunk), targets_N.split(chunk), hidden_gradient.split(chunk)
+            for hidden, targets, gradient in zip(*rows, strict=True):
+                hidden = hidden.to(dtype)
+                log_probabilities = F.log_softmax(linear(hidden, weight), dim=-1, dtype=sum_dtype)
+                loss += F.nll_loss(log_probabilities, targets, ignore_index=-100, reduction="sum")
+                if needs_gradient:
+                    scores = log_probabilities.exp_()
+                    scores[torch.arange(len(targets), device=targets.device), targets.clamp_min(0)] -= 1
+                    scores = scores.masked_fill_((targets == -100)[:, None], 0).to(dtype)
+                    gradient.copy_(linear(scores, weight.t()))
+                    weight_gradient += linear(scores.t(), hidden.t())
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        ctx.weight_dtype = weight_VC.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        # In place, for it may be the largest tensor of the step: a second backward through this loss is an error.
+        return hidden_gradient * gradient, weight_gradient.mul_(gradient).to(ctx.weight_dtype), None, None

@@ -1,0 +1,207 @@
+"""What makes a step fast or small changes nothing that it computes: products, attention, loss, recomputing, threads."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model.gpt
+import model.linear
+from model.config import GPTConfig
+from model.gpt import GPTModel, plain_attention
+from model.loss import next_token_loss
+from tests.conftest import ROOT, environment, metrics, train
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+# The product of the linear layers
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_onednn_gives_the_products_and_gradients_of_pytorch(bias, compiled, monkeypatch):
+    monkeypatch.setattr(model.linear, "MKL_IS_SLOW", True)
+    calls = []
+    ours = torch.compile(model.linear.linear) if compiled else model.linear.linear
+    inputs = [leaf(2, 5, 24), leaf(40, 24, seed=1), *([leaf(40, seed=2)] if bias else [])]
+    copies = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    with torch.profiler.profile() as trace:
+        mine = ours(*inputs)
+    calls = [event.name for event in trace.events()]
+    assert "mini_gpt::linear" in calls
+    theirs = F.linear(*copies)
+    torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+    gradient = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(3))
+    mine.backward(gradient)
+    theirs.backward(gradient.double())
+    for a, b in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["float64", "autocast", "fast_mkl"])
+def test_other_products_stay_pytorchs(case, monkeypatch):
+    monkeypatch.setattr(model.linear, "MKL_IS_SLOW", case != "fast_mkl")
+    dtype = torch.float64 if case == "float64" else torch.float32
+    x, weight = leaf(3, 8, dtype=dtype), leaf(4, 8, dtype=dtype, seed=1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), torch.profiler.profile() as trace:
+        y = model.linear.linear(x, weight)
+    assert "mini_gpt::linear" not in [event.name for event in trace.events()]
+    assert y.dtype == (torch.bfloat16 if case == "autocast" else dtype)
+
+
+# Attention on a CPU
+
+
+def test_plain_attention_equals_the_fused_kernel():
+    ours = [leaf(2, 3, 17, 8, dtype=torch.float64, seed=seed) for seed in range(3)]
+    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
+    gradient = torch.randn(2, 3, 17, 8, generator=torch.Generator().manual_seed(3)).double()
+    mine, reference = plain_attention(*ours), F.scaled_dot_product_attention(*theirs, is_causal=True)
+    mine.backward(gradient)
+    reference.backward(gradient)
+    torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-6)  # its softmax is in float32
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "settings", "plain"),
+    [
+        (16, torch.bfloat16, {}, True),
+        (16, torch.float32, {}, False),
+        (512, torch.bfloat16, {}, False),
+        (16, torch.bfloat16, {"n_kv_heads": 2}, False),
+        (16, torch.bfloat16, {"dropout": 0.1}, False),
+    ],
+)
+def test_the_plain_attention_is_for_short_sequences_in_bfloat16(length, dtype, settings, plain, monkeypatch):
+    calls = []
+    monkeypatch.setattr(model.gpt, "plain_attention", lambda q, k, v: calls.append(q.dtype) or q)
+    shape = dict(vocab_size=50, max_position_embeddings=512, n_layers=1, n_heads=4, d_model=32, d_ff=64, dropout=0.0)
+    network = GPTModel(GPTConfig(**shape | settings))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        network(torch.zeros(1, length, dtype=torch.long))
+    assert bool(calls) == plain
+
+
+# The loss in chunks
+
+
+@pytest.mark.parametrize("num_items", [None, 7.0])
+@pytest.mark.parametrize("chunk_rows", [1, 5, 64])
+def test_the_loss_in_chunks_is_the_loss(num_items, chunk_rows, monkeypatch):
+    monkeypatch.setattr("model.loss.CHUNK_BYTES", {"cpu": 4 * 37 * chunk_rows})
+    labels = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(2))
+    labels[0, 3:6] = labels[2, :] = -100
+    results = []
+    for chunked in (False, True):
+        hidden, weight = leaf(3, 9, 16, dtype=torch.float64), leaf(37, 16, dtype=torch.float64, seed=1)
+        loss = next_token_loss(hidden, weight, labels, num_items, chunked)
+        (3 * loss).backward()
+        results.append((loss, hidden.grad, weight.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert results[0][2].norm() > 1e-3
+
+
+def test_the_loss_in_chunks_under_autocast():
+    labels = torch.randint(301, (2, 40), generator=torch.Generator().manual_seed(2))
+    exact = next_token_loss(leaf(2, 40, 64).double(), leaf(301, 64, seed=1).double(), labels)
+    errors = []
+    for chunked in (False, True):
+        hidden, weight = leaf(2, 40, 64), leaf(301, 64, seed=1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = next_token_loss(hidden, weight, labels, chunked=chunked)
+        loss.backward()
+        assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
+        errors.append((loss.double() / exact - 1).abs())
+    assert errors[1] < 2e-3 and errors[1] < 1.5 * errors[0] + 1e-4
+
+
+def test_the_logits_never_exist_at_once():
+    """The largest tensor of a step with a large vocabulary is the weight, not the logits."""
+    shape = dict(max_position_embeddings=256, n_layers=1, n_heads=2, d_model=16, d_ff=32, dropout=0.0)
+    network = GPTModel(GPTConfig(vocab_size=50_257, **shape))
+    tokens = torch.randint(50_257, (8, 256), generator=torch.Generator().manual_seed(0))
+
+    def largest() -> int:
+        with torch.profiler.profile(profile_memory=True) as trace:
+            network(tokens, labels=tokens)[1].backward()
+        return max(event.self_cpu_memory_usage for event in trace.events())
+
+    logits = 4 * 8 * 255 * 50_257
+    assert largest() < logits / 8
+    network.chunked_loss = False
+    assert largest() >= logits
+
+
+def test_without_gradients_the_loss_in_chunks_makes_none():
+    labels = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(2))
+    hidden, weight = leaf(3, 9, 16).detach(), leaf(37, 16, seed=1).detach()
+    loss = next_token_loss(hidden, weight, labels, chunked=True)
+    torch.testing.assert_close(loss, next_token_loss(hidden, weight, labels, chunked=False))
+    assert not loss.requires_grad
+
+
+# In runs
+
+TINY = ["--config", "tests/tiny_stories.yaml", "--steps", "6", "--evaluation.every", "0", "--tracking.log_every", "1"]
+
+
+def test_recomputing_changes_no_bit(tmp_path):
+    """Dropout included: the second forward draws what the first one drew."""
+    for name, recomputed in (("kept", "false"), ("recomputed", "true")):
+        settings = ["--name", name, "--model.dropout", "0.2", "--activation_checkpointing", recomputed]
+        done = train(*TINY, *settings, "--out_dir", tmp_path)
+        assert ("activation checkpointing" in done.stdout) == (recomputed == "true")
+    assert metrics(tmp_path / "kept") == metrics(tmp_path / "recomputed")
+
+
+def test_a_machine_without_a_compiler_trains_uncompiled(tmp_path):
+    done = train(*TINY, "--name", "run", "--compile", "true", "--out_dir", tmp_path, CXX="no-such-compiler")
+    assert "precision: fp32, not compiled: no compiler: no-such-compiler\n" in done.stdout
+    assert done.stdout.endswith("Training finished.\n")
+
+
+def test_a_profile_is_a_trace_of_these_steps(tmp_path):
+    train(*TINY, "--name", "run", "--profile", "[3, 4]", "--out_dir", tmp_path, processes=2)
+    for rank in range(2):
+        trace = json.loads((tmp_path / "run" / f"trace-steps-3-4-rank-{rank}.json").read_text())
+        names = [event["name"] for event in trace["traceEvents"]]
+        assert sum(name == "Optimizer.step#AdamW.step" for name in names) == 2
+        assert any("all_reduce" in name or "allreduce" in name for name in names)
+
+
+def test_a_profile_backwards_is_refused(tmp_path):
+    done = train(*TINY, "--name", "run", "--profile", "[4, 3]", "--out_dir", tmp_path, exit_code=2)
+    assert "profile: [4, 3] must be the first and the last step" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("inherited", "own", "threads"),
+    [
+        ({}, {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, max(1, len(os.sched_getaffinity(0)) // 2)),
+        ({}, {"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, len(os.sched_getaffinity(0))),
+        ({}, {}, len(os.sched_getaffinity(0))),
+        ({"OMP_NUM_THREADS": "1"}, {"LOCAL_WORLD_SIZE": "1"}, 1),
+        ({"OMP_NUM_THREADS": "2"}, {"LOCAL_WORLD_SIZE": "2"}, 2),
+        ({}, {"OMP_NUM_THREADS": "1"}, 1),
+    ],
+)
+def test_processes_share_the_cores_unless_told_otherwise(inherited, own, threads):
+    """`inherited` is what the user exported, `own` what a launcher added."""
+    code = "import torch; from training.compute import prepare_cpu; prepare_cpu(); print(torch.get_num_threads())"
+    launcher = (
+        f"import subprocess, os; subprocess.run([{sys.executable!r}, '-c', {code!r}], env={{**os.environ, **{own}}})"
+    )
+    env = {name: value for name, value in environment(**inherited).items() if name != "OMP_NUM_THREADS"} | inherited
+    done = subprocess.run([sys.executable, "-c", launcher], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == str(threads), done.stderr

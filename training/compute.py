@@ -1,0 +1,85 @@
+"""How the processor is used: threads and memory of a CPU, what is compiled, what is recomputed, and a trace of it."""
+
+import ctypes
+import functools
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import psutil
+import torch
+from torch.profiler import ProfilerAction, profile
+from torch.utils.checkpoint import checkpoint
+
+from model.gpt import GPTModel
+from training.config import TrainConfig
+
+# mallopt's names for: when to give memory back, when to map a block on its own, how much to ask for at once.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+
+
+def prepare_cpu() -> None:
+    """Share the cores among the processes of this machine, and keep freed memory instead of giving it back.
+
+    A launcher sets OMP_NUM_THREADS to 1 if the user did not; then, as without any setting, each process gets an equal
+    share of the cores. More threads than cores make each other wait, which costs a small model a factor of ten.
+    Memory that goes back to the system after each tensor comes again as pages that it must first clear.
+    """
+    launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is None or (
+        launched and threads == "1" and "OMP_NUM_THREADS" not in psutil.Process().parent().environ()
+    ):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's; others do as they do
+        for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**27), (M_MMAP_MAX, 0)):
+            libc.mallopt(option, value)
+
+
+def launched_without_threads() -> bool:
+    """Whether a launcher started this process, which had no OMP_NUM_THREADS to pass on."""
+    if not {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
+        return False
+    try:
+        return "OMP_NUM_THREADS" not in psutil.Process(os.getppid()).environ()
+    except psutil.Error:
+        return False
+
+
+def no_compiler(device: torch.device) -> str:
+    """What torch.compile lacks on this machine to compile for `device`, or nothing."""
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    compilers = [os.environ.get("CXX", default)] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"no compiler: {' or '.join(compilers)}"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.exists() else f"no {header}, which the package python3-dev brings"
+
+
+def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device) -> None:
+    """Set how the network computes what it computes: each block recomputed in the backward, compiled, or both."""
+    network.chunked_loss = config.chunked_loss
+    for block in network.blocks:
+        if config.activation_checkpointing:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if config.compile and not no_compiler(device):
+            block.compile()  # in place: names stay clean, and DDP does not split the graph at its buckets
+
+
+def step_profiler(config: TrainConfig, first_step: int, directory: Path, rank: int) -> profile:
+    """torch's profiler, to be stepped after each update; writes a Chrome trace of the steps `config.profile`."""
+    first, last = config.profile or (0, 0)
+
+    def action(index: int) -> ProfilerAction:
+        step = first_step + 1 + index
+        if step == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        if first <= step < last:
+            return ProfilerAction.RECORD
+        return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
+
+    path = directory / f"trace-steps-{first}-{last}-rank-{rank}.json"
+    return profile(schedule=action, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)))
