@@ -15,7 +15,6 @@ seconds, to test the script: its figures mean nothing.
 
 import argparse
 import dataclasses
-import functools
 import gc
 import importlib.util
 import re
@@ -34,12 +33,12 @@ import torch._functorch.config
 from accelerate import Accelerator
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks import record
 from data.order import derive_seed
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from training.compute import no_compiler, prepare_network
 from training.config import OptimizerConfig, TrainConfig
 from training.optimizer import build_optimizer, set_lr
 from training.step_totals import StepTotals
@@ -143,7 +142,8 @@ class Miniature(Scale):
     warm_up_steps: int = 2
 
     def shrink(self, case: Case) -> Case:
-        return dataclasses.replace(case, context=case.context // 64, batch=2)
+        # Short sequences have another attention on a CPU, on which the backends would have no effect.
+        return dataclasses.replace(case, context=case.context // 3, batch=1)
 
 
 SHAPES = {"124M": Shape(12, 12, 768), "1.3B": Shape(24, 16, 2048)}
@@ -188,19 +188,21 @@ class Ours:
         self.accelerator = Accelerator(mixed_precision="bf16", cpu=scale.device.type == "cpu")
         with scale.device:  # random numbers for a billion weights take a CPU many seconds
             self.network = GPTModel(gpt_config(case, shape))
-        if setting.chunked_loss is not None and not hasattr(self.network, "chunked_loss"):
-            raise AttributeError("GPTModel has no chunked_loss: setting it would change nothing")
-        self.network.chunked_loss = setting.chunked_loss
-        for block in self.network.blocks:
-            if setting.activation_checkpointing:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        compiled = scale.backend == "inductor"
+        config = TrainConfig(
+            chunked_loss=setting.chunked_loss,
+            activation_checkpointing=setting.activation_checkpointing,
+            compile=compiled,
+        )
+        prepare_network(self.network, config, scale.device)
+        for block in [] if compiled else self.network.blocks:
             block.compile(backend=scale.backend)
         optimizer = build_optimizer(self.network, OPTIMIZER)
         if setting.foreach:
             for group in optimizer.param_groups:
                 group["fused"], group["foreach"] = False, True
         self.model, self.optimizer = self.accelerator.prepare(self.network, optimizer)
-        self.totals = StepTotals(TrainConfig(), None, self.accelerator)  # the order only words an error
+        self.totals = StepTotals(config, None, self.accelerator)  # the order only words an error
         tokens = random_tokens(case, shape, scale)
         self.batch = {"input_ids": tokens, "labels": tokens}
         self.target_tokens = self.count_targets()
@@ -335,8 +337,8 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> None:
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -389,7 +391,7 @@ def prepare(name: str, case: Case, scale: Scale, figures: dict) -> Runner:
         trainer.step()
         synchronize(scale.device)
     window_steps = max(1, round(scale.window_seconds / (time.perf_counter() - start)))
-    gc.collect()
+    free_memory(scale.device)
     return Runner(trainer, allocated_bytes(scale.device) - before, window_steps)
 
 
@@ -590,6 +592,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.miniature or torch.cuda.is_available()):
         parser.error("no GPU is here; --miniature tests the script on a CPU")
+    if not arguments.miniature and (missing := no_compiler(torch.device("cuda"))):
+        parser.error(f"the blocks would not be compiled: {missing}")
     if arguments.miniature:
         scale = Miniature(torch.device("cpu"), MINIATURE_SHAPES, arguments.nanogpt)
     else:
