@@ -1,15 +1,16 @@
 """How the processor is used: threads and memory of a CPU, what is compiled, what is recomputed, and a trace of it."""
 
 import ctypes
-import functools
 import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerAction, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -59,12 +60,25 @@ def no_compiler(device: torch.device) -> str:
     return "" if header.exists() else f"no {header}, which the package python3-dev brings"
 
 
+def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward`, which keeps its inputs only and runs again in the backward.
+
+    It must be a function of this repository, not `checkpoint` with arguments: torch.compile begins at the first frame
+    that is not torch's own, finds none behind `checkpoint`, and leaves the block uncompiled without a word.
+    """
+
+    def forward_keeping_inputs(*inputs):
+        return checkpoint(forward, *inputs, use_reentrant=False)
+
+    return forward_keeping_inputs
+
+
 def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device) -> None:
     """Set how the network computes what it computes: each block recomputed in the backward, compiled, or both."""
     network.chunked_loss = config.chunked_loss
     for block in network.blocks:
         if config.activation_checkpointing:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = recomputed(block.forward)
         if config.compile and not no_compiler(device):
             block.compile()  # in place: names stay clean, and DDP does not split the graph at its buckets
 
