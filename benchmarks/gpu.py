@@ -47,6 +47,8 @@ from training.throughput import PEAK_BF16_FLOPS
 STARTED = time.monotonic()
 PEER = "nanogpt"
 OPTIMIZER = OptimizerConfig(lr=1e-4)  # the other values are nanoGPT's too
+COMPILED_REGION = "Torch-Compiled Region"
+ANNOTATIONS = (COMPILED_REGION, "CompiledFunction", "TorchDynamo", "ProfilerStep", "Optimizer.", "##")
 ATTENTION = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -436,8 +438,14 @@ def profile_kernels(trainer: Ours | Peer, device: torch.device, steps: int = 3, 
     where, attribute = DeviceType.CPU, "self_cpu_time_total"
     if device.type == "cuda":
         where, attribute = DeviceType.CUDA, "self_device_time_total"
+    averages = profile.key_averages()
+    regions = [row for row in averages if row.device_type == DeviceType.CPU and row.key.startswith(COMPILED_REGION)]
     # An operator is charged with its kernels' time too, and an annotation spans them: either would count them twice.
-    rows = [row for row in profile.key_averages() if row.device_type == where and not row.is_user_annotation]
+    rows = [
+        row
+        for row in averages
+        if row.device_type == where and not (row.is_user_annotation or row.key.startswith(ANNOTATIONS))
+    ]
     microseconds = {row.key: getattr(row, attribute) for row in rows}
     counts = {row.key: row.count for row in rows}
     total = sum(microseconds.values())
@@ -455,7 +463,12 @@ def profile_kernels(trainer: Ours | Peer, device: torch.device, steps: int = 3, 
         for name, count in counts.items()
         if re.search("flash|fmha|sdpa|attention", name, re.IGNORECASE)
     }
-    return {"device_seconds_a_step": total / 1e6 / steps, "top": kernels, "attention_calls_a_step": attention}
+    return {
+        "device_seconds_a_step": total / 1e6 / steps,
+        "compiled_regions_a_step": sum(row.count for row in regions) / steps,
+        "top": kernels,
+        "attention_calls_a_step": attention,
+    }
 
 
 def summarise(runner: Runner, case: Case, flops_per_token: int, product: float, data_sheet: float | None) -> dict:
@@ -561,6 +574,8 @@ def describe(name: str, figures: dict) -> str:
         lines.append(f"  {figures['error']}")
     for variant, row in figures.get("variants", {}).items():
         line = f"  {variant:<25}"
+        if row.get("kernels", {}).get("compiled_regions_a_step") == 0:
+            line += " NOT COMPILED"  # torch.compile passes over what it cannot take without a word
         if "tokens_per_second" in row:
             line += f"{row['tokens_per_second']:>11,.0f} tokens/s  MFU {row['mfu_of_measured_product']:6.1%}"
             line += f"  {row['peak_memory_gib']:6.1f} GiB" if row["peak_memory_gib"] else ""

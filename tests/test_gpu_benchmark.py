@@ -3,7 +3,6 @@
 The environment variable NANOGPT may name a folder with nanoGPT's model.py; without it the peer is left out.
 """
 
-import functools
 import json
 import os
 import subprocess
@@ -63,6 +62,19 @@ def test_the_loss_is_told_from_the_blocks(cases):
     order = ["forward", "loss_forward", "loss_backward", "backward", "clip_and_totals", "optimizer"]
     assert list(pieces["seconds"]) == order
     assert 0 < pieces["loss_share"] < 1
+
+
+def test_every_block_is_compiled_in_every_variant(cases):
+    def compiled(case):
+        return {
+            name: variant["kernels"]["compiled_regions_a_step"]
+            for name, variant in cases[case]["variants"].items()
+            if "kernels" in variant
+        }
+
+    assert compiled("124m_1024") == {"ours": 1, **({gpu.PEER: 1} if NANOGPT else {})}
+    assert compiled("124m_1024_settings") == dict.fromkeys(gpu.CASES["124m_1024_settings"].variants, 1)
+    assert compiled("1.3b_4096_settings") == {"ours": 2, "activation_checkpointing": 2}
 
 
 def test_settings_change_what_runs(cases):
@@ -136,7 +148,7 @@ def test_settings_reach_the_model_and_the_optimizer(monkeypatch):
     def facts(name):
         ours = gpu.Ours(case, scale.shapes["124M"], gpu.SETTINGS[name], scale)
         (group, _) = ours.optimizer.param_groups
-        checkpointed = isinstance(ours.network.blocks[0].forward, functools.partial)
+        checkpointed = "forward" in vars(ours.network.blocks[0])
         return ours.network.chunked_loss, group["fused"], bool(group["foreach"]), checkpointed
 
     assert {name: facts(name) for name in gpu.SETTINGS} == {
