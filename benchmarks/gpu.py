@@ -459,7 +459,7 @@ def profile_kernels(trainer: Ours | Peer, device: torch.device, steps: int = 3, 
         for name in sorted(microseconds, key=microseconds.get, reverse=True)[:top]
     ]
     attention = {
-        name[:160]: count / steps
+        name: count / steps
         for name, count in counts.items()
         if re.search("flash|fmha|sdpa|attention", name, re.IGNORECASE)
     }
