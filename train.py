@@ -182,6 +182,8 @@ def cli() -> int:
     """Run from the command line; returns the exit code of the contract."""
     try:
         main(parse_config(num_processes=launch.num_processes()))
+    except SystemExit as exit_:  # --help and --print_config: Python's own exit takes a second to take torch apart
+        return int(exit_.code or 0)
     except (ConfigError, RunError) as error:
         launch.let_main_process_fail_first()
         print(f"train.py: error: {error}", file=sys.stderr)

@@ -69,6 +69,10 @@ class GPTConfig:
     """Whether the output projection is the token embedding itself, as in the published GPT-2: fewer parameters.
     Default false: it is a matrix of its own."""
 
+    zero_init: bool = False
+    """Whether out_proj and down_proj, which write to the residual stream, begin at zero, so that every block begins as
+    the identity."""
+
     @property
     def head_size(self) -> int:
         """Width of one attention head: head_dim, or its default."""

@@ -197,7 +197,7 @@ class GPTModel(nn.Module):
         | bias                                                 | 0                                   |
 
         out_proj and down_proj write to the residual stream: 2 n_layers of them add up there, and the smaller std keeps
-        the sum from growing with depth.
+        the sum from growing with depth. With zero_init they are 0 (Zhang et al. 2019, "Fixup", arXiv:1901.09321).
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -205,7 +205,7 @@ class GPTModel(nn.Module):
             elif "norm" in name:
                 parameter.fill_(1.0)
             elif name.endswith(("out_proj.weight", "down_proj.weight")):
-                parameter.normal_(std=0.02 / math.sqrt(2 * self.config.n_layers))
+                parameter.normal_(std=0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layers))
             else:
                 parameter.normal_(std=0.02)
 
