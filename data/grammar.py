@@ -176,20 +176,21 @@ class Grammar:
         self._expand(self.start, teller, {})
 
     def _expand(self, rule: str, teller, slots: dict[str, Entry]) -> None:
+        # By type, not by `match`, which takes twice as long: training waits for this.
         for piece in teller.choose(self.rules[rule], slots):
-            match piece:
-                case Text(text):
-                    teller.say(text)
-                case Recall(space, slot, form):
-                    teller.say(space + slots[slot][form])
-                case Draw(space, slot, table):
-                    teller.say(space)
-                    slots[slot] = teller.choose(self.tables[table], slots)
-                    teller.say(slots[slot][""])
-                case Copy(slot, other):
-                    slots[slot] = slots[other]
-                case Expand(inner):
-                    self._expand(inner, teller, slots)
+            kind = type(piece)
+            if kind is Text:
+                teller.say(piece.text)
+            elif kind is Recall:
+                teller.say(piece.space + slots[piece.slot][piece.form])
+            elif kind is Draw:
+                teller.say(piece.space)
+                slots[piece.slot] = teller.choose(self.tables[piece.table], slots)
+                teller.say(slots[piece.slot][""])
+            elif kind is Copy:
+                slots[piece.slot] = slots[piece.other]
+            else:
+                self._expand(piece.rule, teller, slots)
 
     def _entropy(self, rule: str) -> float:
         choice = self.rules[rule]

@@ -218,11 +218,10 @@ class StoriesDataset(Dataset):
         """
         # What the tokenizer would do, eight times as fast.
         story = [self._vocabulary[token] for token in TOKEN.findall(self.text(index))]
-        end = len(story) + 2
-        input_ids = torch.full((self.seq_len,), self._vocabulary[END_OF_TEXT])
-        input_ids[1 : end - 1] = torch.tensor(story)
+        end_of_text, padding = self._vocabulary[END_OF_TEXT], self.seq_len - len(story) - 2
+        input_ids = torch.tensor([end_of_text, *story, *[end_of_text] * (1 + padding)])
         labels = input_ids.clone()
-        labels[end:] = -100
+        labels[self.seq_len - padding :] = -100
         return {"input_ids": input_ids, "labels": labels}
 
     def text(self, index: int) -> str:
