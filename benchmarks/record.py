@@ -41,7 +41,8 @@ def write(path: Path, figures: dict) -> None:
     path.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def save(name: str, figures: dict) -> None:
-    """Print the figures and write them to benchmarks/results/NAME.json."""
-    write(RESULTS / f"{name}.json", figures)
+def save(name: str, figures: dict, quick: bool = False) -> None:
+    """Print the figures and write them to benchmarks/results/NAME.json; those of a quick run are only printed."""
+    if not quick:
+        write(RESULTS / f"{name}.json", figures)
     print(json.dumps(figures, indent=2))

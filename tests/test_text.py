@@ -15,6 +15,7 @@ import yaml
 from torch.utils.data import DataLoader
 
 import data.prepare
+from benchmarks.growth import sparse_corpus
 from data.corpus import load_corpus
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas
 from data.text import TextCorpus, TextDataset
@@ -96,52 +97,14 @@ def test_loader_processes_read_the_same(folder):
                 assert torch.equal(ours[name], torch.stack([again[i][name] for i in theirs]))
 
 
-class SparseFile:
-    """A file in which what is long, and so is the zeros of this test, is a hole."""
-
-    def __init__(self, path):
-        self.file, self.closed = open(path, "wb"), False
-
-    def write(self, content):
-        if len(content) > 2**20:
-            self.file.seek(len(content), 1)
-        else:
-            self.file.write(content)
-        return len(content)
-
-    def tell(self):
-        return self.file.tell()
-
-    def flush(self):
-        self.file.flush()
-
-    def close(self):
-        self.file.close()
-        self.closed = True
-
-
 def test_ten_billion_tokens_open_without_memory(tmp_path, folder):
     """Sparse files, as many as data.prepare would make of so much English text."""
-    zeros = np.memmap(tmp_path / "zeros", dtype=np.uint16, mode="w+", shape=4_000_000)
-    column = pa.ListArray.from_arrays(np.array([0, len(zeros)], np.int32), pa.array(zeros))
-    batch = pa.record_batch({"input_ids": column})
-    path = tmp_path / "corpus"
-    (path / "train").mkdir(parents=True)
-    sparse = SparseFile(path / "train" / "000000.arrow")
-    with pa.ipc.new_stream(pa.PythonFile(sparse, mode="w"), batch.schema) as writer:
-        writer.write_batch(batch)
-    sparse.close()
-    first = path / "train" / "000000.arrow"
+    sparse_corpus(tmp_path / "corpus", 10**10, 4_000_000, folder / "a" / "tokenizer")
+    first = tmp_path / "corpus" / "train" / "000000.arrow"
     assert first.stat().st_blocks * 512 < 100_000 and first.stat().st_size > 8_000_000
-    for i in range(1, 2500):
-        (path / "train" / f"{i:06d}.arrow").hardlink_to(first)
-    (path / "tokenizer").symlink_to(folder / "a" / "tokenizer")
-    metadata = json.loads((folder / "a" / "metadata.json").read_text())
-    metadata["files"] = {f"train/{i:06d}.arrow": first.stat().st_size for i in range(2500)}
-    (path / "metadata.json").write_text(json.dumps(metadata))
     tracemalloc.start()
     before = pa.total_allocated_bytes()
-    dataset = open_split(path, seq_len=1025)
+    dataset = open_split(tmp_path / "corpus", seq_len=1025)
     sample = dataset[len(dataset) - 1]
     peak_bytes = tracemalloc.get_traced_memory()[1] + pa.total_allocated_bytes() - before
     tracemalloc.stop()
