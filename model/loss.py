@@ -8,6 +8,9 @@ from model.linear import linear
 
 # Logits of a chunk, in bytes of float32: what stays in the cache of a CPU, and what keeps a GPU busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+MIN_CHUNK_ROWS = (
+    128  # each chunk adds to the gradient of the whole weight: with few rows that would be most of the work
+)
 
 
 def next_token_loss(
@@ -30,7 +33,7 @@ def next_token_loss(
     # The last position predicts nothing and the first label is predicted by nothing: T - 1 targets a row.
     hidden, targets = hidden_BTC[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
     vocab_size = weight_VC.shape[0]
-    chunk = max(1, CHUNK_BYTES.get(hidden.device.type, 2**25) // (4 * vocab_size))
+    chunk = max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(hidden.device.type, 2**25) // (4 * vocab_size))
     if chunked or (chunked is None and len(hidden) > chunk):
         loss_sum = ChunkedCrossEntropy.apply(hidden, weight_VC, targets, chunk)
     else:

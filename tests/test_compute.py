@@ -99,6 +99,7 @@ def test_the_plain_attention_is_for_short_sequences_in_bfloat16(length, dtype, s
 @pytest.mark.parametrize("chunk_rows", [1, 5, 64])
 def test_the_loss_in_chunks_is_the_loss(num_items, chunk_rows, monkeypatch):
     monkeypatch.setattr("model.loss.CHUNK_BYTES", {"cpu": 4 * 37 * chunk_rows})
+    monkeypatch.setattr("model.loss.MIN_CHUNK_ROWS", 1)
     labels = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(2))
     labels[0, 3:6] = labels[2, :] = -100
     results = []

@@ -11,7 +11,8 @@ from tests.test_prepare import make_documents, write_jsonl
 DOCS = (ROOT / "docs" / "data.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", DOCS, re.DOTALL) for line in block.splitlines()]
 SHORT = (
-    "--steps 2 --schedule.warmup_steps 1 --evaluation.num_samples 8 --tracking.wandb disabled --tracking.log_every 1"
+    "--steps 2 --schedule.warmup_steps 1 --schedule.decay_steps 1 --evaluation.num_samples 8 "
+    "--tracking.wandb disabled --tracking.log_every 1"
 )
 
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from model.gpt import GPTModel
 from training.config import TrainConfig
 
-# mallopt's names for: when to give memory back, when to map a block on its own, how much to ask for at once.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+# mallopt's names for: when to give memory back, how much to ask for at once, from what size a block is mapped alone.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def prepare_cpu() -> None:
@@ -36,7 +36,7 @@ def prepare_cpu() -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's; others do as they do
-        for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**27), (M_MMAP_MAX, 0)):
+        for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**27), (M_MMAP_THRESHOLD, 2**25)):
             libc.mallopt(option, value)
 
 
