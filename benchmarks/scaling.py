@@ -64,7 +64,8 @@ QUICK_SIZES = [Size(1, 16, 2, steps=10), Size(2, 16, 2, steps=10)]
 def throughput_case(size: Size, processes: int, threads: str) -> Callable[[], float]:
     settings = {
         "config": "configs/random_tokens.yaml", "steps": size.steps, "seq_len": SEQ_LEN, "global_batch_size": ROWS,
-        "micro_batch_size": ROWS // 2, "tracking.log_every": size.steps // 5, "tracking.wandb": "disabled",
+        "micro_batch_size": ROWS // max(1, processes), "tracking.log_every": size.steps // 5,
+        "tracking.wandb": "disabled",
         **{f"model.{name}": value for name, value in size.shape().items()},
     }  # fmt: skip
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]

@@ -57,8 +57,23 @@ def memory(figures: dict) -> Rows:
     return [header] + [[case, *(value.get(column, "") for column in columns)] for case, value in figures.items()]
 
 
+def scaling(figures: dict) -> Rows:
+    header = ["model", "1 process x 2 threads, tokens/s", "2 x 1, tokens/s", "2 x 1 over 1 x 2"]
+    ways = list(next(iter(figures["ddp"].values())))
+    rows = [[*header, *(f"{way}: seconds a step (share hidden)" for way in ways)]]
+    for size, speeds in figures["processes"].items():
+        steps = figures["ddp"][size].values()
+        cells = [f"{way['seconds_a_step']:.3g} ({100 * way['share_hidden']:.0f}%)" for way in steps]
+        rows.append([size, *speeds.values(), *cells])
+    return rows
+
+
+def startup(figures: dict) -> Rows:
+    return [["from launch to", "seconds"]] + [[name, value] for name, value in figures.items()]
+
+
 TABLES: dict[str, Callable[[dict], Rows]] = {
-    function.__name__: function for function in (throughput, time_to_loss, overhead, memory)
+    function.__name__: function for function in (throughput, time_to_loss, overhead, scaling, memory, startup)
 }
 
 
