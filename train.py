@@ -88,6 +88,8 @@ def main(config: TrainConfig) -> None:
         pin_memory=device.type == "cuda",
     )
     batches = ({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in loader)
+    # torch.manual_seed also notes a seed, with a stack trace, for a GPU that a machine without one does not have.
+    seed_draws = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     throughput = Throughput(config, network, accelerator)
     totals = StepTotals(config, order, accelerator)
 
@@ -116,7 +118,7 @@ def main(config: TrainConfig) -> None:
             set_lr(optimizer, lr)
             losses = torch.zeros(accumulation, device=device)
             for index, micro_batch in enumerate(micro_batches(batch, config)):
-                torch.manual_seed(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
+                seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
                     _, micro_loss = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
                     accelerator.backward(micro_loss)
