@@ -3,7 +3,7 @@ PYTHON ?= python3
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-.PHONY: help env train verify test test-all lint clean
+.PHONY: help env train verify test test-all bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ test: .venv/.installed-test ## lint and the tests, at most 7 minutes on 2 cores
 
 test-all: .venv/.installed-test ## the long tests too
 	$(PYTEST) $(ARGS)
+
+bench: .venv/.installed-test ## measure speed and memory, in 40 minutes; against a peer: make bench ARGS="--nanogpt PATH --text FILE"
+	.venv/bin/python -m benchmarks $(ARGS)
 
 lint: .venv/.installed-test ## check style
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -13,11 +13,13 @@ import numpy as np
 
 # On a CPU its train.py enters a nullcontext in place of autocast: to run it in bfloat16, that is what is replaced.
 IN_BFLOAT16 = """
-import contextlib, runpy, sys, torch
-contextlib.nullcontext = lambda: torch.autocast("cpu", torch.bfloat16)
+import sys
+from pathlib import Path
 sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+source, found = Path(sys.argv[0]).read_text(), "nullcontext() if device_type == 'cpu' else "
+assert found in source
+exec(compile(source.replace(found, ""), sys.argv[0], "exec"))
 """
 RECIPE_FOR_A_CPU = {  # of its README
     **dict(device="cpu", compile=False, eval_iters=20, block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128),
@@ -48,7 +50,7 @@ class NanoGPT:
     def train(self, bfloat16: bool = False, **settings) -> list[tuple[float, str]]:
         """The lines that its train.py prints, each with the seconds since it was launched."""
         command = [sys.executable, "-u", *(["-c", IN_BFLOAT16] if bfloat16 else []), str(self.path / "train.py")]
-        settings = RECIPE_FOR_A_CPU | settings
+        settings = RECIPE_FOR_A_CPU | settings | ({"dtype": "bfloat16"} if bfloat16 else {})
         command += [str(self.path / "config" / "train_shakespeare_char.py"), "--dataset=text"]
         command += [f"--{name}={value}" for name, value in settings.items()]
         start, lines = time.perf_counter(), []
