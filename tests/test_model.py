@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import GPTConfig
-from model.gpt import GPTModel
+from model.gpt import GPTModel, rope_tables
 
 SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d_model=32, d_ff=48, dropout=0.0)
 QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False, n_kv_heads=2)
@@ -189,6 +189,14 @@ def test_the_number_of_parameters(settings, total, lookups):
     model = make_model(**settings)
     assert model.num_parameters() == total
     assert model.num_parameters(lookups=False) == total - lookups
+
+
+def test_blocks_that_begin_at_zero_begin_as_the_identity():
+    x_BTC = torch.randn(2, 5, SHAPE["d_model"])
+    rope = rope_tables(torch.arange(5), 8, 10000.0)
+    for zero_init in (True, False):
+        for block in make_model(**QWEN3, zero_init=zero_init).blocks:
+            assert torch.equal(block(x_BTC, rope, None), x_BTC) == zero_init
 
 
 @pytest.mark.parametrize("settings", [dict(tie_embeddings=True), dict(QWEN3, head_dim=64)], ids=["gpt2", "qwen3"])
