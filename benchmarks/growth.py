@@ -329,7 +329,7 @@ def draw(
     if scale == "linear":
         axes.set_ylim(0, 1.4 * max(max(figures[key]) for key in lines))  # with room for the legend
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.set_xticks(points, [f"{point:,}" if point < 10**6 else f"{point:.0e}" for point in points])
+    axes.set_xticks(points, [f"{point:,}" if point < 10**6 else f"{point:.0e}" for point in points], fontsize=7)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)

@@ -15,6 +15,7 @@ import torch
 from benchmarks import gpu, record
 from tests.conftest import ROOT, environment
 
+pytestmark = pytest.mark.slow
 NANOGPT = os.environ.get("NANOGPT")
 RUN = ["124m_1024", "124m_1024_settings", "124m_1024_cudnn", "1.3b_4096_settings"]
 
