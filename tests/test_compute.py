@@ -178,6 +178,7 @@ def test_a_profile_is_a_trace_of_these_steps(tmp_path):
         trace = json.loads((tmp_path / "run" / f"trace-steps-3-4-rank-{rank}.json").read_text())
         names = [event["name"] for event in trace["traceEvents"]]
         assert sum(name == "Optimizer.step#AdamW.step" for name in names) == 2
+        assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#2", "ProfilerStep#3"}
         assert any("all_reduce" in name or "allreduce" in name for name in names)
 
 
