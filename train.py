@@ -160,7 +160,8 @@ def main(config: TrainConfig) -> None:
                 raise Preempted(f"stopped by a signal after step {done}; the same command goes on from there")
             if evaluate_now or save_now:
                 throughput.restart(done)
-            profiler.step()
+            if profiler:
+                profiler.step()
 
         if accelerator.is_main_process:
             tracker.say(f"Loss curve: {save_loss_curve(run.path)}")

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data.corpus import load_corpus
 from model.gpt import GPTModel
 from training import launch
-from training.compute import prepare_cpu
+from training.compute import prepare_cpu, prepare_network
 from training.config import parse_config
 from training.optimizer import build_optimizer
 
@@ -29,9 +29,7 @@ def main() -> None:
     config.model.vocab_size = load_corpus(config).vocab_size
     torch.manual_seed(config.seed)
     model = network = GPTModel(config.model)
-    if config.compile:
-        for block in network.blocks:
-            block.compile()
+    prepare_network(network, config, torch.device("cpu"))
     if processes > 1:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(network, gradient_as_bucket_view=True)

@@ -20,17 +20,15 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import record
+from benchmarks.measure import ROOT, launch
 
-ROOT = Path(__file__).parent.parent
 MODEL = "--model.n_layers 6 --model.d_model 384 --model.n_heads 6 --model.dropout 0 --seq_len 64".split()
 
 
 def train_command(out_dir: Path, name: str, processes: int, *arguments: str, max_restarts: int = 0) -> list[str]:
     """`accelerate launch` of train.py on the CPU."""
-    command = [sys.executable, str(Path(sys.executable).parent / "accelerate"), "launch"]
-    command += ["--config_file", "accelerate_configs/cpu.yaml", "--num_processes", str(processes)]
-    command += ["--max_restarts", str(max_restarts), "train.py", "--out_dir", str(out_dir), "--name", name]
-    return [*command, *arguments, "--tracking.wandb", "disabled"]
+    own = ["--out_dir", str(out_dir), "--name", name, "--tracking.wandb", "disabled"]
+    return [*launch(processes, "train.py", max_restarts), *own, *arguments]
 
 
 def train(out_dir: Path, name: str, processes: int, *arguments: str) -> int:

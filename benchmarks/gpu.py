@@ -16,10 +16,8 @@ seconds, to test the script: its figures mean nothing.
 import argparse
 import dataclasses
 import gc
-import importlib.util
 import re
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,6 +33,7 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import record
+from benchmarks.nanogpt import load_model_file
 from data.order import derive_seed
 from model.config import GPTConfig
 from model.gpt import GPTModel
@@ -42,7 +41,7 @@ from training.compute import no_compiler, prepare_network
 from training.config import OptimizerConfig, TrainConfig
 from training.optimizer import build_optimizer, set_lr
 from training.step_totals import StepTotals
-from training.throughput import PEAK_BF16_FLOPS
+from training.throughput import peak_bf16_flops
 
 STARTED = time.monotonic()
 PEER = "nanogpt"
@@ -252,7 +251,7 @@ class Peer:
     """nanoGPT's model and step, from its own files."""
 
     def __init__(self, case: Case, shape: Shape, setting: Setting, scale: Scale):
-        module = load_module(scale.nanogpt / "model.py")
+        module = load_model_file(scale.nanogpt)
         config = module.GPTConfig(
             block_size=case.context,
             vocab_size=shape.vocab_size,
@@ -321,14 +320,6 @@ def random_tokens(case: Case, shape: Shape, scale: Scale) -> torch.Tensor:
     return torch.randint(shape.vocab_size, (case.batch, case.context), device=scale.device)
 
 
-def load_module(path: Path):
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -374,8 +365,7 @@ def matrix_flops_per_second(scale: Scale) -> float:
 
 
 def data_sheet_flops_per_second(device: torch.device) -> float | None:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    return next((flops for known, flops in PEAK_BF16_FLOPS.items() if known in name), None)
+    return (peak_bf16_flops(device) or None) if device.type == "cuda" else None
 
 
 def prepare(name: str, case: Case, scale: Scale, figures: dict) -> Runner:

@@ -35,7 +35,7 @@ from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from training.compute import prepare_cpu
+from training.compute import available_cores, prepare_cpu
 from training.config import OptimizerConfig
 from training.optimizer import build_optimizer
 
@@ -44,7 +44,7 @@ BASE = GPTConfig(
     position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False,
 )  # fmt: skip
 SEQ_LEN = 256
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+CORES = available_cores()
 CORPUS_BATCH, CORPUS_SEQ_LEN = 64, 1025
 PART = 10**8  # tokens of a file: 10,000 files at most, because a process may map no more than 65,530 on Linux
 Figures = dict[str, list | float | int]

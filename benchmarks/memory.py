@@ -6,7 +6,6 @@ loss in chunks, that with activation checkpointing too, and nanoGPT at the same 
 """
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
@@ -20,6 +19,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.measure import alternate, run
+from benchmarks.nanogpt import load_model_file
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from training.compute import prepare_cpu, prepare_network
@@ -47,9 +47,7 @@ def ours(chunked_loss: bool, activation_checkpointing: bool) -> tuple[Callable, 
 
 
 def nanogpt(path: str) -> tuple[Callable, torch.optim.Optimizer]:
-    spec = importlib.util.spec_from_file_location("nanogpt", Path(path, "model.py"))
-    theirs = sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
+    theirs = load_model_file(path)
     config = theirs.GPTConfig(
         block_size=CONTEXT, vocab_size=VOCAB_SIZE, n_layer=4, n_head=4, n_embd=256, dropout=0.0, bias=False
     )

@@ -1,5 +1,6 @@
 """nanoGPT (Karpathy 2022) as the peer of a benchmark: the real train.py of a checkout that the user names."""
 
+import importlib.util
 import pickle
 import re
 import statistics
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -25,6 +27,14 @@ RECIPE_FOR_A_CPU = {  # of its README
     **dict(device="cpu", compile=False, eval_iters=20, block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128),
     **dict(max_iters=2000, lr_decay_iters=2000, dropout=0.0),
 }
+
+
+def load_model_file(path: str | Path) -> ModuleType:
+    """Its model.py as a module, which is not in the way of our own package of that name."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path, "model.py"))
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class NanoGPT:

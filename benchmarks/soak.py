@@ -22,7 +22,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks import record
-from benchmarks.exactness import ROOT, tensors, train_command
+from benchmarks.exactness import tensors, train_command
+from benchmarks.measure import ROOT
 
 STEPS = 400
 

@@ -6,12 +6,12 @@ On a CPU nanoGPT computes in float32, compiled or not; here it is also put under
 """
 
 import argparse
-import os
 from functools import partial
 
 from benchmarks import record
 from benchmarks.measure import alternate, training_tokens_per_second
 from benchmarks.nanogpt import NanoGPT
+from training.compute import available_cores
 
 SHAPES = {  # layers, heads, d_model, context, batch; steps to time, of ours and of nanoGPT
     "4 x 128, context 64, batch 12": (4, 4, 128, 64, 12, 200),
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    figures = {"threads": os.cpu_count(), "rounds": arguments.rounds}
+    figures = {"threads": available_cores(), "rounds": arguments.rounds}
     for name, shape in SHAPES.items():
         cases = {}
         for precision, written in (("no", "float32"), ("bf16", "bfloat16")):

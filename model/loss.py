@@ -8,9 +8,8 @@ from model.linear import linear
 
 # Logits of a chunk, in bytes of float32: what stays in the cache of a CPU, and what keeps a GPU busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
-MIN_CHUNK_ROWS = (
-    128  # each chunk adds to the gradient of the whole weight: with few rows that would be most of the work
-)
+# Each chunk adds to the gradient of the whole weight, which with few rows would be most of the work.
+MIN_CHUNK_ROWS = 128
 
 
 def next_token_loss(

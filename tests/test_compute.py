@@ -191,6 +191,7 @@ def test_a_profile_backwards_is_refused(tmp_path):
     ("inherited", "own", "threads"),
     [
         ({}, {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, max(1, len(os.sched_getaffinity(0)) // 2)),
+        ({}, {"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, len(os.sched_getaffinity(0))),
         ({}, {}, len(os.sched_getaffinity(0))),
         ({"OMP_NUM_THREADS": "1"}, {"LOCAL_WORLD_SIZE": "1"}, 1),
         ({"OMP_NUM_THREADS": "2"}, {"LOCAL_WORLD_SIZE": "2"}, 2),

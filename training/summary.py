@@ -26,13 +26,15 @@ def summary(
     backend = f", {torch.distributed.get_backend()}" if accelerator.num_processes > 1 else ""
     accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
     tokens_per_step = config.global_batch_size * config.seq_len
-    lack = no_compiler(device)
-    compiled = f"not compiled: {lack}" if lack else "compiled"
+    compiled = ""
+    if config.compile:
+        lack = no_compiler(device)
+        compiled = f", not compiled: {lack}" if lack else ", compiled"
     facts = {
         "run": f"{run.path}" + (f", resumed at step {first_step} from {start_from}" if start_from else ""),
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}",
         "precision": accelerator.mixed_precision.replace("no", "fp32")
-        + (f", {compiled}" if config.compile else "")
+        + compiled
         + (", activation checkpointing" if config.activation_checkpointing else "")
         + (", deterministic" if config.exact else ""),
         "model": f"{model.num_parameters():,} parameters",

@@ -22,6 +22,12 @@ PEAK_BF16_FLOPS = {
 }
 
 
+def peak_bf16_flops(device: torch.device) -> float:
+    """The data sheet's dense bf16 FLOP/s of a CUDA device; 0 where it is not known."""
+    device_name = torch.cuda.get_device_name(device)
+    return next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in device_name), 0.0)
+
+
 class Throughput:
     """A stopwatch over training steps. Restart it after an evaluation or a checkpoint: they are not training."""
 
@@ -29,9 +35,7 @@ class Throughput:
         self.tokens_per_step = config.global_batch_size * config.seq_len
         self.flops_per_token = model.flops_per_token(config.seq_len)
         is_bf16_gpu = accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
-        device_name = torch.cuda.get_device_name(accelerator.device) if is_bf16_gpu else ""
-        peak_flops = next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in device_name), 0.0)
-        self.peak_flops = peak_flops * accelerator.num_processes
+        self.peak_flops = peak_bf16_flops(accelerator.device) * accelerator.num_processes if is_bf16_gpu else 0.0
 
     def restart(self, step: int) -> None:
         """Begin to measure at `step`."""
