@@ -15,13 +15,13 @@ from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from config import ConfigError, RunError, TrainConfig, parse_config
 from data.corpus import load_corpus
 from data.order import StepSampler, derive_seed
 from model.gpt import GPTModel
 from plot import save_loss_curve
 from training import checkpoint, launch
 from training.compute import prepare_network, step_profiler
-from training.config import ConfigError, RunError, TrainConfig, parse_config
 from training.evaluation import evaluate
 from training.optimizer import build_optimizer, set_lr
 from training.replicas import check_replicas

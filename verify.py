@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import train
+from config import ConfigError, RunError, TrainConfig, parse_config
 from data.corpus import load_corpus
 from data.order import GlobalBatches, derive_seed
 from model.gpt import GPTModel
 from model.hub import FAMILIES, to_transformers
 from training import checkpoint, launch
-from training.config import ConfigError, RunError, TrainConfig, parse_config
 from training.optimizer import build_optimizer, set_lr
 from training.tree_sum import TreeSum
 

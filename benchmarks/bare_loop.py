@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from config import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
 from training import launch
 from training.compute import prepare_cpu, prepare_network
-from training.config import parse_config
 from training.optimizer import build_optimizer
 
 

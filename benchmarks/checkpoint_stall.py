@@ -18,10 +18,10 @@ import torch
 from accelerate import Accelerator
 
 from benchmarks import record
+from config import CheckpointConfig, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from training import checkpoint
-from training.config import CheckpointConfig, TrainConfig
 from training.optimizer import build_optimizer
 
 

@@ -34,11 +34,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import record
 from benchmarks.nanogpt import load_model_file
+from config import OptimizerConfig, TrainConfig
 from data.order import derive_seed
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from training.compute import no_compiler, prepare_network
-from training.config import OptimizerConfig, TrainConfig
 from training.optimizer import build_optimizer, set_lr
 from training.step_totals import StepTotals
 from training.throughput import peak_bf16_flops

@@ -30,13 +30,13 @@ from torch.profiler import profile
 
 from benchmarks import record
 from benchmarks.measure import ROOT, alternate, arguments, launch, pictures, started, wait_for_line
+from config import OptimizerConfig
 from data.order import GlobalBatches
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from training.compute import available_cores, prepare_cpu
-from training.config import OptimizerConfig
 from training.optimizer import build_optimizer
 
 BASE = GPTConfig(

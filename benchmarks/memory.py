@@ -20,10 +20,10 @@ import torch
 from benchmarks import record
 from benchmarks.measure import alternate, run
 from benchmarks.nanogpt import load_model_file
+from config import OptimizerConfig, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from training.compute import prepare_cpu, prepare_network
-from training.config import OptimizerConfig, TrainConfig
 from training.optimizer import build_optimizer
 
 VOCAB_SIZE, CONTEXT, ROWS, STEPS = 50_257, 256, 8, 4

@@ -27,11 +27,11 @@ from torch.profiler import profile
 
 from benchmarks import record
 from benchmarks.measure import ROOT, alternate, arguments, pictures, training_tokens_per_second
+from config import OptimizerConfig
 from examples.overlap import WAYS, Intervals, average_gradients, draw, hidden, lanes
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from training.compute import prepare_cpu
-from training.config import OptimizerConfig
 from training.optimizer import build_optimizer
 
 ROWS, SEQ_LEN = 8, 128  # of a global batch

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 from torch.utils.data import Dataset
 
+from config import TrainConfig
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset, build_tokenizer
-from training.config import TrainConfig
 
 
 @dataclass

@@ -39,8 +39,8 @@ from jsonargparse.typing import PositiveInt
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from config import ConfigError
 from data.tokenizer import load_tokenizer, save_tokenizer
-from training.config import ConfigError
 
 SPLITS = ("train", "validation")
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")

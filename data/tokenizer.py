@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from training.config import ConfigError
+from config import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 

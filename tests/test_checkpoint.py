@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
+from config import CheckpointConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from training.checkpoint import MANIFEST, InvalidCheckpoint, newest_valid, rotate, validate
-from training.config import CheckpointConfig
 
 STEPS = 4
 SHORT = [*TINY_STORIES, "--steps", STEPS, "--evaluation.every", 0]

@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 import yaml
 
+from config import ConfigError, parse_config
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
-from training.config import ConfigError, parse_config
 
 RANDOM_TOKENS = ["--config", str(ROOT / "configs" / "random_tokens.yaml")]
 

@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
+from config import OptimizerConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from training.config import OptimizerConfig
 from training.optimizer import build_optimizer, set_lr
 
 CONFIG = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.2, betas=(0.8, 0.9))

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else the Hub's client tries for half a minute before it gives up
 
 import data.prepare
+from config import ConfigError
 from data.prepare import PrepareConfig, cut_point, in_validation, prepare
 from data.tokenizer import load_tokenizer, save_tokenizer
 from tests.conftest import ROOT, environment
-from training.config import ConfigError
 
 END = 256  # the end-of-text token of the byte tokenizer
 WORDS = "the a cat's dog’s 猫 食べる zoë 12345 3.14 x=y; \n\n \t  don't über 😀👍🏽 Ωμέγα { } // \r\n é́".split(" ")

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from config import OptimizerConfig, ScheduleConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from training.config import OptimizerConfig, ScheduleConfig
 from training.optimizer import build_optimizer, set_lr
 from training.schedule import lr_scale
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import data.prepare
 from benchmarks.growth import sparse_corpus
+from config import ConfigError, parse_config
 from data.corpus import load_corpus
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas
 from data.text import TextCorpus, TextDataset
@@ -24,7 +25,6 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import ROOT, metrics, tensors, train
 from tests.test_prepare import END, make, make_documents, rows, write_jsonl
-from training.config import ConfigError, parse_config
 
 TINY_MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32, "dropout": 0.0, "max_position_embeddings": 64}
 TINY = {

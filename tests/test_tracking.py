@@ -10,9 +10,9 @@ import subprocess
 import termios
 from collections import Counter
 
+from config import parse_config
 from plot import save_loss_curve
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command
-from training.config import parse_config
 
 STEPS = 4
 SHORT = [*TINY_STORIES, "--steps", str(STEPS), "--evaluation.every", "2"]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from training.config import CheckpointConfig, RunError, TrainConfig
+from config import CheckpointConfig, RunError, TrainConfig
 from training.provenance import provenance
 from training.step_totals import StepTotals
 

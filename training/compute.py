@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.profiler import ProfilerAction, profile
 from torch.utils.checkpoint import checkpoint
 
+from config import TrainConfig
 from model.gpt import GPTModel
-from training.config import TrainConfig
 
 # mallopt's names for: when to give memory back, how much to ask for at once, from what size a block is mapped alone.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3

@@ -6,8 +6,8 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import default_collate
 
+from config import TrainConfig
 from data.corpus import Corpus
-from training.config import TrainConfig
 
 
 @torch.no_grad()

@@ -23,8 +23,8 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedDataParallelKwargs
 
+from config import ConfigError, TrainConfig
 from training.compute import prepare_cpu
-from training.config import ConfigError, TrainConfig
 from training.rendezvous import fresh_store
 
 # Sections of a launch file, and what Accelerate puts before their keys to find its own command-line argument.

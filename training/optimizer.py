@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from training.config import OptimizerConfig
+from config import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

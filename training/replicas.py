@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from training.config import RunError
+from config import RunError
 
 
 class ReplicasDiffer(RunError):

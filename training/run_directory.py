@@ -14,9 +14,9 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from config import ConfigError, ScheduleConfig, TrainConfig
 from plot import save_loss_curve
 from training import checkpoint
-from training.config import ConfigError, ScheduleConfig, TrainConfig
 from training.launch import num_processes
 from training.schedule import lr_scale
 from training.signals import Preempted

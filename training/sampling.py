@@ -4,10 +4,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from config import TrainConfig
 from data.corpus import Corpus
 from data.order import derive_seed
 from data.stories import END_OF_TEXT, log_prob
-from training.config import TrainConfig
 from training.tracking import Tracker
 
 STORIES_PER_BATCH = 50

@@ -2,7 +2,7 @@
 
 import math
 
-from training.config import ScheduleConfig
+from config import ScheduleConfig
 
 
 def lr_scale(config: ScheduleConfig, step: int, steps: int) -> float:

@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from config import RunError, TrainConfig
 from data.order import GlobalBatches
-from training.config import RunError, TrainConfig
 
 
 class NonFiniteError(RunError):

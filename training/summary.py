@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from config import TrainConfig
 from model.gpt import GPTModel
 from training.compute import no_compiler
-from training.config import TrainConfig
 from training.run_directory import RunDirectory
 
 

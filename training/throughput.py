@@ -5,8 +5,8 @@ import time
 import torch
 from accelerate import Accelerator
 
+from config import TrainConfig
 from model.gpt import GPTModel
-from training.config import TrainConfig
 
 # Dense bf16 peaks in FLOP/s, from the makers' data sheets. On a device that is not here no MFU is reported.
 PEAK_BF16_FLOPS = {

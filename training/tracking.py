@@ -9,7 +9,7 @@ from uuid import uuid4
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from training.config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig
 from training.provenance import provenance
 from training.run_directory import RunDirectory
 

@@ -10,7 +10,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 from model.config import GPTConfig
 
-DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "stories.yaml"
 
 
 class RunError(RuntimeError):
