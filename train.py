@@ -4,18 +4,20 @@ A run is a pure function of its config and seed: at step s the learning rate, th
 are functions of (config, seed, s). Its only state is the weights, the optimizer's moments and the integer s.
 """
 
+if __name__ == "__main__":  # before anything slow is imported; `run` comes back to `main` below, and never returns here
+    from training.cli import run
+
+    run("train")
+
 import math
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from config import ConfigError, RunError, TrainConfig, parse_config
+from config import ConfigError, TrainConfig
 from data.corpus import load_corpus
 from data.order import StepSampler, derive_seed
 from model.gpt import GPTModel
@@ -32,8 +34,9 @@ from training.signals import Preempted, StopSignal, ignore_stop_signals
 from training.step_totals import StepTotals
 from training.summary import summary
 from training.throughput import Throughput
-from training.tracking import Tracker, check_wandb
+from training.tracking import Tracker
 from training.tree_sum import TreeSum
+from training.wandb_run import check_wandb
 
 
 def main(config: TrainConfig) -> None:
@@ -179,29 +182,3 @@ def micro_batches(batch: dict[str, Tensor], config: TrainConfig) -> Iterator[dic
 def count_targets(batch: dict[str, Tensor] | None) -> Tensor | int:
     """The number of target tokens in a batch: labels that are predicted by the position before them, [] int64."""
     return (batch["labels"][:, 1:] != -100).sum() if batch else 0
-
-
-def cli() -> int:
-    """Run from the command line; returns the exit code of the contract."""
-    try:
-        main(parse_config(num_processes=launch.num_processes()))
-    except SystemExit as exit_:  # --help and --print_config: Python's own exit takes a second to take torch apart
-        return int(exit_.code or 0)
-    except (ConfigError, RunError) as error:
-        launch.let_main_process_fail_first()
-        print(f"train.py: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except Preempted as preempted:
-        PartialState().wait_for_everyone()  # a launcher that sees one process end kills the others
-        if launch.is_main_process():
-            print(preempted, file=sys.stderr)
-        return 75
-    except Exception as error:
-        traceback.print_exc()
-        print(launch.explain(error), file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    launch.leave(cli())

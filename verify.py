@@ -29,7 +29,7 @@ from data.corpus import load_corpus
 from data.order import GlobalBatches, derive_seed
 from model.gpt import GPTModel
 from model.hub import FAMILIES, to_transformers
-from training import checkpoint, launch
+from training import checkpoint, cli, launch, shards
 from training.optimizer import build_optimizer, set_lr
 from training.tree_sum import TreeSum
 
@@ -83,7 +83,7 @@ class Verification:
         network = GPTModel(self.config.model).to(self.device)
         optimizer = self.accelerator.prepare_optimizer(build_optimizer(network, self.config.optimizer))
         checkpoint.load(checkpoint.step_directory(path / "checkpoints", step), network, optimizer)
-        return checkpoint.state_tensors(network, optimizer)
+        return shards.state_tensors(network, optimizer)
 
     def train_by_hand(self, all_reduce: bool, in_a_tree: bool = False) -> tuple[list[dict], dict, dict]:
         """The loop that train.py is held against: no DDP, no preparation; as one process, or with an all-reduce."""
@@ -118,7 +118,7 @@ class Verification:
             optimizer.zero_grad()
             total = self.sum(torch.tensor(math.fsum(losses), device=self.device), all_reduce).item()
             rows.append({"train/loss": total, "train/grad_norm": norm.item()})
-            states.append({name: t.clone() for name, t in checkpoint.state_tensors(network, optimizer).items()})
+            states.append({name: t.clone() for name, t in shards.state_tensors(network, optimizer).items()})
         return rows, states[0], states[-1]
 
     def sum(self, tensor: Tensor, all_reduce: bool) -> Tensor:
@@ -185,12 +185,12 @@ class Verification:
 
 def main() -> int:
     try:
-        config = parse_config([*sys.argv[1:], *SHORT], launch.num_processes())
+        config = parse_config([*sys.argv[1:], *SHORT], cli.num_processes())
         launch.check(config)
         config = replace(config, name=f"verify-{config.name}")
         verification = Verification(config)
     except ConfigError as error:
-        launch.let_main_process_fail_first()
+        cli.let_main_process_fail_first()
         print(f"verify.py: error: {error}", file=sys.stderr)
         return 2
     directory = Path(config.out_dir).expanduser() / config.name
@@ -217,4 +217,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    launch.leave(main())
+    cli.leave(main())

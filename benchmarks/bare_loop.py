@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from config import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
-from training import launch
+from training import cli
 from training.compute import prepare_cpu, prepare_network
 from training.optimizer import build_optimizer
 
 
 def main() -> None:
-    processes = launch.num_processes()
+    processes = cli.num_processes()
     config = parse_config(num_processes=processes)
     prepare_cpu()
     config.model.vocab_size = load_corpus(config).vocab_size
@@ -50,11 +50,11 @@ def main() -> None:
             now = time.perf_counter()
             speeds.append(config.tracking.log_every * tokens.numel() * processes / (now - start))
             start = now
-    if launch.is_main_process():
+    if cli.is_main_process():
         print(f"tokens/s = {statistics.median(speeds[1:])}", flush=True)
     if processes > 1:
         dist.barrier()
-    launch.leave(0)
+    cli.leave(0)
 
 
 if __name__ == "__main__":

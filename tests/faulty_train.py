@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
-from training import checkpoint, launch
+from training import checkpoint, cli
 
 FAULTS = os.environ["FAULTS"].split()
 RESTART = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -87,4 +87,4 @@ if os.environ.get("LIE_ABOUT_FREE_SPACE"):
     shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**12, 0, 10**12)
 
 if __name__ == "__main__":
-    launch.leave(train.cli())
+    cli.run("train")

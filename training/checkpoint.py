@@ -1,9 +1,7 @@
 """Checkpoints: weights, moments and the step, as safetensors and JSON. Reading one can run no code.
 
 A checkpoint is written into a temporary sibling, its manifest (files, sizes, checksums, step, config) last, and then
-renamed: a directory without a valid manifest is no checkpoint. Tensors are named `model.*` and `optimizer.*`. The
-format is that of torch.distributed.checkpoint's Hugging Face storage, so any number of processes reads what any other
-number wrote, and under DDP every file opens in whatever reads safetensors.
+renamed: a directory without a valid manifest is no checkpoint. training/shards.py writes and reads the tensors.
 """
 
 import hashlib
@@ -11,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,12 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from config import CheckpointConfig, RunError, TrainConfig
 from training.provenance import provenance
@@ -34,7 +26,6 @@ from training.step_totals import StepTotals
 FORMAT = 1
 MANIFEST = "manifest.json"
 SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metrics
-FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class InvalidCheckpoint(Exception):
@@ -72,7 +63,6 @@ class Saver:
         self.rank = accelerator.process_index
         # The thread's messages must not mix with those of training: a group of its own, on CPU whatever the device.
         self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
-        self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
 
@@ -92,7 +82,9 @@ class Saver:
             SaveError: as `wait` does, of the one before.
         """
         self.wait()
-        tensors = state_tensors(model, optimizer)
+        from training import shards  # slow to import, and not needed before
+
+        tensors = shards.state_tensors(model, optimizer)
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -103,7 +95,7 @@ class Saver:
             "provenance": provenance(),
         }
         asynchronous = self.config.checkpoint.asynchronous
-        copy = self.stager.stage(tensors) if asynchronous else tensors
+        copy = shards.copy_to_cpu(tensors) if asynchronous else tensors
         self.pending = self.executor.submit(self._write, step, copy, manifest)
         if not asynchronous:
             self.pending.exception()  # returns when it is written; `wait` judges how that ended
@@ -144,10 +136,10 @@ class Saver:
                         raise OSError(f"{num_bytes / 1e6:,.1f} MB are needed, but {free_bytes / 1e6:,.1f} MB are free")
                     temporary.mkdir()
             files: dict[str, dict] = {}
-            with self._all_succeed(final), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is one process
-                writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-                dcp.save(tensors, storage_writer=writer, process_group=self.group)
+            from training import shards
+
+            with self._all_succeed(final):
+                shards.write(temporary, tensors, self.group)
                 # Each process reads back only what it wrote itself: the shards are numbered by rank, from 1.
                 for path in sorted(temporary.glob(f"shard-{self.rank + 1:05d}-*.safetensors")):
                     files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -170,9 +162,8 @@ class Saver:
         error = None
         try:
             yield
-        except (OSError, InvalidCheckpoint, CheckpointException, SafetensorError) as problem:
-            failures = problem.failures.values() if isinstance(problem, CheckpointException) else [(problem, None)]
-            error = "; ".join(sorted({str(cause) for cause, _ in failures}))
+        except (OSError, InvalidCheckpoint) as problem:
+            error = str(problem)
         errors = [found for found in self._gather(error) if found is not None]
         if errors:
             raise SaveError(
@@ -232,14 +223,9 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, dict | None, list[str]
 
 def load(path: Path, model, optimizer) -> None:
     """Read weights and moments into the prepared model and optimizer; called by all processes together."""
-    tensors = state_tensors(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
-    weights, moments = get_state_dict(model, optimizer.optimizer, options=FLATTENED)
-    weights.update({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
-    moments.update({name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")})
-    set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLATTENED)
+    from training import shards
+
+    shards.read(path, model, optimizer)
 
 
 def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
@@ -271,17 +257,6 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
         doomed = path.with_name(f".deleting-{path.name}")
         os.rename(path, doomed)
         shutil.rmtree(doomed)
-
-
-def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint holds, as `model.*` and `optimizer.*`; called by all processes together.
-
-    Learning rates, betas and the like are left out: they are functions of the config and the step.
-    """
-    weights, moments = get_state_dict(model, optimizer.optimizer, options=FLATTENED)
-    state = {f"model.{name}": tensor for name, tensor in weights.items()}
-    state |= {f"optimizer.{name}": value for name, value in moments.items() if torch.is_tensor(value)}
-    return state
 
 
 def _sha256(path: Path) -> str:

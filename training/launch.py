@@ -4,15 +4,9 @@ Accelerate places devices, makes process groups, wraps the model and casts. What
 order, learning rate, accumulation, checkpoints, compilation) a launch file must not do a second time.
 """
 
-import atexit
 import os
-import signal
-import sys
-import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 import torch
@@ -24,6 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedDataParallelKwargs
 
 from config import ConfigError, TrainConfig
+from training.cli import num_processes
 from training.compute import prepare_cpu
 from training.rendezvous import fresh_store
 
@@ -37,51 +32,6 @@ LAUNCH_FILE_SECTIONS = {
     "megatron_lm_config": "",
     "deepspeed_config": "",
 }
-
-
-OURS = (Path(__file__).parent.parent, Path(__file__).parent)
-
-
-def num_processes() -> int:
-    """How many processes the launcher started in all."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def is_main_process() -> bool:
-    """Whether this process is the one that prints; known before there is a process group."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def let_main_process_fail_first() -> None:
-    """Wait, where another process than the main one found an error, which the main one most likely found as well.
-
-    A launcher stops all processes as soon as one fails, so the main one's message is the only one. A process that is
-    still there after the wait is the only one with the error, as on a machine that cannot see `out_dir`.
-    """
-    if not is_main_process():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(30)
-
-
-def explain(error: Exception) -> str:
-    """What to print below the traceback of `error` where a collective operation failed, else nothing."""
-    if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-        return ""
-    here = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if Path(f.filename).parent in OURS)
-    return (
-        f"train.py: error: process {os.environ.get('RANK', 0)} lost the others in `{here.line}` "
-        f"({Path(here.filename).name}, line {here.lineno}): {str(error).splitlines()[0]}\n"
-        "A process died or hangs, or a network link is cut (timeout_seconds says how long to wait). Started again, the "
-        "run goes on from its newest checkpoint."
-    )
-
-
-def leave(exit_code: int) -> NoReturn:
-    """End the process without tearing the process group down: threads of gloo may then hang or change the exit code."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
 
 
 def check(config: TrainConfig) -> None:

@@ -2,8 +2,8 @@
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from config import RunError
 
@@ -22,7 +22,7 @@ def check_replicas(network: nn.Module, accelerator: Accelerator, step: int) -> N
         ReplicasDiffer: on all processes, with the first parameter that differs and the processes that hold each value.
     """
     parameters = dict(network.named_parameters())
-    if accelerator.num_processes == 1 or any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+    if accelerator.num_processes == 1 or accelerator.distributed_type == DistributedType.FSDP:
         return
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     digests = torch.stack(

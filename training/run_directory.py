@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from config import ConfigError, ScheduleConfig, TrainConfig
 from plot import save_loss_curve
 from training import checkpoint
-from training.launch import num_processes
+from training.cli import num_processes
 from training.schedule import lr_scale
 from training.signals import Preempted
 

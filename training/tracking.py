@@ -3,31 +3,15 @@
 import json
 import math
 import sys
-from dataclasses import asdict
-from uuid import uuid4
 
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from config import ConfigError, TrainConfig
-from training.provenance import provenance
+from config import TrainConfig
 from training.run_directory import RunDirectory
+from training.wandb_run import WandbRun
 
 NUM_TEXTS_SHOWN = 3
-
-
-def check_wandb(config: TrainConfig) -> None:
-    """Refuse `tracking.wandb: online` where W&B would ask at the terminal who the user is.
-
-    Raises:
-        ConfigError: there is no API key.
-    """
-    if config.tracking.wandb != "online" or (wandb := _import_wandb()) is None:
-        return
-    if not wandb.api.api_key:
-        raise ConfigError(
-            "tracking.wandb: online needs an API key: run `wandb login` once or set WANDB_API_KEY; offline needs none"
-        )
 
 
 class Tracker:
@@ -38,7 +22,6 @@ class Tracker:
 
     def __init__(self, config: TrainConfig, run: RunDirectory, step: int, accelerator: Accelerator):
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
-        self.wandb_run = None
         if not self.is_main_process:
             return
         self.bar = tqdm(
@@ -46,8 +29,7 @@ class Tracker:
             file=sys.stdout,
         )  # fmt: skip
         self.metrics_file = open(run.metrics_file, "a")
-        if config.tracking.wandb != "disabled":
-            self._start_wandb(config, run)
+        self.wandb_run = WandbRun(config, run.path, self.say) if config.tracking.wandb != "disabled" else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of `step`: one line of metrics.jsonl, one point in W&B, one line or bar on the screen."""
@@ -70,11 +52,12 @@ class Tracker:
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
         """Show the first sampled texts, and keep all in W&B."""
+        if not self.is_main_process:
+            return
         for text in texts[:NUM_TEXTS_SHOWN]:
             self.say(f"  | {text}")
         if self.wandb_run is not None:
-            table = _import_wandb().Table(columns=["text"], data=[[text] for text in texts])
-            self.wandb_run.log({"step": step, name: table})
+            self.wandb_run.log_texts(step, name, texts)
 
     def say(self, text: str) -> None:
         """Print for the user, without tearing the progress bar."""
@@ -109,35 +92,3 @@ class Tracker:
         else:
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update(step - self.bar.n)
-
-    def _start_wandb(self, config: TrainConfig, run: RunDirectory) -> None:
-        wandb = _import_wandb()
-        if wandb is None:
-            self.say("wandb is not installed: metrics go to metrics.jsonl only.")
-            return
-        directory = run.path / "wandb"
-        directory.mkdir(exist_ok=True)
-        id_file = directory / "run_id"
-        if not id_file.exists():
-            id_file.write_text(uuid4().hex)
-        self.wandb_run = wandb.init(
-            project=config.tracking.project,
-            name=config.name,
-            id=id_file.read_text(),
-            resume="allow",
-            dir=run.path,
-            mode=config.tracking.wandb,
-            config={**asdict(config), "provenance": provenance()},
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        # W&B's own step can only grow, so after a rewind it would drop the points that are done again.
-        self.wandb_run.define_metric("step")
-        self.wandb_run.define_metric("*", step_metric="step")
-
-
-def _import_wandb():
-    try:
-        import wandb
-    except ImportError:
-        return None
-    return wandb

@@ -1,0 +1,99 @@
+"""The command line of the scripts at the top: settings first and torch after, messages, and the exit codes.
+
+torch takes seconds to import. So a script hands itself to `run` before it imports anything; --help and a wrong setting
+are then answered at once. This module imports nothing that imports torch.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from config import ConfigError, RunError, parse_config
+from training.signals import Preempted
+
+OURS = (Path(__file__).parent.parent, Path(__file__).parent)
+
+
+def run(script: str) -> NoReturn:
+    """End this process with what `call` returns."""
+    leave(call(script))
+
+
+def call(script: str) -> int:
+    """Run `main` of the module `script` with the settings of the command line, and say what went wrong.
+
+    Returns:
+        The exit code: 0 done, 2 wrong settings or input, 75 stopped by a signal after saving,
+        1 anything else.
+    """
+    try:
+        config = parse_config(num_processes=num_processes())
+        import_module(script).main(config)
+    except SystemExit as exit_:  # --help and --print_config
+        return int(exit_.code or 0)
+    except (ConfigError, RunError) as error:
+        let_main_process_fail_first()
+        print(f"{script}.py: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except Preempted as preempted:
+        from accelerate import PartialState
+
+        PartialState().wait_for_everyone()  # a launcher that sees one process end kills the others
+        if is_main_process():
+            print(preempted, file=sys.stderr)
+        return 75
+    except Exception as error:
+        traceback.print_exc()
+        print(explain(error), file=sys.stderr)
+        return 1
+    return 0
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process without tearing the process group down: threads of gloo may then hang or change the exit code."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def num_processes() -> int:
+    """How many processes the launcher started in all."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that prints; known before there is a process group."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def let_main_process_fail_first() -> None:
+    """Wait, where another process than the main one found an error, which the main one most likely found as well.
+
+    A launcher stops all processes as soon as one fails, so the main one's message is the only one. A process that is
+    still there after the wait is the only one with the error, as on a machine that cannot see `out_dir`.
+    """
+    if not is_main_process():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(30)
+
+
+def explain(error: Exception) -> str:
+    """What to print below the traceback of `error` where a collective operation failed, else nothing."""
+    from torch.distributed import DistError
+
+    if not isinstance(error, DistError) and "gloo" not in str(error):
+        return ""
+    here = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if Path(f.filename).parent in OURS)
+    return (
+        f"train.py: error: process {os.environ.get('RANK', 0)} lost the others in `{here.line}` "
+        f"({Path(here.filename).name}, line {here.lineno}): {str(error).splitlines()[0]}\n"
+        "A process died or hangs, or a network link is cut (timeout_seconds says how long to wait). Started again, the "
+        "run goes on from its newest checkpoint."
+    )

@@ -1,0 +1,64 @@
+"""Weights and moments as safetensors files, by torch.distributed.checkpoint (DCP) and its Hugging Face storage.
+
+Any number of processes reads what any other number wrote, and under DDP every file opens in whatever reads safetensors.
+DCP takes as long to import as half of torch: training/checkpoint.py imports this module when it is first needed.
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
+STAGER = DefaultStager(StagingOptions(False, False, False, False))
+
+
+def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds, as `model.*` and `optimizer.*`; called by all processes together.
+
+    Learning rates, betas and the like are left out: they are functions of the config and the step.
+    """
+    weights, moments = get_state_dict(model, optimizer.optimizer, options=FLATTENED)
+    state = {f"model.{name}": tensor for name, tensor in weights.items()}
+    state |= {f"optimizer.{name}": value for name, value in moments.items() if torch.is_tensor(value)}
+    return state
+
+
+def copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in CPU memory, which is kept from copy to copy: they hold until the next call."""
+    return STAGER.stage(tensors)
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Write this process's part as shard-RANK-*.safetensors, ranks counted from 1; called by all processes together.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is one process
+            writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as exception:
+        raise OSError("; ".join(sorted({str(cause) for cause, _ in exception.failures.values()}))) from None
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+
+
+def read(directory: Path, model, optimizer) -> None:
+    """Load weights and moments into the prepared model and optimizer; called by all processes together."""
+    tensors = state_tensors(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)))
+    weights, moments = get_state_dict(model, optimizer.optimizer, options=FLATTENED)
+    weights.update({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
+    moments.update({name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")})
+    set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLATTENED)
