@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import forked
+
 ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
@@ -43,6 +45,7 @@ def train_command(
 def train(
     *arguments: str | Path,
     processes: int = 0,
+    launched: bool = False,
     launch_file: Path = CPU_LAUNCH,
     max_restarts: int = 0,
     faults: str = "",
@@ -50,12 +53,18 @@ def train(
     cwd: Path = ROOT,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py to its end and check its exit code; with `faults`, those of tests/faulty_train.py."""
+    """Run train.py to its end and check its exit code; with `faults`, those of tests/faulty_train.py.
+
+    In forked processes (tests/forked.py), unless `launched` or something else asks for a real launcher.
+    """
     script, env = ("tests/faulty_train.py", {**env, "FAULTS": faults}) if faults else ("train.py", env)
-    command = train_command(
-        *arguments, processes=processes, launch_file=launch_file, max_restarts=max_restarts, script=script
-    )
-    done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300)
+    if launched or max_restarts or launch_file != CPU_LAUNCH or cwd != ROOT:
+        command = train_command(
+            *arguments, processes=processes, launch_file=launch_file, max_restarts=max_restarts, script=script
+        )
+        done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300)
+    else:
+        done = forked.run(script, [str(word) for word in arguments], processes, environment(**env))
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 

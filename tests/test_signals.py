@@ -8,10 +8,11 @@ import time
 
 import pytest
 
+from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
 
-STEPS = 150
-LONG = [*TINY_STORIES, *f"--steps {STEPS} --checkpoint.every 1000 --evaluation.every 0".split()]
+STEPS = 200
+LONG = [*TINY_STORIES, *f"--steps {STEPS} --micro_batch_size 3 --checkpoint.every 1000 --evaluation.every 0".split()]
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +22,27 @@ def left_alone(tmp_path_factory):
     return out_dir / "run"
 
 
-def start_and_wait_for_steps(arguments, processes, run, steps=5, max_restarts=0, **how):
-    how = {"env": environment(), **how}
-    command = train_command(*arguments, processes=processes, max_restarts=max_restarts)
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how)
+def wait_for_steps(is_running, run, steps=5):
     deadline = time.monotonic() + 120
     metrics_file = run / "metrics.jsonl"
     while not (metrics_file.exists() and len(metrics_file.read_text().splitlines()) >= steps):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
+        assert is_running() and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def start(arguments, processes, run, **env):
+    """train.py in forked processes, some steps after its start."""
+    launch = forked.Launch("train.py", [str(word) for word in arguments], processes, environment(**env))
+    wait_for_steps(lambda: all(process.is_alive() for process in launch.processes) or print(*launch.output()), run)
+    return launch
+
+
+def start_under_a_launcher(arguments, run, steps=5, max_restarts=0, **env):
+    command = train_command(*arguments, processes=2, max_restarts=max_restarts)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**env)
+    )
+    wait_for_steps(lambda: process.poll() is None or print(process.communicate()[0]), run, steps)
     return process
 
 
@@ -38,40 +51,49 @@ def children(pid):
         return [int(child) for child in file.read().split()]
 
 
+def status(run):
+    return json.loads((run / "status.json").read_text())
+
+
 def test_a_signal_to_all_processes_at_once_spares_the_ones_that_load_data(runs):
     arguments = [*LONG, "--steps", 20_000, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
-    process = start_and_wait_for_steps(arguments, 0, runs / "run", start_new_session=True)
-    os.killpg(process.pid, signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 75, output
-    assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
+    launch = start(arguments, 0, runs / "run")
+    (process,) = launch.processes
+    for pid in (*children(process.pid), process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert launch.wait(60) == 75, launch.output()
+    assert status(runs / "run")["state"] == "preempted"
 
 
-@pytest.mark.parametrize("processes, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
-def test_a_signal_saves_and_the_next_start_goes_on(processes, number, runs, left_alone):
+def test_a_signal_saves(runs):
+    launch = start([*LONG, "--out_dir", runs, "--name", "run"], 0, runs / "run")
+    os.kill(launch.processes[0].pid, signal.SIGINT)
+    assert launch.wait(60) == 75, launch.output()
+    assert status(runs / "run")["state"] == "preempted" and 5 <= status(runs / "run")["step"] < STEPS
+    assert "Training finished." not in launch.output()[0]
+
+
+def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
-    process = start_and_wait_for_steps(arguments, processes, runs / "run")
-    os.kill(process.pid, number)
+    process = start_under_a_launcher(arguments, runs / "run")
+    os.kill(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == (1 if processes else 75), output  # a launcher turns every code into 1
-    status = json.loads((runs / "run" / "status.json").read_text())
-    assert status["state"] == "preempted" and 5 <= status["step"] < STEPS
-    assert "Training finished." not in output
-    if processes:
-        done = train(*arguments, processes=processes)
-        assert f"resumed at step {status['step']}" in done.stdout
-        assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
-        assert metrics(runs / "run") == metrics(left_alone)
+    assert process.returncode == 1, output  # a launcher turns every code into 1
+    stopped = status(runs / "run")
+    assert stopped["state"] == "preempted" and 5 <= stopped["step"] < STEPS
+    done = train(*arguments, processes=2)
+    assert f"resumed at step {stopped['step']}" in done.stdout
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
+    assert metrics(runs / "run") == metrics(left_alone)
 
 
 def test_a_second_training_in_a_directory_is_refused_and_disturbs_nothing(runs):
     arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
-    process = start_and_wait_for_steps(arguments, 0, runs / "run")
+    launch = start(arguments, 0, runs / "run")
     refused = train(*arguments, exit_code=2)
-    assert "in use" in refused.stderr and process.poll() is None
-    os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 75
+    assert "in use" in refused.stderr and launch.processes[0].is_alive()
+    os.kill(launch.processes[0].pid, signal.SIGTERM)
+    assert launch.wait(60) == 75
 
 
 SLOW_WANDB = """
@@ -90,32 +112,32 @@ class init:
 
 
 def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
-    """The launcher kills the others when one ends: none may end while the main process still closes its tracker."""
+    """Launchers kill the others when one ends: none may end while the main process still closes its tracker."""
     (tmp_path / "wandb.py").write_text(SLOW_WANDB)
     arguments = [*LONG, "--steps", 20_000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
-    process = start_and_wait_for_steps(arguments, 2, runs / "run", env=environment(PYTHONPATH=str(tmp_path)))
-    os.kill(children(process.pid)[0], signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
-    assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
-    assert "(exitcode: 75)" in output and "-15" not in output, output
+    launch = start(arguments, 2, runs / "run", PYTHONPATH=str(tmp_path))
+    os.kill(launch.processes[0].pid, signal.SIGTERM)
+    launch.wait(60)
+    assert status(runs / "run")["state"] == "preempted"
+    assert [process.exitcode for process in launch.processes] == [75, 75], launch.output()
 
 
 def test_sigusr1_reaches_the_processes_through_the_launcher_where_it_is_told_to_pass_it_on(runs):
     """Slurm sends it before the time is up. It would kill the launcher and leave its processes without the variable,
     which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both."""
     arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
-    passed_on = environment(PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    process = start_and_wait_for_steps(arguments, 2, runs / "run", max_restarts=3, env=passed_on)
+    signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    process = start_under_a_launcher(arguments, runs / "run", max_restarts=3, PET_SIGNALS_TO_HANDLE=signals)
     os.kill(process.pid, signal.SIGUSR1)
     output = process.communicate(timeout=60)[0]
-    assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted", output
+    assert status(runs / "run")["state"] == "preempted", output
     assert process.returncode == 1 and "resumed" not in output, "a signal to the launcher ends the job"
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_makes_the_launcher_restart_all(runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
-    process = start_and_wait_for_steps(arguments, 2, runs / "run", max_restarts=1)
+    process = start_under_a_launcher(arguments, runs / "run", max_restarts=1)
     os.kill(children(process.pid)[-1], signal.SIGUSR1)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0 and output.count("resumed at step") == 1, output
@@ -126,28 +148,32 @@ def test_a_signal_to_one_process_makes_the_launcher_restart_all(runs, left_alone
 
 def test_a_second_signal_stops_at_once(runs, tmp_path):
     """In the middle of the save that the first one asked for, which here takes a minute."""
-    (tmp_path / "sitecustomize.py").write_text(
+    (tmp_path / "wandb.py").write_text(
         "import os, time\nrename = os.rename\n"
         "os.rename = lambda *paths: time.sleep(60) if 'writing' in str(paths[0]) else rename(*paths)\n"
     )
-    arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
-    process = start_and_wait_for_steps(arguments, 0, runs / "run", env=environment(PYTHONPATH=str(tmp_path)))
+    arguments = [*LONG, "--steps", 20_000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
+    launch = start(arguments, 0, runs / "run", PYTHONPATH=str(tmp_path))
+    (process,) = launch.processes
     os.kill(process.pid, signal.SIGTERM)
-    time.sleep(3)
-    assert process.poll() is None and list((runs / "run" / "checkpoints").glob(".writing-*"))
+    deadline = time.monotonic() + 60
+    while not list((runs / "run" / "checkpoints").glob(".writing-*/manifest.json")):
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.5)  # two signals within a second are one
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=20) == -signal.SIGTERM
+    assert launch.wait(20) == -signal.SIGTERM
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(runs, left_alone):
     """kill -9 of one process, anywhere in a step: the next start ends with the bits of the run that was left alone."""
     arguments = [*LONG, "--checkpoint.every", 2, "--out_dir", runs, "--name", "run"]
-    process = start_and_wait_for_steps(arguments, 2, runs / "run", steps=9)
+    process = start_under_a_launcher(arguments, runs / "run", steps=9)
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode != 0
-    assert json.loads((runs / "run" / "status.json").read_text())["state"] != "finished"
+    assert status(runs / "run")["state"] != "finished"
     train(*arguments, processes=2)
     assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
     assert metrics(runs / "run") == metrics(left_alone)

@@ -1,0 +1,96 @@
+"""The real scripts in real processes, without an interpreter for each: every process is a fork of one that has imported
+train.py, with the environment that a launcher would give it.
+
+Most of what a launched test costs is importing torch, once in the launcher and once in every process. What is about
+launching itself, or needs variables that are read when torch is imported, starts real programs (tests/conftest.py).
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PRELOADED = ["train", "verify", "training.shards", "torch._dynamo", "matplotlib.figure"]
+
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload(PRELOADED)
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens to."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def become(script: str, arguments: list[str], environment: dict[str, str], files: tuple[str, str]) -> None:
+    """What a forked process does: `python script arguments` with this environment, its output in the two files."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in environment else []
+    os.chdir(ROOT)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+class Launch:
+    """A script in one process (`processes` 0, as `python script`) or in several (as under a launcher)."""
+
+    def __init__(self, script: str, arguments: list[str], processes: int, environment: dict[str, str]):
+        self.directory = tempfile.TemporaryDirectory()
+        self.files = tuple(str(Path(self.directory.name, name)) for name in ("out", "err"))
+        launched = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.processes = []
+        for rank in range(max(1, processes)):
+            own = dict(environment)
+            if processes:
+                own |= {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+            self.processes.append(server.Process(target=become, args=(script, arguments, own, self.files)))
+        for process in self.processes:
+            process.start()
+
+    def wait(self, timeout_seconds: float) -> int:
+        """The exit code: that of the one process; of several 0 if all are, else 1, and then the others are ended."""
+        deadline = time.monotonic() + timeout_seconds
+        while any(process.is_alive() for process in self.processes):
+            failed = any(process.exitcode for process in self.processes)
+            if failed or time.monotonic() > deadline:
+                self.end()
+                if not failed:
+                    raise subprocess.TimeoutExpired("forked processes", timeout_seconds, *self.output())
+            multiprocessing.connection.wait([p.sentinel for p in self.processes if p.is_alive()], timeout=0.5)
+        codes = [process.exitcode for process in self.processes]
+        return codes[0] if len(codes) == 1 else int(any(codes))
+
+    def end(self) -> None:
+        """As launchers do: ask, then kill."""
+        for stop in ("terminate", "kill"):
+            for process in self.processes:
+                if process.is_alive():
+                    getattr(process, stop)()
+            for process in self.processes:
+                process.join(20)
+
+    def output(self) -> tuple[str, str]:
+        """What was printed so far, on stdout and on stderr."""
+        return tuple(Path(file).read_text() if Path(file).exists() else "" for file in self.files)
+
+
+def run(
+    script: str, arguments: list[str], processes: int, environment: dict[str, str], timeout_seconds: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end."""
+    launch = Launch(script, arguments, processes, environment)
+    returncode = launch.wait(timeout_seconds)
+    return subprocess.CompletedProcess([script, *arguments], returncode, *launch.output())
