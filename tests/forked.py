@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PRELOADED = ["train", "verify", "training.shards", "torch._dynamo", "matplotlib.figure"]
+PRELOADED = ["train", "verify", "training.shards", "torch._dynamo", "torch.distributed.run", "matplotlib.figure"]
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(PRELOADED)
@@ -30,8 +31,28 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def fork_ranks(arguments: list[str]) -> None:
+    """In the place of torchrun, for a script that calls it itself: `--nproc-per-node=N -m MODULE ...`."""
+    ranks = int(next(word.partition("=")[2] for word in arguments if word.startswith("--nproc-per-node=")))
+    module, *own = arguments[arguments.index("-m") + 1 :]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    children = []
+    for rank in range(ranks):
+        if (child := os.fork()) == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            sys.argv = [module, *own]
+            runpy.run_module(module, run_name="__main__")
+            os._exit(0)
+        children.append(child)
+    sys.exit(int(any([os.waitpid(child, 0)[1] for child in children])))
+
+
 def become(script: str, arguments: list[str], environment: dict[str, str], files: tuple[str, str]) -> None:
-    """What a forked process does: `python script arguments` with this environment, its output in the two files."""
+    """What a forked process does: `python script arguments` with this environment, its output in the two files.
+
+    A script `-m` is a module, and what that starts by mp.spawn or torchrun are forks as well.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
@@ -39,16 +60,27 @@ def become(script: str, arguments: list[str], environment: dict[str, str], files
     os.environ.update(environment)
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in environment else []
     os.chdir(ROOT)
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    if script != "-m":
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+        return
+    import torch.distributed.run
+    import torch.multiprocessing
+
+    torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
+    torch.distributed.run.main = fork_ranks
+    sys.argv = arguments
+    runpy.run_module(arguments[0], run_name="__main__")
 
 
 class Launch:
     """A script in one process (`processes` 0, as `python script`) or in several (as under a launcher)."""
 
-    def __init__(self, script: str, arguments: list[str], processes: int, environment: dict[str, str]):
+    def __init__(
+        self, script: str, arguments: list[str], processes: int, environment: dict[str, str], terminal: str = ""
+    ):
         self.directory = tempfile.TemporaryDirectory()
-        self.files = tuple(str(Path(self.directory.name, name)) for name in ("out", "err"))
+        self.files = tuple(terminal or str(Path(self.directory.name, name)) for name in ("out", "err"))
         launched = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = []
         for rank in range(max(1, processes)):

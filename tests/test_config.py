@@ -117,7 +117,9 @@ def test_exit_code_2_one_message_nothing_written(runs):
 
 
 def test_two_processes_print_one_message(runs):
-    done = train(*RANDOM_TOKENS, "--global_batch_size", "20", "--out_dir", runs, processes=2, exit_code=1)
+    done = train(
+        *RANDOM_TOKENS, "--global_batch_size", "20", "--out_dir", runs, processes=2, launched=True, exit_code=1
+    )
     assert (done.stdout + done.stderr).count("the nearest that work: 16 or 32") == 1
     assert done.stderr.count("exitcode: 2") + done.stderr.count("exitcode  : 2") >= 1  # the launcher itself returns 1
     assert not runs.exists()
@@ -139,22 +141,26 @@ def test_too_short_sequences_for_stories_are_refused(runs):
 LAUNCH_FILE = yaml.safe_load((ROOT / "accelerate_configs" / "cpu.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"fsdp_config": {"fsdp_verison": 2}}, ["fsdp_config.fsdp_verison"]),
-        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_backend", "INDUCTOR", "--compile"]),
-        ({"mixed_precision": "fp16"}, ["mixed_precision", "fp16", "bf16"]),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, ["fsdp_version", "1", "2"]),
-    ],
-)
-def test_a_launch_file_that_cannot_be_honoured_is_refused(change, named, tmp_path, runs):
+def test_a_launch_file_that_cannot_be_honoured_is_refused(tmp_path, runs):
+    """All that is wrong with it in one message."""
     launch_file = tmp_path / "launch.yaml"
-    launch_file.write_text(yaml.safe_dump(LAUNCH_FILE | change))
+    changes = {
+        "mixed_precision": "fp16",
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_version": 1, "fsdp_verison": 2},
+        "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+    }
+    launch_file.write_text(yaml.safe_dump(LAUNCH_FILE | changes))
     done = train(*RANDOM_TOKENS, "--out_dir", runs, processes=2, launch_file=launch_file, exit_code=1)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error:")]
-    assert len(errors) == 1 and all(word in errors[0] for word in named), done.stderr
-    assert not runs.exists()
+    assert done.stderr.count("train.py: error:") == 1 and not runs.exists()
+    message = done.stderr.partition("train.py: error:")[2].splitlines()[:5]
+    for words in (
+        ["fsdp_config.fsdp_verison"],
+        ["mixed_precision", "fp16", "bf16"],
+        ["dynamo_backend", "INDUCTOR", "--compile"],
+        ["fsdp_version", "1", "2"],
+    ):
+        assert any(all(word in line for word in words) for line in message), (words, done.stderr)
 
 
 def test_help_needs_no_model_or_device():

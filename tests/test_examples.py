@@ -11,6 +11,7 @@ import io
 import json
 import math
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from examples import mnist, mnist_allreduce, mnist_spawn_ddp, model_parallel, overlap
 from model.gpt import GPTModel
+from tests import forked
 from tests.conftest import ROOT, environment, metrics, shell, tensors, train
 
 EXAMPLES = ROOT / "examples"
@@ -73,13 +75,29 @@ def run(digits, tmp_path_factory):
         assert command in COMMANDS, "the README shows another command"
         if command + more not in outputs:
             extra = next(extra for word, extra in shortened.items() if f"examples.{word}" in command or word in command)
-            done = shell(command + extra + more)
+            if command.startswith("python "):  # its ranks are forks; test_a_command_as_it_stands has real ones
+                words = shlex.split(command + extra + more)[2:]
+                done = forked.run("-m", words, 0, environment())
+                assert done.returncode == 0, done.stdout + done.stderr
+            else:
+                done = shell(command + extra + more)
             assert "arning" not in done.stdout + done.stderr
             outputs[command + more] = done.stdout
         return outputs[command + more]
 
     run.picture = picture
     return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("python ")])
+def test_a_command_as_it_stands(command, run, digits):
+    """By real mp.spawn and torchrun it ends with the losses of the forked ranks."""
+    more = f" --data {digits} --epochs 3" if "mnist" in command else " --elements 7" if "ring" in command else ""
+    more += " --steps 3" if "mnist" not in command and "ring" not in command else ""
+    done = shell(command + more + (f" --out {run.picture}" if "overlap" in command else ""))
+    if "mnist" in command:
+        assert losses_of_ranks(done.stdout) == losses_of_ranks(run(command))
 
 
 def losses_of_ranks(output):
@@ -236,10 +254,9 @@ def test_all_three_gpts_end_with_the_same_bits(run, steps):
 @pytest.mark.slow
 def test_a_rung_and_train_agree_on_the_same_batches(tmp_path):
     steps = 20
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, "tests/reference_examples.py", "gpt", tmp_path / "rung.pt", str(steps)]
-    env = environment(PYTHONPATH=str(ROOT))
-    subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=200)
+    words = ["gpt", str(tmp_path / "rung.pt"), str(steps)]
+    done = forked.run("tests/reference_examples.py", words, 2, environment())
+    assert done.returncode == 0, done.stderr
     losses, weights = torch.load(tmp_path / "rung.pt")
     settings = f"--steps {steps} --model.dropout 0 --optimizer.weight_decay 0 --optimizer.betas [0.9,0.999]"
     settings += " --optimizer.grad_clip null --tracking.log_every 1 --tracking.wandb disabled --name run"
@@ -304,9 +321,8 @@ def test_overlap_is_measured_on_intervals():
 
 def test_the_ring_equals_all_reduce_and_sends_as_little(tmp_path, run):
     assert "all ranks alike: True" in run("python -m examples.ring_allreduce --ranks 3")
-    command = [sys.executable, "tests/reference_examples.py", "ring", tmp_path / "rows"]
-    env = environment(PYTHONPATH=str(ROOT))
-    subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=200)
+    done = forked.run("tests/reference_examples.py", ["ring", str(tmp_path / "rows")], 0, environment())
+    assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert len(rows) == 4 * 9 * 3
     for row in rows:

@@ -30,7 +30,7 @@ def shortened(command, out_dir):
     if "--multi_gpu" in command or "multi_gpu.yaml" in command:
         command = command.replace("train.py", "--num_processes 2 --main_process_port 0 train.py")
     if "train.py" in command:
-        command += f" --out_dir {out_dir} --steps 10"
+        command += f" --out_dir {out_dir} --steps 3"
     return command.replace(" runs/", f" {out_dir}/")
 
 

@@ -8,10 +8,12 @@ import shutil
 import struct
 import subprocess
 import termios
+import threading
 from collections import Counter
 
 from config import parse_config
 from plot import save_loss_curve
+from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command
 
 STEPS = 4
@@ -102,10 +104,9 @@ def test_a_terminal_shows_a_progress_bar(runs):
     arguments = [*SHORT, "--out_dir", runs, "--name", "run"]
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))
-    process = subprocess.Popen(
-        train_command(*arguments, processes=2), cwd=ROOT, env=environment(), stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
+    words = [str(word) for word in arguments]
+    launch = forked.Launch("train.py", words, 2, environment(), terminal=os.ttyname(theirs))
+    threading.Thread(target=lambda: (launch.wait(120), os.close(theirs))).start()
     shown = b""
     while True:
         try:
@@ -113,7 +114,7 @@ def test_a_terminal_shows_a_progress_bar(runs):
         except OSError:  # the other end is closed
             break
         shown += chunk
-    assert process.wait() == 0
+    assert [process.exitcode for process in launch.processes] == [0, 0]
     text = shown.decode()
     assert "4/4" in text and "tokens/s=" in text and "loss=" in text and "step/s" in text
     assert "train/loss" not in text and "] loss =" not in text, "the lines are for where there is no terminal"

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from data.stories import StoriesDataset, build_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, tensors, train
 from training import checkpoint
 
@@ -30,11 +29,7 @@ def by_hand(tmp_path_factory):
     results = []
     for processes in (1, 2):
         out_file = tmp_path_factory.mktemp("by_hand") / "weights.pt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command += ["tests/reference_all_reduce.py", str(out_file), str(STEPS)]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300
-        )
+        done = forked.run("tests/reference_all_reduce.py", [str(out_file), str(STEPS)], processes, environment())
         assert done.returncode == 0, done.stderr
         results.append((json.loads(done.stdout), torch.load(out_file)))
     return results

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
 
 PROMISES = [
@@ -76,5 +77,6 @@ def test_what_a_fork_broke_is_found(name, runs, tmp_path):
 
 
 def test_bad_settings_are_refused(runs):
-    done = verify("--out_dir", runs, "--model.n_heads", 5)
+    words = [*TINY_STORIES, "--out_dir", str(runs), "--model.n_heads", "5"]
+    done = forked.run("verify.py", words, 2, environment())
     assert done.returncode == 1 and done.stderr.count("verify.py: error:") == 1
