@@ -17,7 +17,7 @@ from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command
 
 STEPS = 4
-SHORT = [*TINY_STORIES, "--steps", str(STEPS), "--evaluation.every", "2"]
+SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num_story_samples 4".split()]
 
 
 def wandb_records(file):

@@ -116,6 +116,7 @@ def evaluated(tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("evaluated")
     for processes in (1, 3):
         arguments = ["--steps", 1, "--schedule.warmup_steps", 0, "--optimizer.lr", 0, "--evaluation.every", 1]
+        arguments += ["--evaluation.num_story_samples", 4]
         train(*TINY_STORIES, *arguments, "--out_dir", out_dir, "--name", processes, processes=processes)
     return [metrics(out_dir / str(processes))[-1] for processes in (1, 3)], out_dir / "3"
 
