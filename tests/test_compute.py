@@ -1,7 +1,6 @@
 """What makes a step fast or small changes nothing that it computes: products, attention, loss, recomputing, threads."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -14,7 +13,8 @@ import model.linear
 from model.config import GPTConfig
 from model.gpt import GPTModel, plain_attention
 from model.loss import next_token_loss
-from tests.conftest import ROOT, environment, metrics, train
+from tests.conftest import ROOT, environment, metrics, train, train_command
+from training.compute import available_cores, threads_to_set
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -188,21 +188,28 @@ def test_a_profile_backwards_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("inherited", "own", "threads"),
+    ("own", "of_launcher", "threads"),
     [
-        ({}, {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, max(1, len(os.sched_getaffinity(0)) // 2)),
-        ({}, {"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, len(os.sched_getaffinity(0))),
-        ({}, {}, len(os.sched_getaffinity(0))),
-        ({"OMP_NUM_THREADS": "1"}, {"LOCAL_WORLD_SIZE": "1"}, 1),
-        ({"OMP_NUM_THREADS": "2"}, {"LOCAL_WORLD_SIZE": "2"}, 2),
+        ({}, {}, 8),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, {}, 4),
+        ({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, {}, 8),
+        ({"LOCAL_WORLD_SIZE": "16", "OMP_NUM_THREADS": "1"}, {}, 1),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}, {}, 8),
+        ({"OMP_NUM_THREADS": "1"}, {}, None),
+        ({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}, None),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "2"}, None),
     ],
 )
-def test_processes_share_the_cores_unless_told_otherwise(inherited, own, threads):
-    """`inherited` is what the user exported, `own` what a launcher added."""
-    code = "import torch; from training.compute import prepare_cpu; prepare_cpu(); print(torch.get_num_threads())"
-    launcher = (
-        f"import subprocess, os; subprocess.run([{sys.executable!r}, '-c', {code!r}], env={{**os.environ, **{own}}})"
-    )
+def test_processes_share_the_cores_unless_told_otherwise(own, of_launcher, threads):
+    assert threads_to_set(own, of_launcher, cores=8) == threads
+
+
+@pytest.mark.parametrize(("inherited", "threads"), [({}, available_cores()), ({"OMP_NUM_THREADS": "1"}, 1)])
+def test_the_number_of_threads_in_force_is_the_one_printed(inherited, threads, tmp_path):
+    """By a launcher that sets OMP_NUM_THREADS for a user who did not, as torchrun and accelerate do."""
+    command = train_command(*TINY, "--steps", 1, "--schedule.warmup_steps", 0, "--name", "run", "--out_dir", tmp_path)
+    launched = {"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    launcher = f"import os, subprocess; subprocess.run({command}, env={{**os.environ, **{launched}}}, check=True)"
     env = {name: value for name, value in environment(**inherited).items() if name != "OMP_NUM_THREADS"} | inherited
     done = subprocess.run([sys.executable, "-c", launcher], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.stdout.strip() == str(threads), done.stderr
+    assert f"1 x cpu, {threads} thread(s) each" in done.stdout, done.stderr

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -25,13 +25,10 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 def prepare_cpu() -> None:
     """Share the cores among the processes of this machine, and keep freed memory instead of giving it back.
 
-    A launcher sets OMP_NUM_THREADS to 1 if the user did not; then, as without any setting, each process gets an equal
-    share of the cores. More threads than cores make each other wait, which costs a small model a factor of ten.
     Memory that goes back to the system after each tensor comes again as pages that it must first clear.
     """
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads is None or (threads == "1" and launched_without_threads()):
-        torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    if threads := threads_to_set(os.environ, _environment_of_launcher(), available_cores()):
+        torch.set_num_threads(threads)
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's; others do as they do
         for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**27), (M_MMAP_THRESHOLD, 2**25)):
             libc.mallopt(option, value)
@@ -42,14 +39,24 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def launched_without_threads() -> bool:
-    """Whether a launcher started this process, which had no OMP_NUM_THREADS to pass on."""
-    if not {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
-        return False
+def threads_to_set(own: Mapping[str, str], of_launcher: Mapping[str, str], cores: int) -> int | None:
+    """Threads of a process with the environment `own`: an equal share of the cores, or None if the user chose.
+
+    A launcher sets OMP_NUM_THREADS to 1 if it has none itself. More threads than cores make each other wait, which
+    costs a small model a factor of ten.
+    """
+    set_by_launcher = "OMP_NUM_THREADS" not in of_launcher and own.get("OMP_NUM_THREADS") == "1"
+    launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & own.keys()
+    if "OMP_NUM_THREADS" in own and not (launched and set_by_launcher):
+        return None
+    return max(1, cores // int(own.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def _environment_of_launcher() -> Mapping[str, str]:
     try:
-        return "OMP_NUM_THREADS" not in psutil.Process(os.getppid()).environ()
-    except psutil.Error:
-        return False
+        return psutil.Process(os.getppid()).environ()
+    except psutil.Error:  # another user's: what it set cannot be told from what this user set
+        return os.environ
 
 
 def no_compiler(device: torch.device) -> str:
