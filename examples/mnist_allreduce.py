@@ -107,14 +107,24 @@ def train(rank: int, folder: str, args: argparse.Namespace, images: Tensor, labe
     of_ranks = [None] * args.ranks
     dist.all_gather_object(of_ranks, losses)
     if rank == 0:
-        print(f"\nmean loss a rank on {len(labels):,} images and, after as many steps, of the tutorial on 60,000:")
-        for epoch, (one, other) in TUTORIAL_LOSSES.items():
-            first, last = (epoch - 1) * TUTORIAL_STEPS, epoch * TUTORIAL_STEPS
-            ours = " ".join(f"{mean(of_rank[first:last]):.3f}" for of_rank in of_ranks) if last <= len(losses) else "-"
-            print(f"steps {first + 1:4} to {last:4}: {ours:14} tutorial, epoch {epoch:2}: {one} {other}", flush=True)
+        print(beside_the_tutorial(of_ranks, len(labels)), flush=True)
     dist.barrier()  # no rank tears the group down while another still uses it
     dist.destroy_process_group()
     os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
+
+
+def beside_the_tutorial(of_ranks: list[list[float]], num_images: int) -> str:
+    """The mean losses of each rank over as many steps as the tutorial's epochs have, as far as they were trained."""
+    lines = [f"\nmean loss a rank on {num_images:,} images and, after as many steps, of the tutorial on 60,000:"]
+    for epoch, (one, other) in TUTORIAL_LOSSES.items():
+        first, last = (epoch - 1) * TUTORIAL_STEPS, epoch * TUTORIAL_STEPS
+        if last <= len(of_ranks[0]):
+            ours = " ".join(f"{mean(of_rank[first:last]):.3f}" for of_rank in of_ranks)
+            lines.append(f"steps {first + 1:4} to {last:4}: {ours:14} tutorial, epoch {epoch:2}: {one} {other}")
+            if epoch * 60_000 > 20 * num_images:
+                lines.append(f"(not comparable: {last} steps show each of {num_images:,} images too often)")
+    reached = f"{len(of_ranks[0])} steps, and the tutorial's first epoch has {TUTORIAL_STEPS}: nothing to compare"
+    return "\n".join(lines) if len(lines) > 1 else reached
 
 
 def mean(values: list[float]) -> float:

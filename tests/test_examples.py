@@ -168,8 +168,16 @@ def test_the_hand_written_all_reduce_equals_ranks_played_one_after_the_other(run
             optimizer.step()
         expected |= {(rank, epoch): loss for rank, loss in enumerate(np.mean(losses, axis=0))}
     assert losses_of_ranks(output) == pytest.approx(expected, abs=2e-4)
-    for row in ("epoch  1: 1.33 1.31", "epoch  2: 0.55 0.54", "epoch  3: 0.43 0.42", "epoch 10: 0.228 0.223"):
-        assert row in output
+    assert "12 steps, and the tutorial's first epoch has 469: nothing to compare" in output
+
+
+def test_losses_stand_beside_the_tutorials_as_far_as_they_go():
+    rows = ["epoch  1: 1.33 1.31", "epoch  2: 0.55 0.54", "epoch  3: 0.43 0.42", "epoch 10: 0.228 0.223"]
+    for steps, num_rows in ((468, 0), (790, 1), (1407, 3), (4690, 4)):  # 790: --epochs 10 of 10,000 images
+        table = mnist_allreduce.beside_the_tutorial([[2.0] * steps, [1.0] * steps], 10_000)
+        assert [row in table for row in rows] == [index < num_rows for index in range(4)]
+        assert table.count("2.000 1.000") == num_rows and not re.search(r": - ", table)
+        assert ("not comparable" in table) == (steps == 4690), "10,000 images are learnt by heart by then"
 
 
 def test_partitions_share_the_data_out():

@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,8 @@ def test_the_loop_fits_on_a_screen():
     ]
     (main,) = (node for node in functions if node.name == "main")
     assert main.end_lineno - main.lineno < 140
+
+
+def test_uv_installs_what_pip_installs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == (ROOT / "requirements.txt").read_text().split()
