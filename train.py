@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from config import ConfigError, TrainConfig
-from data.corpus import load_corpus
+from data.corpus import Batches, load_corpus
 from data.order import StepSampler, derive_seed
 from model.gpt import GPTModel
 from plot import save_loss_curve
@@ -84,8 +84,9 @@ def main(config: TrainConfig) -> None:
     order = corpus.order(config.global_batch_size, config.seed)
     # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
     loader = DataLoader(
-        corpus.train,
-        batch_sampler=StepSampler(order, first_step, config.steps, rank, num_processes),
+        Batches(corpus.train),
+        batch_size=None,
+        sampler=StepSampler(order, first_step, config.steps, rank, num_processes),
         num_workers=config.data.num_workers,
         worker_init_fn=ignore_stop_signals,
         pin_memory=device.type == "cuda",

@@ -2,13 +2,31 @@
 
 from dataclasses import dataclass
 
+import torch
 from tokenizers import Tokenizer
-from torch.utils.data import Dataset
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
 
 from config import TrainConfig
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset, build_tokenizer
+
+
+class Batches(Dataset):
+    """A map-style dataset by whole batches: item [i, j, ...] is the dict of their tensors, each [B, T].
+
+    One that has a method `batch(indices)`, which gives arrays of [B, T], is asked for that: stacking rows takes as long
+    as making them.
+    """
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
+        if hasattr(self.dataset, "batch"):
+            return {name: torch.from_numpy(rows) for name, rows in self.dataset.batch(indices).items()}
+        return default_collate([self.dataset[index] for index in indices])
 
 
 @dataclass

@@ -125,7 +125,7 @@ def mix_quotas(weights: list[float]) -> list[int]:
 
 
 class StepSampler:
-    """A batch sampler for `DataLoader`: yields this process's share of global batch s for s = first_step, ....
+    """A sampler for a `DataLoader` of batches: yields this process's share of global batch s for s = first_step, ....
 
     It takes the place of `DistributedSampler`, `set_epoch` and skipping ahead after a resume. Do not let Accelerate
     prepare the loader: it would shard the shares once more.

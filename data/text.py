@@ -76,15 +76,10 @@ class TextDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """`input_ids` and `labels`, and what `documents` adds, each int64 [T]; the labels are not shifted."""
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
-        """The samples of a batch, which DataLoader asks for at once."""
-        batch = {name: torch.from_numpy(array) for name, array in self.batch(indices).items()}
-        return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        return {name: torch.from_numpy(rows[0]) for name, rows in self.batch([index]).items()}
 
     def batch(self, indices: list[int]) -> dict[str, np.ndarray]:
-        """The samples as arrays, each int64 [B, T]."""
+        """The samples of a batch, each array int64 [B, T]."""
         rows = [index * self.num_rows // self.num_samples for index in indices]
         input_ids = np.full((len(rows), self.seq_len), self.corpus.end_of_text)
         if self.documents == "padded":

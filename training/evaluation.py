@@ -4,10 +4,9 @@ import math
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import default_collate
 
 from config import TrainConfig
-from data.corpus import Corpus
+from data.corpus import Batches, Corpus
 
 
 @torch.no_grad()
@@ -22,7 +21,8 @@ def evaluate(model, corpus: Corpus, config: TrainConfig, accelerator: Accelerato
         expected `val/loss`) and `val/bits_per_byte`.
     """
     micro_batch_size = config.evaluation.micro_batch_size
-    validation, rank, num_processes = corpus.validation, accelerator.process_index, accelerator.num_processes
+    validation, batches = corpus.validation, Batches(corpus.validation)
+    rank, num_processes = accelerator.process_index, accelerator.num_processes
     starts = range(0, len(validation), micro_batch_size)
     sums = torch.zeros(2, len(starts), device=accelerator.device)
     model.eval()
@@ -31,8 +31,8 @@ def evaluate(model, corpus: Corpus, config: TrainConfig, accelerator: Accelerato
         # equally often, as a sharded model needs.
         index = first + rank
         start = starts[index] if index < len(starts) else 0
-        samples = [validation[i] for i in range(start, min(start + micro_batch_size, len(validation)))]
-        batch = {name: tensor.to(accelerator.device) for name, tensor in default_collate(samples).items()}
+        samples = batches[range(start, min(start + micro_batch_size, len(validation)))]
+        batch = {name: tensor.to(accelerator.device) for name, tensor in samples.items()}
         _, loss_sum = model(**batch, num_items_in_batch=1)
         if index < len(starts):
             sums[0, index] = loss_sum
