@@ -51,6 +51,20 @@ class DataConfig:
     num_workers: NonNegativeInt = 0
     """Processes that load data beside each training process. 0: the training process does it itself."""
 
+    def problems(self) -> list[str]:
+        """Every setting that does not go with the source."""
+        if self.source == "text":
+            lacks = (self.path is None) == (not self.mix)
+            needs = "data.source: text needs data.path, a corpus made by data.prepare, or data.mix of several"
+            return [needs] if lacks else []
+        of_text = {"path": self.path, "mix": self.mix, "hash": self.hash}
+        given = {name: value for name, value in of_text.items() if value is not None}
+        given |= {"documents": self.documents} if self.documents != "concat" else {}
+        return [
+            f"data.{name}: {value} is for data.source: text, but data.source is {self.source}; change one of the two"
+            for name, value in given.items()
+        ]
+
 
 @dataclass
 class OptimizerConfig:
@@ -228,7 +242,7 @@ class TrainConfig:
 
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
-        problems = self.model.problems()
+        problems = self.model.problems() + self.data.problems()
         if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
             problems.append(
                 f"name: {self.name!r} is not a plain directory name; use out_dir for the directory above it"
@@ -248,8 +262,6 @@ class TrainConfig:
             )
         if self.data.source != "text" and self.evaluation.num_samples is None:
             problems.append(f"evaluation.num_samples: null means all, but data.source: {self.data.source} has no end")
-        if self.data.source == "text" and (self.data.path is None) == (not self.data.mix):
-            problems.append("data.source: text needs data.path, a corpus made by data.prepare, or data.mix of several")
         unit = self.micro_batch_size * num_processes
         if self.global_batch_size is not None and self.global_batch_size % unit:
             below = self.global_batch_size // unit * unit

@@ -24,6 +24,7 @@ from model.gpt import GPTModel
 from plot import save_loss_curve
 from training import checkpoint, launch
 from training.compute import prepare_network, step_profiler
+from training.corpus_check import CorpusCheck
 from training.evaluation import evaluate
 from training.optimizer import build_optimizer, set_lr
 from training.replicas import check_replicas
@@ -43,7 +44,7 @@ def main(config: TrainConfig) -> None:
     """Train until step `config.steps`, going on from the newest checkpoint of the run if there is one.
 
     Raises:
-        ConfigError: the settings do not fit the launch, the data or the run directory.
+        ConfigError: the settings do not fit the launch, the data or the run directory, or the data are damaged.
         RunError: the loss is no number any more, the processes' weights differ, or a checkpoint cannot be written.
         Preempted: a signal asked to stop, and the checkpoint is saved.
     """
@@ -58,6 +59,7 @@ def main(config: TrainConfig) -> None:
     run.check(config)
 
     accelerator = launch.start(config)
+    corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
     stop_signal = StopSignal()
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     accumulation = config.global_batch_size // (config.micro_batch_size * num_processes)
@@ -103,7 +105,8 @@ def main(config: TrainConfig) -> None:
         checkpoint.Saver(run.checkpoints, config, accelerator) as saver,
         step_profiler(config, first_step, run.path, rank) as profiler,
     ):
-        tracker.say(summary(config, accelerator, network, run, start_from, first_step))
+        corpus_check.begin()
+        tracker.say(summary(config, accelerator, network, run, start_from, first_step, corpus.verification))
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
         # So that number comes first: here for the first step, and later with the totals of the step before.
         batch = next(batches)
@@ -133,7 +136,7 @@ def main(config: TrainConfig) -> None:
 
             done = step + 1
             batch = next(batches, None)
-            stop = stop_signal.received or saver.failed
+            stop = stop_signal.received or saver.failed or corpus_check.failed
             target_tokens = totals.exchange(done, losses, grad_norm, count_targets(batch), stop)
             log_now, evaluate_now, save_now, compare_now = config.due(done)
             totals.read(at_once=log_now or evaluate_now or save_now)
@@ -156,6 +159,7 @@ def main(config: TrainConfig) -> None:
             if metrics:
                 tracker.log(done, metrics)
             if save_now or totals.stop:
+                corpus_check.demand()
                 saver.save(done, model, optimizer, metrics, totals)
                 status.write("running", done)
             if done == config.steps or totals.stop:

@@ -179,7 +179,8 @@ def sparse_corpus(folder: Path, tokens: int, part: int, tokenizer: Path) -> Text
         (folder / name).hardlink_to(folder / names[0])
     (folder / "tokenizer").symlink_to(tokenizer)
     size, facts = (folder / names[0]).stat().st_size, load_tokenizer(tokenizer)[1]
-    metadata = {"tokenizer": facts, "files": dict.fromkeys(names, size)}
+    counts = {"train": {"tokens": len(names) * part, "bytes": 0}, "validation": {"tokens": 0, "bytes": 0}}
+    metadata = {"tokenizer": facts, **counts, "hash": "", "files": dict.fromkeys(names, size)}
     (folder / "metadata.json").write_text(json.dumps(metadata))
     return TextCorpus(str(folder))
 

@@ -1,6 +1,7 @@
 """What a run trains on and is evaluated on. A new data source is one file in this folder and one branch here."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
@@ -11,6 +12,9 @@ from config import TrainConfig
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset, build_tokenizer
+
+if TYPE_CHECKING:
+    from data.integrity import Verification
 
 
 class Batches(Dataset):
@@ -44,6 +48,8 @@ class Corpus:
     vocab_size: int
     quotas: list[int] | None = None
     """Of a mixture: how many of MIX_BLOCK training samples come from each of its corpora."""
+    verification: "Verification | None" = None
+    """Of the files that it is read from, to be started."""
 
     def order(self, global_batch_size: int, seed: int) -> GlobalBatches:
         """Which training samples every global batch has."""
@@ -56,7 +62,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
     """The corpus that `config.data` names, in sequences of `config.seq_len` tokens.
 
     Raises:
-        ValueError: the settings do not fit the corpus; says which and what would.
+        ValueError: the settings do not fit the corpus, or it is not as it was prepared; says which and what would.
     """
     sizes = {"train": config.data.num_samples, "validation": config.evaluation.num_samples}
     vocab_size = config.model.vocab_size
@@ -74,7 +80,9 @@ def load_corpus(config: TrainConfig) -> Corpus:
 
 
 def _load_text(config: TrainConfig) -> Corpus:
-    from data.text import MixedDataset, TextCorpus, TextDataset  # they need pyarrow, and the other sources do not
+    # They need pyarrow, and the other sources do not.
+    from data.integrity import Verification
+    from data.text import MixedDataset, TextCorpus, TextDataset
 
     data, evaluation = config.data, config.evaluation
     corpora = [TextCorpus(path) for path in data.mix or [data.path]]
@@ -94,7 +102,10 @@ def _load_text(config: TrainConfig) -> Corpus:
     vocab_size = _checked_vocab_size(config.model.vocab_size, corpora[0].vocab_size)
     if data.mix:
         train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
-    return Corpus(train[0], *validation or [None], corpora[0].tokenizer, vocab_size, quotas if data.mix else None)
+    quotas = quotas if data.mix else None
+    return Corpus(
+        train[0], *validation or [None], corpora[0].tokenizer, vocab_size, quotas, verification=Verification(corpora)
+    )
 
 
 def _checked_vocab_size(vocab_size: int | None, num_tokens: int) -> int:

@@ -11,7 +11,6 @@ of tokens, and an end-of-text token in it is always the beginning of a document:
 """
 
 import fcntl
-import io
 import json
 import math
 import multiprocessing
@@ -23,9 +22,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from glob import glob
-from hashlib import blake2b
+from functools import partial
+from glob import escape
+from hashlib import blake2b, sha256
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -33,16 +35,16 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 from jsonargparse import ArgumentParser, set_parsing_settings
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from config import ConfigError
+from config import ConfigError, RunError
+from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
+from data.sources import Source, find_files, source_stamp
 from data.tokenizer import load_tokenizer, save_tokenizer
 
-SPLITS = ("train", "validation")
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; documents of more than two are encoded in pieces
 PART = 2**24  # characters, of one file of tokens
@@ -82,111 +84,23 @@ class PrepareConfig:
     """Read a dataset of the Hub while it is downloaded, instead of downloading all of it first."""
 
     max_tokens: PositiveInt | None = None
-    """Stop after the file in which so many are reached: up to about 16 million characters more. null: take all."""
+    """Stop after the file in which so many for training are reached: up to about 16 million characters more. A source
+    of its own for validation is taken whole. null: take all."""
 
-    num_workers: PositiveInt = os.cpu_count() or 1
-    """Processes that encode. The corpus is the same for any number."""
-
-
-class Source:
-    """The documents of files or a dataset in their order, as pairs (text, whether the document ends with it).
-
-    Raises:
-        ConfigError: there is no such source, or it cannot be read as text.
-    """
-
-    def __init__(self, name: str, config: PrepareConfig):
-        self.name, self.config = name, config
-        self.errors = "strict" if config.invalid_utf8 == "refuse" else "replace"
-        # A name with brackets in it is a file before it is a pattern.
-        found = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
-        self.stamps = {file: _stamp(file) for file in found if Path(file).is_file()}
-        for file in self.stamps:
-            if _kind(file) not in (".txt", ".jsonl", ".parquet"):
-                raise ConfigError(f"source: {file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
-            if config.streaming:
-                raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
-        self.dataset = None if self.stamps else self._load()
-
-    def __iter__(self) -> Iterator[tuple[str, bool]]:
-        for place in self.stamps or [self.name]:
-            number = 1
-            try:
-                for text, ends in self._txt(place) if _kind(place) == ".txt" else self._rows(place):
-                    yield text, ends
-                    number += ends
-                changed = place in self.stamps and _stamp(place) != self.stamps[place]
-            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ConfigError(f"source: {place!r}, document {number}: {type(error).__name__}: {error}") from None
-            if changed:
-                raise ConfigError(f"source: {place!r} changed while it was read; start again when it is complete")
-
-    def _load(self) -> Iterable[dict]:
-        import datasets  # slow, and not needed for files
-
-        path, configuration, split, streaming = *[*self.name.split(":"), "", ""][:3], self.config.streaming
-        try:
-            return datasets.load_dataset(path, configuration or None, split=split or "train", streaming=streaming)
-        except Exception as error:  # as many kinds as there are ways to fail at a download
-            problem = f"source: there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
-            remedy = (
-                "Without a network, name a folder with the dataset's files, or a pattern such as 'folder/*.parquet'"
-            )
-            raise ConfigError(f"{problem}: {error!r}\n{remedy}") from None
-
-    def _txt(self, file: str) -> Iterator[tuple[str, bool]]:
-        separator, rest = (self.config.document_separator or "").replace("\\n", "\n"), ""
-        with self._open(file) as text:
-            while chunk := text.read(PIECE):
-                if separator:
-                    *documents, rest = (rest + chunk).split(separator)
-                    yield from ((document, True) for document in documents)
-                    settled = max(len(rest) - len(separator) + 1, 0)  # what follows may begin a separator
-                    chunk, rest = rest[:settled], rest[settled:]
-                yield chunk, False
-        yield rest, True
-
-    def _rows(self, place: str) -> Iterator[tuple[str, bool]]:
-        column = self.config.text_column
-        for row in self._records(place):
-            if column not in row:
-                raise KeyError(f"no text_column {column!r}; there are {list(row)}")
-            # Half of a surrogate pair is valid in JSON, but no text; null is an empty document.
-            yield (row[column] or "").encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
-
-    def _records(self, place: str) -> Iterator[dict]:
-        if self.dataset is not None:
-            yield from self.dataset
-        elif _kind(place) == ".jsonl":
-            with self._open(place) as lines:
-                yield from (json.loads(line) for line in lines if not line.isspace())
-        else:
-            for batch in pyarrow.parquet.ParquetFile(place).iter_batches(256, columns=[self.config.text_column]):
-                yield from batch.to_pylist()
-
-    def _open(self, file: str) -> io.TextIOWrapper:
-        # All kinds of line ends become \n, and a byte-order mark, as Windows writes it, is dropped.
-        return io.TextIOWrapper(pa.input_stream(file, compression="detect"), "utf-8-sig", self.errors)
+    num_workers: NonNegativeInt = os.cpu_count() or 1
+    """Processes that encode; 0: the one that reads does. The corpus is the same for any number."""
 
 
-def _stamp(file: str) -> list[int]:
-    return [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
-
-
-def _kind(file: str) -> str:
-    return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix
-
-
-def split_documents(source: Source, validation: str) -> Iterator[tuple[str, bool, str | None]]:
+def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[tuple[str, bool, str | None]]:
     """The documents as (text, whether the document ends with it, its split); None where its hash decides."""
     kind, _, share = validation.partition(":")
-    if kind == "hash":
-        yield from ((*part, None) for part in source)
+    if held_out is not None:
+        yield from ((*part, "validation") for part in held_out)  # first: max_tokens ends the other
+        yield from ((*part, "train") for part in source)
     elif kind == "tail":
         yield from _cut_tails(source, float(share))
     else:
-        yield from ((*part, "train") for part in source)
-        yield from ((*part, "validation") for part in Source(validation, source.config))
+        yield from ((*part, None) for part in source)
 
 
 def _cut_tails(source: Source, share: float) -> Iterator[tuple[str, bool, str]]:
@@ -235,7 +149,7 @@ def cut_parts(
 
     A list holds pieces of documents: (text, whether a document begins with it, its split).
     """
-    streaming = source.config.streaming
+    streaming = source.streaming
     part, size, buffer, begins = [], 0, "", True
     for text, ends, given in documents:
         pieces = []
@@ -260,36 +174,67 @@ def cut_parts(
         yield part, source.dataset.state_dict() if streaming else None
 
 
+class Encoder:
+    """Encodes parts with the tokenizer in `folder`, and writes them there."""
+
+    def __init__(self, folder: Path):
+        self.folder, (self.tokenizer, self.facts) = folder, load_tokenizer(folder / "tokenizer")
+
+    def make_part(self, index: int, pieces: list[tuple[str, bool, str]], state: dict | None) -> dict:
+        """Encode and write a part, and last a JSON file with what is returned: its counts, and the state given."""
+        dtype = "uint16" if self.facts["vocab_size"] <= 2**16 else "uint32"
+        rows, counts, part = {split: [] for split in SPLITS}, {split: Counter() for split in SPLITS}, {"state": state}
+        for text, begins, split in pieces:
+            if text:
+                rows[split].append(np.array([self.facts["end_of_text"]] * begins + self._encode(text), dtype))
+            counts[split].update(documents=begins and text != "", empty_documents=text == "", bytes=len(text.encode()))
+            counts[split].update(replacement_characters=text.count("\ufffd"))
+        for split in SPLITS:
+            values = np.concatenate([np.empty(0, dtype), *rows[split]])
+            offsets = np.cumsum([0, *map(len, rows[split])], dtype=np.int32)
+            column = pa.ListArray.from_arrays(offsets, pa.array(values))
+            batch, stream = pa.record_batch({"input_ids": column}), pa.BufferOutputStream()
+            with pa.ipc.new_stream(stream, batch.schema) as writer:
+                writer.write_batch(batch)
+            name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
+            _write(self.folder / name, content)
+            facts = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(self.folder / name)}
+            part[split] = {**counts[split], "tokens": len(values), **facts}
+        _write(_part_file(self.folder, index), json.dumps(part).encode())
+        return part
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as error:  # tokenizers raises nothing more special
+            raise ConfigError(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}: {error}") from None
+        return encoding.ids
+
+
 def _start_worker(folder: Path) -> None:
-    global _folder, _tokenizer, _facts
+    global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     # A worker must not outlive a parent that was killed.
     threading.Thread(target=lambda: os._exit(multiprocessing.parent_process().join() or 1), daemon=True).start()
-    _folder, (_tokenizer, _facts) = folder, load_tokenizer(folder / "tokenizer")
+    _encoder = Encoder(folder)
 
 
 def _make_part(index: int, pieces: list[tuple[str, bool, str]], state: dict | None) -> dict:
-    """Encode and write a part, and last a JSON file with what is returned: its counts, and the state given."""
-    dtype = "uint16" if _facts["vocab_size"] <= 2**16 else "uint32"
-    rows, counts, part = {split: [] for split in SPLITS}, {split: Counter() for split in SPLITS}, {"state": state}
-    for text, begins, split in pieces:
-        if text:
-            [encoding] = _tokenizer.encode_batch_fast([text], add_special_tokens=False)
-            rows[split].append(np.array([_facts["end_of_text"]] * begins + encoding.ids, dtype))
-        counts[split].update(documents=begins and text != "", empty_documents=text == "", bytes=len(text.encode()))
-        counts[split].update(replacement_characters=text.count("\ufffd"))
-    for split in SPLITS:
-        values = np.concatenate([np.empty(0, dtype), *rows[split]])
-        offsets = np.cumsum([0, *map(len, rows[split])], dtype=np.int32)
-        column = pa.ListArray.from_arrays(offsets, pa.array(values))
-        batch, stream = pa.record_batch({"input_ids": column}), pa.BufferOutputStream()
-        with pa.ipc.new_stream(stream, batch.schema) as writer:
-            writer.write_batch(batch)
-        _write(_folder / split / f"{index:06d}.arrow", stream.getvalue())
-        facts = {"file": f"{split}/{index:06d}.arrow", "hash": blake2b(stream.getvalue(), digest_size=16).hexdigest()}
-        part[split] = {**counts[split], "tokens": len(values), **facts}
-    _write(_folder / "parts" / f"{index:06d}.json", json.dumps(part).encode())
-    return part
+    return _encoder.make_part(index, pieces, state)
+
+
+def _part_file(folder: Path, index: int) -> Path:
+    return folder / "parts" / f"{index:06d}.json"
+
+
+def _finished_part(folder: Path, index: int) -> dict | None:
+    """What make_part returned for a part whose files nothing has touched since."""
+    try:
+        part = json.loads(_part_file(folder, index).read_bytes())
+        same = all(file_stamp(folder / part[split]["file"]) == part[split]["stamp"] for split in SPLITS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return part if same else None
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -297,13 +242,18 @@ def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     with open(path.with_suffix(".tmp"), "wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    _fsync(path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
+    _fsync(path.parent)
 
 
-def _read(path: Path) -> dict | None:
-    return json.loads(path.read_bytes()) if path.exists() else None
+def _fsync(path: Path) -> None:
+    """Of a file, or of the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def prepare(config: PrepareConfig) -> dict:
@@ -311,20 +261,36 @@ def prepare(config: PrepareConfig) -> dict:
 
     Raises:
         ConfigError: a setting or an input is wrong.
-        OSError: the corpus cannot be written. What is done so far stays, and the same command goes on.
+        RunError: a worker was killed. What is done so far stays, and the same command goes on.
+        OSError: the corpus cannot be written. The same holds.
     """
     kind, _, share = config.validation.partition(":")
-    if kind in ("hash", "tail") and not re.fullmatch(r"0?\.\d+", share):
+    own = kind not in ("hash", "tail")
+    if not own and not re.fullmatch(r"0?\.\d+", share):
         raise ConfigError(f"validation: {config.validation!r} must name a share below 1, such as {kind}:0.1")
     if kind != "hash" and config.streaming:
         raise ConfigError(f"validation: {config.validation!r} does not go with streaming; use hash:0.005")
-    out = Path(config.out).expanduser().absolute()
-    work, source = out.with_name(f"{out.name}.partial"), Source(config.source, config)
-    stamps = source.stamps | ({} if kind in ("hash", "tail") else Source(config.validation, config).stamps)
+    if kind == "tail" and config.max_tokens:
+        problem = (
+            f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation!r} keeps"
+        )
+        raise ConfigError(f"{problem}; use hash:0.005 or a source of its own")
+    try:
+        out = Path(config.out).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"out: {config.out!r}: {error}") from None
+    reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
+    work, source = out.with_name(f"{out.name}.partial"), Source(config.source, *reading)
+    held_out = Source(config.validation, *reading) if own else None
+    if held_out and (shared := held_out.shared_with(source)):
+        raise ConfigError(f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}")
+    stamps = source.stamps | (held_out.stamps if held_out else {})
+    stamps |= {file: source_stamp(file) for file in find_files(f"{escape(config.tokenizer)}/*")}
     request = asdict(config) | {"out": None, "num_workers": None, "files": stamps}  # what the corpus depends on
     if out.exists():
-        if (metadata := _read(out / "metadata.json") or {}).get("request") == request:
-            return metadata
+        with suppress(ConfigError):
+            if (metadata := read_metadata(out)).get("request") == request:
+                return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
     (work / "parts").mkdir(parents=True, exist_ok=True)
     with open(work / "parts" / "lock", "w") as lock:
@@ -332,44 +298,53 @@ def prepare(config: PrepareConfig) -> dict:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"out: another process is preparing {out}") from None
-        if (_read(work / "parts" / "request") or request) != request:
+        begun, content = work / "parts" / "request", json.dumps(request).encode()
+        if begun.exists() and begun.read_bytes() != content:
             raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
-        _write(work / "parts" / "request", json.dumps(request).encode())
-        metadata = _make_corpus(config, source, work) | {"request": request}
+        _write(begun, content)
+        try:
+            metadata = _make_corpus(config, source, held_out, work) | {"request": request}
+        except BrokenProcessPool:
+            remedy = "the same command goes on, with fewer --num_workers"
+            raise RunError(f"a worker was killed, as where memory is short; {remedy}") from None
+        metadata["digest"] = metadata_digest(metadata)
         _write(work / "metadata.json", json.dumps(metadata, indent=1).encode())
         os.rename(work, out)
+        _fsync(out.parent)
     shutil.rmtree(out / "parts")
     return metadata
 
 
-def _make_corpus(config: PrepareConfig, source: Source, work: Path) -> dict:
+def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
     kind, _, share = config.validation.partition(":")
     if not (work / "tokenizer").exists():
         save_tokenizer(config.tokenizer, work / "tokenizer.tmp", (text for text, _ in islice(source, TRAINING_TEXTS)))
+        for path in (*(work / "tokenizer.tmp").iterdir(), work / "tokenizer.tmp"):
+            _fsync(path)
         os.replace(work / "tokenizer.tmp", work / "tokenizer")
     tokenizer, facts = load_tokenizer(work / "tokenizer")
 
     parts, most = [], config.max_tokens or math.inf
     if config.streaming:  # what is done need not be downloaded again
-        while _total(parts, "tokens") < most and (part := _read(work / "parts" / f"{len(parts):06d}.json")):
+        while _total(parts, "tokens", ["train"]) < most and (part := _finished_part(work, len(parts))):
             source.dataset.load_state_dict(part["state"])
             parts.append(part)
-    documents = split_documents(source, config.validation)
+    documents = split_documents(source, config.validation, held_out)
     texts = cut_parts(documents, tokenizer, float(share) if kind == "hash" else 0.0, source)
     with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
         for part in _make_parts(texts, len(parts), work, config.num_workers):
-            if _total(parts, "tokens") >= most:
+            if _total(parts, "tokens", ["train"]) >= most:
                 break
             parts.append(part)
             bar.update(_total([part], "bytes"))
-    files = {part[split]["file"]: part[split]["hash"] for part in parts for split in SPLITS}
-    for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - files.keys():
+    hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
+    for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
         (work / ahead).unlink()
     return {
         "tokenizer": {"name": config.tokenizer, **facts},
         **{split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS},
-        "hash": blake2b(json.dumps([facts["hash"], files]).encode(), digest_size=16).hexdigest(),
-        "files": {file: (work / file).stat().st_size for file in files},
+        "hash": content_hash(facts["hash"], hashes),
+        "files": {file: {"bytes": (work / file).stat().st_size, "sha256": sha} for file, sha in hashes.items()},
         "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
     }
 
@@ -377,10 +352,19 @@ def _make_corpus(config: PrepareConfig, source: Source, work: Path) -> dict:
 def _make_parts(texts: Iterable[tuple[list, dict | None]], first: int, work: Path, num_workers: int) -> Iterator[dict]:
     """The parts in their order; one that a killed process has completed is only read."""
     pending = deque()
-    with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _start_worker, (work,)) as pool:
+    with ExitStack() as stack:
+        if num_workers:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(num_workers, context, _start_worker, (work,)))
+        else:
+            encoder = Encoder(work)
         for index, (pieces, state) in enumerate(texts, start=first):
-            done = _read(work / "parts" / f"{index:06d}.json")
-            pending.append((lambda done=done: done) if done else pool.submit(_make_part, index, pieces, state).result)
+            if done := _finished_part(work, index):
+                pending.append(lambda done=done: done)
+            elif num_workers:
+                pending.append(pool.submit(_make_part, index, pieces, state).result)
+            else:
+                pending.append(partial(encoder.make_part, index, pieces, state))
             if len(pending) > num_workers:  # the text of one part waits for each worker
                 yield pending.popleft()()
         yield from (result() for result in pending)
@@ -399,9 +383,9 @@ def cli() -> int:
     config = PrepareConfig(**vars(parser.parse_args(arguments)))
     try:
         metadata = prepare(config)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, RunError, OSError) as error:
         print(f"prepare: error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, RunError) else 2
     for split in SPLITS:
         print(f"{config.out}/{split}: " + ", ".join(f"{metadata[split][n]:,} {n.replace('_', ' ')}" for n in COUNTS))
     return 0

@@ -7,10 +7,11 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch.utils.data import ConcatDataset, Dataset
 
+from config import ConfigError
+from data.integrity import REMEDY, open_tokens, read_metadata
 from data.tokenizer import load_tokenizer
 
 
@@ -18,21 +19,20 @@ class TextCorpus:
     """A corpus that data.prepare has completed: its `tokenizer`, `vocab_size`, `end_of_text` token and `metadata`.
 
     Raises:
-        ValueError: there is no such corpus, a file of it is damaged, or its tokenizer is another one now.
+        ConfigError: there is no such corpus, a file of it is damaged, or its tokenizer is another one now.
     """
 
     def __init__(self, path: str):
-        self.path = Path(path).expanduser()
         try:
-            self.metadata = json.loads((self.path / "metadata.json").read_bytes())
+            self.path = Path(path).expanduser()
+            self.metadata = read_metadata(self.path)
             self.tokenizer, facts = load_tokenizer(self.path / "tokenizer")
-            sizes = {file: (self.path / file).stat().st_size for file in self.metadata["files"]}
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"data: {path!r} is no corpus that data.prepare has completed: {error}") from None
-        if facts["hash"] != self.metadata["tokenizer"]["hash"]:
-            raise ValueError(f"data: {path!r} was not made with the tokenizer that lies in it now; prepare it again")
-        if damaged := [file for file, size in self.metadata["files"].items() if size != sizes[file]]:
-            raise ValueError(f"data: {path!r} is damaged: {damaged[0]} has another size than when it was made")
+        except RuntimeError as error:  # of expanduser
+            raise ConfigError(f"data: {path!r}: {error}") from None
+        if different := [name for name in facts if facts[name] != self.metadata["tokenizer"][name]]:
+            raise ConfigError(
+                f"data: {path!r}: another tokenizer lies in it than it was made with ({different[0]}); {REMEDY}"
+            )
         self.vocab_size, self.end_of_text = facts["vocab_size"], facts["end_of_text"]
 
 
@@ -50,22 +50,24 @@ class TextDataset(Dataset):
         num_samples: use so many rows, evenly spread; None or more than there are: all.
 
     Raises:
-        ValueError: there is not one row.
+        ConfigError: there is not one row.
     """
 
     def __init__(self, corpus: TextCorpus, split: str, seq_len: int, documents: str, num_samples: int | None = None):
         self.corpus, self.split, self.seq_len, self.documents = corpus, split, seq_len, documents
         files = [corpus.path / file for file in corpus.metadata["files"] if file.startswith(split)]
-        columns = [pa.ipc.open_stream(pa.memory_map(str(file))).read_next_batch().column(0) for file in files]
+        columns = [open_tokens(file) for file in files]
         self.tokens = [column.values.to_numpy() for column in columns]  # views of the files, as are the offsets
         self.offsets = [column.offsets.to_numpy() for column in columns]
         self.first_tokens = [0, *accumulate(map(len, self.tokens))]
         self.first_rows = [0, *accumulate(map(len, columns))]
+        if self.first_tokens[-1] != corpus.metadata[split]["tokens"]:
+            raise ConfigError(f"data: {corpus.path} is damaged: not all tokens of {split} are there; {REMEDY}")
         self.num_rows = self.first_rows[-1] if documents == "padded" else (self.first_tokens[-1] - 1) // (seq_len - 1)
         self.num_samples = min(num_samples or self.num_rows, self.num_rows)
         if self.num_rows < 1:
             problem = f"data: the {split} split of {corpus.path} has {self.first_tokens[-1]} tokens, less than a window"
-            raise ValueError(f"{problem} of seq_len {seq_len}; use more text, or for one file --validation tail:0.1")
+            raise ConfigError(f"{problem} of seq_len {seq_len}; use more text, or for one file --validation tail:0.1")
 
     def __reduce__(self):
         # Loader processes that are not forked open the files themselves, instead of being sent what is in them.
@@ -87,13 +89,17 @@ class TextDataset(Dataset):
             for out, row, mask in zip(input_ids, rows, in_document, strict=True):
                 file = bisect_right(self.first_rows, row) - 1
                 begin, end = self.offsets[file][row - self.first_rows[file] :][:2].tolist()
+                if not 0 <= begin <= end <= len(self.tokens[file]):
+                    raise ConfigError(f"data: {self.corpus.path} is damaged: row {row} of {self.split}; {REMEDY}")
                 length = min(end - begin + 1, self.seq_len)  # with the end-of-text that the next one begins with
                 self._copy(self.first_tokens[file] + begin, out[:length])
                 mask[:length] = 1
+            self._check_range(input_ids)
             labels = np.where(in_document, input_ids, -100)
             return {"input_ids": input_ids, "labels": labels, "attention_mask": in_document}
         for out, row in zip(input_ids, rows, strict=True):
             self._copy(row * (self.seq_len - 1), out)
+        self._check_range(input_ids)
         batch = {"input_ids": input_ids, "labels": input_ids}
         if self.documents == "isolated":
             positions = np.arange(self.seq_len)
@@ -109,6 +115,14 @@ class TextDataset(Dataset):
             out[: len(tokens)] = tokens
             first, out, file = first + len(tokens), out[len(tokens) :], file + 1
 
+    def _check_range(self, input_ids: np.ndarray) -> None:
+        # Its files are verified in the background, while they are read here; a lookup outside a table must not happen.
+        if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
+            raise ConfigError(
+                f"data: {self.corpus.path} is damaged: token {largest} in {self.split} is none of the "
+                f"{self.corpus.vocab_size} of the tokenizer; {REMEDY}"
+            )
+
     @cached_property
     def num_bytes(self) -> float:
         """The UTF-8 bytes of the text that the targets of all samples stand for; an end-of-text token stands for none.
@@ -118,9 +132,10 @@ class TextDataset(Dataset):
         """
         tokenizer, counts = self.corpus.tokenizer, self.corpus.metadata[self.split]
         token_bytes = np.full(self.corpus.vocab_size, counts["bytes"] / counts["tokens"])
-        if json.loads(tokenizer.to_str())["decoder"]["type"] == "ByteLevel":
+        if (json.loads(tokenizer.to_str())["decoder"] or {}).get("type") == "ByteLevel":
+            added = tokenizer.get_added_tokens_decoder()  # written as they are, not with a character a byte
             for token, index in tokenizer.get_vocab().items():
-                token_bytes[index] = len(token)
+                token_bytes[index] = len(token.encode() if index in added else token)
             token_bytes[self.corpus.end_of_text] = 0
         targets = (self.batch([index])["labels"][:, 1:] for index in range(len(self)))
         return float(sum(token_bytes[ids[ids != -100]].sum() for ids in targets))

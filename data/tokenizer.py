@@ -51,15 +51,22 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
     """A tokenizer that was saved, and its `hash`, `vocab_size` (the largest token + 1) and `end_of_text` token.
 
     A special token in a text is the characters that it is written with, so no text can end a document.
+
+    Raises:
+        ConfigError: there is no such tokenizer in the folder, or it has no end-of-text token.
     """
-    content = (folder / "tokenizer.json").read_bytes()
-    tokenizer = Tokenizer.from_buffer(content)
+    try:
+        content = (folder / "tokenizer.json").read_bytes()
+        tokenizer = Tokenizer.from_buffer(content)
+        end_of_text = json.loads((folder / "tokenizer_config.json").read_bytes())["eos_token"]
+        end_of_text = tokenizer.token_to_id(end_of_text["content"] if isinstance(end_of_text, dict) else end_of_text)
+        vocab_size = max(tokenizer.get_vocab().values()) + 1
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ConfigError(f"tokenizer: '{folder}' cannot be read: {type(error).__name__}: {error}") from None
+    if end_of_text is None:
+        raise ConfigError(f"tokenizer: '{folder}' names an end-of-text (eos) token that is not in its vocabulary")
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    end_of_text = json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
-    return tokenizer, {
-        "hash": blake2b(content, digest_size=16).hexdigest(),
-        "vocab_size": max(tokenizer.get_vocab().values()) + 1,
-        "end_of_text": tokenizer.token_to_id(end_of_text["content"] if isinstance(end_of_text, dict) else end_of_text),
-    }
+    content_hash = blake2b(content, digest_size=16).hexdigest()
+    return tokenizer, {"hash": content_hash, "vocab_size": vocab_size, "end_of_text": end_of_text}

@@ -21,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else the Hub's client tries for 
 import data.prepare
 from config import ConfigError
 from data.prepare import PrepareConfig, cut_point, in_validation, prepare
+from data.sources import Source
 from data.tokenizer import load_tokenizer, save_tokenizer
 from tests.conftest import ROOT, environment
 
@@ -48,7 +49,7 @@ def write_jsonl(path, documents, key="text"):
 
 
 def make(source, out, tokenizer="byte", **settings):
-    return prepare(PrepareConfig(str(source), tokenizer, str(out), **{"num_workers": 1, **settings}))
+    return prepare(PrepareConfig(str(source), tokenizer, str(out), **{"num_workers": 0, **settings}))
 
 
 def rows(out, split="train"):
@@ -79,6 +80,7 @@ def tokens_of(out):
 def small_parts(monkeypatch):
     """Many files and many pieces of a document, in a text that a test can wait for."""
     monkeypatch.setattr(data.prepare, "PIECE", 2000)
+    monkeypatch.setattr(data.sources, "CHUNK", 2000)
     monkeypatch.setattr(data.prepare, "PART", 3000)
 
 
@@ -161,12 +163,12 @@ def test_all_kinds_of_sources_give_the_same_tokens(tmp_path, small_parts, monkey
 
 @pytest.mark.parametrize("piece", range(1, 30))
 def test_a_separator_is_found_wherever_the_reading_stops(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(data.prepare, "PIECE", piece)
+    monkeypatch.setattr(data.sources, "CHUNK", piece)
     documents = ["one", "", "two <|en", "|end|>", "last"]
     (tmp_path / "a.txt").write_text("<|end|>".join(documents))
     found = [""]
     path = str(tmp_path / "a.txt")
-    for text, ends in data.prepare.Source(path, PrepareConfig(path, "byte", "out", document_separator="<|end|>")):
+    for text, ends in Source(path, document_separator="<|end|>"):
         found[-1] += text
         found.extend([""] * ends)
     assert found[:-1] == documents
@@ -410,8 +412,7 @@ def test_bytes_that_are_no_text_are_replaced_and_counted_or_refused(tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, small_parts):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, make_documents(100))
-    source = data.prepare.Source(str(path), PrepareConfig(str(path), "byte", "out"))
-    reading = iter(source)
+    reading = iter(Source(str(path)))
     next(reading)
     with path.open("a") as file:
         file.write('{"text": "one more"}\n')

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from config import CheckpointConfig, RunError, TrainConfig
+from config import CheckpointConfig, ConfigError, RunError, TrainConfig
 from training.provenance import provenance
 from training.step_totals import StepTotals
 
@@ -70,7 +70,9 @@ class Saver:
         return self
 
     def __exit__(self, exception_type, exception, traceback) -> None:
-        if isinstance(exception, RunError):  # after any other, a process may be gone, and nothing would come of waiting
+        if isinstance(
+            exception, RunError | ConfigError
+        ):  # after any other, a process may be gone, and nothing would come of waiting
             self.wait()
 
     def save(self, step: int, model, optimizer, metrics: dict[str, float], totals: StepTotals) -> None:

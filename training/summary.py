@@ -1,6 +1,7 @@
 """The block that a run prints at its start: what is in force."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -10,6 +11,9 @@ from model.gpt import GPTModel
 from training.compute import no_compiler
 from training.run_directory import RunDirectory
 
+if TYPE_CHECKING:  # it needs pyarrow, and sources other than text do not
+    from data.integrity import Verification
+
 
 def summary(
     config: TrainConfig,
@@ -18,8 +22,9 @@ def summary(
     run: RunDirectory,
     start_from: Path | None,
     first_step: int,
+    verification: "Verification | None",
 ) -> str:
-    """What is in force, a line each; `model` is the network before it was prepared."""
+    """What is in force, a line each; `model` is the network before it was prepared, `verification` of a text corpus."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
@@ -42,4 +47,6 @@ def summary(
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
         "tokens": f"{tokens_per_step:,} a step x {config.steps:,} steps = {tokens_per_step * config.steps:,}",
     }
+    if verification:
+        facts["corpus"] = str(verification)
     return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items())

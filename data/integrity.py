@@ -1,0 +1,258 @@
+"""Whether a corpus is what data.prepare wrote: metadata.json at once, what lies in its files by reading them.
+
+metadata.json has the length and the SHA-256 of every file, the hash of the whole (`data.hash` of a run), and a digest
+of itself. The content of a file is read once for each of its stamps: what was found is remembered in `.verified` beside
+the corpus or, where that cannot be written, in the user's cache.
+"""
+
+import json
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b, file_digest, sha256
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from config import ConfigError
+
+SPLITS = ("train", "validation")
+READERS = min(4, os.cpu_count() or 1)  # threads: a disk is faster than one thread hashes
+FILE = {"bytes": int, "sha256": str}  # what metadata.json says of a file
+FIELDS = {
+    "hash": str,
+    "tokenizer": {"hash": str, "vocab_size": int, "end_of_text": int},
+    **dict.fromkeys(SPLITS, {"tokens": int, "bytes": int}),
+    "files": {},
+}
+REMEDY = "restore it, or remove the folder and prepare it again"
+
+
+def file_stamp(file: Path | str) -> list[int]:
+    """What changes when a file is written, replaced or copied. The time of its change (ctime) no program can set."""
+    stat = os.stat(file)
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def content_hash(tokenizer_hash: str, hashes: dict[str, str]) -> str:
+    """Of a corpus: its tokenizer, and its files in their order."""
+    return blake2b(json.dumps([tokenizer_hash, hashes]).encode(), digest_size=16).hexdigest()
+
+
+def metadata_digest(metadata: dict) -> str:
+    """Of all that metadata.json says, but the digest that stands in it."""
+    rest = {name: value for name, value in metadata.items() if name != "digest"}
+    return blake2b(json.dumps(rest).encode(), digest_size=16).hexdigest()
+
+
+def read_metadata(folder: Path) -> dict:
+    """What metadata.json says of the corpus in `folder`, whose files are all there in their lengths.
+
+    `files` has the facts of each, as FILE; or its length alone, in a corpus prepared before the others were kept.
+
+    Raises:
+        ConfigError: there is no such file, or it is not as data.prepare wrote it, or a file of the corpus is not.
+    """
+    try:
+        metadata = json.loads((folder / "metadata.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"data: '{folder}' is no corpus that data.prepare has completed: {error}") from None
+    if problem := _metadata_problem(metadata):
+        raise ConfigError(f"data: {folder / 'metadata.json'} is damaged: {problem}; {REMEDY}")
+    for file, facts in metadata["files"].items():
+        try:
+            problem = (
+                "" if (folder / file).stat().st_size == file_length(facts) else "another size than it was made with"
+            )
+        except OSError as error:
+            problem = error.strerror
+        if problem:
+            raise ConfigError(f"data: '{folder}' is damaged: {file}: {problem}; {REMEDY}")
+    return metadata
+
+
+def file_length(facts: dict | int) -> int:
+    """In bytes, by what metadata.json says of a file."""
+    return facts["bytes"] if isinstance(facts, dict) else facts
+
+
+def _metadata_problem(metadata: object) -> str:
+    """What is wrong with the content of a metadata.json, in words; "" if nothing is."""
+    if problem := _misfit(metadata, FIELDS, "it"):
+        return problem
+    files, lengths_only = metadata["files"], all(type(facts) is int for facts in metadata["files"].values())
+    if problem := _misfit(files, dict.fromkeys(files, int if lengths_only else FILE), "files"):
+        return problem
+    for file in files:
+        if not re.fullmatch(r"(train|validation)/\d+\.arrow", file):
+            return f"it names {file!r}, which is no file of a corpus"
+    if lengths_only:
+        return ""
+    hashes = {file: facts["sha256"] for file, facts in files.items()}
+    whole = metadata["hash"] == content_hash(metadata["tokenizer"]["hash"], hashes)
+    return "" if whole and metadata.get("digest") == metadata_digest(metadata) else "it does not match its own digest"
+
+
+def _misfit(value: object, wanted: dict | type, name: str) -> str:
+    """Where `value` is not of the types that are wanted, in words; "" if it is. Numbers are not negative."""
+    if not isinstance(wanted, dict):
+        return "" if type(value) is wanted and (wanted is not int or value >= 0) else f"{name} is {value!r:.80}"
+    if not isinstance(value, dict):
+        return f"{name} is {value!r:.80}"
+    if missing := [key for key in wanted if key not in value]:
+        return f"{name} has no {missing[0]!r}"
+    return next(filter(None, (_misfit(value[key], kind, repr(key)) for key, kind in wanted.items())), "")
+
+
+def open_tokens(file: Path) -> pa.ListArray:
+    """The column of a file of tokens, memory-mapped, with nothing read of it but the lengths that it claims.
+
+    They are checked against the file's, so that no use of its `values` and `offsets` reads beyond it.
+
+    Raises:
+        ConfigError: it is not such a file.
+    """
+    try:
+        reader = pa.ipc.open_stream(pa.memory_map(str(file)))
+        types = [pa.list_(pa.uint16()), pa.list_(pa.uint32())]
+        if reader.schema.names != ["input_ids"] or reader.schema.types[0] not in types:
+            raise ValueError("it has other columns than data.prepare writes")
+        column = reader.read_next_batch().column(0)
+        column.validate()
+        if column.null_count or column.values.null_count:
+            raise ValueError("it has nulls")
+        return column
+    except (pa.ArrowException, ValueError, OSError, StopIteration) as error:
+        raise ConfigError(f"data: {file} is damaged: {error or 'it is empty'}; {REMEDY}") from None
+
+
+class Verification:
+    """Reads the files of corpora in the background, and compares them with what metadata.json says of them.
+
+    Args:
+        corpora: of data.text.TextCorpus.
+    """
+
+    problem: str | None = None
+    """The first file that is not what it was, and what is wrong with it; there as soon as it is found."""
+
+    def __init__(self, corpora: list):
+        self.corpora = corpora
+        lengths = [file_length(facts) for corpus in corpora for facts in corpus.metadata["files"].values()]
+        self.num_files, self.num_bytes, self.num_bytes_read = len(lengths), sum(lengths), 0
+        self._known: dict[Path, tuple[list[int], str]] = {}
+        self._lock, self._thread = threading.Lock(), None
+
+    def start(self) -> None:
+        """Begin, unless it is under way; after an earlier one, only what has another stamp since is read again."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, daemon=True, name="verification")
+            self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it has come to its end, waiting so long for it; None: as long as it takes."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def __str__(self) -> str:
+        files = f"{self.num_files} files, {self.num_bytes / 1e6:,.1f} MB"
+        read, rest = (
+            f"{number / 1e6:,.1f} MB" for number in (self.num_bytes_read, self.num_bytes - self.num_bytes_read)
+        )
+        if self._thread is not None and self._thread.is_alive():
+            return f"{files}, being verified in the background; no checkpoint is saved before"
+        return f"{files}, verified: {read} read now, {rest} unchanged since they were read"
+
+    def _run(self) -> None:
+        try:
+            for corpus in self.corpora:
+                self._recall(corpus)
+            with ThreadPoolExecutor(READERS, thread_name_prefix="verification") as pool:
+                for corpus in self.corpora:
+                    if not self._matches(corpus, pool):
+                        self._known.clear()  # it may be the memory that is wrong
+                        if not self._matches(corpus, pool):
+                            unknown = "in which file, its metadata.json is too old to say"
+                            self._fail(f"'{corpus.path}' has other tokens than data.prepare wrote ({unknown})")
+        except Exception as error:  # what cannot be read is not verified
+            self._fail(f"a corpus cannot be verified: {type(error).__name__}: {error}")
+
+    def _matches(self, corpus, pool: ThreadPoolExecutor) -> bool:
+        """Whether all files together have the hash of the corpus; files with hashes of their own are compared first."""
+        hashes = pool.map(lambda file: self._hash(corpus, file), corpus.metadata["files"])
+        together = content_hash(
+            corpus.metadata["tokenizer"]["hash"], dict(zip(corpus.metadata["files"], hashes, strict=True))
+        )
+        return self.problem is not None or together == corpus.metadata["hash"]
+
+    def _hash(self, corpus, name: str) -> str:
+        file, facts = corpus.path / name, corpus.metadata["files"][name]
+        expected, algorithm = (facts["sha256"], sha256) if isinstance(facts, dict) else (None, _blake2b)
+        stamp = file_stamp(file)
+        known, found = self._known.get(file, (None, ""))
+        if self.problem or (known == stamp and expected in (None, found)):
+            return found
+        with open(file, "rb") as content:
+            found = file_digest(content, algorithm).hexdigest()
+        if expected not in (None, found):
+            self._fail(f"{file} has another content than data.prepare wrote")
+        elif self._has_tokens_of(corpus, file):
+            self._remember(corpus, name, stamp, found)
+        return found
+
+    def _has_tokens_of(self, corpus, file: Path) -> bool:
+        """Whether all in it is in range, by whoever it was made: a hostile author knows how to compute a hash."""
+        try:
+            column = open_tokens(file)
+            column.validate(full=True)
+            largest = np.max(column.values.to_numpy(), initial=0)
+        except (pa.ArrowException, ValueError) as error:
+            self._fail(f"{file} is damaged: {error}")
+            return False
+        if largest >= corpus.vocab_size:
+            self._fail(f"{file} is damaged: token {largest} is none of the {corpus.vocab_size} of the tokenizer")
+        return largest < corpus.vocab_size
+
+    def _fail(self, problem: str) -> None:
+        self.problem = self.problem or f"data: {problem}; {REMEDY}"
+
+    def _recall(self, corpus) -> None:
+        for memory in _memories(corpus.path):
+            try:
+                lines = memory.read_text().splitlines()
+            except (OSError, ValueError):
+                continue
+            for line in lines:
+                try:
+                    name, stamp, found = json.loads(line)
+                    self._known[corpus.path / name] = (stamp, str(found))
+                except (ValueError, TypeError):
+                    pass  # half a line, of a process that was killed
+
+    def _remember(self, corpus, name: str, stamp: list[int], found: str) -> None:
+        with self._lock:
+            self.num_bytes_read += stamp[0]
+            self._known[corpus.path / name] = (stamp, found)
+            for memory in _memories(corpus.path):
+                try:
+                    memory.parent.mkdir(parents=True, exist_ok=True)
+                    with open(memory, "a") as file:  # a line at a time: several machines may write it
+                        file.write(json.dumps([name, stamp, found]) + "\n")
+                    return
+                except OSError:
+                    pass  # then the next start reads the file again
+
+
+def _blake2b():
+    return blake2b(digest_size=16)
+
+
+def _memories(folder: Path) -> list[Path]:
+    """Where what was found is remembered: beside the corpus or, where that cannot be written, in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    name = blake2b(str(folder.resolve()).encode(), digest_size=16).hexdigest()
+    places = [folder / ".verified", *([cache / "mini-gpt" / name] if cache.is_absolute() else [])]
+    # What came with a corpus may be a link to something else.
+    return [place for place in places if not os.path.lexists(place) or (place.is_file() and not place.is_symlink())]
