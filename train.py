@@ -105,8 +105,8 @@ def main(config: TrainConfig) -> None:
         checkpoint.Saver(run.checkpoints, config, accelerator) as saver,
         step_profiler(config, first_step, run.path, rank) as profiler,
     ):
-        corpus_check.begin()
-        tracker.say(summary(config, accelerator, network, run, start_from, first_step, corpus.verification))
+        verified = corpus_check.begin()
+        tracker.say(summary(config, accelerator, network, run, start_from, first_step, verified))
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
         # So that number comes first: here for the first step, and later with the totals of the step before.
         batch = next(batches)

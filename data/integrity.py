@@ -156,14 +156,13 @@ class Verification:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def __str__(self) -> str:
-        files = f"{self.num_files} files, {self.num_bytes / 1e6:,.1f} MB"
-        read, rest = (
-            f"{number / 1e6:,.1f} MB" for number in (self.num_bytes_read, self.num_bytes - self.num_bytes_read)
-        )
-        if self._thread is not None and self._thread.is_alive():
+    def describe(self, done: bool) -> str:
+        """What is verified, for the block that a run prints at its start; `done`: on all machines."""
+        files = f"{self.num_files} files, {self.num_bytes:,} bytes"
+        if not done:
             return f"{files}, being verified in the background; no checkpoint is saved before"
-        return f"{files}, verified: {read} read now, {rest} unchanged since they were read"
+        rest = self.num_bytes - self.num_bytes_read
+        return f"{files}, verified: {self.num_bytes_read:,} read now, {rest:,} unchanged since they were read"
 
     def _run(self) -> None:
         try:

@@ -1,10 +1,17 @@
 """Samples of a corpus are the windows of its tokens, wherever they lie, and a mixture has exactly its shares."""
 
+import errno
 import json
 import math
+import os
 import pickle
+import shutil
+import threading
 import tracemalloc
 from collections import Counter
+from hashlib import blake2b, sha256
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -18,13 +25,16 @@ import data.prepare
 from benchmarks.growth import sparse_corpus
 from config import ConfigError, parse_config
 from data.corpus import load_corpus
+from data.integrity import Verification, content_hash, metadata_digest, open_tokens
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import ROOT, metrics, tensors, train
-from tests.test_prepare import END, make, make_documents, rows, write_jsonl
+from tests.test_prepare import END, content, make, make_documents, rows, write_jsonl
+from training import corpus_check
+from training.corpus_check import CorpusCheck
 
 TINY_MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32, "dropout": 0.0, "max_position_embeddings": 64}
 TINY = {
@@ -261,18 +271,268 @@ def test_a_corpus_without_validation_trains_without_evaluation(folder, tmp_path)
 
 
 def test_a_corpus_that_is_not_what_it_was_is_refused(folder, tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", make_documents(30))
-    make(source, tmp_path / "a", validation="hash:0.2")
-    file = next((tmp_path / "a" / "train").iterdir())
+    path = tmp_path / "a"
+    shutil.copytree(folder / "a", path)
+    file = next((path / "train").iterdir())
     whole = file.read_bytes()
     file.write_bytes(whole[:-8])
-    assert file.name in refusal(folder, "--data.path", tmp_path / "a")
+    assert file.name in refusal(folder, "--data.path", path)
     file.unlink()
-    assert file.name in refusal(folder, "--data.path", tmp_path / "a")
+    assert file.name in refusal(folder, "--data.path", path)
     file.write_bytes(whole)
+    load_corpus(settings(folder, "--data.path", path))
+    config = path / "tokenizer" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("<|endoftext|>", "x"))
+    assert "end_of_text" in refusal(folder, "--data.path", path)
+    save_tokenizer("train:300", path / "tokenizer", ["another"])
+    assert "tokenizer" in refusal(folder, "--data.path", path)
+
+
+def damaged(metadata, **changes):
+    """metadata.json with changes, and a digest that fits: None takes a key away."""
+    metadata = {key: value for key, value in {**metadata, **changes}.items() if value is not None}
+    return json.dumps({**metadata, "digest": metadata_digest(metadata)})
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"files": ["train/000000.arrow"]}, "'files' is ['train"),
+        ({"files": None}, "no 'files'"),
+        ({"files": {"train/000000.arrow": "x"}}, "train/000000.arrow"),
+        ({"files": {"train/000000.arrow": {"bytes": 3}}}, "sha256"),
+        ({"files": {"train/000000.arrow": -1}}, "-1"),
+        ({"files": {"../../etc/passwd": 3}}, "../../etc/passwd"),
+        ({"hash": None}, "no 'hash'"),
+        ({"hash": 3}, "'hash' is 3"),
+        ({"hash": "0" * 32}, "digest"),
+        ({"tokenizer": 7}, "'tokenizer' is 7"),
+        ({"tokenizer": {"hash": "x"}}, "vocab_size"),
+        ({"train": {"tokens": True, "bytes": 0}}, "'tokens' is True"),
+        ({"validation": "none"}, "'validation' is 'none'"),
+    ],
+    ids=str,
+)
+def test_damaged_metadata_is_one_message(folder, tmp_path, changes, named):
+    shutil.copytree(folder / "a", tmp_path / "a")
+    file = tmp_path / "a" / "metadata.json"
+    metadata = json.loads(file.read_text())
+    file.write_text(damaged(metadata))
     load_corpus(settings(folder, "--data.path", tmp_path / "a"))
-    save_tokenizer("train:300", tmp_path / "a" / "tokenizer", ["another"])
-    assert "tokenizer" in refusal(folder, "--data.path", tmp_path / "a")
+    file.write_text(damaged(metadata, **changes))
+    message = refusal(folder, "--data.path", tmp_path / "a")
+    assert named in message and "metadata.json is damaged" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "[" * 100_000, '{"files": {}', "\xff"], ids=lambda text: text[:9])
+def test_metadata_that_is_none_is_one_message(folder, tmp_path, text):
+    (tmp_path / "metadata.json").write_text(text, encoding="latin-1")
+    message = refusal(folder, "--data.path", tmp_path)
+    assert "metadata.json is damaged" in message or "data.prepare" in message
+    assert "~nouser" in refusal(folder, "--data.path", "~nouser/x")
+
+
+def test_no_bit_of_the_counts_can_change(folder, tmp_path):
+    shutil.copytree(folder / "a", tmp_path / "a")
+    file = tmp_path / "a" / "metadata.json"
+    text = file.read_text()
+    bytes_of = f'"bytes": {json.loads(text)["validation"]["bytes"]}'
+    file.write_text(text.replace(bytes_of, bytes_of + "0"))
+    assert "digest" in refusal(folder, "--data.path", tmp_path / "a")
+
+
+def test_a_tokenizer_without_a_decoder_counts_the_mean_of_bytes(folder, tmp_path):
+    tokenizer = json.loads((folder / "bpe" / "tokenizer" / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer | {"decoder": None}))
+    shutil.copy(folder / "bpe" / "tokenizer" / "tokenizer_config.json", tmp_path / "tokenizer")
+    make(folder / "b.jsonl", tmp_path / "corpus", str(tmp_path / "tokenizer"), validation="hash:0.2")
+    dataset, exact = open_split(tmp_path / "corpus", "validation"), open_split(folder / "bpe", "validation")
+    counts = dataset.corpus.metadata["validation"]
+    assert dataset.num_bytes == pytest.approx(len(dataset) * 31 * counts["bytes"] / counts["tokens"])
+    assert dataset.num_bytes == pytest.approx(exact.num_bytes, rel=0.1)
+
+
+# What lies in the files
+
+
+def flip(file, count):
+    """Change tokens and nothing else: length and time of the file stay."""
+    stat, content = file.stat(), bytearray(file.read_bytes())
+    begin = len(content) // 4 * 2  # of a token, whose high byte stays
+    for place in range(begin, begin + 2 * count, 2):
+        content[place] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def verify(*paths):
+    """A verification that has ended."""
+    verification = Verification([TextCorpus(str(path)) for path in paths])
+    verification.start()
+    assert verification.wait()
+    return verification
+
+
+@pytest.fixture
+def corpus(folder, tmp_path, monkeypatch):
+    """A copy of corpus `a`, in a home of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return shutil.copytree(folder / "a", tmp_path / "a")
+
+
+def test_a_file_is_read_once_for_each_of_its_stamps(corpus, folder):
+    size = sum(file.stat().st_size for file in corpus.glob("*/*.arrow"))
+    for expected in (size, 0):
+        verification = verify(corpus)
+        assert verification.problem is None and verification.num_bytes_read == expected
+    touched = corpus / "train" / "000000.arrow"
+    os.utime(touched)
+    assert verify(corpus).num_bytes_read == touched.stat().st_size
+    copy = shutil.copytree(corpus, corpus.with_name("copy"))  # with the times, and with what is remembered
+    assert verify(copy).num_bytes_read == size
+    mixed = verify(corpus, folder / "b")
+    assert mixed.problem is None and mixed.num_bytes_read == mixed.num_bytes - size
+
+
+def test_changed_tokens_are_found_and_the_file_is_named(corpus):
+    verify(corpus)
+    file = corpus / "validation" / "000001.arrow"
+    whole = file.read_bytes()
+    flip(file, 100)
+    for _ in range(2):
+        assert str(file) in verify(corpus).problem
+    file.write_bytes(whole)
+    assert verify(corpus).problem is None
+
+
+def test_what_changes_during_a_run_is_found_at_its_next_save(corpus):
+    verification = verify(corpus)
+    verification.start()
+    assert verification.wait() and verification.problem is None
+    flip(corpus / "train" / "000000.arrow", 100)
+    verification.start()
+    assert verification.wait() and "train/000000.arrow" in verification.problem
+
+
+def test_a_corpus_that_cannot_be_written_is_remembered_in_the_cache(corpus, monkeypatch):
+    original = open
+
+    def read_only(file, mode="r", *arguments, **named):
+        if "a" in mode and corpus in Path(file).parents:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return original(file, mode, *arguments, **named)
+
+    monkeypatch.setattr("builtins.open", read_only)
+    assert verify(corpus).num_bytes_read > 0 == verify(corpus).num_bytes_read
+    assert not (corpus / ".verified").exists()
+
+
+def test_what_is_remembered_can_be_damaged_or_hostile(corpus, tmp_path):
+    verify(corpus)
+    memory, precious = corpus / ".verified", tmp_path / "precious"
+    lines = memory.read_text()
+    for damage in ("", "\0\xff", lines[:50], lines.replace('"]', '0"]'), '[[], {}, 3]\n["x", 1]\n3\n', lines * 2):
+        memory.write_text(damage)
+        assert verify(corpus).problem is None
+    memory.unlink()
+    precious.write_text("mine")
+    memory.symlink_to(precious)
+    assert verify(corpus).problem is None and precious.read_text() == "mine"
+
+
+def test_a_corpus_without_hashes_of_its_files_is_verified_as_a_whole(corpus):
+    """As it was prepared before these were kept: the hash of the whole is over BLAKE2b of the files."""
+    metadata = json.loads((corpus / "metadata.json").read_text())
+    hashes = {file: blake2b((corpus / file).read_bytes(), digest_size=16).hexdigest() for file in metadata["files"]}
+    del metadata["digest"]
+    metadata["files"] = {file: facts["bytes"] for file, facts in metadata["files"].items()}
+    whole = json.dumps([metadata["tokenizer"]["hash"], hashes]).encode()
+    metadata["hash"] = blake2b(whole, digest_size=16).hexdigest()
+    (corpus / "metadata.json").write_text(json.dumps(metadata))
+    assert verify(corpus).problem is None and verify(corpus).num_bytes_read == 0
+    memory = (corpus / ".verified").read_text()
+    (corpus / ".verified").write_text(memory.replace('"]', '0"]'))
+    assert verify(corpus).problem is None
+    flip(corpus / "train" / "000000.arrow", 3)
+    assert "too old to say" in verify(corpus).problem
+
+
+def test_a_file_that_cannot_be_read_is_not_verified(corpus, monkeypatch):
+    def broken(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("data.integrity.file_digest", broken)
+    assert "Input/output error" in verify(corpus).problem
+
+
+def rewrite(corpus, change, name="train/000000.arrow"):
+    """A hostile author's file: `change` of its bytes, with a metadata.json to match."""
+    metadata = json.loads((corpus / "metadata.json").read_text())
+    content = change((corpus / name).read_bytes())
+    (corpus / name).write_bytes(content)
+    metadata["files"][name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    hashes = {file: facts["sha256"] for file, facts in metadata["files"].items()}
+    whole = content_hash(metadata["tokenizer"]["hash"], hashes)
+    (corpus / "metadata.json").write_text(damaged(metadata, hash=whole))
+
+
+def test_a_hostile_corpus_does_not_make_the_loader_read_out_of_bounds(corpus, folder):
+    """Every byte of what an Arrow file says of itself is changed: a read beyond the file would end the tests."""
+    original = (corpus / "train" / "000000.arrow").read_bytes()
+    describes = original.index(np.array(rows(corpus)[0][:8], np.uint16).tobytes())
+    refused = 0
+    for place in range(describes):
+        for value in (0xFF, 0x01):
+            mutated = bytearray(original)
+            mutated[place] ^= value
+            (corpus / "train" / "000000.arrow").write_bytes(mutated)
+            try:
+                column = open_tokens(corpus / "train" / "000000.arrow")
+                assert int(column.values.to_numpy().sum()) + int(column.offsets.to_numpy().sum()) >= -(2**40)
+            except ConfigError:
+                refused += 1
+    assert refused > describes / 2
+
+
+@pytest.mark.parametrize("documents", ["concat", "padded"])
+def test_a_hostile_token_or_offset_is_found_where_it_is_used_and_by_the_verification(corpus, documents):
+    def hostile(content):
+        first_row = np.array(rows(corpus)[0][:8], np.uint16).tobytes()
+        offsets = np.array([0, len(rows(corpus)[0])], np.int32).tobytes()
+        if documents == "padded":
+            return content.replace(offsets, np.array([0, 10**9], np.int32).tobytes())
+        return content.replace(first_row, np.array([65535] * 8, np.uint16).tobytes())
+
+    rewrite(corpus, hostile)
+    with pytest.raises(ConfigError, match="damaged"):
+        dataset = open_split(corpus, documents=documents)
+        [dataset[i] for i in range(2)]
+    assert "train/000000.arrow is damaged" in verify(corpus).problem
+
+
+def test_all_processes_learn_of_a_damaged_file_and_none_waits_for_ever(corpus, monkeypatch):
+    """Three processes on two machines, taken together: those that read, and one that does not."""
+    flip(corpus / "train" / "000000.arrow", 100)
+    release, original = threading.Event(), Verification._hash
+    monkeypatch.setattr(Verification, "_hash", lambda *arguments: release.wait() and original(*arguments))
+    monkeypatch.setattr(corpus_check, "GRACE_SECONDS", 0.01)
+    verifications = [Verification([TextCorpus(str(corpus))]) for _ in range(3)]
+    gathered = []
+    monkeypatch.setattr(corpus_check, "gather_object", lambda mine: gathered.extend(mine) or [*gathered])
+    checks = [
+        CorpusCheck(verification, SimpleNamespace(is_local_main_process=reads), timeout_seconds=0.02)
+        for verification, reads in zip(verifications, (True, True, False), strict=True)
+    ]
+    for check in checks:
+        assert "being verified" in check.begin() and not check.failed
+    assert [done for done, _ in gathered] == [False, False, True], "training begins meanwhile"
+    release.set()
+    assert verifications[0].wait() and checks[0].failed and not checks[2].failed
+    for check in checks:
+        with pytest.raises(ConfigError, match="000000.arrow"):
+            check.demand()
+    CorpusCheck(None, SimpleNamespace(is_local_main_process=True), 1).demand()
 
 
 @pytest.mark.parametrize(
@@ -282,6 +542,8 @@ def test_a_corpus_that_is_not_what_it_was_is_refused(folder, tmp_path):
         (["--data.path", "x", "--data.mix", '{"y": 1}'], ["data.path", "data.mix"]),
         (["--data.mix", '{"y": -1}'], ["data.mix"]),
         (["--data.source", "stories"], ["evaluation.num_samples", "null"]),
+        (["--data.source", "stories", "--data.documents", "padded"], ["data.documents", "padded", "stories", "text"]),
+        (["--data.source", "random", "--data.path", "x"], ["data.path", "x", "random", "text"]),
     ],
 )
 def test_inconsistent_settings_are_refused(folder, arguments, named):
@@ -311,13 +573,27 @@ def test_a_mixture_trains_and_goes_on_exactly(folder, runs, documents):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in tensors(runs / "run", 4).items())
 
 
-def test_another_corpus_in_the_same_place_does_not_go_on(folder, runs, tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", make_documents(30))
-    make(source, tmp_path / "a", validation="hash:0.2")
-    train_text(folder, runs, "--data.path", tmp_path / "a", "--steps", 2)
-    (tmp_path / "a").rename(tmp_path / "old")
-    make(write_jsonl(source, make_documents(31)), tmp_path / "a", validation="hash:0.2")
-    done = train_text(folder, runs, "--data.path", tmp_path / "a", exit_code=2)
+def test_a_run_does_not_go_on_with_other_tokens(folder, runs, tmp_path):
+    """Neither with changed ones in a file of the same length and time, nor with another corpus in the same place."""
+    path, run = tmp_path / "a", runs / "run"
+    shutil.copytree(folder / "a", path)
+    arguments = ["--data.path", path, "--global_batch_size", 4, "--schedule.name", "constant"]
+    done = train_text(folder, runs, *arguments, "--steps", 2)
+    assert "verified" in done.stdout and (path / ".verified").exists()
+    saved = content(run / "checkpoints")
+    flip(path / "train" / "000001.arrow", 300)
+    for processes, faults in ((2, "late:0:0"), (0, "")):  # found in the background, or before the first step
+        done = train_text(folder, runs, *arguments, processes=processes, faults=faults, exit_code=1 if processes else 2)
+        [error] = [line for line in done.stderr.splitlines() if "train.py: error" in line]
+        assert "000001.arrow has another content" in error
+        assert "being verified" in done.stdout or not processes
+        assert "[step" not in done.stdout or processes
+        assert content(run / "checkpoints") == saved
+        status = json.loads((run / "status.json").read_text())
+        assert status["state"] == "failed" and "000001.arrow" in status["reason"]
+    shutil.rmtree(path)
+    make(write_jsonl(tmp_path / "a.jsonl", make_documents(31)), path, validation="hash:0.2")
+    done = train_text(folder, runs, *arguments, exit_code=2)
     assert "data.hash" in done.stderr and "Traceback" not in done.stderr
 
 

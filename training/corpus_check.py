@@ -30,14 +30,13 @@ class CorpusCheck:
         """Whether this process knows of a damaged file; then all should come to `demand` soon."""
         return self.verification is not None and self.verification.problem is not None
 
-    def begin(self) -> None:
-        """Wait a little for the outcome; all processes call it together.
+    def begin(self) -> str | None:
+        """Wait a little for the outcome, and say what is verified; all processes call it together.
 
         Raises:
             ConfigError: on all processes, with a damaged file.
         """
-        if self.verification:
-            self._exchange(GRACE_SECONDS)
+        return self.verification and self.verification.describe(done=self._exchange(GRACE_SECONDS))
 
     def demand(self) -> None:
         """Return once every file, with the stamp that it has now, is known to be what data.prepare wrote.

@@ -1,7 +1,6 @@
 """The block that a run prints at its start: what is in force."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -11,9 +10,6 @@ from model.gpt import GPTModel
 from training.compute import no_compiler
 from training.run_directory import RunDirectory
 
-if TYPE_CHECKING:  # it needs pyarrow, and sources other than text do not
-    from data.integrity import Verification
-
 
 def summary(
     config: TrainConfig,
@@ -22,9 +18,9 @@ def summary(
     run: RunDirectory,
     start_from: Path | None,
     first_step: int,
-    verification: "Verification | None",
+    corpus: str | None,
 ) -> str:
-    """What is in force, a line each; `model` is the network before it was prepared, `verification` of a text corpus."""
+    """What is in force, a line each; `model` is the network before it was prepared, `corpus` what is verified."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
@@ -47,6 +43,6 @@ def summary(
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
         "tokens": f"{tokens_per_step:,} a step x {config.steps:,} steps = {tokens_per_step * config.steps:,}",
     }
-    if verification:
-        facts["corpus"] = str(verification)
+    if corpus:
+        facts["corpus"] = corpus
     return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items())
