@@ -62,15 +62,16 @@ def read_metadata(folder: Path) -> dict:
     if problem := _metadata_problem(metadata):
         raise ConfigError(f"data: {folder / 'metadata.json'} is damaged: {problem}; {REMEDY}")
     for file, facts in metadata["files"].items():
-        try:
-            problem = (
-                "" if (folder / file).stat().st_size == file_length(facts) else "another size than it was made with"
-            )
-        except OSError as error:
-            problem = error.strerror
-        if problem:
+        if problem := _length_problem(folder / file, file_length(facts)):
             raise ConfigError(f"data: '{folder}' is damaged: {file}: {problem}; {REMEDY}")
     return metadata
+
+
+def _length_problem(file: Path, length: int) -> str:
+    try:
+        return "" if file.stat().st_size == length else "another size than when it was made"
+    except OSError as error:
+        return str(error.strerror)
 
 
 def file_length(facts: dict | int) -> int:
