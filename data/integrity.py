@@ -33,7 +33,7 @@ REMEDY = "restore it, or remove the folder and prepare it again"
 def file_stamp(file: Path | str) -> list[int]:
     """What changes when a file is written, replaced or copied. The time of its change (ctime) no program can set."""
     stat = os.stat(file)
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def content_hash(tokenizer_hash: str, hashes: dict[str, str]) -> str:

@@ -70,9 +70,8 @@ class Saver:
         return self
 
     def __exit__(self, exception_type, exception, traceback) -> None:
-        if isinstance(
-            exception, RunError | ConfigError
-        ):  # after any other, a process may be gone, and nothing would come of waiting
+        # After any other, a process may be gone, and nothing would come of waiting.
+        if isinstance(exception, RunError | ConfigError):
             self.wait()
 
     def save(self, step: int, model, optimizer, metrics: dict[str, float], totals: StepTotals) -> None:
