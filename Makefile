@@ -4,9 +4,11 @@ UV := $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 # Two tests at a time, one file each, and one thread a process: as much as two cores can do.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
+# A lent machine has torch, but perhaps neither this environment nor what would build it.
+GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-.PHONY: help env train verify test test-all bench lint clean
+.PHONY: help env train verify test test-all test-gpu bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +27,11 @@ test: .venv/.installed-test ## lint and the tests, at most 7 minutes on 2 cores
 test-all: .venv/.installed-test ## the long tests too
 	$(PYTEST) $(ARGS)
 
-bench: .venv/.installed-test ## measure speed and memory, in 40 minutes; against a peer: make bench ARGS="--nanogpt PATH --text FILE"
+test-gpu: ## on a machine with a GPU: its tests, then its benchmark; against a peer: make test-gpu ARGS="--nanogpt PATH"
+	$(GPU_PYTHON) -m pytest -m cuda $(shell grep -l mark.cuda tests/test_*.py)
+	$(GPU_PYTHON) -m benchmarks gpu $(ARGS)
+
+bench: .venv/.installed-test ## measure speed and memory, in an hour; against a peer: make bench ARGS="--nanogpt PATH --text FILE"
 	.venv/bin/python -m benchmarks $(ARGS)
 
 lint: .venv/.installed-test ## check style

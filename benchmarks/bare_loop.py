@@ -1,60 +1,86 @@
 """A training loop as one writes it by hand: no Accelerate, no data loader, no logging, no checkpoints.
 
-Takes train.py's arguments, trains the same model with the same optimizer on one batch of random tokens, and prints
-tokens per second: the median over every log_every steps. Under `torchrun --nproc-per-node 2 -m` the model is wrapped in
-DistributedDataParallel.
+Takes train.py's arguments, trains the same model with the same optimizer on one batch of random tokens, and prints what
+it measured: the median over every log_every steps, and the peak of resident memory over that after the imports. Under
+`torchrun --nproc-per-node 2 -m` the model is wrapped in DistributedDataParallel, or what WAY in the environment names
+of examples/overlap.py is done; then the last step is profiled too. PEER is a checkout of nanoGPT, to train its model.
 """
 
+import json
 import os
 import statistics
 import time
-from contextlib import nullcontext
+from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
 
+from benchmarks.nanogpt import build_peer
 from config import parse_config
 from data.corpus import load_corpus
+from examples.overlap import WAYS, average_gradients, hidden, lanes
 from model.gpt import GPTModel
-from training import cli
 from training.compute import prepare_cpu, prepare_network
 from training.optimizer import build_optimizer
 
 
 def main() -> None:
-    processes = cli.num_processes()
+    processes, peer, way = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("PEER"), os.environ.get("WAY")
     config = parse_config(num_processes=processes)
-    prepare_cpu()
     config.model.vocab_size = load_corpus(config).vocab_size
+    before = psutil.Process().memory_info().rss
     torch.manual_seed(config.seed)
-    model = network = GPTModel(config.model)
-    prepare_network(network, config, torch.device("cpu"))
+    tokens = torch.randint(config.model.vocab_size, (config.micro_batch_size, config.seq_len))
+    if peer:
+        model, optimizer = build_peer(Path(peer), config.model, config.optimizer)
+        inputs = (tokens, tokens)
+    else:
+        prepare_cpu()
+        model, inputs = GPTModel(config.model), (tokens, None, tokens)
+        prepare_network(model, config, torch.device("cpu"))
+        optimizer = build_optimizer(model, config.optimizer)
+    network = model
     if processes > 1:
         dist.init_process_group("gloo")
-        model = DistributedDataParallel(network, gradient_as_bucket_view=True)
-    optimizer = build_optimizer(network, config.optimizer)
-    in_bfloat16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    autocast = torch.autocast("cpu", torch.bfloat16) if in_bfloat16 else nullcontext()
-    tokens = torch.randint(config.model.vocab_size, (config.micro_batch_size, config.seq_len))
-    speeds, start = [], time.perf_counter()
-    for step in range(1, config.steps + 1):
-        with autocast:
-            loss = model(tokens, labels=tokens)[1]
-        loss.backward()
+        if way is None or WAYS[way]:
+            model = DistributedDataParallel(network, bucket_cap_mb=WAYS.get(way), gradient_as_bucket_view=True)
+
+    def step() -> None:
+        model(*inputs)[1].backward()
+        if processes > 1 and model is network:
+            average_gradients(network)
         torch.nn.utils.clip_grad_norm_(network.parameters(), config.optimizer.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        if step % config.tracking.log_every == 0:
-            loss.item()
-            now = time.perf_counter()
-            speeds.append(config.tracking.log_every * tokens.numel() * processes / (now - start))
-            start = now
-    if cli.is_main_process():
-        print(f"tokens/s = {statistics.median(speeds[1:])}", flush=True)
+
+    seconds, every = [], config.tracking.log_every
+    for _ in range(config.steps // every):
+        start = time.perf_counter()
+        for _ in range(every):
+            step()
+        seconds.append((time.perf_counter() - start) / every)
+    median = statistics.median(seconds[1:])
+    figures = {"tokens_per_second": tokens.numel() * processes / median, "seconds_a_step": median}
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    figures["peak_mib"] = int(peak.split()[1]) / 1024 - before / 2**20
+    if not peer:
+        figures["flops_per_token"] = network.flops_per_token(config.seq_len)
+        figures["attention_flops_per_token"] = figures["flops_per_token"] - network.flops_per_token(0)
+    if way:
+        dist.barrier()
+        with profile() as profiled:
+            step()
+        timeline = lanes(profiled.events())
+        figures["share_hidden"] = float(hidden(*timeline))
+        figures["timeline_ms"] = [[round(moment, 2) for part in lane for moment in part] for lane in timeline]
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(figures), flush=True)
     if processes > 1:
         dist.barrier()
-    cli.leave(0)
+    os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
 
 
 if __name__ == "__main__":

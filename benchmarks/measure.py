@@ -1,32 +1,61 @@
-"""How the benchmarks measure: by turns inside one run, by the real programs, in medians."""
+"""How the benchmarks measure: by turns inside one run, by the real programs, every round kept."""
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 ROOT = Path(__file__).parent.parent
+Case = Callable[[], dict]
 
 
-def alternate(cases: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median of each case, which are called by turns: A B C A B C ...
+class Group(NamedTuple):
+    """Cases that are compared with each other. Each returns {quantity: value}."""
 
-    Another load on the machine then slows all of them, not one.
+    name: str
+    cases: dict[str, Case]
+    rounds: int | None = None  # None: as many as are asked for
+
+
+def by_turns(cases: dict[str, Case], rounds: int) -> dict[str, dict]:
+    """What the cases return, called by turns: A B C A B C ..., so that another load slows all of them, not one.
+
+    A float is measured, and kept of every round; anything else is said once. A case that fails is recorded as its
+    "error" and taken out of `cases`; the others go on.
     """
-    values = {name: [] for name in cases}
+    figures = {name: {} for name in cases}
     for number in range(rounds):
-        for name, case in cases.items():
-            values[name].append(case())
-            print(f"  round {number + 1} of {rounds}: {name} {values[name][-1]:.6g}", file=sys.stderr, flush=True)
-    return {name: statistics.median(series) for name, series in values.items()}
+        for name in list(cases):
+            try:
+                values = cases[name]()
+            except Exception as error:
+                traceback.print_exc()
+                lines = str(error).strip().splitlines() or [""]
+                figures[name]["error"] = f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}"
+                del cases[name]
+                continue
+            measured = {quantity: float(f"{value:.6g}") for quantity, value in values.items() if type(value) is float}
+            figures[name] |= {quantity: value for quantity, value in values.items() if quantity not in measured}
+            for quantity, value in measured.items():
+                figures[name].setdefault(quantity, []).append(value)
+            shown = ", ".join(f"{quantity} {value:g}" for quantity, value in measured.items())
+            print(f"  round {number + 1} of {rounds}: {name}: {shown}", file=sys.stderr, flush=True)
+    return figures
+
+
+def words(settings: dict) -> list[str]:
+    """Settings as train.py takes them: {"model.d_model": 64} is --model.d_model 64."""
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
 def launch(processes: int, script: str, max_restarts: int = 0) -> list[str]:
@@ -43,58 +72,93 @@ def environment(env: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | env
 
 
-def run(command: list[str], **env: str) -> str:
-    """Run a command in the repository; returns its output, or ends the benchmark with its errors."""
-    done = subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return done.stdout
+@dataclass(frozen=True)
+class Usage:
+    """What a command printed, and what it took."""
+
+    output: str
+    seconds: float
+    processor_seconds: float
+    """Of all its processes."""
+    peak_mib: float
+    """Resident memory of the largest of its processes."""
 
 
-@contextmanager
-def started(command: list[str], **env: str) -> Iterator[psutil.Popen]:
-    """A command that runs in the repository meanwhile; what has not ended by itself is asked to."""
-    settings = environment({"PYTHONUNBUFFERED": "1", **env})
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = psutil.Popen(command, cwd=ROOT, env=settings, **pipes)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate()  # and not wait: it may still have more to say than a pipe holds
+def run(command: list[str], exit_code: int = 0, cwd: Path = ROOT, **env: str) -> Usage:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: it ends with another exit code; the message is what it printed.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, cwd=cwd, env=environment(env), stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        printed = output.read()
+    if process.returncode != exit_code:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}\n{printed}")
+    return Usage(printed, seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
-def wait_for_line(process: psutil.Popen, beginning: str) -> None:
-    """Until a process prints a line that begins so; ends the benchmark with what it printed instead, if it ends."""
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line.startswith(beginning):
-            return
-    sys.exit("".join(printed))
+class Program:
+    """A command that runs meanwhile, and whose lines are read."""
+
+    def __init__(self, command: list[str], cwd: Path = ROOT, **env: str):
+        self.start, self.printed = time.perf_counter(), []
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        env = environment({"PYTHONUNBUFFERED": "1", **env})
+        self.process = psutil.Popen(command, cwd=cwd, env=env, **pipes)
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.communicate()  # and not wait: it may still have more to say than a pipe holds
+
+    def clocks(self) -> tuple[float, float]:
+        """Seconds since the launch, and those that processors have worked for the process and all below it."""
+        alive = [self.process, *self.process.children(recursive=True)]
+        return time.perf_counter() - self.start, sum(sum(process.cpu_times()[:4]) for process in alive)
+
+    def lines(self) -> Iterator[tuple[float, str]]:
+        """Every line that it prints, with the seconds since the launch; an exit code other than 0 is an error."""
+        for line in self.process.stdout:
+            self.printed.append(line)
+            yield time.perf_counter() - self.start, line.rstrip()
+        if self.process.wait():
+            raise RuntimeError(f"exit code {self.process.returncode}\n{''.join(self.printed)}")
+
+    def wait_for(self, beginning: str) -> tuple[float, float]:
+        """The clocks when it prints a line that begins so."""
+        for _, line in self.lines():
+            if line.startswith(beginning):
+                return self.clocks()
+        raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """Of a benchmark whose only choice is how long it takes."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="seconds, in the smallest sizes; only prints")
-    return parser.parse_args()
+def train(folder: Path, settings: dict, processes: int = 0, **env: str) -> Usage:
+    """Run train.py to its end, in `folder`/run."""
+    fixed = {"out_dir": folder, "name": "run", "evaluation.num_story_samples": 0}
+    return run([*launch(processes, "train.py"), *words(settings), *words(fixed)], **env)
 
 
-@contextmanager
-def pictures(folder: Path, quick: bool) -> Iterator[Path]:
-    """Where pictures go: `folder`, or with --quick one that is gone afterwards."""
-    with tempfile.TemporaryDirectory() as directory:
-        chosen = Path(directory) if quick else folder
-        chosen.mkdir(parents=True, exist_ok=True)
-        yield chosen
+def rows(folder: Path) -> list[dict]:
+    """What that run logged."""
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def training_tokens_per_second(*arguments: str, processes: int = 0, **env: str) -> float:
+def tokens_per_second(settings: dict, processes: int = 0, **env: str) -> dict[str, float]:
     """The median of what train.py logs, without its first line, in which it warms up."""
-    with tempfile.TemporaryDirectory() as directory:
-        fixed = ["--out_dir", directory, "--name", "run", "--evaluation.num_story_samples", "0"]
-        run([*launch(processes, "train.py"), *arguments, *fixed], **env)
-        rows = [json.loads(line) for line in Path(directory, "run", "metrics.jsonl").read_text().splitlines()]
-    speeds = [row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row]
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder), settings, processes, **env)
+        return {"tokens_per_second": median_speed(rows(Path(folder)))}
+
+
+def median_speed(logged: list[dict]) -> float:
+    speeds = [row["perf/tokens_per_second"] for row in logged if "perf/tokens_per_second" in row]
     return statistics.median(speeds[1:])

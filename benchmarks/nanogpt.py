@@ -4,14 +4,19 @@ import importlib.util
 import pickle
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from benchmarks.measure import Program
+from config import OptimizerConfig
+from model.config import GPTConfig
 
 # On a CPU its train.py enters a nullcontext in place of autocast: to run it in bfloat16, that is what is replaced.
 IN_BFLOAT16 = """
@@ -37,11 +42,24 @@ def load_model_file(path: str | Path) -> ModuleType:
     return module
 
 
+def build_peer(
+    path: Path, config: GPTConfig, optimizer: OptimizerConfig, device: str = "cpu"
+) -> tuple[nn.Module, Optimizer]:
+    """Its model of the sizes of one of ours of the GPT-2 kind, without biases and dropout, and its optimizer."""
+    theirs = load_model_file(path)
+    sizes = dict(n_layer=config.n_layers, n_head=config.n_heads, n_embd=config.d_model, vocab_size=config.vocab_size)
+    with torch.device(device):  # random numbers for a billion weights take a CPU many seconds
+        network = theirs.GPT(
+            theirs.GPTConfig(block_size=config.max_position_embeddings, dropout=0.0, bias=False, **sizes)
+        )
+    return network, network.configure_optimizers(optimizer.weight_decay, optimizer.lr, optimizer.betas, device)
+
+
 class NanoGPT:
     """Its training runs, on the characters of a text, or on random tokens where there is none."""
 
-    def __init__(self, path: str, text: Path | None = None):
-        self.path = Path(path).resolve()
+    def __init__(self, path: Path, text: Path | None = None):
+        self.path = path.resolve()
         self.directory = Path(tempfile.mkdtemp())  # it reads data/ and configurator.py where it is started
         (self.directory / "configurator.py").symlink_to(self.path / "configurator.py")
         data = self.directory / "data" / "text"
@@ -49,32 +67,25 @@ class NanoGPT:
         if text is None:
             vocab_size, tokens = 65, np.random.default_rng(0).integers(0, 65, 1_000_000)
         else:
-            characters = text.read_text()
-            alphabet = {character: index for index, character in enumerate(sorted(set(characters)))}
-            vocab_size, tokens = len(alphabet), np.array([alphabet[character] for character in characters])
+            alphabet, tokens = np.unique(list(text.read_text()), return_inverse=True)
+            vocab_size = len(alphabet)
         split = int(0.9 * len(tokens))
         tokens[:split].astype(np.uint16).tofile(data / "train.bin")
         tokens[split:].astype(np.uint16).tofile(data / "val.bin")
         (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
-    def train(self, bfloat16: bool = False, **settings) -> list[tuple[float, str]]:
+    def train(self, precision: str = "float32", **settings) -> list[tuple[float, str]]:
         """The lines that its train.py prints, each with the seconds since it was launched."""
-        command = [sys.executable, "-u", *(["-c", IN_BFLOAT16] if bfloat16 else []), str(self.path / "train.py")]
-        settings = RECIPE_FOR_A_CPU | settings | ({"dtype": "bfloat16"} if bfloat16 else {})
+        runner = ["-c", IN_BFLOAT16] if precision == "bfloat16" else []
+        command = [sys.executable, *runner, str(self.path / "train.py")]
         command += [str(self.path / "config" / "train_shakespeare_char.py"), "--dataset=text"]
-        command += [f"--{name}={value}" for name, value in settings.items()]
-        start, lines = time.perf_counter(), []
-        with subprocess.Popen(command, cwd=self.directory, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                lines.append((time.perf_counter() - start, line.rstrip()))
-        if process.returncode:
-            sys.exit(f"{' '.join(command)} ended with exit code {process.returncode}")
-        return lines
+        settings = RECIPE_FOR_A_CPU | settings | {"dtype": precision}
+        with Program([*command, *(f"--{name}={value}" for name, value in settings.items())], self.directory) as program:
+            return list(program.lines())
 
-    def tokens_per_second(self, bfloat16: bool = False, **settings) -> float:
+    def tokens_per_second(self, precision: str, **settings) -> dict[str, float]:
         """The median over its steps, without the first five."""
-        lines = self.train(bfloat16, **settings, log_interval=1, eval_iters=1)
+        lines = self.train(precision, **settings, log_interval=1, eval_iters=1)
         times = [re.search(r"iter (\d+): .*time ([\d.]+)ms", line) for _, line in lines]
         seconds = [float(match[2]) / 1000 for match in times if match and int(match[1]) >= 5]
-        settings = RECIPE_FOR_A_CPU | settings
-        return settings["batch_size"] * settings["block_size"] / statistics.median(seconds)
+        return {"tokens_per_second": settings["batch_size"] * settings["block_size"] / statistics.median(seconds)}

@@ -1,8 +1,12 @@
-"""Where a benchmark's figures go: benchmarks/results/NAME.json, beside the machine, the versions and the command."""
+"""Where figures go: benchmarks/results/NAME.json, {group: {case: {quantity: value}}}, with where they come from.
+
+A list holds the value of every round; {"median", "rounds"} is of rounds that were not kept; anything else is a fact.
+"""
 
 import json
 import os
 import platform
+import re
 import sys
 from datetime import date
 from pathlib import Path
@@ -13,36 +17,38 @@ import torch
 from training.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
+Figures = dict[str, dict[str, dict]]
 
 
 def machine() -> dict[str, str | int | float]:
     """What the figures were measured on."""
-    model = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    facts = {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
+    facts = {
+        "cpu": model[1] if model else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
     if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        facts |= {"cudnn": torch.backends.cudnn.version()}
     return facts
 
 
-def write(path: Path, figures: dict) -> None:
-    """Write the figures to `path`, with where they come from."""
+def write(path: Path, figures: Figures, left_out: list[str]) -> None:
+    """Write the figures to `path`, with where they come from, and the groups for which no time was left."""
     record = {
         "command": " ".join(["python", *(Path(word).name if "/" in word else word for word in sys.orig_argv[1:])]),
         "date": str(date.today()),
         "machine": machine(),
         "versions": provenance(),
+        **({"left_out": left_out} if left_out else {}),
         "figures": figures,
     }
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    path.write_text(dump(record) + "\n")
 
 
-def save(name: str, figures: dict, quick: bool = False) -> None:
-    """Print the figures and write them to benchmarks/results/NAME.json; those of a quick run are only printed."""
-    if not quick:
-        write(RESULTS / f"{name}.json", figures)
-    print(json.dumps(figures, indent=2))
+def dump(record: dict) -> str:
+    """As JSON, a figure on one line."""
+    figure = r"\[[^\[\]{}]*\]|\{\s*\"median\"[^{}]*\}"
+    return re.sub(figure, lambda found: json.dumps(json.loads(found[0])), json.dumps(record, indent=2))

@@ -11,61 +11,76 @@ slow machines, other traffic on the network, and the part of a GPU that communic
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields, replace
 
-PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
-BEGIN, END = "<!-- python -m benchmarks.scaling_model -->", "<!-- end -->"
+from benchmarks.measure import ROOT
+from benchmarks.tables import markdown, renewed
+
+PAGE, MARKER = ROOT / "docs" / "scaling.md", "python -m benchmarks.scaling_model"
+COUNTS = (8, 16, 64, 1024)
+Rows = list[list[str]]
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Machines of 8 H200 with a network card of 400 Gbit/s for each GPU. Bandwidths are those of one direction."""
+    """Machines of 8 H200 with a network card of 400 Gbit/s for each GPU, and how NCCL uses them.
 
-    matrix_flops_per_second: float = 790e12
-    """A large bf16 product, measured on one H200 (its data sheet says 989e12)."""
+    Bandwidths are those of one direction; the hops, the launch and tree_share are from NCCL's tuning table.
+    """
 
-    achieved_share: float = 0.5
-    """What a training step reaches of it without communication, in operations that it executes: assumed. With
-    recomputation more operations are executed than flops_per_token counts."""
-
-    memory_bytes: float = 141e9
-    """Of one GPU, by its data sheet."""
-
+    matrix_flops_per_second: float = 790e12  # a large bf16 product, measured on one H200 (its data sheet says 989e12)
+    achieved_share: float = 0.5  # of it in a step without communication, recomputation counted: assumed
+    memory_bytes: float = 141e9  # of one GPU, by its data sheet
     gpus_per_machine: int = 8
+    nvlink_bytes_per_second: float = 450e9  # from a GPU to the others of its machine, by the data sheet
+    network_bytes_per_second: float = 50e9  # from a GPU's network card: 400 Gbit/s
+    nvlink_hop_seconds: float = 3.4e-6  # a step of a ring within a machine
+    network_hop_seconds: float = 14e-6  # a step between machines, of a ring or a tree
+    launch_seconds: float = 8.4e-6  # a collective operation of nothing at all
+    tree_share: float = 0.92  # of a ring's bandwidth
+    bucket_bytes: float = 25 * 2**20  # DDP sums gradients in buckets of this size, PyTorch's default
+    gradient_bytes: int = 4  # a number that DDP sums: parameters are float32 under autocast, and so are their gradients
+    gather_bytes: int = 2  # a parameter that FSDP gathers: bf16
+    scatter_bytes: int = 2  # a number that FSDP sums: bf16, Accelerate's choice with mixed_precision bf16; or 4
+    tokens: int = 16384  # of one GPU in one step
 
-    nvlink_bytes_per_second: float = 450e9
-    """From a GPU to the others of its machine, by the data sheet."""
+    def machines(self, gpus: int) -> int:
+        return math.ceil(gpus / self.gpus_per_machine)
 
-    network_bytes_per_second: float = 50e9
-    """From a GPU's network card: 400 Gbit/s."""
+    def ring_bytes_per_second(self, gpus: int) -> float:
+        """What each GPU sends on, in a ring that passes through all GPUs of a machine before it leaves it.
 
-    nvlink_hop_seconds: float = 3.4e-6
-    """A step of a ring within a machine; this, the next two and tree_share are from NCCL's tuning table."""
+        NCCL lays a ring for each network card, so that all cards of a machine carry what leaves it, an equal part each.
+        """
+        network = self.network_bytes_per_second * self.gpus_per_machine if self.machines(gpus) > 1 else math.inf
+        return min(self.nvlink_bytes_per_second, network)
 
-    network_hop_seconds: float = 14e-6
-    """A step between machines, of a ring or a tree."""
+    def ring_hops_seconds(self, rounds: int, gpus: int) -> float:
+        """The latency of going round the ring once or twice."""
+        between = self.machines(gpus) - 1
+        return rounds * ((gpus - 1 - between) * self.nvlink_hop_seconds + between * self.network_hop_seconds)
 
-    launch_seconds: float = 8.4e-6
-    """A collective operation of nothing at all."""
+    def all_reduce_seconds(self, size_bytes: float, gpus: int) -> float:
+        """The faster of a ring (Patarasuk and Yuan 2009: no algorithm sends less) and a tree, as NCCL chooses: a tree's
+        latency grows with the logarithm of the machines."""
+        if gpus == 1:
+            return 0.0
+        bytes_per_second = self.ring_bytes_per_second(gpus)
+        ring = self.ring_hops_seconds(2, gpus) + 2 * (gpus - 1) / gpus * size_bytes / bytes_per_second
+        within, levels = min(gpus, self.gpus_per_machine) - 1, math.ceil(math.log2(self.machines(gpus)))
+        tree = 2 * (within * self.nvlink_hop_seconds + levels * self.network_hop_seconds)
+        return self.launch_seconds + min(ring, tree + 2 * size_bytes / (self.tree_share * bytes_per_second))
 
-    tree_share: float = 0.92
-    """What a tree reaches of a ring's bandwidth."""
+    def gather_or_scatter_seconds(self, size_bytes: float, gpus: int) -> float:
+        """Half an all-reduce, by a ring: NCCL's logarithmic one is for a single GPU a machine."""
+        if gpus == 1:
+            return 0.0
+        sent = (gpus - 1) / gpus * size_bytes / self.ring_bytes_per_second(gpus)
+        return self.launch_seconds + self.ring_hops_seconds(1, gpus) + sent
 
-    bucket_bytes: float = 25 * 2**20
-    """DDP sums gradients in buckets of this size, PyTorch's default."""
-
-    gradient_bytes: int = 4
-    """A number of a gradient that DDP sums: parameters are float32 under autocast, and so are their gradients."""
-
-    gather_bytes: int = 2
-    """A parameter that FSDP gathers: bf16."""
-
-    scatter_bytes: int = 2
-    """A number of a gradient that FSDP sums: bf16, which is Accelerate's choice with mixed_precision bf16; or 4."""
-
-    tokens: int = 16384
-    """Of one GPU in one step."""
+    def across_machines_seconds(self, size_bytes: float, gpus: int) -> float:
+        """An all-reduce by the GPUs that have the same place in each machine, each with its own card."""
+        return replace(self, gpus_per_machine=1).all_reduce_seconds(size_bytes, self.machines(gpus))
 
 
 @dataclass(frozen=True)
@@ -78,19 +93,12 @@ class Shape:
     vocab_size: int
     context: int
     tied: bool
-    batch_tokens: float
-    """Of a step of GPT-3 at this size (Brown et al. 2020, arXiv:2005.14165, table 2.1)."""
-    recompute: bool = False
-    """Whether the backward runs each block's forward again (activation checkpointing)."""
+    batch_tokens: float  # of a step of GPT-3 at this size (Brown et al. 2020, arXiv:2005.14165, table 2.1)
+    recompute: bool = False  # whether the backward runs each block's forward again (activation checkpointing)
 
     @property
     def layer_parameters(self) -> int:
         return 12 * self.d_model**2
-
-    @property
-    def matrix_parameters(self) -> int:
-        """Those that are multiplied, the output projection among them."""
-        return self.layers * self.layer_parameters + self.vocab_size * self.d_model
 
     @property
     def root_parameters(self) -> int:
@@ -104,7 +112,14 @@ class Shape:
     @property
     def flops_per_token(self) -> int:
         """PaLM, appendix B (arXiv:2204.02311), as GPTModel.flops_per_token; what is recomputed does not count."""
-        return 6 * self.matrix_parameters + 12 * self.layers * self.d_model * self.context
+        multiplied = self.layers * self.layer_parameters + self.vocab_size * self.d_model
+        return 6 * multiplied + 12 * self.layers * self.d_model * self.context
+
+    def compute_seconds(self, tokens: int, constants: Constants) -> tuple[float, float]:
+        """Forward and backward of a step on one GPU. The backward has two thirds of the operations, and a forward more
+        if the blocks are recomputed."""
+        third = tokens * self.flops_per_token / (constants.matrix_flops_per_second * constants.achieved_share) / 3
+        return third, third * (3 if self.recompute else 2)
 
 
 SHAPES = (
@@ -112,80 +127,6 @@ SHAPES = (
     Shape("1.3B", 24, 2048, 50304, 4096, tied=True, batch_tokens=2**20),
     Shape("7B", 32, 4096, 32000, 4096, tied=False, batch_tokens=2**21, recompute=True),
 )
-
-
-# Communication
-
-
-def machines(gpus: int, constants: Constants) -> int:
-    return math.ceil(gpus / constants.gpus_per_machine)
-
-
-def ring_bytes_per_second(gpus: int, constants: Constants) -> float:
-    """What each GPU sends on, in a ring that passes through all GPUs of a machine before it leaves it.
-
-    NCCL lays one ring for each network card, so that all cards of a machine carry what leaves it, an equal part each.
-    """
-    if gpus <= constants.gpus_per_machine:
-        return constants.nvlink_bytes_per_second
-    return min(constants.nvlink_bytes_per_second, constants.gpus_per_machine * constants.network_bytes_per_second)
-
-
-def all_reduce_bytes(size_bytes: float, gpus: int) -> float:
-    """What each GPU sends in a ring all-reduce (Patarasuk and Yuan 2009): no algorithm needs less."""
-    return 2 * (gpus - 1) / gpus * size_bytes
-
-
-def gather_or_scatter_bytes(size_bytes: float, gpus: int) -> float:
-    """What each GPU sends in a ring all-gather or reduce-scatter of `size_bytes` in all: half an all-reduce."""
-    return (gpus - 1) / gpus * size_bytes
-
-
-def ring_hops_seconds(rounds: int, gpus: int, constants: Constants) -> float:
-    """The latency of going round the ring once or twice."""
-    between = machines(gpus, constants) - 1
-    within = gpus - 1 - between
-    return rounds * (within * constants.nvlink_hop_seconds + between * constants.network_hop_seconds)
-
-
-def all_reduce_seconds(size_bytes: float, gpus: int, constants: Constants) -> float:
-    """The faster of a ring and a tree, as NCCL chooses: a tree's latency grows with the logarithm of the machines."""
-    if gpus == 1:
-        return 0.0
-    bytes_per_second = ring_bytes_per_second(gpus, constants)
-    ring = ring_hops_seconds(2, gpus, constants) + all_reduce_bytes(size_bytes, gpus) / bytes_per_second
-    within = min(gpus, constants.gpus_per_machine) - 1
-    levels = math.ceil(math.log2(machines(gpus, constants)))
-    tree = 2 * (within * constants.nvlink_hop_seconds + levels * constants.network_hop_seconds)
-    tree += 2 * size_bytes / (constants.tree_share * bytes_per_second)
-    return constants.launch_seconds + min(ring, tree)
-
-
-def gather_or_scatter_seconds(size_bytes: float, gpus: int, constants: Constants) -> float:
-    """An all-gather or a reduce-scatter by a ring: NCCL's logarithmic one is for a single GPU a machine."""
-    if gpus == 1:
-        return 0.0
-    sent = gather_or_scatter_bytes(size_bytes, gpus)
-    seconds = ring_hops_seconds(1, gpus, constants) + sent / ring_bytes_per_second(gpus, constants)
-    return constants.launch_seconds + seconds
-
-
-def across_machines_seconds(size_bytes: float, gpus: int, constants: Constants) -> float:
-    """An all-reduce of `size_bytes` by the GPUs that have the same place in each machine, each with its own card."""
-    if machines(gpus, constants) == 1:
-        return 0.0
-    one_a_machine = replace(constants, gpus_per_machine=1)
-    return all_reduce_seconds(size_bytes, machines(gpus, constants), one_a_machine)
-
-
-# Time
-
-
-def compute_seconds(shape: Shape, tokens: int, constants: Constants) -> tuple[float, float]:
-    """Forward and backward of a step on one GPU. The backward has two thirds of the operations, and a forward more
-    if the blocks are recomputed."""
-    third = tokens * shape.flops_per_token / (constants.matrix_flops_per_second * constants.achieved_share) / 3
-    return third, third * (3 if shape.recompute else 2)
 
 
 @dataclass(frozen=True)
@@ -207,13 +148,8 @@ class Step:
 
 
 def exposed_seconds(pieces: list[tuple[float, float]], backward_seconds: float) -> float:
-    """How much later than the backward the communication ends.
-
-    Args:
-        pieces: for each in order, when its gradients are ready, from the beginning of the backward, and how long it
-            takes. One runs at a time.
-        backward_seconds: how long the backward takes.
-    """
+    """How much later than the backward the communication ends, of `pieces` that go one after the other: when the
+    gradients of each are ready, from the beginning of the backward, and how long it takes."""
     end = 0.0
     for ready_seconds, seconds in pieces:
         end = max(end, ready_seconds) + seconds
@@ -226,14 +162,13 @@ def ddp(shape: Shape, gpus: int, tokens: int, constants: Constants) -> Step:
     The gradient of the token embedding is complete last, whether or not it is the output projection too, and a
     parameter is in one bucket however large it is: that bucket, with what before it did not fill one, nothing hides.
     """
-    forward, backward = compute_seconds(shape, tokens, constants)
+    forward, backward = shape.compute_seconds(tokens, constants)
     embedding_bytes = constants.gradient_bytes * shape.vocab_size * shape.d_model
     rest_bytes = constants.gradient_bytes * shape.parameters - embedding_bytes
     full_buckets, remainder_bytes = divmod(rest_bytes, constants.bucket_bytes)
-    seconds = all_reduce_seconds(constants.bucket_bytes, gpus, constants)
-    bucket_share = constants.bucket_bytes / rest_bytes
-    pieces = [(backward * (index + 1) * bucket_share, seconds) for index in range(int(full_buckets))]
-    pieces.append((backward, all_reduce_seconds(remainder_bytes + embedding_bytes, gpus, constants)))
+    seconds, share = constants.all_reduce_seconds(constants.bucket_bytes, gpus), constants.bucket_bytes / rest_bytes
+    pieces = [(backward * (index + 1) * share, seconds) for index in range(int(full_buckets))]
+    pieces.append((backward, constants.all_reduce_seconds(remainder_bytes + embedding_bytes, gpus)))
     return Step(forward + backward, sum(seconds for _, seconds in pieces), exposed_seconds(pieces, backward))
 
 
@@ -245,27 +180,22 @@ def fsdp(shape: Shape, gpus: int, tokens: int, constants: Constants, shard_gpus:
     FSDP2 keeps these parameters gathered between forward and backward.
     """
     shard_gpus = shard_gpus or gpus
-    forward, backward = (seconds / shape.layers for seconds in compute_seconds(shape, tokens, constants))
+    forward, backward = (seconds / shape.layers for seconds in shape.compute_seconds(tokens, constants))
 
     def gather(parameters: int) -> float:
-        return gather_or_scatter_seconds(constants.gather_bytes * parameters, shard_gpus, constants)
+        return constants.gather_or_scatter_seconds(constants.gather_bytes * parameters, shard_gpus)
 
     def scatter(parameters: int) -> float:
         size_bytes = constants.scatter_bytes * parameters
-        seconds = gather_or_scatter_seconds(size_bytes, shard_gpus, constants)
-        if gpus > shard_gpus:
-            seconds += across_machines_seconds(size_bytes / shard_gpus, gpus, constants)
-        return seconds
+        across = constants.across_machines_seconds(size_bytes / shard_gpus, gpus) if gpus > shard_gpus else 0.0
+        return constants.gather_or_scatter_seconds(size_bytes, shard_gpus) + across
 
     in_forward = gather(shape.layer_parameters)
     in_backward = in_forward + scatter(shape.layer_parameters)
-    at_the_ends = gather(shape.root_parameters) + scatter(shape.root_parameters)
+    ends = gather(shape.root_parameters) + scatter(shape.root_parameters)
     exposed = max(0.0, in_forward - forward) + max(0.0, in_backward - backward)
-    return Step(
-        shape.layers * (forward + backward),
-        at_the_ends + shape.layers * (in_forward + in_backward),
-        at_the_ends + shape.layers * exposed,
-    )
+    communication = ends + shape.layers * (in_forward + in_backward)
+    return Step(shape.layers * (forward + backward), communication, ends + shape.layers * exposed)
 
 
 def hybrid(shape: Shape, gpus: int, tokens: int, constants: Constants) -> Step:
@@ -282,184 +212,122 @@ def efficiency(strategy: str, shape: Shape, gpus: int, tokens: int, constants: C
 
 def tokens_that_pay(strategy: str, shape: Shape, gpus: int, constants: Constants, wanted: float = 0.9) -> int | None:
     """The fewest tokens of a GPU and step, in whole sequences, that reach the `wanted` efficiency; None above 2**24."""
+    too_few, enough = 0, 2**24 // shape.context
     if efficiency(strategy, shape, gpus, 2**24, constants) < wanted:
         return None
-    too_few, enough = 0, 2**24 // shape.context
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if efficiency(strategy, shape, gpus, middle * shape.context, constants) >= wanted:
-            enough = middle
-        else:
-            too_few = middle
+        pays = efficiency(strategy, shape, gpus, middle * shape.context, constants) >= wanted
+        too_few, enough = (too_few, middle) if pays else (middle, enough)
     return enough * shape.context
-
-
-# Memory
-
-
-def sharding(strategy: str, gpus: int, constants: Constants) -> int:
-    """Over how many GPUs a parameter is split."""
-    return {"DDP": 1, "FSDP": gpus, "hybrid": min(gpus, constants.gpus_per_machine)}[strategy]
 
 
 def state_bytes(strategy: str, shape: Shape, gpus: int, constants: Constants) -> float:
     """Weights, gradients and two moments in float32 (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054), and for FSDP
     what is gathered: two blocks, and what is outside the blocks."""
-    split = sharding(strategy, gpus, constants)
+    split = {"DDP": 1, "FSDP": gpus, "hybrid": min(gpus, constants.gpus_per_machine)}[strategy]
     gathered = 0 if strategy == "DDP" else constants.gather_bytes * (2 * shape.layer_parameters + shape.root_parameters)
     return 16 * shape.parameters / split + gathered
 
 
-def activation_bytes(shape: Shape, tokens: int) -> float:
-    """What the backward needs of the forward: 36 bytes for each token, layer and unit of d_model, or with recomputation
-    the input of every block and all of one block. docs/scaling.md adds the 36 up."""
-    unit = tokens * shape.d_model
-    return unit * (4 * shape.layers + 36) if shape.recompute else unit * 36 * shape.layers
-
-
-def logit_bytes(shape: Shape, tokens: int, chunk_bytes: float = 2**29) -> float:
-    """The loss in chunks: three float32 copies of one chunk of logits at a time, and the output projection's gradient,
-    which is made in the forward."""
-    return 3 * min(chunk_bytes, 4 * tokens * shape.vocab_size) + 4 * shape.vocab_size * shape.d_model
-
-
 def memory_bytes(strategy: str, shape: Shape, gpus: int, tokens: int, constants: Constants) -> float:
-    """The peak of one GPU, at the end of the forward."""
-    state = state_bytes(strategy, shape, gpus, constants)
-    return state + activation_bytes(shape, tokens) + logit_bytes(shape, tokens)
+    """The peak of one GPU, at the end of the forward: the state, and what the backward needs.
+
+    That is 36 bytes for each token, layer and unit of d_model (docs/scaling.md adds them up), or with recomputation the
+    input of every block and all of one block; and for the loss in chunks of 512 MiB three float32 copies of the logits
+    of one, and the output projection's gradient, which is made in the forward.
+    """
+    activations = tokens * shape.d_model * (4 * shape.layers + 36 if shape.recompute else 36 * shape.layers)
+    logits = 3 * min(2**29, 4 * tokens * shape.vocab_size) + 4 * shape.vocab_size * shape.d_model
+    return state_bytes(strategy, shape, gpus, constants) + activations + logits
 
 
-# Tables
-
-COUNTS = (8, 16, 64, 1024)
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
-    lines.insert(1, "|" + "---|" * len(header))
-    return "\n".join(lines)
-
-
-def constants_table(constants: Constants) -> str:
-    values = {field.name: getattr(constants, field.name) for field in fields(constants)}
-    rows = [[f"`{name}`", f"{value:,}" if isinstance(value, int) else f"{value:.4g}"] for name, value in values.items()]
-    return markdown(["constant", "value"], rows)
-
-
-def shapes_table(constants: Constants) -> str:
-    rows = []
+def shapes_table(constants: Constants) -> Rows:
+    header = "model, layers x width, context, parameters, GFLOP a token, recomputes, ms a step, in the last bucket"
+    rows = [header.split(", ")]
     for shape in SHAPES:
-        forward, backward = compute_seconds(shape, constants.tokens, constants)
-        rows.append([
-            shape.name, f"{shape.layers} x {shape.d_model}", f"{shape.context:,}", f"{shape.parameters / 1e6:,.0f}M",
-            f"{shape.flops_per_token / 1e9:.3g}", "yes" if shape.recompute else "no",
-            f"{(forward + backward) * 1e3:,.0f}",
-            f"{shape.vocab_size * shape.d_model / shape.parameters:.0%}",
-        ])  # fmt: skip
-    header = ["model", "layers x width", "context", "parameters", "GFLOP a token", "recomputes"]
-    return markdown([*header, "ms a step", "in the last bucket"], rows)
+        size, flops = f"{shape.parameters / 1e6:,.0f}M", f"{shape.flops_per_token / 1e9:.3g}"
+        milliseconds = f"{1e3 * sum(shape.compute_seconds(constants.tokens, constants)):,.0f}"
+        last = f"{shape.vocab_size * shape.d_model / shape.parameters:.0%}"
+        rows.append([shape.name, f"{shape.layers} x {shape.d_model}", f"{shape.context:,}", size, flops])
+        rows[-1] += ["yes" if shape.recompute else "no", milliseconds, last]
+    return rows
 
 
-def fits(strategy: str, shape: Shape, gpus: int, tokens: int, constants: Constants) -> bool:
-    return memory_bytes(strategy, shape, gpus, tokens, constants) <= constants.memory_bytes
+def by_strategy(constants: Constants, cell: Callable[[str, Shape, int], str]) -> Rows:
+    """A row for each shape and strategy, a column for each number of GPUs."""
+    rows = [["model", "strategy", *(f"{gpus:,}" for gpus in COUNTS)]]
+    return rows + [[s.name, name, *(cell(name, s, gpus) for gpus in COUNTS)] for s in SHAPES for name in STRATEGIES]
 
 
-def efficiency_table(constants: Constants) -> str:
-    rows, tokens = [], constants.tokens
-    for shape in SHAPES:
-        for strategy in STRATEGIES:
-            cells = []
-            for gpus in COUNTS:
-                step = STRATEGIES[strategy](shape, gpus, tokens, constants)
-                cell = f"{step.efficiency:.0%} ({step.efficiency_without_overlap:.0%})"
-                cells.append(cell if fits(strategy, shape, gpus, tokens, constants) else "-")
-            need = [memory_bytes(strategy, shape, gpus, tokens, constants) / 1e9 for gpus in (COUNTS[0], COUNTS[-1])]
-            rows.append([shape.name, strategy, *cells, f"{need[0]:,.0f} / {need[1]:,.0f}"])
-    header = ["model", "strategy", *(f"{gpus:,}" for gpus in COUNTS)]
-    return markdown([*header, f"GB at {COUNTS[0]} / {COUNTS[-1]:,}"], rows)
+def efficiency_table(constants: Constants) -> Rows:
+    def cell(strategy: str, shape: Shape, gpus: int) -> str:
+        step = STRATEGIES[strategy](shape, gpus, constants.tokens, constants)
+        fits = memory_bytes(strategy, shape, gpus, constants.tokens, constants) <= constants.memory_bytes
+        return f"{step.efficiency:.0%} ({step.efficiency_without_overlap:.0%})" if fits else "-"
+
+    rows = by_strategy(constants, cell)
+    rows[0].append(f"GB at {COUNTS[0]} / {COUNTS[-1]:,}")
+    for row, (shape, name) in zip(rows[1:], [(s, name) for s in SHAPES for name in STRATEGIES], strict=True):
+        need = [memory_bytes(name, shape, gpus, constants.tokens, constants) for gpus in (COUNTS[0], COUNTS[-1])]
+        row.append(" / ".join(f"{size / 1e9:,.0f}" for size in need))
+    return rows
 
 
-def batch_table(constants: Constants) -> str:
-    rows = []
-    for shape in SHAPES:
-        for strategy in STRATEGIES:
-            cells = []
-            for gpus in COUNTS:
-                tokens = tokens_that_pay(strategy, shape, gpus, constants)
-                if tokens is None or not fits(strategy, shape, gpus, tokens, constants):
-                    cells.append("-")
-                else:
-                    total = tokens * gpus
-                    short = f"{total / 1e6:.1f}M" if total >= 1e6 else f"{total / 1e3:.0f}k"
-                    cells.append(f"{tokens // shape.context} ({short})")
-            rows.append([shape.name, strategy, *cells])
-    return markdown(["model", "strategy", *(f"{gpus:,}" for gpus in COUNTS)], rows)
+def batch_table(constants: Constants) -> Rows:
+    def cell(strategy: str, shape: Shape, gpus: int) -> str:
+        tokens = tokens_that_pay(strategy, shape, gpus, constants)
+        if tokens is None or memory_bytes(strategy, shape, gpus, tokens, constants) > constants.memory_bytes:
+            return "-"
+        total = tokens * gpus
+        return f"{tokens // shape.context} ({f'{total / 1e6:.1f}M' if total >= 1e6 else f'{total / 1e3:.0f}k'})"
+
+    return by_strategy(constants, cell)
 
 
-def most_gpus(strategy: str, shape: Shape, constants: Constants, wanted: float = 0.9) -> int:
+def limit_table(constants: Constants, wanted: float = 0.9) -> Rows:
     """The largest power of two of GPUs that share a step of `batch_tokens`, in whole sequences, that efficiently."""
-    counts = [2**power for power in range(21) if shape.batch_tokens >= 2**power * shape.context]
-    return max(
-        gpus
-        for gpus in counts
-        if efficiency(strategy, shape, gpus, int(shape.batch_tokens) // gpus, constants) >= wanted
-    )
-
-
-def limit_table(constants: Constants) -> str:
-    rows = [
-        [
-            shape.name,
-            f"{shape.batch_tokens / 2**20:g} x 2^20",
-            f"{shape.batch_tokens // shape.context:,.0f}",
-            *(f"{most_gpus(strategy, shape, constants):,}" for strategy in STRATEGIES),
-        ]
-        for shape in SHAPES
-    ]
-    return markdown(["model", "tokens a step", "sequences a step", *STRATEGIES], rows)
+    rows = [["model", "tokens a step", "sequences a step", *STRATEGIES]]
+    for shape in SHAPES:
+        tokens = int(shape.batch_tokens)
+        counts = [2**power for power in range(21) if tokens >= 2**power * shape.context]
+        rows.append([shape.name, f"{tokens / 2**20:g} x 2^20", f"{tokens // shape.context:,}"])
+        for name in STRATEGIES:
+            enough = (gpus for gpus in counts if efficiency(name, shape, gpus, tokens // gpus, constants) >= wanted)
+            rows[-1].append(f"{max(enough):,}")
+    return rows
 
 
 def tables(constants: Constants) -> str:
     """All of it as markdown."""
-    return "\n\n".join(
-        [
-            "The constants:",
-            constants_table(constants),
-            f"The models, and their step of {constants.tokens:,} tokens on one GPU:",
-            shapes_table(constants),
-            f"Predicted efficiency on n GPUs at {constants.tokens:,} tokens a GPU and step, in parentheses if nothing "
-            "were hidden, and memory of a GPU (`-`: does not fit):",
-            efficiency_table(constants),
-            "Fewest sequences a GPU and step for a predicted efficiency of 90% on n GPUs, and in parentheses the "
-            "tokens of all GPUs in such a step (`-`: no batch that fits):",
-            batch_table(constants),
-            "The same if the 8 GPUs of a machine share one card of 100 Gbit/s:",
-            batch_table(replace(constants, network_bytes_per_second=100e9 / 8 / 8)),
-            "Most GPUs that share a batch of GPT-3's size at a predicted efficiency of 90%:",
-            limit_table(constants),
-        ]
-    )
+    values = asdict(constants).items()
+    shown = [[f"`{name}`", f"{value:,}" if isinstance(value, int) else f"{value:.4g}"] for name, value in values]
+    tokens, slow = constants.tokens, replace(constants, network_bytes_per_second=100e9 / 8 / 8)
+    captions = {
+        "The constants:": [["constant", "value"], *shown],
+        f"The models, and their step of {tokens:,} tokens on one GPU:": shapes_table(constants),
+        f"Predicted efficiency on n GPUs at {tokens:,} tokens a GPU and step, in parentheses if nothing were hidden, "
+        "and memory of a GPU (`-`: does not fit):": efficiency_table(constants),
+        "Fewest sequences a GPU and step for a predicted efficiency of 90% on n GPUs, and in parentheses the tokens of "
+        "all GPUs in such a step (`-`: no batch that fits):": batch_table(constants),
+        "The same if the 8 GPUs of a machine share one card of 100 Gbit/s:": batch_table(slow),
+        "Most GPUs that share a batch of GPT-3's size at a predicted efficiency of 90%:": limit_table(constants),
+    }
+    return "\n\n".join(f"{caption}\n\n{markdown(rows)}" for caption, rows in captions.items())
 
 
-def page_with(text: str, page: str) -> str:
-    """`page` with what stands between the markers replaced by `text`."""
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
-
-
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the tables into docs/scaling.md")
     for field in fields(Constants):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default, help=f"default: {field.default}")
-    arguments = vars(parser.parse_args())
-    write = arguments.pop("write")
-    constants = Constants(**arguments)
+    values = vars(parser.parse_args(arguments))
+    write, constants = values.pop("write"), Constants(**values)
     if write and constants != Constants():
         parser.error("--write keeps the page at the default constants; without it the tables are printed")
     print(tables(constants))
     if write:
-        PAGE.write_text(page_with(tables(constants), PAGE.read_text()))
+        PAGE.write_text(renewed(PAGE.read_text(), MARKER, f"\n{tables(constants)}\n"))
 
 
 if __name__ == "__main__":

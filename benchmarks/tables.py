@@ -6,83 +6,115 @@ not what the files give.
 
 import json
 import re
+import statistics
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from benchmarks.measure import ROOT
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, Figures
 
 PAGE = ROOT / "docs" / "performance.md"
-Rows = list[list[str]]
-
-
-def number(value: float | int | str | None) -> str:
-    """As a table shows it: thousands apart, and three digits of a fraction."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def markdown(rows: Rows) -> str:
-    lines = ["| " + " | ".join(map(number, row)) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
-
-
-def throughput(figures: dict) -> Rows:
-    shapes = [name for name, value in figures.items() if isinstance(value, dict)]
-    speeds = [figures[shape]["tokens_per_second"] for shape in shapes]
-    rows = [["tokens per second", *shapes], *([case, *(s[case] for s in speeds)] for case in sorted(speeds[0]))]
-    ratios = [figures[shape].get("ratio", {}) for shape in shapes]
-    return rows + [[f"ours in {case} of nanoGPT", *(f"{r[case]:.2f}x" for r in ratios)] for case in ratios[0]]
-
-
-def time_to_loss(figures: dict) -> Rows:
-    header = ["", "seconds from launch", "validation loss, nats a character", "tokens"]
-    return [header] + [
-        [side, each["seconds"], each["val/loss"], each["tokens"]]
-        for side in ("ours", "nanoGPT")
-        for each in figures[side]
-    ]
-
-
-def overhead(figures: dict) -> Rows:
-    cases = {name: value for name, value in figures.items() if isinstance(value, dict)}
-    rows = [["tokens per second", "train.py", "bare loop", "ratio"]]
-    return rows + [[name, *value["tokens_per_second"].values(), value["ratio"]] for name, value in cases.items()]
-
-
-def memory(figures: dict) -> Rows:
-    columns = ["peak_mib", "seconds_a_step", "share_of_nanogpts_peak", "share_of_nanogpts_time"]
-    header = ["", "peak, MiB", "seconds a step", "share of nanoGPT's peak", "share of its time"]
-    return [header] + [[case, *(value.get(column, "") for column in columns)] for case, value in figures.items()]
-
-
-def scaling(figures: dict) -> Rows:
-    header = ["model", "1 process x 2 threads, tokens/s", "2 x 1, tokens/s", "2 x 1 over 1 x 2"]
-    ways = list(next(iter(figures["ddp"].values())))
-    rows = [[*header, *(f"{way}: seconds a step (share hidden)" for way in ways)]]
-    for size, speeds in figures["processes"].items():
-        steps = figures["ddp"][size].values()
-        cells = [f"{way['seconds_a_step']:.3g} ({100 * way['share_hidden']:.0f}%)" for way in steps]
-        rows.append([size, *speeds.values(), *cells])
-    return rows
-
-
-def startup(figures: dict) -> Rows:
-    return [["from launch to", "seconds"]] + [[name, value] for name, value in figures.items()]
-
-
-TABLES: dict[str, Callable[[dict], Rows]] = {
-    function.__name__: function for function in (throughput, time_to_loss, overhead, scaling, memory, startup)
+SPEED, STEP = {"tokens_per_second": "tokens/s"}, {"seconds_a_step": "seconds a step"}
+TABLES = {  # which quantities of a result, and what heads them
+    "throughput": SPEED,
+    "time_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats a character", "tokens": "tokens"},
+    "overhead": SPEED,
+    "scaling": SPEED | STEP | {"share_hidden": "share hidden"},
+    "memory": {"peak_mib": "peak, MiB"} | STEP,
+    "startup": {"seconds": "seconds", "processor_seconds": "processor seconds"},
+    "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU of the data sheet", "peak_gib": "peak, GiB"},
 }
+FACTS = {"against", "error", "kernels", "timeline_ms"}
+NO_RATIO = {"val/loss", "tokens", "share_hidden", "mfu"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure of some rounds: the values, or only their median where no more was kept."""
+
+    values: list[float]
+    rounds: int
+
+    @classmethod
+    def of(cls, recorded: object) -> "Measured | None":
+        if isinstance(recorded, list):
+            return cls(recorded, len(recorded))
+        return cls([recorded["median"]], recorded["rounds"]) if isinstance(recorded, dict) else None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def __truediv__(self, other: "Measured") -> "Measured":
+        """Round by round, because cases take turns; of the medians where there is no more."""
+        pairs = zip(self.values, other.values, strict=False)
+        if len(self.values) != len(other.values):
+            pairs = [(self.median, other.median)]
+        return Measured([one / two for one, two in pairs], min(self.rounds, other.rounds))
+
+    def __format__(self, unit: str) -> str:
+        """The median and `unit`, and how far the rounds lay apart; or how many there were, if few or not kept."""
+        notes = [f"{number(min(self.values))} to {number(max(self.values))}"] if len(self.values) > 1 else []
+        if self.rounds < 3 or not notes:
+            notes.append("one round" if self.rounds == 1 else f"{self.rounds} rounds")
+        return f"{number(self.median)}{unit} ({', '.join(notes)})"
+
+
+def number(value: float) -> str:
+    """Thousands apart, and three digits of a fraction."""
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e9 or isinstance(value, int) else f"{value:.3g}"
+
+
+def cell(value: object) -> str:
+    if measured := Measured.of(value):
+        return f"{measured}"
+    return number(value) if isinstance(value, int | float) else str(value)
+
+
+def ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
+    """A case's figure over that of each one that it is set against."""
+    references = case.get("against", [])
+    both = [
+        (name, cases.get(name, {}).get(quantity))
+        for name in ([references] if isinstance(references, str) else references)
+    ]
+    own = Measured.of(case.get(quantity))
+    return "; ".join(f"{own / Measured.of(other):x {name}}" for name, other in both if own and other)
+
+
+def table(groups: Figures, quantities: dict[str, str]) -> list[list[str]]:
+    """A header, and a row for each case; columns in which nothing stands are left out."""
+    rows = [["", "", *(word for title in quantities.values() for word in (title, "over"))]]
+    for group, cases in groups.items():
+        for name, case in cases.items():
+            row = [group if name == next(iter(cases)) else "", f"{name}: {case['error']}" if "error" in case else name]
+            for quantity in quantities:
+                row += [cell(case.get(quantity, "")), "" if quantity in NO_RATIO else ratios(case, cases, quantity)]
+            rows.append(row)
+    used = [index for index, column in enumerate(zip(*rows[1:], strict=True)) if any(column)]
+    return [[row[index] for index in used] for row in rows]
+
+
+def markdown(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
 def section(name: str) -> str:
     """The table of one result, and what it was measured on."""
     record = json.loads((RESULTS / f"{name}.json").read_text())
     machine, versions = record["machine"], record["versions"]
-    where = f"{machine['cores']} cores of {machine['cpu']}, torch {versions['torch']}, {record['date']}"
-    return f"{markdown(TABLES[name](record['figures']))}\n\n`{record['command']}`: {where}."
+    hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
+    where = f"`{record['command']}`: {hardware}, torch {versions['torch']}, {record['date']}."
+    every = [quantity for cases in record["figures"].values() for case in cases.values() for quantity in case]
+    measured = {quantity: quantity for quantity in every if quantity not in FACTS}
+    return f"{markdown(table(record['figures'], TABLES.get(name, measured)))}\n\n{where}"
+
+
+def renewed(page: str, name: str, content: str) -> str:
+    """`page` with what stands between `<!-- NAME -->` and the next `<!-- end -->` replaced."""
+    between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return between.sub(lambda found: f"{found[1]}{content}\n{found[2]}", page)
 
 
 def page() -> str:
@@ -90,8 +122,7 @@ def page() -> str:
     text = PAGE.read_text()
     for name in TABLES:
         if (RESULTS / f"{name}.json").exists():
-            between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-            text = between.sub(lambda match, name=name: f"{match[1]}{section(name)}\n{match[2]}", text)
+            text = renewed(text, name, section(name))
     return text
 
 

@@ -1,16 +1,149 @@
-"""Every benchmark runs, prints what its page reads, and in its quick mode publishes nothing."""
+"""Tables and pictures are those of the records, rounds are kept and shown, and every benchmark runs in miniature."""
 
+import argparse
 import hashlib
+import importlib
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks.growth import AXES
+from benchmarks import __main__ as command_line
+from benchmarks import pictures, record, tables
+from benchmarks.measure import Group, Program, by_turns, run
+from benchmarks.tables import Measured
 from tests.conftest import ROOT, environment
 
-pytestmark = pytest.mark.slow  # each starts a handful of programs
+
+def test_the_page_is_that_of_the_results():
+    assert tables.page() == tables.PAGE.read_text(), "run python -m benchmarks.tables"
+    assert set(re.findall(r"<!-- (\w+) -->\n", tables.PAGE.read_text())) - {"end"} == tables.TABLES.keys()
+
+
+def test_a_changed_result_changes_the_page(monkeypatch, tmp_path):
+    changed = json.loads((record.RESULTS / "memory.json").read_text())
+    (cases,) = changed["figures"].values()
+    cases["loss in chunks"]["peak_mib"] = [123_456.0, 123_455.0, 123_457.0]
+    (tmp_path / "memory.json").write_text(json.dumps(changed))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert "|  | loss in chunks | 123,456 (123,455 to 123,457) |" in tables.page()
+
+
+@pytest.mark.parametrize("path", sorted(record.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_says_where_it_comes_from_and_of_how_many_rounds_a_figure_is(path):
+    recorded = json.loads(path.read_text())
+    assert recorded["command"].startswith("python ") and recorded["figures"]
+    assert {"cpu", "cores", "memory_gib"} <= recorded["machine"].keys()
+    assert {"python", "torch", "accelerate", "git_commit"} <= recorded["versions"].keys()
+    for cases in recorded["figures"].values():
+        for case in cases.values():
+            figures = [Measured.of(value) for name, value in case.items() if name not in tables.FACTS]
+            assert any(figures) and all(figure.rounds > 0 for figure in figures if figure)
+    assert record.dump(recorded) + "\n" == path.read_text()
+
+
+@pytest.mark.parametrize(
+    "recorded, shown",
+    [
+        ([1.5, 1.25, 2.0], "1.5 (1.25 to 2)"),
+        ([27801.0], "27,801 (one round)"),
+        ([14.5, 15.0], "14.8 (14.5 to 15, 2 rounds)"),
+        ({"median": 0.25, "rounds": 3}, "0.25 (3 rounds)"),
+    ],
+)
+def test_a_figure_says_how_far_its_rounds_lay_apart_or_that_they_were_few(recorded, shown):
+    assert tables.cell(recorded) == shown
+
+
+def test_a_ratio_is_taken_round_by_round_and_names_what_it_is_over():
+    cases = {
+        "ours": {"seconds": [1.0, 20.0, 3.0], "against": ["theirs", "not measured"]},
+        "theirs": {"seconds": [2.0, 80.0, 6.0]},
+        "before": {"seconds": {"median": 3.0, "rounds": 2}, "against": "theirs"},
+        "broken": {"error": "RuntimeError: it broke"},
+    }
+    header, ours, theirs, before, broken = tables.table({"a group": cases}, {"seconds": "seconds"})
+    assert header == ["", "", "seconds", "over"]
+    assert ours == ["a group", "ours", "3 (1 to 20)", "0.5x theirs (0.25 to 0.5)"]
+    assert theirs == ["", "theirs", "6 (2 to 80)", ""]
+    assert before[3] == "0.5x theirs (2 rounds)"
+    assert broken == ["", "broken: RuntimeError: it broke", "", ""]
+
+
+def test_cases_take_turns_and_one_that_fails_ends_alone():
+    called = []
+
+    def case(name, *results):
+        results = iter(results)
+
+        def call():
+            called.append(name)
+            result = next(results)
+            if isinstance(result, Exception):
+                raise result
+            return {"seconds": result, "tokens": 7}
+
+        return call
+
+    figures = by_turns({"a": case("a", 1.0, 2.0), "b": case("b", 3.0, ValueError("out of luck\nand more"))}, 2)
+    assert called == ["a", "b", "a", "b"]
+    assert figures["a"] == {"seconds": [1.0, 2.0], "tokens": 7}
+    assert figures["b"] == {"seconds": [3.0], "tokens": 7, "error": "ValueError: out of luck ... and more"}
+
+
+def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch, tmp_path):
+    def groups(options):
+        for name in ("first", "second", "third"):
+            yield Group(name, {"case": lambda: {"seconds": 1.0}})
+            written.append(json.loads((tmp_path / "soak.json").read_text()))
+            if name == "second":
+                monkeypatch.setattr(command_line, "STARTED", float("-inf"))
+
+    written = []
+    monkeypatch.setattr(importlib.import_module("benchmarks.bits"), "soak", groups)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    options = argparse.Namespace(rounds=2, only="", quick=False, budget_seconds=1000.0)
+    figures = command_line.measure("soak", options)
+    assert [list(each["figures"]) for each in written] == [["first"], ["first", "second"], ["first", "second"]]
+    assert figures["second"]["case"]["seconds"] == [1.0, 1.0] and written[-1]["left_out"] == ["third"]
+    assert command_line.measure("soak", argparse.Namespace(**{**vars(options), "only": "second", "quick": True})) == {}
+
+
+def test_pictures_are_drawn_from_the_records(tmp_path):
+    (tmp_path / "growth").mkdir()
+    pictures.draw("growth", tmp_path)
+    names = {file.name for file in (ROOT / "docs" / "growth").iterdir()}
+    assert {file.name for file in (tmp_path / "growth").iterdir()} == names
+    timeline = [[0.0, 1.0, 2.0, 3.0], [0.5, 1.5]]
+    pictures.draw_overlap(tmp_path / "overlap.png", {f"2 x 1, {n}": {"timeline_ms": timeline} for n in range(2)})
+    assert (tmp_path / "overlap.png").exists()
+
+
+def test_theory_of_growth_takes_over_the_speed_of_its_point():
+    recorded = json.loads((record.RESULTS / "growth.json").read_text())["figures"]
+    cases, points = list(recorded["width"].values()), list(map(int, recorded["width"]))
+    measured, by_flops, attention = pictures.lines("width", cases, points)
+    assert by_flops[1][-1] == Measured.of(cases[-1][measured[1]]).median
+    assert by_flops[1][0] == pytest.approx(by_flops[1][-1] * cases[0]["flops_per_token"] / cases[-1]["flops_per_token"])
+    assert max(attention[1]) < max(by_flops[1])
+
+
+def test_a_program_is_watched_and_what_it_took_is_counted():
+    work = "sum(i * i for i in range(3_000_000)); x = bytearray(10**8); print('done')"
+    usage = run([sys.executable, "-c", work])
+    assert usage.output == "done\n" and usage.peak_mib > 95 and 0 < usage.processor_seconds
+    with pytest.raises(RuntimeError, match="exit code 3\nwhy"):
+        run([sys.executable, "-c", "print('why'); raise SystemExit(3)"])
+    busy = "print('ready'); sum(range(5_000_000)); print('go on'); import time; time.sleep(60)"
+    with Program([sys.executable, "-c", busy]) as program:
+        seconds, processor_seconds = program.wait_for("go")
+        assert seconds > 0 and processor_seconds > 0
+    with pytest.raises(RuntimeError, match="ready"), Program([sys.executable, "-c", "print('ready')"]) as program:
+        program.wait_for("never")
+
+
 PUBLISHED = [ROOT / "benchmarks" / "results", ROOT / "docs"]
 
 
@@ -19,52 +152,26 @@ def published():
     return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 
 
-def quick(name):
-    """The figures that a benchmark prints, after which all that is published must be as before."""
+@pytest.mark.slow  # each starts a handful of programs
+@pytest.mark.parametrize("name", [name for name in command_line.CASES if name != "gpu"])
+def test_a_quick_run_measures_every_case_and_publishes_nothing(name):
     before = published()
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick"]
+    command = [sys.executable, "-m", "benchmarks", name, "--quick"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert published() == before
-    return json.loads(done.stdout)
-
-
-def assert_lines(figures, *names):
-    """Each is a line with a positive value at every point."""
-    for name in names:
-        assert len(figures[name]) == len(figures["points"]) and min(figures[name]) > 0, name
-
-
-def test_growth():
-    figures = quick("growth")
-    assert figures.keys() == {"threads", *AXES, "corpus", "processes"}
-    for axis in AXES:
-        line = ("microseconds_per_token", "predicted", "predicted_for_attention", "gigaflops_per_second", "peak_mib")
-        assert_lines(figures[axis], *line)
-        start = figures[axis]["points"].index(figures[axis]["predicted_from"])
-        assert figures[axis]["predicted"][start] == figures[axis]["microseconds_per_token"][start]
-    assert figures["width"]["peak_mib"][0] < figures["width"]["peak_mib"][1]
-    corpus = figures["corpus"]
-    for what in ("order", "windows"):
-        assert_lines(corpus, f"{what}_nanoseconds_per_token", f"{what}_predicted")
-    assert_lines(corpus, "order_peak_kib", "open_corpus_peak_kib")
-    assert corpus["order_peak_kib"][1] < 1.5 * corpus["order_peak_kib"][0], "the order takes no memory by size"
-    lines = ("microseconds_per_token", "predicted", "cpu_microseconds_per_token", "cpu_predicted")
-    assert_lines(figures["processes"], *lines)
-
-
-def test_startup():
-    figures = quick("startup")
-    assert len(figures) == 9 and all(name.endswith("_seconds") for name in figures)
-    assert all(0.1 < seconds < 120 for seconds in figures.values())
-
-
-def test_scaling():
-    figures = quick("scaling")
-    assert len(figures["ddp"]) == 2 and len(figures["processes"]) == 1
-    for ways in figures["ddp"].values():
-        by_hand, _, default = ways.values()
-        assert default["over_default_buckets"] == 1 and by_hand["seconds_a_step"] > 0
-        assert by_hand["share_hidden"] < 0.1, "after backward there is nothing to hide behind"
-    for speeds in figures["processes"].values():
-        assert all(value > 0 for value in speeds.values())
+    figures = json.loads(done.stdout)
+    quantities = tables.TABLES.get(name, {})
+    for cases in figures.values():
+        for case in cases.values():
+            assert not quantities or any(value[0] > 0 for key, value in case.items() if key in quantities)
+            references = case.get("against", [])
+            for other in [references] if isinstance(references, str) else references:
+                assert other in cases or "nanoGPT" in other
+    if name == "growth":
+        first, last = (figures["corpus"][size]["order_peak_kib"][0] for size in ("1000000", "10000000"))
+        assert last < 1.5 * first, "the order takes no memory by size"
+    if name == "exactness":
+        assert figures["bits"]["exact, 1 against 2 processes"]["tensors_that_differ"] == 0
+    if name == "scaling":
+        assert all(case["share_hidden"][0] < 0.1 for way, case in figures["1 x 16"].items() if "by hand" in way)

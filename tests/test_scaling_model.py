@@ -1,8 +1,6 @@
 """The model of many GPUs: what must hold of it whatever the constants, and that docs/scaling.md has its tables."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ from benchmarks import scaling_model as scaling
 from benchmarks.scaling_model import SHAPES, STRATEGIES, Constants
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from tests.conftest import ROOT, shell
 
 CONSTANTS = Constants()
 COUNTS = [1, 2, 4, 8, 16, 64, 256, 1024, 4096]
@@ -20,21 +17,28 @@ DOCS = scaling.PAGE.read_text()
 each = pytest.mark.parametrize
 
 
-def test_the_page_has_the_tables_that_the_command_prints():
-    command = [sys.executable, "-m", "benchmarks.scaling_model"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert printed.count("|---|") > 5
-    assert DOCS.split(scaling.BEGIN)[1].split(scaling.END)[0].strip() == printed.strip()
+def printed(capsys, *arguments):
+    scaling.main(list(arguments))
+    return capsys.readouterr().out
 
 
-@each("command", re.findall(r"^python .*$", DOCS, re.MULTILINE))
-def test_the_commands_of_the_page_run(command):
-    assert shell(command).stdout.count("|---|") > 5
+def test_the_page_has_the_tables_that_the_command_prints(capsys):
+    tables = printed(capsys)
+    assert tables.count("|---|") > 5
+    assert DOCS.split(f"<!-- {scaling.MARKER} -->")[1].split("<!-- end -->")[0].strip() == tables.strip()
 
 
-def test_write_replaces_only_what_is_between_the_markers():
-    page = f"before\n{scaling.BEGIN}\nold\n{scaling.END}\nafter\n"
-    assert scaling.page_with("new", page) == f"before\n{scaling.BEGIN}\n\nnew\n\n{scaling.END}\nafter\n"
+@each("command", re.findall(r"^python -m benchmarks.scaling_model(.*)$", DOCS, re.MULTILINE))
+def test_the_commands_of_the_page_run(command, capsys):
+    assert printed(capsys, *command.split()).count("|---|") > 5
+
+
+def test_write_replaces_only_what_is_between_the_markers(capsys, monkeypatch, tmp_path):
+    page = tmp_path / "scaling.md"
+    page.write_text(f"before\n<!-- {scaling.MARKER} -->\nold\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(scaling, "PAGE", page)
+    tables = printed(capsys, "--write")
+    assert page.read_text() == f"before\n<!-- {scaling.MARKER} -->\n\n{tables}\n<!-- end -->\nafter\n"
 
 
 @each("shape", SHAPES, ids=lambda shape: shape.name)
@@ -56,22 +60,16 @@ def test_parameters_and_flops_are_those_of_the_model(shape):
     assert shape.flops_per_token == pytest.approx(network.flops_per_token(shape.context), rel=0.001)
 
 
-@each("gpus", [2, 8, 1024])
-def test_bytes_of_a_ring(gpus):
-    parameters = 1000
-    assert scaling.all_reduce_bytes(4 * parameters, gpus) == pytest.approx(2 * (gpus - 1) / gpus * 4 * parameters)
-    assert scaling.all_reduce_bytes(1, gpus) == pytest.approx(2 * scaling.gather_or_scatter_bytes(1, gpus))
-
-
 def test_an_all_reduce_of_much_takes_its_bytes_over_the_bandwidth_and_one_of_nothing_its_hops():
     much = 1e13
-    assert scaling.all_reduce_seconds(much, 8, CONSTANTS) == pytest.approx(1.75 * much / 450e9, rel=1e-3)
-    assert scaling.all_reduce_seconds(much, 16, CONSTANTS) == pytest.approx(1.875 * much / 400e9, rel=1e-3)
-    two = scaling.all_reduce_seconds(0, 2, CONSTANTS)
+    assert CONSTANTS.all_reduce_seconds(much, 8) == pytest.approx(1.75 * much / 450e9, rel=1e-3)
+    assert CONSTANTS.all_reduce_seconds(much, 16) == pytest.approx(1.875 * much / 400e9, rel=1e-3)
+    assert CONSTANTS.gather_or_scatter_seconds(much, 16) == pytest.approx(0.9375 * much / 400e9, rel=1e-3)
+    two = CONSTANTS.all_reduce_seconds(0, 2)
     assert two == pytest.approx(CONSTANTS.launch_seconds + 2 * CONSTANTS.nvlink_hop_seconds)
     # Round a ring of 1024 GPUs it would be 2 x 1023 hops of at least 3.4 us; a tree of 128 machines has 7 levels.
-    assert scaling.all_reduce_seconds(0, 1024, CONSTANTS) == pytest.approx(8.4e-6 + 2 * (7 * 3.4e-6 + 7 * 14e-6))
-    assert scaling.gather_or_scatter_seconds(0, 1024, CONSTANTS) > 896 * 3.4e-6
+    assert CONSTANTS.all_reduce_seconds(0, 1024) == pytest.approx(8.4e-6 + 2 * (7 * 3.4e-6 + 7 * 14e-6))
+    assert CONSTANTS.gather_or_scatter_seconds(0, 1024) > 896 * 3.4e-6
 
 
 @each("strategy", STRATEGIES)
@@ -93,7 +91,7 @@ def test_what_the_backward_hides():
     for shape in (small, large):  # the last bucket, however many tokens there are to hide the rest
         embedding = 4 * shape.vocab_size * shape.d_model
         remainder = (4 * shape.parameters - embedding) % CONSTANTS.bucket_bytes
-        last = scaling.all_reduce_seconds(remainder + embedding, 64, CONSTANTS)
+        last = CONSTANTS.all_reduce_seconds(remainder + embedding, 64)
         assert scaling.ddp(shape, 64, 2**24, CONSTANTS).exposed_seconds == pytest.approx(last, rel=1e-6)
 
 
@@ -127,7 +125,7 @@ def test_memory():
 def test_numbers_in_the_text_of_the_page():
     small = SHAPES[0]
     assert "31% of all gradients" in DOCS and round(small.vocab_size * small.d_model / small.parameters, 2) == 0.31
-    assert "that is 5 ms" in DOCS and round(scaling.ring_hops_seconds(1, 1024, CONSTANTS) * 1e3) == 5
+    assert "that is 5 ms" in DOCS and round(CONSTANTS.ring_hops_seconds(1, 1024) * 1e3) == 5
     assert "400 GB/s instead of NVLink's 450" in DOCS
-    assert [scaling.ring_bytes_per_second(gpus, CONSTANTS) for gpus in (16, 8)] == [400e9, 450e9]
+    assert [CONSTANTS.ring_bytes_per_second(gpus) for gpus in (16, 8)] == [400e9, 450e9]
     assert "which is 10 GB" in DOCS and round(12 * small.vocab_size * 16384 / 1e9) == 10

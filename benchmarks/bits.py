@@ -1,0 +1,149 @@
+"""Which bits a run ends with: on other numbers of processes, and after its processes were killed."""
+
+import os
+import random
+import signal
+import tempfile
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.measure import ROOT, Group, environment, launch, median_speed, rows, train, words
+
+STORIES = {"micro_batch_size": 4, "tracking.log_every": 1, "evaluation.every": 0, "model.dropout": 0.1}
+LARGE = {"config": "configs/random_tokens.yaml", "model.vocab_size": 512, "model.n_layers": 6, "model.d_model": 384,
+         "model.n_heads": 6, "model.dropout": 0, "seq_len": 64, "micro_batch_size": 1, "tracking.log_every": 5,
+         "evaluation.every": 0}  # fmt: skip
+MODES = {"default": False, "exact": True}
+
+
+def run(settings: dict, folder: str, processes: int) -> float:
+    """Train in `folder`; returns the peak memory of a process, in MiB."""
+    settings = {"tracking.wandb": "disabled"} | settings
+    return train(Path(folder), settings, processes, OMP_NUM_THREADS="1").peak_mib
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    """All weights and moments of a run's newest checkpoint."""
+    newest = max((run / "checkpoints").iterdir())
+    return {name: tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def compare(one: Path, other: Path) -> dict[str, float | int]:
+    """Relative differences of the logged losses and of all weights together, and how many tensors differ in any bit."""
+    losses = [(a["train/loss"], b["train/loss"]) for a, b in zip(rows(one), rows(other), strict=True)]
+    ours, theirs = tensors(one / "run"), tensors(other / "run")
+    weights = [name for name in ours if name.startswith("model.")]
+    difference = torch.stack([(ours[name] - theirs[name]).norm() for name in weights]).norm()
+    return {
+        "largest_loss_difference": max(abs(a / b - 1) for a, b in losses),
+        "weight_difference": (difference / torch.stack([theirs[name].norm() for name in weights]).norm()).item(),
+        "tensors_that_differ": sum(not torch.equal(ours[name], theirs[name]) for name in ours),
+    }
+
+
+def exactness(options: Namespace) -> Iterator[Group]:
+    """What `--exact true` costs, and what it buys.
+
+    Bits: 200 steps of the stories recipe on 1, 2 and 4 processes, with and without `exact`; how far losses and weights
+    are apart. Cost: a model of 11 million parameters on 1 and 2 processes with 8 micro-batches each, in time a step and
+    peak memory of a process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+
+        @cache
+        def stories(mode: str, processes: int) -> Path:
+            out_dir = Path(folder, f"{mode}{processes}")
+            short = {"steps": 2, "schedule.warmup_steps": 0} if options.quick else {"steps": 200}
+            run(STORIES | short | {"exact": MODES[mode]}, out_dir, processes)
+            return out_dir
+
+        cases = {
+            f"{mode}, 1 against {n} processes": lambda mode=mode, n=n: compare(stories(mode, 1), stories(mode, n))
+            for mode in MODES
+            for n in ((2,) if options.quick else (2, 4))
+        }
+        yield Group("bits", cases, rounds=1)  # which another round would only repeat
+
+    def cost(mode: str, processes: int) -> dict[str, float]:
+        settings = LARGE | {"exact": MODES[mode], "global_batch_size": 8 * processes}
+        with tempfile.TemporaryDirectory() as folder:
+            peak_mib = run(settings | {"steps": 15 if options.quick else 20}, folder, processes)
+            speed = median_speed(rows(Path(folder)))
+        seconds = 8 * processes * LARGE["seq_len"] / speed
+        return {"seconds_a_step": seconds, "peak_mib": peak_mib, "against": "default"}
+
+    for processes in (1, 2):
+        yield Group(f"cost, {processes} process(es)", {mode: partial(cost, mode, processes) for mode in MODES})
+
+
+RECIPE = {"config": "tests/tiny_stories.yaml", "global_batch_size": 12, "evaluation.every": 0, "checkpoint.every": 3,
+          "checkpoint.keep": 2}  # fmt: skip
+
+
+def start(out_dir: Path, name: str, steps: int, max_restarts: int = 0) -> psutil.Popen:
+    command = launch(2, "train.py", max_restarts) + words(RECIPE | {"out_dir": out_dir, "name": name, "steps": steps})
+    log = open(out_dir / f"{name}.log", "w")
+    return psutil.Popen(command, cwd=ROOT, env=environment({"OMP_NUM_THREADS": "1"}), stdout=log, stderr=log)
+
+
+def phase(run: Path, since: float) -> str:
+    """What a killed process was doing, as far as the run directory tells."""
+    if list((run / "checkpoints").glob(".writing-*")):
+        return "saving"
+    metrics_file = run / "metrics.jsonl"
+    return "training" if metrics_file.exists() and metrics_file.stat().st_mtime > since else "starting"
+
+
+def kill_at_random(out_dir: Path, kills: int, steps: int, minutes: float) -> dict:
+    chance, begin = random.Random(0), time.perf_counter()
+    if start(out_dir, "left_alone", steps).wait():
+        raise RuntimeError((out_dir / "left_alone.log").read_text())
+    expected, seconds_alone = tensors(out_dir / "left_alone"), time.perf_counter() - begin
+    tally, runs = Counter(kills=0, starting=0, training=0, saving=0), 0
+
+    def more() -> bool:
+        return tally["kills"] < kills and time.perf_counter() - begin < 60 * minutes
+
+    while more():
+        runs += 1
+        run = out_dir / f"run{runs}"
+        job, last_kill = start(out_dir, run.name, steps, kills), time.time()
+        while job.poll() is None:
+            if more():
+                time.sleep(chance.uniform(0, min(10.0, 1.2 * seconds_alone)))
+                victims = [child for child in job.children() if "train.py" in " ".join(child.cmdline())]
+                if job.poll() is None and victims:
+                    tally.update(["kills", phase(run, last_kill)])
+                    last_kill = time.time()
+                    os.kill(chance.choice(victims).pid, signal.SIGKILL)
+            time.sleep(0.05)
+        ended = tensors(run) if job.returncode == 0 else {}
+        if ended.keys() != expected.keys() or not all(ended[key].equal(expected[key]) for key in expected):
+            raise RuntimeError(
+                f"{(out_dir / run.name).with_suffix('.log').read_text()}\n{dict(tally)}, then other bits"
+            )
+    if tally["kills"] < kills:
+        raise RuntimeError(f"only {tally['kills']} kills in {minutes} minutes")
+    return {**tally, "runs_with_the_same_bits": runs, "minutes": (time.perf_counter() - begin) / 60}
+
+
+def soak(options: Namespace) -> Iterator[Group]:
+    """Kills processes of a run 50 times at random moments, and compares the weights it ends with to one's left alone.
+
+    Every kill is a SIGKILL to a random process of a job of two under `accelerate launch --max_restarts`, at a random
+    time after the kill before: while it starts, trains or saves. When a run ends before the kills do, the next one
+    begins. It is an error if a run does not end with the same bits, or if 15 minutes were not enough.
+    """
+    kills, steps = (1, 20) if options.quick else (50, 400)
+    with tempfile.TemporaryDirectory() as folder:
+        yield Group(
+            "two processes", {"killed": lambda: kill_at_random(Path(folder), kills, steps, minutes=15)}, rounds=1
+        )

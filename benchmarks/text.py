@@ -1,0 +1,82 @@
+"""data.prepare against the bare `tokenizers` batch encode, on the same cores, and what the loader gives; needs --text.
+
+The text is repeated to 100 MB and cut into documents. Besides the clock, processor time of all processes is compared,
+which other work on the machine changes less.
+"""
+
+import json
+import resource
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.measure import Case, Group
+from data.order import GlobalBatches, StepSampler
+from data.prepare import PrepareConfig, prepare
+from data.text import TextCorpus, TextDataset
+from data.tokenizer import load_tokenizer, save_tokenizer
+from training.compute import available_cores
+
+DOCUMENT = 4000  # characters
+
+
+def clocks() -> tuple[float, float]:
+    """Seconds that have passed, and that processors have worked for this process and its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def timed(work: Callable[[], dict]) -> Case:
+    def case() -> dict:
+        before = clocks()
+        facts = work()
+        seconds, processor_seconds = (now - then for now, then in zip(clocks(), before, strict=True))
+        return {"seconds": seconds, "processor_seconds": processor_seconds, **facts}
+
+    return case
+
+
+def text(options: Namespace) -> Iterator[Group]:
+    characters = 10**6 if options.quick else 10**8
+    content = "To be, or not to be, that is the question.\n" if options.quick else options.text.read_text()
+    content *= characters // len(content) + 1
+    documents = [content[i : i + DOCUMENT] for i in range(0, characters, DOCUMENT)]
+    with tempfile.TemporaryDirectory() as directory:
+        folder, numbers = Path(directory), count()
+        source, tokenizer_folder = folder / "texts.jsonl", folder / "tokenizer"
+        source.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+        save_tokenizer("train:8192", tokenizer_folder, [content[: 10**6]])
+        tokenizer, _ = load_tokenizer(tokenizer_folder)
+
+        def bare_encode() -> dict:
+            for first in range(0, len(documents), 1000):
+                tokenizer.encode_batch(documents[first : first + 1000], add_special_tokens=False)
+            return {"documents": len(documents)}
+
+        def prepared() -> dict:
+            out = str(folder / f"out{next(numbers)}")
+            config = PrepareConfig(str(source), str(tokenizer_folder), out, num_workers=available_cores())
+            metadata = prepare(config)
+            tokens = metadata["train"]["tokens"] + metadata["validation"]["tokens"]
+            return {"tokens": tokens, "against": "bare encode"}
+
+        yield Group("encoding", {"bare encode": timed(bare_encode), "data.prepare": timed(prepared)})
+
+        def loaded(seq_len: int) -> dict[str, float]:
+            start = time.perf_counter()
+            dataset = TextDataset(TextCorpus(str(folder / "out0")), "train", seq_len, "concat")
+            opened = time.perf_counter()
+            sampler = StepSampler(GlobalBatches(len(dataset), 16384 // seq_len, seed=0), 0, 3000, 0, 1)
+            tokens = sum(batch["input_ids"].numel() for batch in DataLoader(dataset, batch_sampler=sampler))
+            return {"open_seconds": opened - start, "tokens_per_second": tokens / (time.perf_counter() - opened)}
+
+        torch.set_num_threads(1)
+        sizes = (16,) if options.quick else (1024, 256)
+        yield Group("loading, one core", {f"seq_len {seq_len}": partial(loaded, seq_len) for seq_len in sizes})
