@@ -32,9 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 try:
     import jsonargparse  # noqa: F401
-except (
-    ImportError
-):  # a lent machine may lack it: config.py names its types and its parser, neither of which is used here
+except ImportError:  # a lent machine may lack it; config.py names its types and its parser, neither is used here
     sys.modules["jsonargparse"] = sys.modules["jsonargparse.typing"] = MagicMock()
 
 from benchmarks.measure import Group
@@ -53,17 +51,10 @@ PEER, PRODUCT = "nanogpt", "a large product"
 OPTIMIZER = OptimizerConfig(lr=1e-4)  # the other values are nanoGPT's too
 COMPILED_REGION = "Torch-Compiled Region"
 ANNOTATIONS = (COMPILED_REGION, "CompiledFunction", "TorchDynamo", "ProfilerStep", "Optimizer.", "##")
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+BACKENDS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in ("flash", "cudnn", "efficient")}
 SETTINGS = {  # what a variant does differently from a plain run
-    "ours": {},
-    "chunked_loss": {"chunked_loss": True},
-    "whole_loss": {"chunked_loss": False},
-    "foreach_adamw": {"foreach": True},
-    "activation_checkpointing": {"activation_checkpointing": True},
+    **{"ours": {}, "chunked_loss": {"chunked_loss": True}, "whole_loss": {"chunked_loss": False}},
+    **{"foreach_adamw": {"foreach": True}, "activation_checkpointing": {"activation_checkpointing": True}},
 }
 CASES = {  # shape, context, batch, variants, attention, in the order of what a reader wants to know first
     "124m_1024": ("124M", 1024, 32, ["ours", PEER], None),
@@ -92,10 +83,9 @@ class Scale:
     def config(self, shape: str, context: int) -> GPTConfig:
         """As nanoGPT has it: without biases and dropout, with tied embeddings."""
         n_layers, n_heads, d_model, vocab_size = self.shapes[["124M", "1.3B"].index(shape)]
-        return GPTConfig(
-            vocab_size, context // self.shorter, n_layers, n_heads, None, d_model, 4 * d_model, 0.0, bias=False,
-            tie_embeddings=True,
-        )  # fmt: skip
+        sizes = dict(n_layers=n_layers, n_heads=n_heads, d_model=d_model, d_ff=4 * d_model, vocab_size=vocab_size)
+        sizes["max_position_embeddings"] = context // self.shorter
+        return GPTConfig(**sizes, dropout=0.0, bias=False, tie_embeddings=True)
 
 
 # Short sequences have another attention on a CPU, on which the backends would have no effect.
@@ -128,24 +118,108 @@ def unmarked(name: str) -> None:
     """In place of Marks where nothing is timed."""
 
 
-class Ours:
+def synchronize(on_cuda: bool) -> None:
+    if on_cuda:
+        torch.cuda.synchronize()
+
+
+class Variant:
+    """A case: a model and its step, built at the first call; every call times a window of steps on end."""
+
+    def __init__(self, config: GPTConfig, tokens: Tensor, scale: Scale, against: list[str], **settings):
+        self.config, self.tokens, self.scale, self.on_cuda = config, tokens, scale, scale.device == "cuda"
+        self.facts, self.settings, self.window = {"against": against}, settings, 0
+        with torch.device("meta"):
+            self.flops_per_token = GPTModel(config).flops_per_token(tokens.shape[1])
+
+    def allocated(self, peak: bool = False) -> int:
+        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+        return read() if self.on_cuda else 0
+
+    def timed(self, steps: int) -> float:
+        """Seconds a step, without a wait in between."""
+        synchronize(self.on_cuda)
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        synchronize(self.on_cuda)
+        return (time.perf_counter() - start) / steps
+
+    def prepare(self) -> None:
+        """Until it is compiled and its optimizer has its moments."""
+        free_memory()
+        before, start = self.allocated(), time.perf_counter()
+        torch.manual_seed(0)
+        self.build(**self.settings)
+        self.facts["parameters"] = sum(parameter.numel() for parameter in self.network.parameters())
+        self.facts["first_loss"] = str(self.step().item())
+        self.facts["seconds_to_first_step"] = str(round(time.perf_counter() - start, 1))
+        for _ in range(self.scale.warm_up_steps):
+            seconds = self.timed(1)
+        self.window, self.facts["kernels"] = max(1, round(self.scale.window_seconds / seconds)), self.kernels()
+        free_memory()
+        self.resting = self.allocated() - before
+
+    def __call__(self) -> dict:
+        if not self.window:
+            self.prepare()
+        others = self.allocated() - self.resting
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        speed = self.tokens.numel() / self.timed(self.window)
+        measured = {"tokens_per_second": speed, "flops_per_second": speed * self.flops_per_token}
+        if self.on_cuda:
+            measured["peak_gib"] = (self.allocated(peak=True) - others) / 2**30
+            if data_sheet := peak_bf16_flops(torch.device("cuda")):
+                measured["mfu"] = speed * self.flops_per_token / data_sheet
+        marks = Marks(self.on_cuda)
+        with self.splitting(marks):
+            for _ in range(5):
+                loss = self.step(marks)
+        pieces = {f"{name}_seconds": seconds for name, seconds in marks.seconds().items()}
+        return measured | pieces | {"loss": loss.item()} | self.facts
+
+    def kernels(self, steps: int = 3, top: int = 15) -> dict:
+        """The kernels that take the most time on the device; on a CPU, operators."""
+        activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * self.on_cuda]
+        with torch.profiler.profile(activities=activities) as profile:
+            self.timed(steps)
+        where, time_of = DeviceType.CPU, "self_cpu_time_total"
+        if self.on_cuda:
+            where, time_of = DeviceType.CUDA, "self_device_time_total"
+        averages = profile.key_averages()
+        regions = [row for row in averages if row.device_type == DeviceType.CPU and row.key.startswith(COMPILED_REGION)]
+        # An operator is charged with its kernels' time too, and an annotation spans them: either would count twice.
+        rows = [row for row in averages if row.device_type == where]
+        rows = [row for row in rows if not (row.is_user_annotation or row.key.startswith(ANNOTATIONS))]
+        rows.sort(key=lambda row: getattr(row, time_of), reverse=True)
+        total = sum(getattr(row, time_of) for row in rows)
+        attention = [row for row in rows if re.search("flash|fmha|sdpa|attention", row.key, re.IGNORECASE)]
+        return {  # torch.compile passes over what it cannot take without a word: then no region is counted
+            "compiled_regions_a_step": sum(row.count for row in regions) / steps,
+            "milliseconds_a_step": round(total / 1000 / steps, 3),
+            "top": {row.key[:160]: [round(getattr(row, time_of) / total, 4), row.count / steps] for row in rows[:top]},
+            "attention_calls_a_step": {row.key: row.count / steps for row in attention},
+        }
+
+
+class Ours(Variant):
     """This repository's model and step."""
 
-    def __init__(self, config: GPTConfig, tokens: Tensor, scale: Scale, foreach: bool = False, **compute: bool):
-        torch.manual_seed(0)
-        self.accelerator = Accelerator(mixed_precision="bf16", cpu=scale.device == "cpu")
-        with torch.device(scale.device):  # random numbers for a billion weights take a CPU many seconds
-            self.network = GPTModel(config)
-        run = TrainConfig(compile=scale.backend == "inductor", **compute)
-        prepare_network(self.network, run, torch.device(scale.device))
+    def build(self, foreach: bool = False, **compute: bool) -> None:
+        self.accelerator = Accelerator(mixed_precision="bf16", cpu=self.scale.device == "cpu")
+        with torch.device(self.scale.device):  # random numbers for a billion weights take a CPU many seconds
+            self.network = GPTModel(self.config)
+        run = TrainConfig(compile=self.scale.backend == "inductor", **compute)
+        prepare_network(self.network, run, torch.device(self.scale.device))
         for block in self.network.blocks if not run.compile else ():
-            block.compile(backend=scale.backend)
+            block.compile(backend=self.scale.backend)
         optimizer = build_optimizer(self.network, OPTIMIZER)
         for group in optimizer.param_groups if foreach else ():
             group["fused"], group["foreach"] = False, True
         self.model, self.optimizer = self.accelerator.prepare(self.network, optimizer)
         self.totals = StepTotals(run, None, self.accelerator)  # the order only words an error
-        self.batch, self.done = {"input_ids": tokens, "labels": tokens}, 0
+        self.batch, self.done = {"input_ids": self.tokens, "labels": self.tokens}, 0
         self.target_tokens = self.count_targets()
 
     def count_targets(self) -> Tensor:
@@ -186,17 +260,16 @@ class Ours:
         handle.remove()
 
 
-class Peer:
+class Peer(Variant):
     """nanoGPT's model and step, from its own files."""
 
     splitting = nullcontext  # the model is compiled as one: its loss cannot be told from its forward pass
 
-    def __init__(self, config: GPTConfig, tokens: Tensor, scale: Scale, path: Path):
-        torch.manual_seed(0)
-        self.network, self.optimizer = build_peer(path, config, OPTIMIZER, scale.device)
-        self.model = torch.compile(self.network, backend=scale.backend)
-        self.autocast = torch.autocast(scale.device, torch.bfloat16)
-        self.tokens, self.targets = tokens, tokens.roll(-1, dims=1)
+    def build(self, path: Path) -> None:
+        self.network, self.optimizer = build_peer(path, self.config, OPTIMIZER, self.scale.device)
+        self.model = torch.compile(self.network, backend=self.scale.backend)
+        self.autocast = torch.autocast(self.scale.device, torch.bfloat16)
+        self.targets = self.tokens.roll(-1, dims=1)
 
     def step(self, mark: Callable[[str], None] = unmarked) -> Tensor:
         """One turn of the loop in nanoGPT's train.py, whose gradient scaler does nothing in bf16; returns the loss."""
@@ -213,88 +286,6 @@ class Peer:
         mark("optimizer")
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
-
-
-def synchronize(on_cuda: bool) -> None:
-    if on_cuda:
-        torch.cuda.synchronize()
-
-
-class Variant:
-    """A case: a trainer, which is built at the first call; every call times a window of steps on end."""
-
-    def __init__(self, build: Callable[[], Ours | Peer], scale: Scale, tokens: int, flops: int, against: list[str]):
-        self.build, self.scale, self.on_cuda = build, scale, scale.device == "cuda"
-        self.tokens, self.flops, self.facts, self.trainer = tokens, flops, {"against": against}, None
-
-    def allocated(self, peak: bool = False) -> int:
-        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-        return read() if self.on_cuda else 0
-
-    def timed(self, steps: int) -> float:
-        """Seconds a step, without a wait in between."""
-        synchronize(self.on_cuda)
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.trainer.step()
-        synchronize(self.on_cuda)
-        return (time.perf_counter() - start) / steps
-
-    def prepare(self) -> None:
-        """Until it is compiled and its optimizer has its moments."""
-        free_memory()
-        before, start = self.allocated(), time.perf_counter()
-        self.trainer = self.build()
-        self.facts["parameters"] = sum(parameter.numel() for parameter in self.trainer.network.parameters())
-        self.facts["first_loss"] = str(self.trainer.step().item())
-        self.facts["seconds_to_first_step"] = str(round(time.perf_counter() - start, 1))
-        for _ in range(self.scale.warm_up_steps):
-            seconds = self.timed(1)
-        self.window, self.facts["kernels"] = max(1, round(self.scale.window_seconds / seconds)), self.kernels()
-        free_memory()
-        self.resting = self.allocated() - before
-
-    def __call__(self) -> dict:
-        if self.trainer is None:
-            self.prepare()
-        others = self.allocated() - self.resting
-        if self.on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        speed = self.tokens / self.timed(self.window)
-        measured = {"tokens_per_second": speed, "flops_per_second": speed * self.flops}
-        if self.on_cuda:
-            measured["peak_gib"] = (self.allocated(peak=True) - others) / 2**30
-            if data_sheet := peak_bf16_flops(torch.device("cuda")):
-                measured["mfu"] = speed * self.flops / data_sheet
-        marks = Marks(self.on_cuda)
-        with self.trainer.splitting(marks):
-            for _ in range(5):
-                loss = self.trainer.step(marks)
-        pieces = {f"{name}_seconds": seconds for name, seconds in marks.seconds().items()}
-        return measured | pieces | {"loss": loss.item()} | self.facts
-
-    def kernels(self, steps: int = 3, top: int = 15) -> dict:
-        """The kernels that take the most time on the device; on a CPU, operators."""
-        activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * self.on_cuda]
-        with torch.profiler.profile(activities=activities) as profile:
-            self.timed(steps)
-        where, time_of = DeviceType.CPU, "self_cpu_time_total"
-        if self.on_cuda:
-            where, time_of = DeviceType.CUDA, "self_device_time_total"
-        averages = profile.key_averages()
-        regions = [row for row in averages if row.device_type == DeviceType.CPU and row.key.startswith(COMPILED_REGION)]
-        # An operator is charged with its kernels' time too, and an annotation spans them: either would count twice.
-        rows = [row for row in averages if row.device_type == where]
-        rows = [row for row in rows if not (row.is_user_annotation or row.key.startswith(ANNOTATIONS))]
-        rows.sort(key=lambda row: getattr(row, time_of), reverse=True)
-        total = sum(getattr(row, time_of) for row in rows)
-        attention = [row for row in rows if re.search("flash|fmha|sdpa|attention", row.key, re.IGNORECASE)]
-        return {  # torch.compile passes over what it cannot take without a word: then no region is counted
-            "compiled_regions_a_step": sum(row.count for row in regions) / steps,
-            "milliseconds_a_step": round(total / 1000 / steps, 3),
-            "top": {row.key[:160]: [round(getattr(row, time_of) / total, 4), row.count / steps] for row in rows[:top]},
-            "attention_calls_a_step": {row.key: row.count / steps for row in attention},
-        }
 
 
 def free_memory() -> None:
@@ -319,23 +310,14 @@ def product(scale: Scale) -> dict[str, float]:
 def variants(name: str, scale: Scale, peer: Path | None) -> dict[str, Variant]:
     shape, context, batch, names, _ = CASES[name]
     config, batch = scale.config(shape, context), batch if scale.shorter == 1 else 1
-    context = config.max_position_embeddings
-    with torch.device("meta"):
-        flops = GPTModel(config).flops_per_token(context)
-    tokens = torch.randint(config.vocab_size, (batch, context), device=scale.device)
+    tokens = torch.randint(config.vocab_size, (batch, config.max_position_embeddings), device=scale.device)
     cases = {}
-    for variant in names if peer else [variant for variant in names if variant != PEER]:
-        against = [
-            PRODUCT,
-            *(other for other in (PEER, "ours") if variant != other and other in names and variant != PEER),
-        ]
-
-        def build(variant=variant):
-            if variant == PEER:
-                return Peer(config, tokens, scale, peer)
-            return Ours(config, tokens, scale, **SETTINGS[variant])
-
-        cases[variant] = Variant(build, scale, batch * context, flops, against)
+    for variant in names:
+        if variant == PEER and peer:
+            cases[variant] = Peer(config, tokens, scale, [PRODUCT], path=peer)
+        elif variant != PEER:
+            over = [other for other in (PEER, "ours") if other in names and other != variant]
+            cases[variant] = Ours(config, tokens, scale, [PRODUCT, *over], **SETTINGS[variant])
     return cases
 
 

@@ -91,12 +91,12 @@ def test_a_spent_budget_names_what_was_left_out_and_without_a_gpu_nothing_begins
         assert done.returncode and "no GPU is here" in done.stderr
 
 
-class Stub:
+class Stub(gpu.Variant):
     """In place of a model and its step."""
 
     splitting = gpu.Peer.splitting
 
-    def __init__(self, config, tokens, scale, chunked_loss=None, foreach=False):
+    def build(self, chunked_loss=None, foreach=False):
         if chunked_loss:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
         self.network, self.left = torch.nn.Linear(1, 1), 11 if foreach else 1000
@@ -112,7 +112,7 @@ class Stub:
 
 def test_a_variant_that_fails_ends_alone(monkeypatch):
     monkeypatch.setattr(gpu, "Ours", Stub)
-    monkeypatch.setattr(gpu.Variant, "kernels", lambda self: {})
+    monkeypatch.setattr(Stub, "kernels", lambda self: {})
     figures = by_turns(gpu.variants("124m_1024_settings", gpu.MINIATURE, None), rounds=2)
     assert figures["chunked_loss"] == {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."}
     assert figures["foreach_adamw"]["error"] == "RuntimeError: it breaks ... while it runs"
@@ -127,7 +127,8 @@ def test_settings_reach_the_model_and_the_optimizer(monkeypatch):
     scale = gpu.MINIATURE
 
     def facts(name):
-        ours = gpu.Ours(scale.config("124M", 48), torch.zeros(1, 16, dtype=torch.long), scale, **gpu.SETTINGS[name])
+        ours = gpu.Ours(scale.config("124M", 48), torch.zeros(1, 16, dtype=torch.long), scale, [])
+        ours.build(**gpu.SETTINGS[name])
         (group, _) = ours.optimizer.param_groups
         checkpointed = "forward" in vars(ours.network.blocks[0])
         return ours.network.chunked_loss, group["fused"], bool(group["foreach"]), checkpointed
