@@ -15,19 +15,13 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.measure import ROOT, Group, environment, launch, median_speed, rows, train, words
+from benchmarks.measure import ROOT, Group, environment, launch, rows, train, words
 
-STORIES = {"micro_batch_size": 4, "tracking.log_every": 1, "evaluation.every": 0, "model.dropout": 0.1}
-LARGE = {"config": "configs/random_tokens.yaml", "model.vocab_size": 512, "model.n_layers": 6, "model.d_model": 384,
-         "model.n_heads": 6, "model.dropout": 0, "seq_len": 64, "micro_batch_size": 1, "tracking.log_every": 5,
-         "evaluation.every": 0}  # fmt: skip
+QUIET = {"tracking.wandb": "disabled", "evaluation.every": 0}
+STORIES = QUIET | {"micro_batch_size": 4, "tracking.log_every": 1, "model.dropout": 0.1}
+LARGE = QUIET | {"config": "configs/random_tokens.yaml", "tracking.log_every": 5, "seq_len": 64, "micro_batch_size": 1}
+LARGE |= {"model.vocab_size": 512, "model.n_layers": 6, "model.d_model": 384, "model.n_heads": 6, "model.dropout": 0}
 MODES = {"default": False, "exact": True}
-
-
-def run(settings: dict, folder: str, processes: int) -> float:
-    """Train in `folder`; returns the peak memory of a process, in MiB."""
-    settings = {"tracking.wandb": "disabled"} | settings
-    return train(Path(folder), settings, processes, OMP_NUM_THREADS="1").peak_mib
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
@@ -62,7 +56,7 @@ def exactness(options: Namespace) -> Iterator[Group]:
         def stories(mode: str, processes: int) -> Path:
             out_dir = Path(folder, f"{mode}{processes}")
             short = {"steps": 2, "schedule.warmup_steps": 0} if options.quick else {"steps": 200}
-            run(STORIES | short | {"exact": MODES[mode]}, out_dir, processes)
+            train(STORIES | short | {"exact": MODES[mode]}, processes, out_dir, OMP_NUM_THREADS="1")
             return out_dir
 
         cases = {
@@ -73,19 +67,17 @@ def exactness(options: Namespace) -> Iterator[Group]:
         yield Group("bits", cases, rounds=1)  # which another round would only repeat
 
     def cost(mode: str, processes: int) -> dict[str, float]:
-        settings = LARGE | {"exact": MODES[mode], "global_batch_size": 8 * processes}
-        with tempfile.TemporaryDirectory() as folder:
-            peak_mib = run(settings | {"steps": 15 if options.quick else 20}, folder, processes)
-            speed = median_speed(rows(Path(folder)))
-        seconds = 8 * processes * LARGE["seq_len"] / speed
-        return {"seconds_a_step": seconds, "peak_mib": peak_mib, "against": "default"}
+        settings = LARGE | {"exact": MODES[mode], "global_batch_size": 8 * processes, "steps": 20}
+        measured = train(settings, processes, OMP_NUM_THREADS="1")
+        seconds = 8 * processes * LARGE["seq_len"] / measured["tokens_per_second"]
+        return {"seconds_a_step": seconds, "peak_mib": measured["peak_mib"], "against": "default"}
 
     for processes in (1, 2):
         yield Group(f"cost, {processes} process(es)", {mode: partial(cost, mode, processes) for mode in MODES})
 
 
-RECIPE = {"config": "tests/tiny_stories.yaml", "global_batch_size": 12, "evaluation.every": 0, "checkpoint.every": 3,
-          "checkpoint.keep": 2}  # fmt: skip
+RECIPE = {"config": "tests/tiny_stories.yaml", "global_batch_size": 12, "evaluation.every": 0}
+RECIPE |= {"checkpoint.every": 3, "checkpoint.keep": 2}
 
 
 def start(out_dir: Path, name: str, steps: int, max_restarts: int = 0) -> psutil.Popen:

@@ -78,18 +78,18 @@ class Scale:
     product_size: int = 8192
     window_seconds: float = 2.0
     warm_up_steps: int = 5
-    shorter: int = 1
+    context: int | None = None  # in place of a case's, with a batch of one
 
     def config(self, shape: str, context: int) -> GPTConfig:
         """As nanoGPT has it: without biases and dropout, with tied embeddings."""
         n_layers, n_heads, d_model, vocab_size = self.shapes[["124M", "1.3B"].index(shape)]
         sizes = dict(n_layers=n_layers, n_heads=n_heads, d_model=d_model, d_ff=4 * d_model, vocab_size=vocab_size)
-        sizes["max_position_embeddings"] = context // self.shorter
+        sizes["max_position_embeddings"] = self.context or context
         return GPTConfig(**sizes, dropout=0.0, bias=False, tie_embeddings=True)
 
 
 # Short sequences have another attention on a CPU, on which the backends would have no effect.
-MINIATURE = Scale("cpu", ((1, 2, 32, 64), (2, 2, 32, 64)), "eager", 64, 0.0, 2, shorter=3)
+MINIATURE = Scale("cpu", ((1, 2, 32, 64), (2, 2, 32, 64)), "eager", 64, 0.0, 2, context=340)
 
 
 class Marks:
@@ -309,7 +309,7 @@ def product(scale: Scale) -> dict[str, float]:
 
 def variants(name: str, scale: Scale, peer: Path | None) -> dict[str, Variant]:
     shape, context, batch, names, _ = CASES[name]
-    config, batch = scale.config(shape, context), batch if scale.shorter == 1 else 1
+    config, batch = scale.config(shape, context), 1 if scale.context else batch
     tokens = torch.randint(config.vocab_size, (batch, config.max_position_embeddings), device=scale.device)
     cases = {}
     for variant in names:

@@ -9,7 +9,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,35 +71,24 @@ def environment(env: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | env
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What a command printed, and what it took."""
-
-    output: str
-    seconds: float
-    processor_seconds: float
-    """Of all its processes."""
-    peak_mib: float
-    """Resident memory of the largest of its processes."""
-
-
-def run(command: list[str], exit_code: int = 0, cwd: Path = ROOT, **env: str) -> Usage:
-    """Run a command to its end.
+def run(command: list[str], exit_code: int = 0, **env: str) -> tuple[str, dict[str, float]]:
+    """Run a command to its end; returns what it printed, and what it took: seconds, those of processors in all of its
+    processes, and the resident memory of the largest of these.
 
     Raises:
         RuntimeError: it ends with another exit code; the message is what it printed.
     """
     with tempfile.TemporaryFile("w+") as output:
         start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=cwd, env=environment(env), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(env), stdout=output, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - start
+        measured = {"seconds": time.perf_counter() - start, "processor_seconds": usage.ru_utime + usage.ru_stime}
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         printed = output.read()
     if process.returncode != exit_code:
         raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}\n{printed}")
-    return Usage(printed, seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    return printed, measured | {"peak_mib": usage.ru_maxrss / 1024}
 
 
 class Program:
@@ -141,24 +129,17 @@ class Program:
         raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
 
 
-def train(folder: Path, settings: dict, processes: int = 0, **env: str) -> Usage:
-    """Run train.py to its end, in `folder`/run."""
-    fixed = {"out_dir": folder, "name": "run", "evaluation.num_story_samples": 0}
-    return run([*launch(processes, "train.py"), *words(settings), *words(fixed)], **env)
+def train(settings: dict, processes: int = 0, folder: Path | None = None, **env: str) -> dict[str, float]:
+    """Run train.py to its end, in `folder`/run if that is to be kept; what it took, and its tokens per second: the
+    median of what it logs without the first line, in which it warms up."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = folder or Path(temporary)
+        fixed = {"out_dir": folder, "name": "run", "evaluation.num_story_samples": 0}
+        _, measured = run([*launch(processes, "train.py"), *words(settings | fixed)], **env)
+        speeds = [row["perf/tokens_per_second"] for row in rows(folder) if "perf/tokens_per_second" in row]
+    return {"tokens_per_second": statistics.median(speeds[1:] or speeds), **measured}
 
 
 def rows(folder: Path) -> list[dict]:
     """What that run logged."""
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-def tokens_per_second(settings: dict, processes: int = 0, **env: str) -> dict[str, float]:
-    """The median of what train.py logs, without its first line, in which it warms up."""
-    with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), settings, processes, **env)
-        return {"tokens_per_second": median_speed(rows(Path(folder)))}
-
-
-def median_speed(logged: list[dict]) -> float:
-    speeds = [row["perf/tokens_per_second"] for row in logged if "perf/tokens_per_second" in row]
-    return statistics.median(speeds[1:])

@@ -6,6 +6,7 @@ import re
 import statistics
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -48,11 +49,11 @@ def build_peer(
     """Its model of the sizes of one of ours of the GPT-2 kind, without biases and dropout, and its optimizer."""
     theirs = load_model_file(path)
     sizes = dict(n_layer=config.n_layers, n_head=config.n_heads, n_embd=config.d_model, vocab_size=config.vocab_size)
-    with torch.device(device):  # random numbers for a billion weights take a CPU many seconds
-        network = theirs.GPT(
-            theirs.GPTConfig(block_size=config.max_position_embeddings, dropout=0.0, bias=False, **sizes)
-        )
-    return network, network.configure_optimizers(optimizer.weight_decay, optimizer.lr, optimizer.betas, device)
+    peer = theirs.GPTConfig(block_size=config.max_position_embeddings, dropout=0.0, bias=False, **sizes)
+    # On the device, because random numbers for a billion weights take a CPU many seconds. It prints what it makes.
+    with torch.device(device), redirect_stdout(sys.stderr):
+        network = theirs.GPT(peer)
+        return network, network.configure_optimizers(optimizer.weight_decay, optimizer.lr, optimizer.betas, device)
 
 
 class NanoGPT:

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from benchmarks.measure import Case, Group, Program, launch, rows, run, tokens_per_second, words
+from benchmarks.measure import Case, Group, Program, launch, rows, run, train, words
 from benchmarks.nanogpt import RECIPE_FOR_A_CPU, NanoGPT
 from examples.overlap import WAYS
 
@@ -28,8 +28,8 @@ def model(**sizes: int) -> dict[str, int]:
 
 def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    done = run([sys.executable, *launcher, "-m", "benchmarks.bare_loop", *words(settings)], **env)
-    return json.loads(next(line for line in done.output.splitlines() if line.startswith('{"tokens')))
+    printed, _ = run([sys.executable, *launcher, "-m", "benchmarks.bare_loop", *words(settings)], **env)
+    return json.loads(next(line for line in printed.splitlines() if line.startswith('{"tokens')))
 
 
 def against(reference: str | list[str], case: Case) -> Case:
@@ -54,9 +54,8 @@ def throughput(options: Namespace) -> Iterator[Group]:
             references = [f"nanoGPT, {name}" for name in ("bfloat16", "float32") if name in (written, "float32")]
             for compiled in (False,) if options.quick else (False, True):
                 label = f"{written}{', compiled' if compiled else ''}"
-                case = partial(
-                    tokens_per_second, settings | {"compile": compiled}, ACCELERATE_MIXED_PRECISION=precision
-                )
+                mixed = {"ACCELERATE_MIXED_PRECISION": precision}
+                case = partial(train, settings | {"compile": compiled}, **mixed)
                 ours[f"ours, {label}"] = against(references, case)
                 if options.nanogpt:
                     case = partial(NanoGPT(options.nanogpt).tokens_per_second, written, compile=compiled, **theirs)
@@ -118,7 +117,7 @@ def overhead(options: Namespace) -> Iterator[Group]:
     for name, settings in recipes.items():
         for processes in (0,) if options.quick else (0, 2):
             settings = settings | {"micro_batch_size": 16 // max(1, processes)}
-            ours, bare = (partial(measure, settings, processes) for measure in (tokens_per_second, bare_loop))
+            ours, bare = (partial(measure, settings, processes) for measure in (train, bare_loop))
             cases = {"train.py": against("bare loop", ours), "bare loop": bare}
             yield Group(f"{name}, {max(1, processes)} process(es)", cases)
 
@@ -136,9 +135,9 @@ def scaling(options: Namespace) -> Iterator[Group]:
         settings = RANDOM | QUIET | model(n_layers=layers, d_model=width, n_heads=heads, vocab_size=512)
         settings |= {"steps": steps, "tracking.log_every": steps // 5, "seq_len": 128}
         halves, one = settings | {"micro_batch_size": 4}, "train.py, 1 process x 2 threads"
-        two = against(one, partial(tokens_per_second, halves, 2, OMP_NUM_THREADS="1"))
+        two = against(one, partial(train, halves, 2, OMP_NUM_THREADS="1"))
         cases = {
-            one: partial(tokens_per_second, settings | {"micro_batch_size": 8}, OMP_NUM_THREADS="2"),
+            one: partial(train, settings | {"micro_batch_size": 8}, OMP_NUM_THREADS="2"),
             "train.py, 2 processes x 1 thread": two,
         }
         for way in WAYS:
@@ -189,11 +188,7 @@ def startup(options: Namespace) -> Iterator[Group]:
     """
 
     def to_its_end(*arguments: str, exit_code: int = 0) -> Case:
-        def case() -> dict:
-            done = run([sys.executable, *arguments], exit_code)
-            return {"seconds": done.seconds, "processor_seconds": done.processor_seconds}
-
-        return case
+        return lambda: run([sys.executable, *arguments], exit_code)[1]
 
     def to_first_step(command: list[str], **env: str) -> Case:
         def case() -> dict:

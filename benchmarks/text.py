@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import Case, Group
+from benchmarks.measure import Group
 from data.order import GlobalBatches, StepSampler
 from data.prepare import PrepareConfig, prepare
 from data.text import TextCorpus, TextDataset
@@ -27,20 +27,16 @@ from training.compute import available_cores
 DOCUMENT = 4000  # characters
 
 
-def clocks() -> tuple[float, float]:
-    """Seconds that have passed, and that processors have worked for this process and its children that have ended."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def timed(work: Callable[[], dict]) -> dict:
+    """By the clock, and in what processors worked for this process and its children that have ended."""
 
+    def clocks() -> tuple[float, float]:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
-def timed(work: Callable[[], dict]) -> Case:
-    def case() -> dict:
-        before = clocks()
-        facts = work()
-        seconds, processor_seconds = (now - then for now, then in zip(clocks(), before, strict=True))
-        return {"seconds": seconds, "processor_seconds": processor_seconds, **facts}
-
-    return case
+    before, facts = clocks(), work()
+    seconds, processor_seconds = (now - then for now, then in zip(clocks(), before, strict=True))
+    return {"seconds": seconds, "processor_seconds": processor_seconds, **facts}
 
 
 def text(options: Namespace) -> Iterator[Group]:
@@ -67,7 +63,7 @@ def text(options: Namespace) -> Iterator[Group]:
             tokens = metadata["train"]["tokens"] + metadata["validation"]["tokens"]
             return {"tokens": tokens, "against": "bare encode"}
 
-        yield Group("encoding", {"bare encode": timed(bare_encode), "data.prepare": timed(prepared)})
+        yield Group("encoding", {"bare encode": partial(timed, bare_encode), "data.prepare": partial(timed, prepared)})
 
         def loaded(seq_len: int) -> dict[str, float]:
             start = time.perf_counter()

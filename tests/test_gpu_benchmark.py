@@ -155,7 +155,7 @@ def test_every_group_is_one_that_can_run():
 @pytest.mark.parametrize("name", gpu.CASES)
 def test_a_small_model_is_measured_on_the_gpu(name):
     small = ((1, 2, 128, 512), (2, 2, 128, 512))
-    scale = gpu.Scale(shapes=small, product_size=512, window_seconds=0.0, warm_up_steps=1, shorter=4)
+    scale = gpu.Scale(shapes=small, product_size=512, window_seconds=0.0, warm_up_steps=1, context=256)
     shape, *_, backend = gpu.CASES[name]
     with gpu.sdpa_kernel(gpu.BACKENDS[backend]) if backend else gpu.nullcontext():
         figures = by_turns(gpu.variants(name, scale, NANOGPT and Path(NANOGPT)), rounds=2)
