@@ -15,7 +15,6 @@ import time
 import tracemalloc
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,36 +27,31 @@ from benchmarks.programs import QUIET, RANDOM, bare_loop, model
 from data.order import GlobalBatches
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
-from model.config import GPTConfig
 from training.compute import available_cores
 
-BASE = GPTConfig(
-    vocab_size=512, max_position_embeddings=4096, n_layers=2, n_heads=4, d_model=256, d_ff=688, dropout=0.0,
-    position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False,
-)  # fmt: skip
+BASE = RANDOM | model(n_layers=2, n_heads=4, d_model=256, d_ff=688, vocab_size=512)
+BASE |= {"model.position": "rope", "model.norm": "rmsnorm", "model.mlp": "swiglu", "model.qk_norm": True}
+BASE |= {"model.bias": False, "model.max_position_embeddings": 4096, "seq_len": 256}
 CORPUS_BATCH, CORPUS_SEQ_LEN = 64, 1025
 PART = 10**8  # tokens of a file: 10,000 files at most, because a process may map no more than 65,530 on Linux
 
 
-def with_width(width: int) -> GPTConfig:
+def width(size: int) -> dict:
     """Heads stay 64 wide."""
-    return replace(BASE, d_model=width, n_heads=width // 64, d_ff=8 * -(-width // 3))
+    return BASE | model(d_model=size, n_heads=size // 64, d_ff=8 * -(-size // 3))
 
 
-AXES: dict[str, tuple[list[int], int, Callable[[int], tuple[GPTConfig, int]]]] = {
-    # points, tokens of a step, and the model and its seq_len at a point
-    "context": ([2**n for n in range(7, 13)], 4096, lambda n: (BASE, n)),
-    "width": ([2**n for n in range(6, 11)], 2048, lambda n: (with_width(n), 256)),
-    "depth": ([1, 2, 4, 8, 16], 2048, lambda n: (replace(BASE, n_layers=n), 256)),
-    "vocabulary": ([2**n for n in (8, 10, 12, 14, 15, 16, 17)], 1024,
-                   lambda n: (replace(with_width(128), vocab_size=n), 256)),
-}  # fmt: skip
+AXES: dict[str, tuple[int, list[int], Callable[[int], dict]]] = {  # tokens of a step, points, settings at a point
+    "context": (4096, [2**n for n in range(7, 13)], lambda n: BASE | {"seq_len": n}),
+    "width": (2048, [2**n for n in range(6, 11)], width),
+    "depth": (2048, [1, 2, 4, 8, 16], lambda n: BASE | {"model.n_layers": n}),
+    "vocabulary": (1024, [2**n for n in (8, 10, 12, 14, 15, 16, 17)], lambda n: width(128) | {"model.vocab_size": n}),
+}
 
 
-def axis_case(config: GPTConfig, seq_len: int, tokens: int) -> dict:
-    settings = RANDOM | {f"model.{name}": value for name, value in asdict(config).items() if value is not None}
-    settings |= {"seq_len": seq_len, "micro_batch_size": tokens // seq_len, "steps": 6, "tracking.log_every": 1}
-    figures = bare_loop(settings)
+def axis_case(settings: dict, tokens: int) -> dict:
+    batch = {"micro_batch_size": tokens // settings["seq_len"], "steps": 6, "tracking.log_every": 1}
+    figures = bare_loop(settings | batch)
     return {"microseconds_per_token": 1e6 / figures.pop("tokens_per_second"), "tokens_a_step": tokens, **figures}
 
 
@@ -149,9 +143,9 @@ def processes_case(processes: int, every: int, intervals: int) -> dict:
 
 
 def growth(options: Namespace) -> Iterator[Group]:
-    for name, (points, tokens, at) in AXES.items():
+    for name, (tokens, points, at) in AXES.items():
         points, tokens = (points[:2], 256) if options.quick else (points, tokens)
-        yield Group(name, {str(point): partial(axis_case, *at(point), tokens) for point in points})
+        yield Group(name, {str(point): partial(axis_case, at(point), tokens) for point in points})
     sizes, part, batches = [10**n for n in range(6, 13)], PART, 15
     if options.quick:
         sizes, part, batches = sizes[:2], 10**6, 1
