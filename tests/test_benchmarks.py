@@ -87,10 +87,11 @@ def test_cases_take_turns_and_one_that_fails_ends_alone():
 
         return call
 
-    figures = by_turns({"a": case("a", 1.0, 2.0), "b": case("b", 3.0, ValueError("out of luck\nand more"))}, 2)
-    assert called == ["a", "b", "a", "b"]
-    assert figures["a"] == {"seconds": [1.0, 2.0], "tokens": 7}
-    assert figures["b"] == {"seconds": [3.0], "tokens": 7, "error": "ValueError: out of luck ... and more"}
+    broken = ValueError("out of luck\nand more")
+    figures = by_turns({"a": case("a", 1.0, 2.0, 3.0), "b": case("b", 4.0, broken)}, 3)
+    assert called == ["a", "b", "a", "b", "a"]
+    assert figures["a"] == {"seconds": [1.0, 2.0, 3.0], "tokens": 7}
+    assert figures["b"] == {"seconds": [4.0], "tokens": 7, "error": "ValueError: out of luck ... and more"}
 
 
 def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch, tmp_path):
