@@ -19,6 +19,7 @@ RANDOM = {"config": "configs/random_tokens.yaml", "model.dropout": 0.0, "data.nu
 STORIES = {"config": "configs/stories.yaml"}
 QUIET = {"tracking.wandb": "disabled"}
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
+QWEN3 = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False, "dropout": 0.0}
 GPT2 = {"model.bias": False, "model.tie_embeddings": True}
 
 
@@ -152,7 +153,7 @@ def memory(options: Namespace) -> Iterator[Group]:
     4 layers of 256, context 256, 8 rows, tied embeddings, float32, AdamW; the logits at once, the loss in chunks, that
     with activation checkpointing too, and, with --nanogpt, nanoGPT at the same shape, with its optimizer.
     """
-    settings = RANDOM | GPT2 | model(n_layers=4, n_heads=4, d_model=256, vocab_size=50_257)
+    settings = RANDOM | GPT2 | model(n_layers=4, n_heads=4, d_model=256, vocab_size=512 if options.quick else 50_257)
     settings |= {"model.max_position_embeddings": 256, "seq_len": 256, "micro_batch_size": 1 if options.quick else 8}
     settings |= {"steps": 4, "tracking.log_every": 1, "optimizer.lr": 1e-3}
 
@@ -170,7 +171,7 @@ BARE_SCRIPT = f"""
 import torch
 from model.config import GPTConfig
 from model.gpt import GPTModel
-model = GPTModel(GPTConfig(vocab_size=512, **{TINY}))
+model = GPTModel(GPTConfig(vocab_size=512, **{TINY | QWEN3}))
 optimizer = torch.optim.AdamW(model.parameters())
 tokens = torch.randint(512, (8, 96))
 model(tokens, labels=tokens)[1].backward()

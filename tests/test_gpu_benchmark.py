@@ -29,7 +29,7 @@ runpy.run_module("benchmarks", run_name="__main__")
 
 def miniature(*arguments):
     command = [sys.executable, "-c", BARE, "gpu", "--quick", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture(scope="module")
