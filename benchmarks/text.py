@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import Group
+from data.corpus import Batches
 from data.order import GlobalBatches, StepSampler
 from data.prepare import PrepareConfig, prepare
 from data.text import TextCorpus, TextDataset
@@ -70,7 +71,9 @@ def text(options: Namespace) -> Iterator[Group]:
             dataset = TextDataset(TextCorpus(str(folder / "out0")), "train", seq_len, "concat")
             opened = time.perf_counter()
             sampler = StepSampler(GlobalBatches(len(dataset), 16384 // seq_len, seed=0), 0, 3000, 0, 1)
-            tokens = sum(batch["input_ids"].numel() for batch in DataLoader(dataset, batch_sampler=sampler))
+            tokens = sum(
+                batch["input_ids"].numel() for batch in DataLoader(Batches(dataset), batch_size=None, sampler=sampler)
+            )
             return {"open_seconds": opened - start, "tokens_per_second": tokens / (time.perf_counter() - opened)}
 
         torch.set_num_threads(1)
