@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -49,12 +50,26 @@ class Verification:
         config.model.vocab_size = self.corpus.vocab_size
         if config.global_batch_size is None:
             config.global_batch_size = 2 * config.micro_batch_size * self.num_processes
-        self.config = config
+        self.config = replace(config, out_dir=self.own_directory(Path(config.out_dir).expanduser()))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
         sharded = self.accelerator.distributed_type == DistributedType.FSDP
         self.can_be_exact = not sharded and self.num_processes & (self.num_processes - 1) == 0
         self.replicated = self.num_processes > 1 and not sharded
+
+    def own_directory(self, out_dir: Path) -> str:
+        """A new directory below `out_dir`, the same on all processes: what lies there is nobody else's."""
+        made: list[str | ConfigError] = [""]
+        if self.rank == 0:
+            try:
+                out_dir.mkdir(parents=True, exist_ok=True)
+                made = [tempfile.mkdtemp(prefix="verify-", dir=out_dir)]
+            except OSError as error:
+                made = [ConfigError(f"out_dir: {str(out_dir)!r}: cannot write there: {error.strerror}")]
+        (directory,) = broadcast_object_list(made)
+        if isinstance(directory, ConfigError):
+            raise directory
+        return directory
 
     def checks(self) -> dict[str, Callable[[], tuple[bool, str]]]:
         """Promises, and how to find out whether they hold; each check is called by all processes together."""
@@ -72,10 +87,10 @@ class Verification:
     def train(self, name: str, exact: bool = False, steps: int = STEPS) -> tuple[list[dict], dict, dict]:
         """What train.py does: logged rows, and the tensors of its checkpoints after the first step and the last."""
         model = replace(self.config.model)
-        run = replace(self.config, name=f"{self.config.name}/{name}", exact=exact, steps=steps, model=model)
+        run = replace(self.config, name=name, exact=exact, steps=steps, model=model)
         with contextlib.redirect_stdout(io.StringIO()):
             train.main(run)
-        path = Path(run.out_dir).expanduser() / run.name
+        path = Path(run.out_dir, run.name)
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         return rows, self.saved(path, 1), self.saved(path, steps)
 
@@ -102,7 +117,7 @@ class Verification:
             batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
             num_targets = self.sum(train.count_targets(batch).double(), all_reduce)
             losses = []
-            for index, micro_batch in enumerate(train.micro_batches(batch, config)):
+            for index, micro_batch in enumerate(train.micro_batches(batch, config.micro_batch_size)):
                 torch.manual_seed(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with self.accelerator.autocast():
                     _, loss = network(**micro_batch, num_items_in_batch=num_targets)
@@ -186,19 +201,15 @@ class Verification:
 def main() -> int:
     try:
         config = parse_config([*sys.argv[1:], *SHORT], cli.num_processes())
-        launch.check(config)
-        config = replace(config, name=f"verify-{config.name}")
+        launch.check(config.exact)
         verification = Verification(config)
-    except ConfigError as error:
+    except ValueError as error:  # ConfigError, or what load_corpus says of the corpus
         cli.let_main_process_fail_first()
         print(f"verify.py: error: {error}", file=sys.stderr)
         return 2
-    directory = Path(config.out_dir).expanduser() / config.name
     is_main_process = verification.rank == 0
     if is_main_process:
-        shutil.rmtree(directory, ignore_errors=True)
         print(f"{verification.num_processes} x {verification.device}, {verification.accelerator.mixed_precision}")
-    verification.accelerator.wait_for_everyone()
     all_hold = True
     for promise, check in verification.checks().items():
         try:
@@ -210,7 +221,7 @@ def main() -> int:
         if is_main_process:
             print(f"{'PASS' if holds else 'FAIL'}  {promise:<42} {figure}", flush=True)
     if is_main_process:
-        shutil.rmtree(directory)
+        shutil.rmtree(verification.config.out_dir)
         print("Everything holds." if all_hold else "Something does not hold.")
     verification.accelerator.wait_for_everyone()
     return 0 if all_hold else 1

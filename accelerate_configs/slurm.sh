@@ -1,7 +1,8 @@
 #!/bin/bash
 # Trains under Slurm, on any number of nodes: sbatch --nodes=2 accelerate_configs/slurm.sh --config configs/stories.yaml
 # Slurm signals the launchers some time before the limit; the run saves, and this script asks for the job to be run
-# again. It asks the run's status.json, because launchers return 1 whatever the processes return.
+# again. It asks the run's status.json, because launchers return 1 whatever the processes return; and only one that this
+# attempt has written, for an attempt that was refused may have left that of an older one.
 #SBATCH --job-name=mini-gpt
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -22,11 +23,18 @@ export TORCHELASTIC_SIGNALS_TO_HANDLE=$PET_SIGNALS_TO_HANDLE
 # How long it then waits for the last step and the checkpoint before it kills; 30 s if not set.
 export PET_SHUTDOWN_TIMEOUT=150
 
+status_written() { stat -c %y "$RUN/status.json" 2>/dev/null; }
+before=$(status_written)
+
 srun bash -c 'exec accelerate launch --config_file accelerate_configs/multi_node.yaml \
     --num_machines "$SLURM_NNODES" --num_processes $((SLURM_NNODES * '"$GPUS_PER_NODE"')) --machine_rank "$SLURM_NODEID" \
     --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" --max_restarts '"$RESTARTS"' \
     train.py "$@"' bash "$@"
 
+if [ "$(status_written)" = "$before" ]; then
+    echo "$RUN was not started: see the message above" >&2
+    exit 1
+fi
 case $(grep -o '"state": "[a-z]*"' "$RUN/status.json") in
     *finished*) exit 0 ;;
     *preempted*) exec scontrol requeue "$SLURM_JOB_ID" ;;

@@ -19,13 +19,29 @@ exit 0
 ACCELERATE = """#!/bin/bash
 printf '%s|' "$@" >> launched
 echo "$PET_SIGNALS_TO_HANDLE $TORCHELASTIC_SIGNALS_TO_HANDLE $PET_SHUTDOWN_TIMEOUT" >> launched
+[ -z "$LEAVES" ] || { echo "$LEAVES" > "$RUN/status.json.tmp"; mv "$RUN/status.json.tmp" "$RUN/status.json"; }
 exit 1
 """
 
 
-@pytest.mark.parametrize("state, exit_code, requeued", [("finished", 0, False), ("preempted", 0, True),
-                                                        ("failed", 1, False), ("running", 1, False)])  # fmt: skip
-def test_the_job_is_requeued_when_preempted(state, exit_code, requeued, tmp_path):
+def status(state):
+    return json.dumps({"state": state, "step": 3, "reason": "was preempted or finished"}) if state else ""
+
+
+@pytest.mark.parametrize(
+    "before, left, exit_code, requeued",
+    [
+        ("", "finished", 0, False),
+        ("preempted", "preempted", 0, True),
+        ("preempted", "finished", 0, False),
+        ("preempted", "failed", 1, False),
+        ("", "running", 1, False),
+        ("preempted", "", 1, False),  # refused before it could write anything
+        ("finished", "", 1, False),
+        ("", "", 1, False),
+    ],
+)
+def test_the_job_is_requeued_when_this_attempt_was_preempted(before, left, exit_code, requeued, tmp_path):
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "accelerate": ACCELERATE}.items():
@@ -33,7 +49,8 @@ def test_the_job_is_requeued_when_preempted(state, exit_code, requeued, tmp_path
         (commands / name).chmod(0o755)
     run = tmp_path / "a run"
     run.mkdir()
-    (run / "status.json").write_text(json.dumps({"state": state, "step": 3, "reason": "was preempted or finished"}))
+    if before:
+        (run / "status.json").write_text(status(before))
     slurm = {
         "SLURM_JOB_ID": "123456",
         "SLURM_NNODES": "2",
@@ -41,6 +58,7 @@ def test_the_job_is_requeued_when_preempted(state, exit_code, requeued, tmp_path
         "SLURM_JOB_NODELIST": "node-[a-b]",
     }
     environment = {**os.environ, **slurm, "PATH": f"{commands}:{os.environ['PATH']}", "RUN": str(run)}
+    environment["LEAVES"] = status(left)
     script = ROOT / "accelerate_configs" / "slurm.sh"
     arguments = ["--config", "configs/stories.yaml", "--name", "two words"]
     done = subprocess.run(["bash", script, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
