@@ -1,11 +1,13 @@
 """Every setting of a run: typed, documented once (the docstring of a field is its `--help`), checked in one place."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+import psutil
+import yaml
+from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from model.config import GPTConfig
@@ -19,6 +21,11 @@ class RunError(RuntimeError):
 
 class ConfigError(ValueError):
     """A setting or an input that the user must change: the message says which, what it is and what would be right."""
+
+
+def no_code_for(setting: str, choice: str) -> ConfigError:
+    """The error of the place that reads a setting, for a choice that it does not know."""
+    return ConfigError(f"{setting}: {choice!r} is a choice without code; add it where {setting} is read")
 
 
 @dataclass
@@ -125,6 +132,17 @@ class CheckpointConfig:
     """When a checkpoint cannot be written, as on a full disk. continue: train on and try again at the next one; the
     last one of a run must succeed."""
 
+    @property
+    def stops_on_failure(self) -> bool:
+        """What on_failure says."""
+        match self.on_failure:
+            case "stop":
+                return True
+            case "continue":
+                return False
+            case other:
+                raise no_code_for("checkpoint.on_failure", other)
+
 
 @dataclass
 class EvaluationConfig:
@@ -230,6 +248,17 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    @property
+    def max_skipped(self) -> int:
+        """How many updates in a row may be skipped."""
+        match self.on_nonfinite:
+            case "stop":
+                return 0
+            case "skip":
+                return self.max_skipped_in_a_row
+            case other:
+                raise no_code_for("on_nonfinite", other)
+
     def due(self, step: int) -> tuple[bool, bool, bool, bool]:
         """Whether to log, to evaluate, to save and to compare the processes' weights after `step` updates.
 
@@ -243,10 +272,7 @@ class TrainConfig:
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
         problems = self.model.problems() + self.data.problems()
-        if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
-            problems.append(
-                f"name: {self.name!r} is not a plain directory name; use out_dir for the directory above it"
-            )
+        problems += self._problems_of_names() + (self._problems_of_sizes(num_processes) if not problems else [])
         if self.seed >= 2**63:
             problems.append(f"seed: {self.seed} is too large; use one below 2**63")
         if self.seq_len < 2:
@@ -262,6 +288,10 @@ class TrainConfig:
             )
         if self.data.source != "text" and self.evaluation.num_samples is None:
             problems.append(f"evaluation.num_samples: null means all, but data.source: {self.data.source} has no end")
+        if self.schedule.min_lr_ratio > 1:
+            problems.append(
+                f"schedule.min_lr_ratio: {self.schedule.min_lr_ratio} must be a share of the peak, so at most 1"
+            )
         unit = self.micro_batch_size * num_processes
         if self.global_batch_size is not None and self.global_batch_size % unit:
             below = self.global_batch_size // unit * unit
@@ -294,6 +324,79 @@ class TrainConfig:
             )
         return problems
 
+    def _problems_of_sizes(self, num_processes: int) -> list[str]:
+        """What no memory of this machine could hold, so that it is said before anything is allocated."""
+        memory = psutil.virtual_memory().total + psutil.swap_memory().total
+        model = self.model
+        sizes = {name: getattr(model, name) for name in ("vocab_size", "d_model", "d_ff", "n_layers")}
+        share = (self.global_batch_size or self.micro_batch_size * num_processes) / num_processes
+        batches = (self.evaluation.num_samples or 0) / self.evaluation.micro_batch_size
+        needs = [
+            (f"model: its {model.num_weights:,} weights with {sizes}", 4 * model.num_weights),
+            # input_ids and labels, which a process reads for a whole step
+            (f"global_batch_size: {self.global_batch_size}, seq_len: {self.seq_len}", 16 * share * self.seq_len),
+            # a loss and a number of targets for each batch
+            (f"evaluation.num_samples: {self.evaluation.num_samples}", 8 * batches),
+        ]
+        return [
+            f"{what}: needs {num_bytes / 1e9:,.0f} GB in each process, and this machine has {memory / 1e9:,.0f} GB"
+            for what, num_bytes in needs
+            if num_bytes > memory
+        ]
+
+    def _problems_of_names(self) -> list[str]:
+        problems = []
+        name = self.name
+        if name is not None and (name in ("", ".", "..") or Path(name).name != name or name.startswith("~")):
+            problems.append(f"name: {name!r} is not a plain directory name; use out_dir for the directory above it")
+        for setting, value in (("name", name), ("out_dir", self.out_dir), ("resume", self.resume)):
+            if value is not None and not value.isprintable():
+                problems.append(f"{setting}: {value!r} has characters that cannot be printed; use others")
+        try:
+            Path(self.out_dir).expanduser()
+        except RuntimeError:
+            problems.append(f"out_dir: {self.out_dir!r} is the home of a user whom this machine does not know")
+        return problems
+
+
+def _nulls(settings: Any, prefix: str = "") -> list[str]:
+    """Settings of a file that are null and cannot be, which the parser lets through; a problem each."""
+    problems = []
+    for setting in fields(settings):
+        value, name = getattr(settings, setting.name), prefix + setting.name
+        if is_dataclass(value):
+            problems += _nulls(value, f"{name}.")
+        elif value is None and type(None) not in get_args(setting.type):
+            problems.append(f"{name}: null is no value of it; leave it out for its default")
+    return problems
+
+
+def _load_yaml(text: str) -> Any:
+    """YAML without the two silent losses: a key that is given twice, and a word that YAML takes for nothing (`#x`)."""
+    if ":" in text:
+        _refuse_duplicates(yaml.compose(text, yaml.SafeLoader))
+    value = _load_any_yaml(text)
+    return text if value is None else value
+
+
+_load_any_yaml = get_loader("yaml")
+
+
+def _refuse_duplicates(root: yaml.Node | None) -> None:
+    nodes, visited = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if node in visited:  # an alias
+            continue
+        visited.add(node)
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise yaml.MarkedYAMLError(problem=f"{twice[0]!r} is set twice", problem_mark=node.start_mark)
+            nodes += [value for _, value in node.value]
+
 
 class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> None:
@@ -311,7 +414,9 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     args = sys.argv[1:] if args is None else args
     if not any(arg.split("=")[0] == "--config" for arg in args):
         args = ["--config", str(DEFAULT_CONFIG), *args]
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # Some types take a class_path, and would import it before they find that it is none of them.
+    set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
+    set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(prog="train.py", description="Trains a mini-GPT.", allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
     parser.add_class_arguments(TrainConfig, as_group=False)
@@ -319,8 +424,16 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
         settings = vars(parser.instantiate(parser.parse_args(args)))
     except UnicodeDecodeError as error:
         raise ConfigError(f"a config file is not UTF-8 text: {error}") from None
+    except RecursionError:
+        raise ConfigError("a config is nested too deeply, or contains itself") from None
+    except ImportError as error:
+        raise ConfigError(f"no setting names code to import: {error}") from None
     config_files = settings.pop("config")
     config = TrainConfig(**settings)
+    if None in config_files:
+        raise ConfigError("config: settings were given where a YAML file is meant; use --section.field VALUE for them")
+    if problems := _nulls(config):
+        raise ConfigError("\n".join(problems))
     if config.name is None:
         config.name = Path(str(config_files[-1])).stem
     if problems := config.problems(num_processes):

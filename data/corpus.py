@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from config import TrainConfig
+from config import TrainConfig, no_code_for
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset, build_tokenizer
@@ -73,6 +73,8 @@ def load_corpus(config: TrainConfig) -> Corpus:
         return Corpus(*splits, tokenizer=None, vocab_size=vocab_size)
     if config.data.source == "text":
         return _load_text(config)
+    if config.data.source != "stories":
+        raise no_code_for("data.source", config.data.source)
     splits = [StoriesDataset(split, size, config.seed, config.seq_len) for split, size in sizes.items()]
     tokenizer = build_tokenizer()
     num_tokens = tokenizer.get_vocab_size()

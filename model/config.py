@@ -83,6 +83,15 @@ class GPTConfig:
         """Number of key and value heads: n_kv_heads, or its default."""
         return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
 
+    @property
+    def num_weights(self) -> int:
+        """Elements of all matrices; a vocab_size that is not known yet counts nothing."""
+        attention = 2 * (self.n_heads + self.kv_heads) * self.head_size
+        mlp = (3 if self.mlp == "swiglu" else 2) * self.d_ff
+        embeddings = (1 if self.tie_embeddings else 2) * (self.vocab_size or 0)
+        positions = self.max_position_embeddings if self.position == "learned" else 0
+        return self.d_model * (self.n_layers * (attention + mlp) + embeddings + positions)
+
     def problems(self) -> list[str]:
         """Every inconsistency, one message each with the setting, its value and what would be right; [] if none."""
         problems = []

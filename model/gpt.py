@@ -49,9 +49,13 @@ def plain_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
-    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+    match config.norm:
+        case "rmsnorm":
+            return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        case "layernorm":
+            return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+        case other:
+            raise ValueError(f"model.norm: {other!r} is a choice without code")
 
 
 class Attention(nn.Module):
@@ -119,8 +123,10 @@ class MLP(nn.Module):
             hidden = F.silu(self.gate_proj(x_BTC)) * hidden
         elif self.kind == "relu2":
             hidden = F.relu(hidden).square()
-        else:
+        elif self.kind == "gelu":
             hidden = F.gelu(hidden, approximate="tanh")
+        else:
+            raise ValueError(f"model.mlp: {self.kind!r} is a choice without code")
         return self.down_proj(hidden)
 
 
@@ -177,6 +183,8 @@ class GPTModel(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
+        elif config.position != "rope":
+            raise ValueError(f"model.position: {config.position!r} is a choice without code")
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = make_norm(config)

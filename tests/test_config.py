@@ -1,13 +1,22 @@
 """Bad settings end with one clear message and exit code 2, before anything is written; good ones mean what they say."""
 
 import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import asdict
 
 import pytest
+import torch
 import yaml
 
-from config import ConfigError, parse_config
+from config import CheckpointConfig, ConfigError, DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig, parse_config
+from data.corpus import load_corpus
+from model.config import GPTConfig
+from model.gpt import MLP, GPTModel, make_norm
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
+from training.optimizer import build_optimizer
+from training.schedule import lr_scale
+from training.wandb_run import check_wandb
 
 RANDOM_TOKENS = ["--config", str(ROOT / "configs" / "random_tokens.yaml")]
 
@@ -75,6 +84,14 @@ def test_every_setting_is_documented(capsys):
         (["--seed", str(2**63)], ["seed", str(2**63)]),
         (["--schedule.decay_steps", "0"], ["schedule.decay_steps", "0"]),
         (["--config", "missing.yaml"], ["missing.yaml"]),
+        (["--config", "seed: 7"], ["config", "YAML file"]),
+        (["--name", "~"], ["name", "'~'"]),
+        (["--name", "a\nb"], ["name", "printed"]),
+        (["--schedule.min_lr_ratio", "1.5"], ["schedule.min_lr_ratio", "1.5", "1"]),
+        (["--global_batch_size", str(10**12)], ["global_batch_size", str(10**12), "GB"]),
+        (["--model.vocab_size", str(10**14)], ["vocab_size", str(10**14), "GB"]),
+        (["--evaluation.num_samples", str(10**14)], ["evaluation.num_samples", str(10**14), "GB"]),
+        (["--out_dir", "~nouser/x"], ["out_dir", "~nouser/x"]),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value_and_remedy(arguments, named):
@@ -91,6 +108,73 @@ def test_a_typo_in_a_file_is_named(tmp_path):
     assert "line 1" in refusal("--config", str(recipe))
     recipe.write_bytes(b"name: \xff")
     assert "UTF-8" in refusal("--config", str(recipe))
+
+
+def test_what_is_set_twice_is_refused_and_nothing_is_set_silently(tmp_path):
+    recipe = tmp_path / "twice.yaml"
+    for text, key in [("steps: 3\nseed: 1\nsteps: 4\n", "steps"), ("model: {n_layers: 3, n_layers: 4}", "n_layers")]:
+        recipe.write_text(text)
+        assert f"{key!r} is set twice" in refusal("--config", str(recipe))
+    recipe.write_text("steps:\nmodel: {dropout: null}\ndata: {source: ~}\nname: null")
+    message = refusal("--config", str(recipe))
+    assert (
+        all(f"{name}: null" in message for name in ("steps", "model.dropout", "data.source")) and "name" not in message
+    )
+    recipe.write_text("model: &itself [*itself]")
+    assert "contains itself" in refusal("--config", str(recipe))
+    assert parse_config([*RANDOM_TOKENS, "--name", "#x"]).name == "#x", "YAML takes it for a comment"
+
+
+@pytest.mark.parametrize("setting", ["model", "data", "optimizer", "schedule", "data.mix", "name", "steps", "profile"])
+def test_no_setting_imports_anything(setting, tmp_path, monkeypatch):
+    (tmp_path / "imported_by_a_setting.py").write_text("class Code: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = "{class_path: imported_by_a_setting.Code, init_args: {}}"
+    recipe = tmp_path / "hostile.yaml"
+    keys = setting.split(".")
+    recipe.write_text("".join(f"{'  ' * depth}{key}:\n" for depth, key in enumerate(keys)).rstrip() + f" {spec}\n")
+    for arguments in (
+        [f"--{setting}", spec],
+        [f"--{setting}", "imported_by_a_setting.Code"],
+        ["--config", str(recipe)],
+    ):
+        with suppress(ConfigError):
+            parse_config([*RANDOM_TOKENS, *arguments])
+        assert "imported_by_a_setting" not in sys.modules, arguments
+
+
+def test_the_weights_that_are_counted_before_they_are_there_are_those_of_the_model():
+    for settings in (
+        {},
+        {"position": "rope", "mlp": "swiglu", "n_kv_heads": 2, "tie_embeddings": True, "head_dim": 10},
+    ):
+        config = GPTConfig(vocab_size=50, **settings)
+        assert config.num_weights == sum(p.numel() for p in GPTModel(config).parameters() if p.dim() > 1)
+
+
+CHOICES = {
+    "data.source": lambda: load_corpus(TrainConfig(data=DataConfig(source="new"))),
+    "schedule.name": lambda: lr_scale(ScheduleConfig(name="new"), 0, 10),
+    "optimizer.name": lambda: build_optimizer(GPTModel(GPTConfig(8)), OptimizerConfig(name="new")),
+    "tracking.wandb": lambda: check_wandb("new"),
+    "on_nonfinite": lambda: TrainConfig(on_nonfinite="new").max_skipped,
+    "checkpoint.on_failure": lambda: CheckpointConfig(on_failure="new").stops_on_failure,
+    "model.norm": lambda: make_norm(GPTConfig(8, norm="new")),
+    "model.mlp": lambda: MLP(GPTConfig(8, mlp="new"))(torch.zeros(1, 1, 128)),
+    "model.position": lambda: GPTModel(unchecked(GPTConfig(8, position="new"))),
+}
+
+
+def unchecked(config):
+    """As a config is whose `Literal` has got a choice more."""
+    config.problems = list
+    return config
+
+
+@pytest.mark.parametrize("setting", CHOICES)
+def test_a_choice_without_code_is_named(setting):
+    with pytest.raises(ValueError, match=f"{setting}: 'new' is a choice without code"):
+        CHOICES[setting]()
 
 
 def test_all_inconsistencies_are_reported_together():

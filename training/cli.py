@@ -10,9 +10,10 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from config import ConfigError, RunError, parse_config
 from training.signals import Preempted
@@ -32,6 +33,7 @@ def call(script: str) -> int:
         The exit code: 0 done, 2 wrong settings or input, 75 stopped by a signal after saving,
         1 anything else.
     """
+    print_to_whoever_listens()
     try:
         config = parse_config(num_processes=num_processes())
         import_module(script).main(config)
@@ -58,9 +60,35 @@ def call(script: str) -> int:
 def leave(exit_code: int) -> NoReturn:
     """End the process without tearing the process group down: threads of gloo may then hang or change the exit code."""
     atexit._run_exitfuncs()
+    print_to_whoever_listens()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+class _Unheard:
+    """A stream to which writing cannot fail: what nobody reads is dropped."""
+
+    def __init__(self, stream: TextIO | None):
+        self._stream = stream or open(os.devnull, "w")
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def print_to_whoever_listens() -> None:
+    """From now on no print fails: a pipe that nobody reads, or a log on a full disk, is no reason to stop training."""
+    if not isinstance(sys.stdout, _Unheard):
+        sys.stdout, sys.stderr = _Unheard(sys.stdout), _Unheard(sys.stderr)
 
 
 def num_processes() -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from config import OptimizerConfig
+from config import OptimizerConfig, no_code_for
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -20,7 +20,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         {"params": vectors, "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
-    return MuonAndAdamW(hidden, adamw, config) if config.name == "muon" else adamw
+    match config.name:
+        case "adamw":
+            return adamw
+        case "muon":
+            return MuonAndAdamW(hidden, adamw, config)
+        case other:
+            raise no_code_for("optimizer.name", other)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

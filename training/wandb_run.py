@@ -6,18 +6,23 @@ from dataclasses import asdict
 from pathlib import Path
 from uuid import uuid4
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, no_code_for
 from training.provenance import provenance
 
 
-def check_wandb(config: TrainConfig) -> None:
+def check_wandb(mode: str) -> None:
     """Refuse `tracking.wandb: online` where W&B would ask at the terminal who the user is.
 
     Raises:
         ConfigError: there is no API key.
     """
-    if config.tracking.wandb != "online":
-        return
+    match mode:
+        case "disabled" | "offline":
+            return
+        case "online":
+            pass
+        case other:
+            raise no_code_for("tracking.wandb", other)
     try:
         import wandb
     except ImportError:
