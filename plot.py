@@ -1,8 +1,9 @@
 """Draws the loss curve of a run from its metrics.jsonl: python plot.py runs/stories [more runs]... writes loss.png."""
 
-import json
 import sys
 from pathlib import Path
+
+from training.metrics_file import read_rows
 
 
 def save_loss_curve(run_directory: Path) -> Path:
@@ -13,10 +14,10 @@ def save_loss_curve(run_directory: Path) -> Path:
     """
     from matplotlib.figure import Figure  # without pyplot: no window system is asked for
 
-    rows = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    rows = list(read_rows(run_directory / "metrics.jsonl"))
 
     def curve(metric: str) -> tuple[list[int], list[float]]:
-        points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+        points = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), float)]
         return [step for step, _ in points], [value for _, value in points]
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")

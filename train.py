@@ -12,29 +12,31 @@ if __name__ == "__main__":  # before anything slow is imported; `run` comes back
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from config import ConfigError, TrainConfig
-from data.corpus import Batches, load_corpus
+from data.corpus import Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
 from model.gpt import GPTModel
 from plot import save_loss_curve
 from training import checkpoint, launch
 from training.compute import prepare_network, step_profiler
 from training.corpus_check import CorpusCheck
-from training.evaluation import evaluate
+from training.evaluation import evaluate, require_finite_loss
 from training.optimizer import build_optimizer, set_lr
 from training.replicas import check_replicas
-from training.run_directory import RunDirectory
+from training.run_directory import RunDirectory, Start
 from training.sampling import sample_stories
 from training.schedule import lr_scale
 from training.signals import Preempted, StopSignal, ignore_stop_signals
 from training.step_totals import StepTotals
 from training.summary import summary
-from training.throughput import Throughput
+from training.throughput import Throughput, peak_flops
 from training.tracking import Tracker
 from training.tree_sum import TreeSum
 from training.wandb_run import check_wandb
@@ -48,26 +50,41 @@ def main(config: TrainConfig) -> None:
         RunError: the loss is no number any more, the processes' weights differ, or a checkpoint cannot be written.
         Preempted: a signal asked to stop, and the checkpoint is saved.
     """
-    launch.check(config)
-    check_wandb(config)
-    try:
-        corpus = load_corpus(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    config.model.vocab_size = corpus.vocab_size
-    run = RunDirectory(config)
-    run.check(config)
+    run = RunDirectory(config.out_dir, config.name)
+    with run.outcome_recorded(config):
+        launch.check(config.exact)
+        check_wandb(config.tracking.wandb)
+        try:
+            corpus = load_corpus(config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        config.model.vocab_size = corpus.vocab_size
+        run.check(config)
+        accelerator = launch.start(config)
+        stop_signal = StopSignal()
+        start = run.open(config, accelerator)
+        if start.step < config.steps:
+            train(config, corpus, run, start, accelerator, stop_signal)
+        else:
+            require_finite_loss(start.metrics, start.step)
+            accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
+            draw_loss_curve(run.path, accelerator)
+        accelerator.wait_for_everyone()
+    accelerator.print("Training finished.")
 
-    accelerator = launch.start(config)
+
+def train(
+    config: TrainConfig,
+    corpus: Corpus,
+    run: RunDirectory,
+    start: Start,
+    accelerator: Accelerator,
+    stop_signal: StopSignal,
+) -> None:
+    """Do the steps from `start` to `config.steps`; called by all processes together."""
     corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
-    stop_signal = StopSignal()
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     accumulation = config.global_batch_size // (config.micro_batch_size * num_processes)
-    start_from, first_step, skipped = run.open(config, accelerator)
-    if first_step == config.steps:
-        run.finish(first_step, accelerator)
-        accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.\nTraining finished.")
-        return
 
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
@@ -80,15 +97,15 @@ def main(config: TrainConfig) -> None:
         model, optimizer = accelerator.prepare(network, optimizer)
     # DDP averages over the processes what is to be summed.
     averaged_over = 1 if config.exact else num_processes
-    if start_from:
-        checkpoint.load(start_from, model, optimizer)
+    if start.checkpoint:
+        checkpoint.load(start.checkpoint, model, optimizer)
 
     order = corpus.order(config.global_batch_size, config.seed)
     # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
     loader = DataLoader(
         Batches(corpus.train),
         batch_size=None,
-        sampler=StepSampler(order, first_step, config.steps, rank, num_processes),
+        sampler=StepSampler(order, start.step, config.steps, rank, num_processes),
         num_workers=config.data.num_workers,
         worker_init_fn=ignore_stop_signals,
         pin_memory=device.type == "cuda",
@@ -96,35 +113,35 @@ def main(config: TrainConfig) -> None:
     batches = ({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in loader)
     # torch.manual_seed also notes a seed, with a stack trace, for a GPU that a machine without one does not have.
     seed_draws = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
-    throughput = Throughput(config, network, accelerator)
-    totals = StepTotals(config, order, accelerator)
+    tokens_per_step = config.global_batch_size * config.seq_len
+    throughput = Throughput(tokens_per_step, network.flops_per_token(config.seq_len), peak_flops(accelerator))
+    totals = StepTotals(order, config.micro_batch_size, config.max_skipped, accelerator)
 
     with (
-        Tracker(config, run, first_step, accelerator) as tracker,
-        run.status(first_step, accelerator) as status,
-        checkpoint.Saver(run.checkpoints, config, accelerator) as saver,
-        step_profiler(config, first_step, run.path, rank) as profiler,
+        Tracker(config, run, start.step, accelerator) as tracker,
+        checkpoint.Saver(run.checkpoints, config, accelerator, tracker.sync) as saver,
+        step_profiler(config, start.step, run.path, rank) as profiler,
     ):
         verified = corpus_check.begin()
-        tracker.say(summary(config, accelerator, network, run, start_from, first_step, verified))
+        tracker.say(summary(config, accelerator, network, run.path, start, verified))
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
         # So that number comes first: here for the first step, and later with the totals of the step before.
         batch = next(batches)
         losses = torch.zeros(accumulation, device=device)
-        target_tokens = totals.exchange(first_step, losses, losses.sum(), count_targets(batch), stop=False)
+        target_tokens = totals.exchange(start.step, losses, losses.sum(), count_targets(batch), stop=False)
         totals.read(at_once=True)
-        totals.skipped, totals.skipped_in_a_row = skipped
+        totals.skipped, totals.skipped_in_a_row = start.skipped
         # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
         # resumed run adds in the same order as one that never stopped.
-        accelerator.backward(model(**next(micro_batches(batch, config)))[1])
+        accelerator.backward(model(**next(micro_batches(batch, config.micro_batch_size)))[1])
         optimizer.zero_grad()
-        throughput.restart(first_step)
+        throughput.restart(start.step)
 
-        for step in range(first_step, config.steps):
+        for step in range(start.step, config.steps):
             lr = config.optimizer.lr * lr_scale(config.schedule, step, config.steps)
             set_lr(optimizer, lr)
             losses = torch.zeros(accumulation, device=device)
-            for index, micro_batch in enumerate(micro_batches(batch, config)):
+            for index, micro_batch in enumerate(micro_batches(batch, config.micro_batch_size)):
                 seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
                     _, micro_loss = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
@@ -150,10 +167,10 @@ def main(config: TrainConfig) -> None:
             if log_now:
                 metrics |= {"train/loss": totals.loss, "train/lr": lr, "train/grad_norm": totals.grad_norm}
                 metrics |= throughput.measure(done)
-                if config.on_nonfinite == "skip":
+                if config.max_skipped:
                     metrics["train/skipped"] = totals.skipped
             if evaluate_now:
-                metrics |= evaluate(model, corpus, config, accelerator)
+                metrics |= evaluate(model, corpus.validation, config.evaluation.micro_batch_size, accelerator)
             if done == config.steps and config.data.source == "stories":
                 metrics |= sample_stories(model, corpus, config, accelerator, tracker)
             if metrics:
@@ -161,7 +178,7 @@ def main(config: TrainConfig) -> None:
             if save_now or totals.stop:
                 corpus_check.demand()
                 saver.save(done, model, optimizer, metrics, totals)
-                status.write("running", done)
+                run.record_progress(done)
             if done == config.steps or totals.stop:
                 saver.wait(must_succeed=True)
             if totals.stop and done < config.steps:
@@ -171,19 +188,26 @@ def main(config: TrainConfig) -> None:
             if profiler:
                 profiler.step()
 
-        if accelerator.is_main_process:
-            tracker.say(f"Loss curve: {save_loss_curve(run.path)}")
+        require_finite_loss(metrics, config.steps)
+        draw_loss_curve(run.path, accelerator)
         tracker.say(f"The run lies in {run.path}.")
-    accelerator.wait_for_everyone()
-    accelerator.print("Training finished.")
 
 
-def micro_batches(batch: dict[str, Tensor], config: TrainConfig) -> Iterator[dict[str, Tensor]]:
+def micro_batches(batch: dict[str, Tensor], micro_batch_size: int) -> Iterator[dict[str, Tensor]]:
     """Cut a process's share of a global batch into micro-batches of [micro_batch_size, T]."""
-    for parts in zip(*(tensor.split(config.micro_batch_size) for tensor in batch.values()), strict=True):
+    for parts in zip(*(tensor.split(micro_batch_size) for tensor in batch.values()), strict=True):
         yield dict(zip(batch, parts, strict=True))
 
 
 def count_targets(batch: dict[str, Tensor] | None) -> Tensor | int:
     """The number of target tokens in a batch: labels that are predicted by the position before them, [] int64."""
     return (batch["labels"][:, 1:] != -100).sum() if batch else 0
+
+
+def draw_loss_curve(run_directory: Path, accelerator: Accelerator) -> None:
+    """Draw loss.png anew; where that fails, as on a full disk, the run is no less finished."""
+    if accelerator.is_main_process:
+        try:
+            print(f"Loss curve: {save_loss_curve(run_directory)}")
+        except OSError as error:
+            print(f"The loss curve cannot be drawn: {error}")

@@ -47,7 +47,7 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
 
         def case(asynchronous: bool) -> dict:
             settings = replace(TrainConfig(), checkpoint=CheckpointConfig(asynchronous=asynchronous, keep=1))
-            saver, number = checkpoint.Saver(Path(folder), settings, accelerator), next(numbers)
+            saver, number = checkpoint.Saver(Path(folder), settings, accelerator, lambda: None), next(numbers)
             undisturbed = statistics.median(step_seconds() for _ in range(6))
             start = time.perf_counter()
             saver.save(number, model, optimizer, {}, totals)

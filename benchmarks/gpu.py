@@ -218,7 +218,7 @@ class Ours(Variant):
         for group in optimizer.param_groups if foreach else ():
             group["fused"], group["foreach"] = False, True
         self.model, self.optimizer = self.accelerator.prepare(self.network, optimizer)
-        self.totals = StepTotals(run, None, self.accelerator)  # the order only words an error
+        self.totals = StepTotals(None, 1, 0, self.accelerator)  # the order only words an error
         self.batch, self.done = {"input_ids": self.tokens, "labels": self.tokens}, 0
         self.target_tokens = self.count_targets()
 

@@ -53,6 +53,23 @@ def begin_step(optimizer, lr):
             Model.instance.blocks[1].mlp.down_proj.weight.view(torch.int32)[3, 5] ^= 1 << 20
     if KIND == "free":
         Path(os.environ["BALLAST"]).unlink()
+    if KIND == "fill":  # to the last byte, and free it again at the next faulty step
+        if Path(os.environ["BALLAST"]).exists():
+            Path(os.environ["BALLAST"]).unlink()
+        else:
+            fill(os.environ["BALLAST"])
+    if KIND == "gone":
+        os.rename(os.environ["RUN"], os.environ["RUN"] + "-deleted")  # at once: a save may be writing into it
+        shutil.rmtree(os.environ["RUN"] + "-deleted", ignore_errors=True)
+
+
+def fill(path):
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
 
 
 STARTS_AT = []
@@ -80,7 +97,7 @@ def dying(original):
 set_lr, train.set_lr = train.set_lr, begin_step
 train.GPTModel, train.StepTotals = Model, Totals
 if KIND == "kill_after_shards":
-    checkpoint._sha256 = dying(checkpoint._sha256)
+    checkpoint.sha256 = dying(checkpoint.sha256)
 if KIND == "kill_before_rename":
     checkpoint.os.rename = dying(os.rename)
 if KIND == "late":  # a corpus so large that training begins before it is verified

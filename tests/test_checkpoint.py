@@ -1,14 +1,32 @@
 """A damaged checkpoint is passed over by name, none is ever half there, and the right ones are kept."""
 
+import errno
+import hashlib
 import json
+import math
 import os
+import pickle
 import shutil
+from dataclasses import replace
 
 import pytest
+from safetensors.numpy import save_file
 
+import training.manifest
 from config import CheckpointConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from training.checkpoint import MANIFEST, InvalidCheckpoint, newest_valid, rotate, validate
+from training.files import sha256
+from training.manifest import (
+    MANIFEST,
+    File,
+    InvalidCheckpoint,
+    Manifest,
+    newest_valid,
+    read_manifest,
+    rotate,
+    step_directory,
+    validate,
+)
 
 STEPS = 4
 SHORT = [*TINY_STORIES, "--steps", STEPS, "--evaluation.every", 0]
@@ -60,6 +78,7 @@ def point_outside(checkpoint):
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     (name, facts), *_ = manifest["files"].items()
     manifest["files"] = {f"../{checkpoint.name}/{name}": facts}
+    manifest["digest"] = manifest_digest(manifest)
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -83,7 +102,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(run, damage, reason):
         validate(newest)
     assert reason in str(error.value)
     path, manifest, rejected = newest_valid(run / "checkpoints")
-    assert (path.name, manifest["step"], len(rejected)) == ("step-00000003", 3, 1)
+    assert (path.name, manifest.step, len(rejected)) == ("step-00000003", 3, 1)
 
 
 def test_a_run_goes_on_from_the_newest_valid_one(run, finished):
@@ -103,7 +122,10 @@ def test_no_valid_checkpoint_left_is_said_and_nothing_starts_from_scratch(run):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
     assert "no valid checkpoint" in done.stderr and "--resume never" in done.stderr
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert {path.name for path in after if after[path] != before.get(path)} == {"status.json"}
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", STEPS) and "no valid checkpoint" in status["reason"]
 
 
 @pytest.mark.slow
@@ -132,26 +154,120 @@ def test_files_are_plain_safetensors_with_the_documented_names(finished):
     }
 
 
+def checkpoint_of(directory, step, loss=None):
+    """A checkpoint without tensors."""
+    path = step_directory(directory, step)
+    path.mkdir()
+    save_file({}, path / "a.safetensors")
+    file = File((path / "a.safetensors").stat().st_size, sha256(path / "a.safetensors"))
+    metrics = {} if loss is None else {"val/loss": loss}
+    Manifest(step, (0, 0), metrics, {}, "no", {"a.safetensors": file}).write(path)
+    return path
+
+
+def left_in(directory):
+    return sorted(int(path.name[-1]) for path in directory.iterdir())
+
+
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5)]:
-        checkpoint = tmp_path / f"step-{step:08d}"
-        checkpoint.mkdir()
-        (checkpoint / "a.safetensors").write_bytes(b"")
-        empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of nothing
-        manifest = {"format": 1, "step": step, "files": {"a.safetensors": {"bytes": 0, "sha256": empty}}}
-        manifest["metrics"] = {} if loss is None else {"val/loss": loss}
-        (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+        checkpoint_of(tmp_path, step, loss)
     (tmp_path / "step-00000006").mkdir()  # damaged: what was just written is the checkpoint of step 5
     (tmp_path / "step-00000006" / MANIFEST).write_text('{"metrics": {}}')
     rotate(tmp_path, 5, CheckpointConfig(keep=2))
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5", "6"]
+    assert left_in(tmp_path) == [2, 4, 5, 6]
     rotate(tmp_path, 5, CheckpointConfig(keep=1, keep_every=4))
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5", "6"], "the 4th is kept for good"
+    assert left_in(tmp_path) == [2, 4, 5, 6], "the 4th is kept for good"
     flip = tmp_path / "step-00000005" / "a.safetensors"
     flip.write_bytes(b"damaged")
     with pytest.raises(InvalidCheckpoint):
         rotate(tmp_path, 5, CheckpointConfig(keep=1))
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5", "6"]
+    assert left_in(tmp_path) == [2, 4, 5, 6]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_never_the_best(loss, tmp_path):
+    for step, value in [(1, 1.0), (2, loss), (3, 2.0), (4, loss)]:
+        checkpoint_of(tmp_path, step, value)
+    rotate(tmp_path, 4, CheckpointConfig(keep=1))
+    assert left_in(tmp_path) == [1, 4]
+
+
+def test_rotation_and_resume_know_the_order_of_steps_above_a_hundred_million(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        checkpoint_of(tmp_path, step)
+    assert newest_valid(tmp_path)[1].step == 100_000_000
+    rotate(tmp_path, 100_000_000, CheckpointConfig(keep=1))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-100000000"]
+
+
+def test_no_byte_of_a_manifest_can_be_changed(tmp_path):
+    """Each byte gets another value in turn: the checkpoint is then as it was or passed over by name, and neither a save
+    of a healthy run nor a start ends in another error because of it."""
+    older, newest = checkpoint_of(tmp_path, 4, 1.5), checkpoint_of(tmp_path, 5, 2.5)
+    manifest, before = newest / MANIFEST, validate(newest)
+    content = manifest.read_bytes()
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= (1, 2, 32)[position % 3]
+        manifest.write_bytes(damaged)
+        path, found, rejected = newest_valid(tmp_path)
+        if path == newest:
+            assert found == before and not rejected, f"byte {position} changes what is resumed"
+        else:
+            assert path == older and len(rejected) == 1 and str(newest) in rejected[0]
+        rotate(tmp_path, 5, CheckpointConfig(keep=2))
+    assert left_in(tmp_path) == [4, 5]
+
+
+@pytest.mark.parametrize("missing", ["step", "skipped", "metrics", "config", "files", "mixed_precision", "digest"])
+def test_a_manifest_with_anything_missing_is_damaged_also_of_an_older_checkpoint(missing, tmp_path):
+    older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 5)
+    facts = {key: value for key, value in json.loads((older / MANIFEST).read_text()).items() if key != missing}
+    facts |= {} if missing == "digest" else {"digest": manifest_digest(facts)}
+    (older / MANIFEST).write_text(json.dumps(facts))
+    with pytest.raises(InvalidCheckpoint, match="step-00000004"):
+        validate(older)
+    rotate(tmp_path, 5, CheckpointConfig(keep=1))
+    assert left_in(tmp_path) == [4, 5], "what is damaged is left for the user to look at"
+    assert newest_valid(tmp_path)[0] == newest
+
+
+def manifest_digest(facts):
+    """As the format says it: SHA-256 of the manifest without its digest, keys in order, without blanks."""
+    facts = {key: value for key, value in facts.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def test_a_manifest_of_another_step_than_its_directory_is_damaged(tmp_path):
+    checkpoint_of(tmp_path, 4)
+    os.rename(tmp_path / "step-00000004", tmp_path / "step-00000005")
+    assert "it is of step 4" in newest_valid(tmp_path)[2][0]
+
+
+def test_a_disk_that_cannot_be_read_passes_a_checkpoint_over(tmp_path, monkeypatch):
+    older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 5)
+
+    def broken(path):
+        if path.parent == newest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return sha256(path)
+
+    monkeypatch.setattr(training.manifest, "sha256", broken)
+    path, _, rejected = newest_valid(tmp_path)
+    assert path == older and "Input/output error" in rejected[0] and "step-00000005" in rejected[0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]", pickle.dumps([1])], ids=repr
+)
+def test_a_header_that_does_not_describe_its_file_is_refused_before_anything_is_read_by_it(content, tmp_path):
+    checkpoint = checkpoint_of(tmp_path, 4)
+    file = checkpoint / "a.safetensors"
+    file.write_bytes(content)
+    replace(read_manifest(checkpoint), files={file.name: File(len(content), sha256(file))}).write(checkpoint)
+    with pytest.raises(InvalidCheckpoint, match="step-00000004"):
+        validate(checkpoint)
 
 
 def test_settings_that_change_the_trajectory_are_refused(run):

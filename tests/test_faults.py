@@ -5,11 +5,13 @@ import os
 import pickle
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from training import checkpoint
+from training.files import sha256
+from training.manifest import File, newest_valid, read_manifest
 
 STEPS = 8
 TINY = [*TINY_STORIES, "--name", "run"]
@@ -44,7 +46,7 @@ def test_a_save_that_is_killed_is_none(runs, left_alone):
     """One process while it writes a checkpoint, and one when only the rename is missing; the next start goes on."""
     for kind, rank, step in (("kill_after_shards", 1, 5), ("kill_before_rename", 0, 6)):
         train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults=f"{kind}:{rank}:{step}")
-        saved = checkpoint.newest_valid(runs / "run" / "checkpoints")[1]["step"]
+        saved = newest_valid(runs / "run" / "checkpoints")[1].step
         assert saved in (step - 2, step - 1), "what was being written is that of this step or of the one before"
     done = train(*TINY, "--out_dir", runs, processes=2)
     assert f"resumed at step {saved}" in done.stdout
@@ -99,12 +101,12 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(lie, small_disk, left_alone
     assert 'Traceback (most recent call last):\n  File "/' not in done.stderr.partition("train.py: error")[0]
     run = disk / "run"
     assert status(run)["state"] == "failed" and "cannot write the checkpoint" in status(run)["reason"]
-    path, manifest, rejected = checkpoint.newest_valid(run / "checkpoints")
-    assert 1 <= manifest["step"] < STEPS and not rejected
+    path, manifest, rejected = newest_valid(run / "checkpoints")
+    assert 1 <= manifest.step < STEPS and not rejected
     assert not list((run / "checkpoints").glob(".*"))
     small_disk(50_000_000)
     done = train(*arguments, processes=2)
-    assert f"resumed at step {manifest['step']}" in done.stdout
+    assert f"resumed at step {manifest.step}" in done.stdout
     assert_ends_like(run, left_alone)
 
 
@@ -119,6 +121,44 @@ def test_a_full_disk_may_be_lived_through(small_disk, left_alone):
     done = train(*arguments, processes=2, faults="free:0:6", BALLAST=str(disk / "ballast"))
     assert "Training goes on without a checkpoint: cannot write the checkpoint" in done.stderr
     assert_ends_like(disk / "run", left_alone)
+
+
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_disk_filled_to_the_last_byte_loses_nothing(asynchronous, small_disk, left_alone):
+    """Not even the status has room for a second file; once the disk is freed, the run goes on as if nothing was."""
+    disk = small_disk(3_000_000)
+    arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
+    arguments += ["--checkpoint.asynchronous", asynchronous]
+    ballast = str(disk / "ballast")
+    done = train(*arguments, processes=2, exit_code=1, faults="fill:0:4", BALLAST=ballast, LIE_ABOUT_FREE_SPACE="1")
+    assert done.stderr.count("train.py: error: cannot write the checkpoint") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert status(disk / "run")["state"] == "failed" and "cannot write the checkpoint" in status(disk / "run")["reason"]
+    path, manifest, rejected = newest_valid(disk / "run" / "checkpoints")
+    assert manifest.step in (2, 3) and not rejected
+    (disk / "ballast").unlink()
+    shutil.rmtree(path)
+    done = train(*arguments, processes=2, exit_code=0, faults="fill:0:3,6", BALLAST=ballast)
+    assert "Training goes on without a checkpoint" in done.stderr and "Traceback" not in done.stderr
+    assert_ends_like(disk / "run", left_alone)
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_directory_that_is_deleted_under_its_run_is_said_once(on_failure, runs):
+    arguments = [*TINY, "--out_dir", runs, "--checkpoint.on_failure", on_failure]
+    done = train(*arguments, exit_code=1, faults="gone:0:4", RUN=str(runs / "run"))
+    assert done.stderr.count("train.py: error:") == 1, done.stderr
+    error = next(line for line in done.stderr.splitlines() if line.startswith("train.py: error:"))
+    assert "cannot write the checkpoint" in error and "The directory of the run is gone" in error
+    assert "Traceback" not in done.stderr and not [*(runs / "run").rglob("step-*")], "nor is half of a run made anew"
+
+
+def test_a_directory_that_is_mounted_read_only_is_refused(small_disk):
+    disk = small_disk(3_000_000)
+    train(*TINY, "--steps", 2, "--out_dir", disk)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    done = train(*TINY, "--steps", 2, "--out_dir", disk, exit_code=2)
+    assert "out_dir" in done.stderr and "Read-only file system" in done.stderr and "Traceback" not in done.stderr
 
 
 class Malicious:
@@ -144,11 +184,10 @@ def test_a_hostile_checkpoint_runs_no_code(runs, left_alone, tmp_path):
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
     victim = sorted(newest.glob("*.safetensors"))[0]
     victim.write_bytes(payload)
-    manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["files"][victim.name] = {"bytes": len(payload), "sha256": checkpoint._sha256(victim)}
-    (newest / "manifest.json").write_text(json.dumps(manifest))
-    train(*TINY, "--out_dir", runs, exit_code=1)
-    assert not marker.exists()
+    manifest = read_manifest(newest)
+    replace(manifest, files=manifest.files | {victim.name: File(len(payload), sha256(victim))}).write(newest)
+    done = train(*TINY, "--out_dir", runs)
+    assert f"Checkpoint passed over: {newest}" in done.stdout and not marker.exists()
     pickle.loads(payload)
     assert marker.exists(), "the payload is one that works"
 
@@ -181,7 +220,7 @@ def test_too_many_skipped_in_a_row_stop_the_run_also_across_a_restart(runs):
     for steps_with_nan in ("2,4,5", "5"):  # one between two good ones is none in a row
         done = train(*arguments, processes=2, exit_code=1, faults=f"nan:1:{steps_with_nan}")
         assert "step 5: loss = nan, gradient norm = nan, 2 times in a row, on process(es) [1]" in done.stderr
-        assert checkpoint.newest_valid(runs / "run" / "checkpoints")[1]["step"] == 4
+        assert newest_valid(runs / "run" / "checkpoints")[1].step == 4
 
 
 def test_replicas_that_drift_apart_stop_the_run(runs):

@@ -90,7 +90,9 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
         if config.activation_checkpointing:
             block.forward = recomputed(block.forward)
         if compiled:
-            block.compile()  # in place: names stay clean, and DDP does not split the graph at its buckets
+            # In place: names stay clean, and DDP does not split the graph at its buckets. With dropout drawn as eager
+            # draws it, so that a run may go on compiled or not.
+            block.compile(options={"fallback_random": True})
 
 
 def step_profiler(config: TrainConfig, first_step: int, directory: Path, rank: int) -> profile | nullcontext[None]:

@@ -4,13 +4,14 @@ import math
 
 import torch
 from accelerate import Accelerator
+from torch.utils.data import Dataset
 
-from config import TrainConfig
-from data.corpus import Batches, Corpus
+from data.corpus import Batches
+from training.step_totals import NonFiniteError
 
 
 @torch.no_grad()
-def evaluate(model, corpus: Corpus, config: TrainConfig, accelerator: Accelerator) -> dict[str, float]:
+def evaluate(model, validation: Dataset, micro_batch_size: int, accelerator: Accelerator) -> dict[str, float]:
     """Validation metrics over the whole validation set; called by all processes together.
 
     The set is cut into the same batches for any number of processes W; process r runs batches r, r + W, .... The
@@ -20,8 +21,7 @@ def evaluate(model, corpus: Corpus, config: TrainConfig, accelerator: Accelerato
         `val/loss` (nats per target token), `val/perplexity`; and where the corpus knows them `val/floor` (the lowest
         expected `val/loss`) and `val/bits_per_byte`.
     """
-    micro_batch_size = config.evaluation.micro_batch_size
-    validation, batches = corpus.validation, Batches(corpus.validation)
+    batches = Batches(validation)
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     starts = range(0, len(validation), micro_batch_size)
     sums = torch.zeros(2, len(starts), device=accelerator.device)
@@ -40,10 +40,21 @@ def evaluate(model, corpus: Corpus, config: TrainConfig, accelerator: Accelerato
     model.train()
     loss_sums, target_counts = accelerator.reduce(sums, "sum").tolist()  # zeros elsewhere: exact
     loss_sum, num_targets = math.fsum(loss_sums), math.fsum(target_counts)
-    loss = loss_sum / num_targets
+    loss = loss_sum / num_targets if num_targets else math.nan
     metrics = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700))}
     if floor_nats := getattr(validation, "floor_nats", None):
-        metrics["val/floor"] = floor_nats / num_targets
+        metrics["val/floor"] = floor_nats / num_targets if num_targets else math.nan
     if num_bytes := getattr(validation, "num_bytes", None):
         metrics["val/bits_per_byte"] = loss_sum / num_bytes / math.log(2)
     return metrics
+
+
+def require_finite_loss(metrics: dict[str, float | None], step: int) -> None:
+    """Refuse to call a run finished whose last validation loss is no number.
+
+    Raises:
+        NonFiniteError: `metrics` of the last step have a `val/loss` that is NaN, infinite or null.
+    """
+    loss = metrics.get("val/loss", 0.0)
+    if loss is None or not math.isfinite(loss):
+        raise NonFiniteError(f"step {step}: the validation loss is {loss}, so this run has no result")

@@ -34,7 +34,7 @@ LAUNCH_FILE_SECTIONS = {
 }
 
 
-def check(config: TrainConfig) -> None:
+def check(exact: bool) -> None:
     """Refuse what a run does not support of its launch file and of the settings that the launcher passed on.
 
     Raises:
@@ -66,7 +66,7 @@ def check(config: TrainConfig) -> None:
     if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         if fsdp_version != "2":
             problems.append(f"fsdp_version: {fsdp_version} is not supported; set fsdp_version: 2 in fsdp_config")
-        if config.exact:
+        if exact:
             problems.append("exact: true adds up the gradients of whole replicas; FSDP has none, so set it to false")
     if problems:
         raise ConfigError("\n".join(problems))

@@ -1,4 +1,4 @@
-"""Where a result comes from: the versions and the commit, kept in every checkpoint and in W&B."""
+"""Where a result comes from: the versions, the commit and how it was computed, kept in every checkpoint."""
 
 import platform
 import subprocess
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import accelerate
 import torch
+from accelerate import Accelerator
 
 
 def provenance() -> dict[str, str | None]:
@@ -15,6 +16,15 @@ def provenance() -> dict[str, str | None]:
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
         "git_commit": _git_commit(),
+    }
+
+
+def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
+    """How a run is computed: what of it may change its bits, and is no setting of it."""
+    return {
+        "mixed_precision": accelerator.mixed_precision,
+        "processes": accelerator.num_processes,
+        "threads": torch.get_num_threads() if accelerator.device.type == "cpu" else None,
     }
 
 

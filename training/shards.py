@@ -15,6 +15,8 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from config import ConfigError
+
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 STAGER = DefaultStager(StagingOptions(False, False, False, False))
 
@@ -53,11 +55,29 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.Process
 
 
 def read(directory: Path, model, optimizer) -> None:
-    """Load weights and moments into the prepared model and optimizer; called by all processes together."""
+    """Load weights and moments into the prepared model and optimizer; called by all processes together.
+
+    Raises:
+        ConfigError: there are other tensors than they have, or they cannot be read.
+    """
     tensors = state_tensors(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)))
+    ours = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+    try:
+        reader = HuggingFaceStorageReader(str(directory))
+        stored = reader.read_metadata().state_dict_metadata
+        theirs = {name: f"{list(facts.size)} {facts.properties.dtype}" for name, facts in stored.items()}
+        if ours == theirs:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.load(tensors, storage_reader=reader)
+    except (OSError, ValueError, LookupError, TypeError, CheckpointException, SafetensorError) as error:
+        raise ConfigError(f"resume: {directory} cannot be read: {type(error).__name__}: {error}") from None
+    if different := [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]:
+        first = different[0]
+        raise ConfigError(
+            f"resume: {directory} holds other tensors than this model and optimizer have: {len(different)} differ, "
+            f"such as {first}: {theirs.get(first, 'none')} there, {ours.get(first, 'none')} now"
+        )
     weights, moments = get_state_dict(model, optimizer.optimizer, options=FLATTENED)
     weights.update({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
     moments.update({name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")})

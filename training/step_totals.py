@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from config import RunError, TrainConfig
+from config import RunError
 from data.order import GlobalBatches
 
 
@@ -36,8 +36,11 @@ class StepTotals:
     skipped_in_a_row: int = 0
     """How many of them just now, without one between that was not."""
 
-    def __init__(self, config: TrainConfig, order: GlobalBatches, accelerator: Accelerator):
-        self.config, self.order, self.accelerator = config, order, accelerator
+    def __init__(self, order: GlobalBatches, micro_batch_size: int, max_skipped: int, accelerator: Accelerator):
+        """At most `max_skipped` updates in a row may be skipped."""
+        self.order, self.micro_batch_size, self.accelerator = order, micro_batch_size, accelerator
+        self.max_skipped = max_skipped
+        self._targets = math.nan  # of the step that is read next, as the exchange before it told
         self._unread: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def exchange(self, step: int, losses: Tensor, grad_norm: Tensor, next_targets: Tensor | int, stop: bool) -> Tensor:
@@ -75,28 +78,29 @@ class StepTotals:
             NonFiniteError: on all processes, where the loss or the gradient norm is infinite or NaN, unless such
                 updates are skipped; and then, after too many in a row.
         """
-        skip = self.config.on_nonfinite == "skip"
-        while len(self._unread) > (0 if at_once or self.stop or skip else 1):
+        while len(self._unread) > (0 if at_once or self.stop or self.max_skipped else 1):
             step, on_host, copied = self._unread.popleft()
             if copied is not None:
                 copied.synchronize()
+            targets, self._targets = self._targets, on_host[0].item()
             _, stop, *losses, self.grad_norm = on_host.tolist()
             self.stop = stop > 0
             self.loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
             self.finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
             self.skipped += not self.finite
             self.skipped_in_a_row = 0 if self.finite else self.skipped_in_a_row + 1
-            if self.skipped_in_a_row > (self.config.max_skipped_in_a_row if skip else 0):
-                raise NonFiniteError(self._describe(step, losses))
+            if self.skipped_in_a_row > self.max_skipped:
+                raise NonFiniteError(self._describe(step, losses, targets))
 
-    def _describe(self, step: int, losses: list[float]) -> str:
+    def _describe(self, step: int, losses: list[float], targets: float) -> str:
         # A finite loss with an infinite gradient cannot be traced further than to the global batch.
         guilty = [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or range(len(losses))
         ranks = sorted({i * self.accelerator.num_processes // len(losses) for i in guilty})
-        size, indices = self.config.micro_batch_size, self.order.indices(step - 1)
+        size, indices = self.micro_batch_size, self.order.indices(step - 1)
         samples = [index for i in guilty for index in indices[i * size : (i + 1) * size]]
         in_a_row = f", {self.skipped_in_a_row} times in a row" if self.skipped_in_a_row > 1 else ""
         return (
-            f"step {step}: loss = {self.loss}, gradient norm = {self.grad_norm}{in_a_row}, on process(es) {ranks} "
+            f"step {step}: loss = {self.loss}, gradient norm = {self.grad_norm}{in_a_row}"
+            f"{', without one target token in the global batch' if targets == 0 else ''}, on process(es) {ranks} "
             f"whose training samples were {samples}; nothing was saved since the last checkpoint"
         )

@@ -8,16 +8,15 @@ from accelerate import Accelerator
 from config import TrainConfig
 from model.gpt import GPTModel
 from training.compute import no_compiler
-from training.run_directory import RunDirectory
+from training.run_directory import Start
 
 
 def summary(
     config: TrainConfig,
     accelerator: Accelerator,
     model: GPTModel,
-    run: RunDirectory,
-    start_from: Path | None,
-    first_step: int,
+    directory: Path,
+    start: Start,
     corpus: str | None,
 ) -> str:
     """What is in force, a line each; `model` is the network before it was prepared, `corpus` what is verified."""
@@ -32,7 +31,7 @@ def summary(
         lack = no_compiler(device)
         compiled = f", not compiled: {lack}" if lack else ", compiled"
     facts = {
-        "run": f"{run.path}" + (f", resumed at step {first_step} from {start_from}" if start_from else ""),
+        "run": f"{directory}" + (f", resumed at step {start.step} from {start.checkpoint}" if start.checkpoint else ""),
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}",
         "precision": accelerator.mixed_precision.replace("no", "fp32")
         + compiled

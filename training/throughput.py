@@ -5,9 +5,6 @@ import time
 import torch
 from accelerate import Accelerator
 
-from config import TrainConfig
-from model.gpt import GPTModel
-
 # Dense bf16 peaks in FLOP/s, from the makers' data sheets. On a device that is not here no MFU is reported.
 PEAK_BF16_FLOPS = {
     "B200": 2.25e15,
@@ -28,14 +25,17 @@ def peak_bf16_flops(device: torch.device) -> float:
     return next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in device_name), 0.0)
 
 
+def peak_flops(accelerator: Accelerator) -> float:
+    """What all processes together can do in bf16, in FLOP/s; 0 where that is not known, or not what the run does."""
+    is_bf16_gpu = accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
+    return peak_bf16_flops(accelerator.device) * accelerator.num_processes if is_bf16_gpu else 0.0
+
+
 class Throughput:
     """A stopwatch over training steps. Restart it after an evaluation or a checkpoint: they are not training."""
 
-    def __init__(self, config: TrainConfig, model: GPTModel, accelerator: Accelerator):
-        self.tokens_per_step = config.global_batch_size * config.seq_len
-        self.flops_per_token = model.flops_per_token(config.seq_len)
-        is_bf16_gpu = accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
-        self.peak_flops = peak_bf16_flops(accelerator.device) * accelerator.num_processes if is_bf16_gpu else 0.0
+    def __init__(self, tokens_per_step: int, flops_per_token: float, peak_flops: float):
+        self.tokens_per_step, self.flops_per_token, self.peak_flops = tokens_per_step, flops_per_token, peak_flops
 
     def restart(self, step: int) -> None:
         """Begin to measure at `step`."""

@@ -1,13 +1,13 @@
 """Where a run's numbers and words go: metrics.jsonl, the screen and Weights & Biases."""
 
-import json
-import math
 import sys
 
 from accelerate import Accelerator
 from tqdm import tqdm
 
 from config import TrainConfig
+from training.files import finite_or_null
+from training.metrics_file import MetricsFile
 from training.run_directory import RunDirectory
 from training.wandb_run import WandbRun
 
@@ -28,17 +28,17 @@ class Tracker:
             total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not sys.stdout.isatty(),
             file=sys.stdout,
         )  # fmt: skip
-        self.metrics_file = open(run.metrics_file, "a")
+        self.metrics_file = MetricsFile(run.metrics_file)
         self.wandb_run = WandbRun(config, run.path, self.say) if config.tracking.wandb != "disabled" else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of `step`: one line of metrics.jsonl, one point in W&B, one line or bar on the screen."""
         if not self.is_main_process:
             return
-        # JSON has no NaN: the loss of a skipped update is null.
-        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self.metrics_file.write(json.dumps({"step": step, **row}) + "\n")
-        self.metrics_file.flush()
+        try:
+            self.metrics_file.append({"step": step, **finite_or_null(metrics)})
+        except OSError as error:
+            self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept for later.")
         if self.wandb_run is not None:
             self.wandb_run.log({"step": step, **metrics})
         if "train/loss" in metrics:
@@ -49,6 +49,15 @@ class Tracker:
             if "val/floor" in metrics:
                 shown.append(f"({metrics['val/loss'] / metrics['val/floor'] - 1:.1%} above the floor)")
             self.say(f"[step {step} / {self.steps}] " + " ".join(shown))
+
+    def sync(self) -> None:
+        """Return once all that was logged is on the disk.
+
+        Raises:
+            OSError: it cannot be.
+        """
+        if self.is_main_process:
+            self.metrics_file.sync()
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
         """Show the first sampled texts, and keep all in W&B."""

@@ -1,0 +1,358 @@
+"""What a start finds in the directory of its run, and what it leaves there."""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from config import ConfigError, TrainConfig, parse_config
+from plot import save_loss_curve
+from tests.conftest import ROOT, metrics, shell, tensors, train
+from training import continuation
+from training.checkpoint import SaveError, Saver
+from training.files import sha256
+from training.manifest import File, read_manifest
+from training.metrics_file import MetricsFile, forget_after, read_rows
+from training.run_directory import RunDirectory
+from training.status import Status, read_status, write_status
+from training.step_totals import NonFiniteError, StepTotals
+
+STEPS = 4
+OLD_RUNS = ROOT / "tests" / "old_runs"  # of 4 steps each, as the versions that had these formats left them
+RECIPE = ["--config", OLD_RUNS / "recipe.yaml", "--name", "run"]
+FORMATS = sorted(path.name for path in OLD_RUNS.iterdir() if path.is_dir())
+
+
+@pytest.fixture
+def run(runs):
+    """The directory of a finished run."""
+    shutil.copytree(OLD_RUNS / FORMATS[-1], runs / "run")
+    return runs / "run"
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory):
+    """The directory of a run of today over two steps more."""
+    out_dir = tmp_path_factory.mktemp("six")
+    train(*RECIPE, "--steps", 6, "--out_dir", out_dir)
+    return out_dir / "run"
+
+
+def assert_close(run, six_steps):
+    """Runs of another processor may differ by rounding."""
+    ours, theirs = tensors(run, 6), tensors(six_steps, 6)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-4)
+    for row, expected in zip(metrics(run), metrics(six_steps), strict=True):
+        assert row == pytest.approx(expected, rel=1e-3)
+
+
+# Runs of older versions
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_run_of_an_older_version_goes_on(form, runs, six_steps):
+    shutil.copytree(OLD_RUNS / form, runs / "run")
+    done = train(*RECIPE, "--steps", 6, "--out_dir", runs)
+    assert "resumed at step 4" in done.stdout
+    assert_close(runs / "run", six_steps)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_checkpoint_of_an_older_version_begins_a_new_run(form, runs):
+    start = OLD_RUNS / form / "checkpoints" / "step-00000004"
+    done = train(*RECIPE, "--steps", 5, "--resume", start, "--out_dir", runs)
+    assert "resumed at step 4" in done.stdout and [row["step"] for row in metrics(runs / "run")] == [5]
+
+
+def stored(**changes):
+    config = parse_config([*map(str, RECIPE)])
+    settings = json.loads(json.dumps(asdict(config)))
+    for key, value in changes.items():
+        section, name = key.split("__")
+        settings[section].pop(name, None)
+        if value is not ...:
+            settings[section][name] = value
+    return settings, config
+
+
+def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
+    settings, config = stored(optimizer__betas=..., model__zero_init=...)
+    assert continuation.differences(continuation.complete(settings), config) == []
+    config.model.zero_init = True
+    assert continuation.differences(continuation.complete(settings), config) == [
+        "model.zero_init: False there, True now"
+    ]
+
+
+def test_a_stored_setting_that_is_gone_is_named_unless_it_had_its_last_default(monkeypatch):
+    settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
+    assert continuation.differences(continuation.complete(settings), config) == [
+        "optimizer.nesterov: True there, and no setting any more",
+        "schedule.cycles: 3 there, and no setting any more",
+    ]
+    monkeypatch.setattr(continuation, "RETIRED_SETTINGS", {"optimizer.nesterov": True, "schedule.cycles": 1})
+    assert continuation.differences(continuation.complete(settings), config) == [
+        "schedule.cycles: 3 there, and no setting any more"
+    ]
+
+
+def test_a_run_without_a_new_setting_goes_on_and_one_with_a_lost_one_is_refused(run):
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    del settings["optimizer"]["betas"], settings["data"]["num_workers"]
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    train(*RECIPE, "--out_dir", run.parent)
+    settings["optimizer"]["nesterov"] = True
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    done = train(*RECIPE, "--out_dir", run.parent, exit_code=2)
+    assert "optimizer.nesterov: True there, and no setting any more" in done.stderr
+
+
+# What does not fit
+
+
+def test_another_optimizer_than_the_checkpoints_is_refused(run):
+    start = run / "checkpoints" / "step-00000004"
+    arguments = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 6, "--resume", start]
+    done = train(*arguments, "--optimizer.name", "muon", exit_code=2)
+    assert "optimizer.name: adamw there, muon now" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("change", ["shape", "name", "dtype", "header"])
+def test_a_valid_checkpoint_of_other_tensors_is_refused(change, run):
+    checkpoint = run / "checkpoints" / "step-00000004"
+    (file,) = checkpoint.glob("*.safetensors")
+    content, name = load_file(file), "model.final_norm.weight"
+    if change == "shape":
+        content[name] = torch.zeros(4)
+    if change == "name":
+        content["model.zzz"] = content.pop(name)
+    if change == "dtype":
+        content[name] = content[name].to(torch.float16)
+    save_file(content, file, {"DCP_SHARDING_INFO": "{" if change == "header" else ""})
+    replace(read_manifest(checkpoint), files={file.name: File(file.stat().st_size, sha256(file))}).write(checkpoint)
+    done = train(*RECIPE, "--out_dir", run.parent, "--steps", 6, exit_code=2)
+    assert done.stderr.count("train.py: error:") == 1 and "Traceback" not in done.stderr
+    if change == "header":
+        assert "cannot be read" in done.stderr and str(checkpoint) in done.stderr
+        return
+    assert "holds other tensors than this model and optimizer have" in done.stderr and name in done.stderr
+
+
+# The status of a start that was refused
+
+
+FP16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}  # refused before the directory is looked at
+BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}  # refused when the checkpoint is
+
+
+@pytest.mark.parametrize("precision", [FP16, BF16], ids=["early", "late"])
+def test_a_refused_start_of_this_run_is_written_down(precision, run):
+    assert read_status(run / "status.json") == Status("finished", STEPS)
+    train(*RECIPE, "--out_dir", run.parent, exit_code=2, **precision)
+    status = read_status(run / "status.json")
+    assert (status.state, status.step) == ("failed", STEPS) and "mixed_precision" in status.reason
+    train(*RECIPE, "--out_dir", run.parent)
+    assert read_status(run / "status.json") == Status("finished", STEPS)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--seed", 5], ["--resume", "never"], ["--resume", OLD_RUNS / "format-1" / "checkpoints"]], ids=str
+)
+def test_a_refused_start_of_another_run_leaves_the_status_alone(arguments, run):
+    train(*RECIPE, "--out_dir", run.parent, *arguments, exit_code=2, **FP16)
+    assert read_status(run / "status.json") == Status("finished", STEPS)
+    assert not [path for path in run.parent.iterdir() if path != run]
+
+
+def test_a_directory_with_two_names_is_locked_once(run):
+    (run.parent / "link").symlink_to("run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with open(run / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for name in ("run", "link"):
+            done = train(*RECIPE, "--out_dir", run.parent, "--name", name, "--steps", 6, exit_code=2)
+            assert "in use" in done.stderr
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before
+    train(*RECIPE, "--out_dir", run.parent, "--name", "link", "--steps", 6)
+
+
+# Losses that are no numbers
+
+
+def test_a_run_whose_last_validation_loss_is_no_number_is_not_finished(runs):
+    arguments = [*RECIPE, "--out_dir", runs, "--steps", 1, "--optimizer.lr", "1e30", "--evaluation.every", 1]
+    for _ in range(2):  # the second start finds all steps done
+        done = train(*arguments, exit_code=1)
+        assert "step 1: the validation loss is" in done.stderr and "Training finished." not in done.stdout
+        status = read_status(runs / "run" / "status.json")
+        assert (status.state, status.step) == ("failed", 1) and "validation loss" in status.reason
+    (row,) = metrics(runs / "run")
+    assert row["val/loss"] is None and math.isfinite(row["train/loss"])
+
+
+def test_a_global_batch_without_targets_is_said():
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), process_index=0, num_processes=1, reduce=lambda tensor, how: tensor
+    )
+    order = SimpleNamespace(indices=lambda step: [7, 8])
+    totals = StepTotals(order, 2, 0, accelerator)
+    totals.exchange(0, torch.zeros(1), torch.tensor(0.0), 0, stop=False)
+    totals.exchange(1, torch.tensor([math.nan]), torch.tensor(math.nan), 12, stop=False)
+    with pytest.raises(NonFiniteError, match=r"without one target token in the global batch.*\[7, 8\]"):
+        totals.read(at_once=True)
+
+
+# How it was computed
+
+
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_another_number_of_threads_or_processes_is_said_in_one_line(exact, runs):
+    arguments = [*RECIPE, "--out_dir", runs, "--exact", str(exact).lower()]
+    train(*arguments, "--steps", 2)
+    checkpoint = runs / "run" / "checkpoints" / "step-00000002"
+    manifest = read_manifest(checkpoint)
+    assert (manifest.processes, manifest.threads) == (1, 1)
+    replace(manifest, threads=7).write(checkpoint)
+    done = train(*arguments, "--steps", 3, processes=2)
+    said = (
+        "Resumed with 2 processes instead of 1, 1 threads instead of 7: from here on the bits may differ by rounding."
+    )
+    assert done.stdout.splitlines().count(said) == (0 if exact else 1)
+
+
+# metrics.jsonl
+
+
+def test_rows_that_are_none_are_passed_over_and_do_not_stop_a_start(run):
+    file = run / "metrics.jsonl"
+    rows = file.read_bytes()
+    file.write_bytes(b'{"train/loss": 1.0}\n[1]\nnull\n\xff\n{"step": "3"}\n' + rows + b'{"step": 4, "train/lo')
+    done = train(*RECIPE, "--out_dir", run.parent)
+    assert "Training finished." in done.stdout and (run / "loss.png").exists()
+    assert file.read_bytes() == rows
+    file.unlink()
+    done = train(*RECIPE, "--out_dir", run.parent)
+    assert "Training finished." in done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_picture_is_drawn_of_the_rows_that_are_there(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "train/loss": 2.5}\n{"train/loss": 9}\n[[[\n{"step": 2, "train/loss": "x"}\n{"step": 3, "train/lo'
+    )
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_that_a_full_disk_has_no_room_for_are_written_later(tmp_path, monkeypatch):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1})
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+    for step in (2, 3):
+        with pytest.raises(OSError, match="No space left"):
+            file.append({"step": step})
+    with pytest.raises(OSError, match="No space left"):
+        file.sync()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n', "no half line stays"
+    monkeypatch.undo()
+    file.append({"step": 4})
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    file.close()
+
+
+def test_rows_are_on_the_disk_before_the_checkpoint_that_they_belong_to(tmp_path):
+    """Else a power failure leaves a checkpoint whose rows are gone for good."""
+    accelerator = SimpleNamespace(
+        process_index=0, num_processes=1, mixed_precision="no", device=torch.device("cpu"), is_main_process=True
+    )
+    network = torch.nn.Linear(2, 2)
+    optimizer = SimpleNamespace(optimizer=torch.optim.AdamW(network.parameters()))
+    there_already, faults = [], [OSError(5, "Input/output error"), None]
+
+    def sync():
+        there_already.append([path.name for path in tmp_path.glob("step-*")])
+        if fault := faults.pop():
+            raise fault
+
+    saver = Saver(tmp_path, TrainConfig(), accelerator, sync)
+    totals = SimpleNamespace(skipped=0, skipped_in_a_row=0)
+    saver.save(1, network, optimizer, {}, totals)
+    saver.save(2, network, optimizer, {}, totals)
+    with pytest.raises(SaveError, match="Input/output error"):
+        saver.wait()
+    assert there_already == [[], ["step-00000001"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_is_done_again_is_forgotten(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}')
+    forget_after(file, 3)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    forget_after(file, 1)
+    assert file.read_text() == '{"step": 1}\n'
+    forget_after(tmp_path / "none", 1)
+
+
+# status.json
+
+
+def test_a_status_that_has_no_room_for_a_second_file_is_written_in_place(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "status.json"
+    write_status(file, Status("running", 3))
+    monkeypatch.setattr("training.status.write_atomically", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    write_status(file, Status("failed", 3, "x" * 10_000))
+    assert read_status(file) == Status("failed", 3, "x" * 1000)
+    write_status(file, Status("failed", 3))
+    assert read_status(file) == Status("failed", 3)
+    shutil.rmtree(tmp_path)
+    write_status(file, Status("failed", 4))
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"state": 1, "step": 2}', b'{"state": "finished"}', b"\xff"])
+def test_a_damaged_status_is_none(content, tmp_path):
+    (tmp_path / "status.json").write_bytes(content)
+    assert read_status(tmp_path / "status.json") is None
+
+
+# The rest
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "a: b: c", "steps: 4", "{[", "resume: 3\nglobal_batch_size: 4", "\0", "&a [*a]"]
+)
+def test_a_damaged_config_of_a_run_is_said(content, run):
+    (run / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match="config.yaml is damaged|with other settings"):
+        RunDirectory(str(run.parent), "run").check(parse_config([*map(str, RECIPE)]))
+
+
+def test_nobody_listening_does_not_stop_the_training(runs):
+    """As in `train.py | head`: the pipe is closed after the first line."""
+    arguments = " ".join(map(str, RECIPE))
+    shell(f"python train.py {arguments} --out_dir {runs} 2>&1 | head -n 1")
+    assert read_status(runs / "run" / "status.json") == Status("finished", STEPS)
+
+
+def test_null_settings_are_filled_in_before_they_are_compared():
+    settings, config = stored()
+    settings["model"]["vocab_size"] = 17
+    assert continuation.differences(continuation.complete(settings), config) == ["model.vocab_size: 17 there, 16 now"]
+    config.model.vocab_size = None
+    assert continuation.differences(continuation.complete(settings), config) == []
+
+
+def test_the_defaults_are_a_config_like_any_other():
+    assert continuation.complete({}) == continuation.flat_settings(asdict(TrainConfig()))

@@ -1,0 +1,107 @@
+"""Whether these settings may go on with a run or a checkpoint that others began, which settings are said by name."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from config import ConfigError, ScheduleConfig, TrainConfig
+from training.manifest import Manifest
+from training.schedule import lr_scale
+
+# What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
+# are compared by the learning rates that they gave so far; the corpus at data.path, by data.hash.
+FREE_SETTINGS = {
+    *("name", "out_dir", "resume", "steps", "schedule", "compile", "on_nonfinite", "max_skipped_in_a_row"),
+    *("check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss", "profile"),
+    *("checkpoint", "evaluation", "tracking", "data.num_workers", "data.path"),
+}
+# Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
+RETIRED_SETTINGS: dict[str, Any] = {}
+# Filled in at a start where they are null.
+FILLED_IN = {"global_batch_size", "model.vocab_size", "data.hash"}
+
+
+def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run as `section.name`, with the lists that JSON and YAML have for tuples."""
+    flat = {}
+    sections = {name for name, default in asdict(TrainConfig()).items() if isinstance(default, dict)}
+    for key, value in json.loads(json.dumps(settings)).items():
+        inside = isinstance(value, dict) and key in sections
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if inside else {key: value}
+    return flat
+
+
+def complete(stored: dict[str, Any]) -> dict[str, Any]:
+    """The flat settings of a stored run, as this version means them.
+
+    A setting that the run does not know has its default of today: that is what it did without it.
+    """
+    flat = {key: value for key, value in flat_settings(stored).items() if RETIRED_SETTINGS.get(key, ...) != value}
+    return flat_settings(asdict(TrainConfig())) | flat
+
+
+def read_settings(file: Path) -> dict[str, Any] | None:
+    """The flat settings of the run whose config.yaml this is; None if there is none.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        settings = complete(yaml.safe_load(file.read_text()))
+        if type(settings["global_batch_size"]) is not int or type(settings["resume"]) is not str:
+            raise ValueError("global_batch_size or resume is none")
+    except FileNotFoundError:
+        return None
+    except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is damaged ({error}); --resume never moves that run aside") from None
+    return settings
+
+
+def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
+    """What going on with `config` would change of the trajectory of a run with the settings `before`, a line each."""
+    now = flat_settings(asdict(config))
+    yet_unknown = {key for key in FILLED_IN if now[key] is None}
+    lines = []
+    for key in sorted((before.keys() | now.keys()) - yet_unknown):
+        section = key.split(".")[0]
+        if key not in now and (section == "schedule" or not FREE_SETTINGS & {key, section}):
+            lines.append(f"{key}: {before[key]} there, and no setting any more")
+        elif key in now and before[key] != now[key] and not FREE_SETTINGS & {key, section}:
+            lines.append(f"{key}: {before[key]} there, {now[key]} now")
+    return lines
+
+
+def check_learning_rates(config: TrainConfig, path: Path, manifest: Manifest) -> None:
+    """Refuse a schedule by which the updates until the checkpoint at `path` would have been others.
+
+    Raises:
+        ConfigError: with the first such step.
+    """
+    before = complete(manifest.config)
+    old_schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
+    for step in range(min(manifest.step, config.steps)):
+        old, new = lr_scale(old_schedule, step, before["steps"]), lr_scale(config.schedule, step, config.steps)
+        if old != new:
+            raise ConfigError(
+                f"steps: {config.steps} (before: {before['steps']}) and schedule: {asdict(config.schedule)} would have "
+                f"given step {step} of this run {new:.6g} of the peak learning rate, but it had {old:.6g}; a run can "
+                "be extended only until its decay begins (schedule.name: constant or wsd), or be continued as a new "
+                f"one: --name NEW --resume {path}"
+            )
+
+
+def check_foreign(config: TrainConfig, path: Path, manifest: Manifest) -> None:
+    """Refuse to begin a new run with the weights and moments of a checkpoint that do not fit it.
+
+    Raises:
+        ConfigError: it is of another model or optimizer, or leaves nothing to do.
+    """
+    fixed = ("model.", "optimizer.name:")
+    if different := [line for line in differences(complete(manifest.config), config) if line.startswith(fixed)]:
+        what = "\n  ".join(different)
+        raise ConfigError(f"resume: {path} is a checkpoint of another model or optimizer:\n  {what}")
+    if config.steps <= manifest.step:
+        raise ConfigError(f"steps: {config.steps} leaves nothing to do after the {manifest.step} of {path}")

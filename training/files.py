@@ -1,0 +1,86 @@
+"""Files of a run: written whole or not at all, and read without trust in what is in them."""
+
+import hashlib
+import json
+import math
+import os
+import types
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file by `text` so that a crash leaves either the old or the new content, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Of the content of a file, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def finite_or_null(metrics: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN and no infinity: they become null."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"no JSON object, but {type(value).__name__}")
+    return value
+
+
+def typed(value: Any, kind: Any, name: str) -> Any:
+    """`value`, as a JSON file gave it, as a `kind`: a plain type, a union, dict[str, ...], tuple[...] or a dataclass of
+    such. A dataclass ignores keys that it does not know, and takes its default where one is missing.
+
+    Raises:
+        ValueError: it is no such thing; says which part, by `name`.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        for one in arguments:
+            try:
+                return typed(value, one, name)
+            except ValueError:
+                pass
+    elif origin is dict and isinstance(value, dict):
+        return {key: typed(item, arguments[1], f"{name}.{key}") for key, item in value.items()}
+    elif origin is tuple and isinstance(value, list) and len(value) == len(arguments):
+        return tuple(typed(item, one, name) for item, one in zip(value, arguments, strict=True))
+    elif is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        if missing := [f.name for f in fields(kind) if f.name not in value and f.default is MISSING]:
+            raise ValueError(f"{name} has no {missing[0]}")
+        return kind(**{key: typed(value[key], hint, f"{name}.{key}") for key, hint in hints.items() if key in value})
+    elif type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise ValueError(f"{name} is {str(value)[:40]!r}, which is no {getattr(kind, '__name__', kind)}")
