@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from config import ConfigError, RunError, parse_config
-from training.signals import Preempted
+from training.signals import Preempted, ignore_stop_signals
 
 OURS = (Path(__file__).parent.parent, Path(__file__).parent)
 
@@ -47,6 +47,7 @@ def call(script: str) -> int:
         from accelerate import PartialState
 
         PartialState().wait_for_everyone()  # a launcher that sees one process end kills the others
+        ignore_stop_signals()  # it may do so before this one has left, too
         if is_main_process():
             print(preempted, file=sys.stderr)
         return 75
