@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,15 @@ def train(
     else:
         done = forked.run(script, [str(word) for word in arguments], processes, environment(**env))
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def python(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python SCRIPT ...` or `python -m MODULE ...` as a page shows it, in a fork, and check that it succeeds."""
+    program, script, *arguments = shlex.split(command)
+    assert program == "python"
+    done = forked.run(script, arguments, 0, environment(**env), cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 

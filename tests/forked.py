@@ -48,7 +48,7 @@ def fork_ranks(arguments: list[str]) -> None:
     sys.exit(int(any([os.waitpid(child, 0)[1] for child in children])))
 
 
-def become(script: str, arguments: list[str], environment: dict[str, str], files: tuple[str, str]) -> None:
+def become(script: str, arguments: list[str], environment: dict[str, str], files: tuple[str, str], cwd: Path) -> None:
     """What a forked process does: `python script arguments` with this environment, its output in the two files.
 
     A script `-m` is a module, and what that starts by mp.spawn or torchrun are forks as well.
@@ -59,7 +59,7 @@ def become(script: str, arguments: list[str], environment: dict[str, str], files
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in environment else []
-    os.chdir(ROOT)
+    os.chdir(cwd)
     if script != "-m":
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
@@ -77,7 +77,13 @@ class Launch:
     """A script in one process (`processes` 0, as `python script`) or in several (as under a launcher)."""
 
     def __init__(
-        self, script: str, arguments: list[str], processes: int, environment: dict[str, str], terminal: str = ""
+        self,
+        script: str,
+        arguments: list[str],
+        processes: int,
+        environment: dict[str, str],
+        terminal: str = "",
+        cwd: Path = ROOT,
     ):
         self.directory = tempfile.TemporaryDirectory()
         self.files = tuple(terminal or str(Path(self.directory.name, name)) for name in ("out", "err"))
@@ -88,7 +94,7 @@ class Launch:
             if processes:
                 own |= {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 own |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-            self.processes.append(server.Process(target=become, args=(script, arguments, own, self.files)))
+            self.processes.append(server.Process(target=become, args=(script, arguments, own, self.files, cwd)))
         for process in self.processes:
             process.start()
 
@@ -120,9 +126,9 @@ class Launch:
 
 
 def run(
-    script: str, arguments: list[str], processes: int, environment: dict[str, str], timeout_seconds: float = 300
+    script: str, arguments: list[str], processes: int, environment: dict[str, str], cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end."""
-    launch = Launch(script, arguments, processes, environment)
-    returncode = launch.wait(timeout_seconds)
+    launch = Launch(script, arguments, processes, environment, cwd=cwd)
+    returncode = launch.wait(timeout_seconds=300)
     return subprocess.CompletedProcess([script, *arguments], returncode, *launch.output())

@@ -201,11 +201,9 @@ def test_exit_code_2_one_message_nothing_written(runs):
 
 
 def test_two_processes_print_one_message(runs):
-    done = train(
-        *RANDOM_TOKENS, "--global_batch_size", "20", "--out_dir", runs, processes=2, launched=True, exit_code=1
-    )
+    wrong = [*RANDOM_TOKENS, "--global_batch_size", "20", "--out_dir", runs]
+    done = train(*wrong, processes=2, exit_code=1)
     assert (done.stdout + done.stderr).count("the nearest that work: 16 or 32") == 1
-    assert done.stderr.count("exitcode: 2") + done.stderr.count("exitcode  : 2") >= 1  # the launcher itself returns 1
     assert not runs.exists()
 
 
@@ -237,6 +235,7 @@ def test_a_launch_file_that_cannot_be_honoured_is_refused(tmp_path, runs):
     launch_file.write_text(yaml.safe_dump(LAUNCH_FILE | changes))
     done = train(*RANDOM_TOKENS, "--out_dir", runs, processes=2, launch_file=launch_file, exit_code=1)
     assert done.stderr.count("train.py: error:") == 1 and not runs.exists()
+    assert done.stderr.count("exitcode: 2") + done.stderr.count("exitcode  : 2") >= 1  # the launcher itself returns 1
     message = done.stderr.partition("train.py: error:")[2].splitlines()[:5]
     for words in (
         ["fsdp_config.fsdp_verison"],

@@ -71,7 +71,7 @@ def code_sizes(*parts):
 
 def test_the_house_stays_small():
     core = code_sizes("train.py", "config.py", "model", "data", "training")
-    assert 1000 < sum(core.values()) < 3500
+    assert 1000 < sum(core.values()) < 4000
     assert not {file: lines for file, lines in core.items() if lines > 350}
     scripts = [str(file) for file in ROOT.glob("*.py") if "__main__" in file.read_text()]
     assert not {file: lines for file, lines in code_sizes(*scripts).items() if lines > 200}

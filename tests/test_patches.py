@@ -3,10 +3,11 @@
 import json
 import shutil
 import subprocess
+import sys
 
 import pytest
 
-from tests.conftest import ROOT, TINY_STORIES, train
+from tests.conftest import ROOT, TINY_STORIES, environment, train
 
 TINY = [*TINY_STORIES, "--steps", "4"]
 PATCHES = {
@@ -15,6 +16,19 @@ PATCHES = {
     "schedule_inverse_sqrt": "--schedule.name inverse_sqrt",
     "dataset_counting": "--data.source counting --model.vocab_size 50 --seq_len 16",
 }
+
+
+# To its end, and once more from step 2.
+TRAIN_TWICE = """
+import shutil, sys
+from training import cli
+run = sys.argv.pop(1)
+assert cli.call("train") == 0
+shutil.copytree(run, run[:-3] + "first")
+for step in (3, 4):
+    shutil.rmtree(f"{run}/checkpoints/step-0000000{step}")
+assert cli.call("train") == 0
+"""
 
 
 @pytest.mark.parametrize(
@@ -30,15 +44,15 @@ def test_patch_applies_and_trains(name, tmp_path):
     train(*TINY, *PATCHES[name].split(), "--out_dir", tmp_path / "before", exit_code=2, cwd=copy)
     subprocess.run(["patch", "--strip=1", f"--input={patch}"], cwd=copy, check=True, capture_output=True)
     run = tmp_path / "runs" / "run"
-    train(*TINY, *PATCHES[name].split(), "--out_dir", run.parent, "--name", "run", cwd=copy)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    words = [str(word) for word in (*TINY, *PATCHES[name].split(), "--out_dir", run.parent, "--name", "run")]
+    subprocess.run([sys.executable, "-c", TRAIN_TWICE, str(run), *words], cwd=copy, env=environment(), check=True)
+    rows, again = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (run.with_name("first"), run)
+    )
     assert len({row["train/loss"] for row in rows}) == 4
     if name == "schedule_inverse_sqrt":
         assert rows[3]["train/lr"] == pytest.approx(0.01 * (2 / 4) ** 0.5)
-    shutil.rmtree(run / "checkpoints" / "step-00000004")
-    shutil.rmtree(run / "checkpoints" / "step-00000003")
-    train(*TINY, *PATCHES[name].split(), "--out_dir", run.parent, "--name", "run", cwd=copy)
-    again = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/loss"] for row in again] == [row["train/loss"] for row in rows], "it resumes exactly, too"
 
 
