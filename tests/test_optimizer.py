@@ -5,12 +5,16 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import _muon
 
 from config import OptimizerConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from training.optimizer import build_optimizer, set_lr
+from tests.forked import server
+from training.optimizer import build_optimizer, gathered, orthogonalize, set_lr
 
 CONFIG = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.2, betas=(0.8, 0.9))
 
@@ -26,7 +30,8 @@ def backward(model, step):
     model(input_ids, labels=input_ids)[1].backward()
 
 
-def test_muon_and_adamw_together_are_each_alone():
+def test_muon_and_adamw_together_are_each_alone(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's Muon in float32, as ours on a CPU
     together, apart = new_model(), new_model()
     optimizer = build_optimizer(together, CONFIG)
     named = dict(apart.named_parameters())
@@ -51,7 +56,55 @@ def test_muon_and_adamw_together_are_each_alone():
             optimizer = build_optimizer(together, CONFIG)
             optimizer.load_state_dict(state)
     for name, parameter in together.named_parameters():
-        assert torch.equal(parameter, named[name]), name
+        torch.testing.assert_close(parameter, named[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
+@pytest.mark.parametrize("shape", [(96, 96), (48, 160), (160, 48)], ids=str)
+def test_a_stack_is_made_orthogonal_as_torch_does_each_matrix(shape, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.to(dtype, copy=True))
+    stack = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    stack[2] = 0
+    coefficients = _muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C
+    expected = [_muon._zeropower_via_newtonschulz(each, coefficients, _muon.DEFAULT_NS_STEPS, 1e-7) for each in stack]
+    torch.testing.assert_close(orthogonalize(stack), torch.stack(expected), rtol=0, atol=tolerance)
+
+
+def take_steps_sharded_and_whole(rank, rendezvous):
+    """On two processes, each of which holds half of the rows of every matrix; the gradients are the same."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    whole, sharded = new_model(), new_model()
+    for module in sharded.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    optimizers = [build_optimizer(model, CONFIG) for model in (whole, sharded)]
+    pairs = list(zip(whole.parameters(), sharded.parameters(), strict=True))
+    for step in range(3):
+        backward(whole, step)
+        for parameter, part in pairs:
+            part.grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+    for parameter, part in pairs:
+        moments, parts = (optimizer.state[p] for optimizer, p in zip(optimizers, (parameter, part), strict=True))
+        for whole_tensor, sharded_tensor in [(parameter, part), *((moments[key], parts[key]) for key in moments)]:
+            torch.testing.assert_close(gathered(sharded_tensor), whole_tensor, rtol=0, atol=1e-6)
+    assert sum(list(parts) == ["momentum_buffer"] for parts in optimizers[1].state.values()) == 2 * 6
+    dist.destroy_process_group()
+
+
+def test_sharded_matrices_take_the_steps_of_whole_ones(tmp_path):
+    arguments = [(rank, tmp_path / "rendezvous") for rank in (0, 1)]
+    processes = [server.Process(target=take_steps_sharded_and_whole, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 @pytest.mark.slow
