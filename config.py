@@ -79,7 +79,8 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw: AdamW (Loshchilov and Hutter, 2019), fused; muon: Muon (Jordan et al., 2024) on the matrices inside the
-    blocks and AdamW on the rest, at the same learning rate."""
+    blocks, with NorMuon's second moment of each row (Li et al., 2025), and AdamW on the rest, at the same learning
+    rate."""
 
     lr: NonNegativeFloat = 3e-4
     """Peak learning rate; `schedule` scales it."""
@@ -88,7 +89,8 @@ class OptimizerConfig:
     """Decoupled weight decay, on matrices only: not on biases, norm gains or anything else with one dimension."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the running averages of the gradient and of its square."""
+    """Decay rates of the running averages of the gradient and of its square; in muon of the gradient and of the square
+    of the step."""
 
     grad_clip: PositiveFloat | None = 1.0
     """Largest global L2 norm of the gradient; larger gradients are scaled down to it. null: no clipping."""

@@ -1,6 +1,7 @@
 """The optimizer: which weights it is that a rule updates, which decay, and at what learning rate."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,35 +38,50 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
+# Amsel et al. 2025, arXiv:2505.16932: one after the other the best polynomials for singular values from 0.001 to 1,
+# with the margins for rounding of modded-nanogpt's records (the first takes their 1.02 for the norm as well). After
+# these three of five the values lie between 0.2 and 1.9 instead of near 1; the loss is the same (docs/experiments.md).
+POLAR_EXPRESS = (
+    (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+)
+
+
+def length(matrices: Tensor) -> Tensor:
+    """Frobenius norm of each matrix of a stack, [N, 1, 1]."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
+def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, float]] = POLAR_EXPRESS) -> Tensor:
     """About U V^T of each matrix U S V^T of a stack [N, rows, columns], in its dtype.
 
-    Five steps of a Newton-Schulz iteration (Jordan et al. 2024, kellerjordan.github.io/posts/muon), whose coefficients
-    lift small singular values fast: they end between 0.7 and 1.2 instead of all at 1.
+    Each polynomial takes the singular values x to a x + b x^3 + c x^5: a Newton-Schulz iteration.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
-        return orthogonalize(matrices.mT).mT
-    x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
+        return orthogonalize(matrices.mT, polynomials).mT
+    x = matrices / length(matrices).clamp(min=1e-7)
+    for a, b, c in polynomials:
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) on the matrices inside the blocks, AdamW on everything else, as one optimizer.
 
-    Muon is torch.optim.Muon's rule: each matrix takes a step along its momentum made orthogonal, scaled to the root
-    mean square of AdamW's steps (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and one weight decay
-    serve both. Matrices of one shape are made orthogonal together; on a CPU in float32, because few have arithmetic in
-    bfloat16, and elsewhere in bfloat16.
-    """
+    Each matrix takes a step along its momentum made orthogonal, scaled to the root mean square of AdamW's steps (Liu et
+    al. 2025, arXiv:2502.16982), so that one learning rate and one weight decay serve both. That is torch.optim.Muon's
+    rule; as in NorMuon (Li et al. 2025, arXiv:2510.05491) each row of the step, a neuron, is then divided by the root
+    of a running average of its mean square, and the step keeps its length.
 
-    momentum = 0.95
+    Matrices of one shape go through it together, on a CPU in float32, because few have arithmetic in bfloat16, and
+    elsewhere in bfloat16.
+    """
 
     def __init__(self, hidden: list[nn.Parameter], adamw: torch.optim.AdamW, config: OptimizerConfig):
         self.adamw = adamw
-        muon = {"params": hidden, "lr": config.lr, "weight_decay": config.weight_decay}
+        muon = {"params": hidden, "lr": config.lr, "weight_decay": config.weight_decay, "betas": config.betas}
         super().__init__([muon, *adamw.param_groups], {})
         self._share()
 
@@ -81,27 +97,34 @@ class MuonAndAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         """One update from the gradients in `.grad`."""
-        alike = {}
-        for weight in self.param_groups[0]["params"]:
+        muon, alike = self.param_groups[0], {}
+        for weight in muon["params"]:
             if weight.grad is not None:
                 # Sharded ones go one by one: each has to be gathered, and all of them may be too large.
                 alike.setdefault(weight if is_sharded(weight) else weight.shape, []).append(weight)
         for weights in alike.values():
-            self._step_along_momentum(weights, self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"])
+            self._step_along_momentum(weights, muon["lr"], muon["weight_decay"], *muon["betas"])
         self.adamw.step()
 
-    def _step_along_momentum(self, weights: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+    def _step_along_momentum(
+        self, weights: list[nn.Parameter], lr: float, weight_decay: float, momentum: float, square_decay: float
+    ) -> None:
         """Muon, for matrices of one shape."""
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+                self.state[weight]["second_momentum_buffer"] = torch.zeros(len(weight), 1, device=weight.device)
         gradients = [weight.grad for weight in weights]
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
-        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-        ahead = torch.stack([gathered(x) for x in torch._foreach_lerp(gradients, momenta, self.momentum)])  # Nesterov
-        steps = orthogonalize(ahead.to(torch.float32 if ahead.device.type == "cpu" else torch.bfloat16))
-        steps = [sharded_as(weight, step) for weight, step in zip(weights, steps, strict=True)]
+        squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
+        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+        ahead = torch.stack([gathered(x) for x in torch._foreach_lerp(gradients, momenta, momentum)])  # Nesterov's
+        steps = orthogonalize(ahead.to(torch.float32 if ahead.device.type == "cpu" else torch.bfloat16)).float()
+        torch._foreach_lerp_(squares, steps.square().mean(-1, keepdim=True).unbind(), 1 - square_decay)
+        normed = steps * torch.stack(squares).clamp(min=1e-10).rsqrt()
+        steps = normed * (length(steps) / length(normed).clamp(min=1e-7))
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
+        steps = [sharded_as(weight, step) for weight, step in zip(weights, steps, strict=True)]
         torch._foreach_add_(weights, steps, alpha=-lr * 0.2 * math.sqrt(max(ahead.shape[-2:])))
 
 
