@@ -28,7 +28,7 @@ MUTATIONS = {
     "shares_overlap": (
         "data/order.py", "step * self.global_batch_size + rank * share", "step * self.global_batch_size",
         "order is a permutation in every epoch"),
-    "checkpoint_not_loaded": ("train.py", "    if start_from:", "    if False:", "resuming is bitwise"),
+    "checkpoint_not_loaded": ("train.py", "    if start.checkpoint:", "    if False:", "resuming is bitwise"),
     "processes_not_added": (
         "training/tree_sum.py", "torch._foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
     "another_rotation": (
