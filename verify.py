@@ -2,8 +2,9 @@
 
     accelerate launch --config_file accelerate_configs/cpu.yaml verify.py [--config FILE]... [--section.field VALUE]...
 
-takes the arguments of train.py, trains that model for a few steps in several ways and prints PASS or FAIL for each
-promise, with the figure behind it. Exit code 0: all passed. 1: one did not. 2: bad settings.
+takes the arguments of train.py, trains that model for a few steps in several ways and prints for each promise PASS with
+the figure behind it, FAIL with the cause, or SKIP with why it is none here. Exit code 0: none failed. 1: one did.
+2: bad settings.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import math
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import train
-from config import ConfigError, RunError, TrainConfig, parse_config
+from config import ConfigError, TrainConfig, parse_config
 from data.corpus import load_corpus
 from data.order import GlobalBatches, derive_seed
 from model.gpt import GPTModel
@@ -40,8 +42,12 @@ SHORT = f"""--steps {STEPS} --schedule.name constant --schedule.warmup_steps 0 -
     --check_replicas_every 1 --tracking.log_every 1 --tracking.wandb disabled""".split()
 
 
+class NotPromised(Exception):
+    """Why a check has nothing to check here."""
+
+
 class Verification:
-    """The checks; each returns whether the promise holds, and the figure that says so."""
+    """The checks; each returns whether the promise holds, and the figure that says so, or raises NotPromised."""
 
     def __init__(self, config: TrainConfig):
         self.accelerator = launch.start(config)
@@ -53,41 +59,47 @@ class Verification:
         self.config = replace(config, out_dir=self.own_directory(Path(config.out_dir).expanduser()))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
-        sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        self.can_be_exact = not sharded and self.num_processes & (self.num_processes - 1) == 0
-        self.replicated = self.num_processes > 1 and not sharded
+        self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        self.can_be_exact = not self.sharded and self.num_processes & (self.num_processes - 1) == 0
 
     def own_directory(self, out_dir: Path) -> str:
         """A new directory below `out_dir`, the same on all processes: what lies there is nobody else's."""
-        made: list[str | ConfigError] = [""]
+        made = [None]
         if self.rank == 0:
-            try:
+            with contextlib.suppress(OSError):
                 out_dir.mkdir(parents=True, exist_ok=True)
                 made = [tempfile.mkdtemp(prefix="verify-", dir=out_dir)]
-            except OSError as error:
-                made = [ConfigError(f"out_dir: {str(out_dir)!r}: cannot write there: {error.strerror}")]
-        (directory,) = broadcast_object_list(made)
-        if isinstance(directory, ConfigError):
-            raise directory
+        if (directory := broadcast_object_list(made)[0]) is None:
+            raise ConfigError(f"out_dir: {str(out_dir)!r}: cannot write there")
         return directory
 
     def checks(self) -> dict[str, Callable[[], tuple[bool, str]]]:
         """Promises, and how to find out whether they hold; each check is called by all processes together."""
-        checks = {"order is a permutation in every epoch": self.order_is_a_permutation}
-        checks |= {f"logits = transformers' {family}": partial(self.logits_equal, family) for family in FAMILIES}
-        if self.replicated:
-            checks["replicas are equal after every step"] = self.replicas_are_equal
-        checks["gradient = hand-written all-reduce"] = partial(self.equals_loop_by_hand, all_reduce=True)
-        checks["N processes = 1 process x N accumulation"] = partial(self.equals_loop_by_hand, all_reduce=False)
-        checks["resuming is bitwise"] = self.resuming_is_bitwise
-        if self.can_be_exact:
-            checks["exact = bits of 1 process"] = self.exact_is_bitwise
-        return checks
+        return {
+            "order is a permutation in every epoch": self.order_is_a_permutation,
+            **{f"logits = transformers' {family}": partial(self.logits_equal, family) for family in FAMILIES},
+            "replicas are equal after every step": self.replicas_are_equal,
+            "gradient = hand-written all-reduce": partial(self.equals_loop_by_hand, all_reduce=True),
+            "N processes = 1 process x N accumulation": partial(self.equals_loop_by_hand, all_reduce=False),
+            "resuming is bitwise": self.resuming_is_bitwise,
+            "exact = bits of 1 process": self.exact_is_bitwise,
+        }
+
+    def run(self, check: Callable[[], tuple[bool, str]]) -> tuple[str, str]:
+        """PASS, FAIL or SKIP, the same on all processes, and why; an error is a failure of this check alone."""
+        try:
+            holds, figure = check()
+        except NotPromised as why:
+            return "SKIP", str(why)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            holds, figure = False, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        holds = bool(self.accelerator.gather(torch.tensor([holds], device=self.device)).all())
+        return "PASS" if holds else "FAIL", figure
 
     def train(self, name: str, exact: bool = False, steps: int = STEPS) -> tuple[list[dict], dict, dict]:
         """What train.py does: logged rows, and the tensors of its checkpoints after the first step and the last."""
-        model = replace(self.config.model)
-        run = replace(self.config, name=name, exact=exact, steps=steps, model=model)
+        run = replace(self.config, name=name, exact=exact, steps=steps)
         with contextlib.redirect_stdout(io.StringIO()):
             train.main(run)
         path = Path(run.out_dir, run.name)
@@ -95,30 +107,32 @@ class Verification:
         return rows, self.saved(path, 1), self.saved(path, steps)
 
     def saved(self, path: Path, step: int) -> dict[str, Tensor]:
-        network = GPTModel(self.config.model).to(self.device)
-        optimizer = self.accelerator.prepare_optimizer(build_optimizer(network, self.config.optimizer))
+        network, optimizer = self.build()
         checkpoint.load(checkpoint.step_directory(path / "checkpoints", step), network, optimizer)
         return shards.state_tensors(network, optimizer)
 
+    def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
+        network = GPTModel(self.config.model).to(self.device)
+        return network, self.accelerator.prepare_optimizer(build_optimizer(network, self.config.optimizer))
+
     def train_by_hand(self, all_reduce: bool, in_a_tree: bool = False) -> tuple[list[dict], dict, dict]:
         """The loop that train.py is held against: no DDP, no preparation; as one process, or with an all-reduce."""
-        config, rank, num_processes = self.config, self.rank, self.num_processes
-        if not all_reduce:  # every process does the work of all
-            rank, num_processes = 0, 1
-        accumulation = config.global_batch_size // (config.micro_batch_size * num_processes)
-        torch.manual_seed(config.seed)
-        network = GPTModel(config.model).to(self.device)
-        optimizer = self.accelerator.prepare_optimizer(build_optimizer(network, config.optimizer))
-        order = self.corpus.order(config.global_batch_size, config.seed)
+        # Without it, every process does the work of all.
+        rank, num_processes = (self.rank, self.num_processes) if all_reduce else (0, 1)
+        add = self.accelerator.reduce if all_reduce else lambda tensor: tensor
+        accumulation = self.config.global_batch_size // (self.config.micro_batch_size * num_processes)
+        torch.manual_seed(self.config.seed)
+        network, optimizer = self.build()
+        order = self.corpus.order(self.config.global_batch_size, self.config.seed)
         tree_sum = TreeSum(network, accumulation, 0, 1) if in_a_tree else None
         rows, states = [], []
         for step in range(STEPS):
             samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
             batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
-            num_targets = self.sum(train.count_targets(batch).double(), all_reduce)
+            num_targets = add(train.count_targets(batch).double())
             losses = []
-            for index, micro_batch in enumerate(train.micro_batches(batch, config.micro_batch_size)):
-                torch.manual_seed(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
+            for index, micro_batch in enumerate(train.micro_batches(batch, self.config.micro_batch_size)):
+                torch.manual_seed(derive_seed(self.config.seed, "dropout", step, rank * accumulation + index))
                 with self.accelerator.autocast():
                     _, loss = network(**micro_batch, num_items_in_batch=num_targets)
                 loss.backward()
@@ -126,50 +140,55 @@ class Verification:
                 if tree_sum:
                     tree_sum.add_micro_batch()
             for parameter in network.parameters():
-                parameter.grad = self.sum(parameter.grad, all_reduce)
-            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), config.optimizer.grad_clip or math.inf)
-            set_lr(optimizer, config.optimizer.lr)
+                parameter.grad = add(parameter.grad)
+            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or math.inf)
+            set_lr(optimizer, self.config.optimizer.lr)
             optimizer.step()
             optimizer.zero_grad()
-            total = self.sum(torch.tensor(math.fsum(losses), device=self.device), all_reduce).item()
+            total = add(torch.tensor(math.fsum(losses), device=self.device)).item()
             rows.append({"train/loss": total, "train/grad_norm": norm.item()})
             states.append({name: t.clone() for name, t in shards.state_tensors(network, optimizer).items()})
         return rows, states[0], states[-1]
-
-    def sum(self, tensor: Tensor, all_reduce: bool) -> Tensor:
-        return self.accelerator.reduce(tensor, "sum") if all_reduce else tensor
 
     @cached_property
     def straight(self) -> tuple[list[dict], dict, dict]:
         return self.train("straight")
 
     def replicas_are_equal(self) -> tuple[bool, str]:
+        if self.sharded or self.num_processes == 1:
+            raise NotPromised("one process, or FSDP, has no replicas")
         self.straight  # noqa: B018 -- it compares them after every step, and stops where they differ
         return True, f"{STEPS} steps, {self.num_processes} processes"
 
     def equals_loop_by_hand(self, all_reduce: bool) -> tuple[bool, str]:
         """Compare the moments after the first step, which are the gradient but for a factor, and all logged numbers."""
-        (rows, moments, _), (other_rows, other_moments, _) = self.straight, self.train_by_hand(all_reduce)
+        (rows, moments, _), (by_hand, other_moments, _) = self.straight, self.train_by_hand(all_reduce)
         names = [name for name, tensor in moments.items() if name.startswith("optimizer.") and tensor.dim()]
         kinds = [[name for name in names if name.endswith(kind)] for kind in {name.split(".")[-1] for name in names}]
         gradient = max(
             torch.stack([moments[name].sub(other_moments[name]).norm() for name in kind]).norm().item()
-            / torch.stack([moments[name].norm() for name in kind]).norm().item()
-            for kind in kinds
+            / max(torch.stack([moments[name].norm() for name in kind]).norm().item(), 1e-12)
+            for kind in kinds or [list(moments)]
         )
-        pairs = zip(rows, other_rows, strict=True)
-        logged = max(abs(row[name] / other[name] - 1) for row, other in pairs for name in other)
-        figure = f"gradient within {gradient:.1e}, losses and norms within {logged:.1e}"
-        return max(gradient, logged) < self.tolerance, figure
+        logged = max(
+            abs(row[name] / other[name] - 1) for row, other in zip(rows, by_hand, strict=True) for name in other
+        )
+        return max(gradient, logged) < self.tolerance, f"gradient within {gradient:.1e}, logged within {logged:.1e}"
 
     def resuming_is_bitwise(self) -> tuple[bool, str]:
-        exact = (
-            self.device.type == "cuda" and self.can_be_exact
-        )  # there, only deterministic algorithms repeat their bits
+        exact = self.device.type == "cuda" and self.can_be_exact  # on it, only deterministic algorithms repeat bits
         self.train("resumed", exact, STEPS // 2)
-        return self.same_bits(self.train("unbroken", True) if exact else self.straight, self.train("resumed", exact))
+        unbroken = self.train("unbroken", True) if exact else self.straight
+        holds, figure = self.same_bits(unbroken, self.train("resumed", exact))
+        state = shards.get_state_dict(*self.build(), options=shards.FLATTENED)[1]
+        lost = [name for name, value in state.items() if name.startswith("state.") and not torch.is_tensor(value)]
+        if lost and not holds:
+            figure += f"; the optimizer keeps {len(lost)} values that are no tensors, so not saved, such as {lost[0]}"
+        return holds, figure
 
     def exact_is_bitwise(self) -> tuple[bool, str]:
+        if not self.can_be_exact:
+            raise NotPromised("it needs whole replicas on 1, 2, 4, 8, ... processes")
         return self.same_bits(self.train_by_hand(all_reduce=False, in_a_tree=True), self.train("exact", exact=True))
 
     def same_bits(self, one, other) -> tuple[bool, str]:
@@ -178,23 +197,26 @@ class Verification:
         return not different, f"{different} of {len(tensors)} weights and moments differ after {STEPS} steps"
 
     def order_is_a_permutation(self) -> tuple[bool, str]:
-        size, processes = self.config.global_batch_size, range(self.num_processes)
-        num_samples = size * 40 // 3 + 1  # so that epochs end within a batch
-        order = GlobalBatches(num_samples, size, self.config.seed)
-        read = [i for step in range(40) for rank in processes for i in order.indices(step, rank, self.num_processes)]
-        epochs = [np.sort(read[start : start + num_samples]) for start in (0, num_samples)]
-        holds = all(np.array_equal(epoch, np.arange(num_samples)) for epoch in epochs)
-        return holds, f"2 epochs of {num_samples} samples, each read once"
+        num_samples = self.config.global_batch_size * 40 // 3 + 1  # so that epochs end within a batch
+        order, ranks = GlobalBatches(num_samples, self.config.global_batch_size, 0), range(self.num_processes)
+        read = [i for step in range(40) for rank in ranks for i in order.indices(step, rank, self.num_processes)]
+        epochs = np.sort(np.reshape(read[: 2 * num_samples], (2, num_samples)))
+        return np.array_equal(epochs, [range(num_samples)] * 2), f"2 epochs of {num_samples} samples, each read once"
 
     @torch.no_grad()
     def logits_equal(self, family: str) -> tuple[bool, str]:
         """This config's sizes in the family's architecture, in float32 on the CPU."""
         torch.manual_seed(0)
-        heads = self.config.model.n_heads if family == "gpt2" else self.config.model.n_kv_heads
-        sizes = {"vocab_size": 64, "n_layers": 2, "dropout": 0.0, "n_kv_heads": heads, "head_dim": None}
-        model = GPTModel(replace(self.config.model, **sizes, **FAMILIES[family])).eval()
+        sizes = {"vocab_size": 64, "n_layers": 2, "dropout": 0.0}
+        sizes |= {"n_kv_heads": None, "head_dim": None} if family == "gpt2" else {}
+        try:
+            model = GPTModel(replace(self.config.model, **sizes, **FAMILIES[family])).eval()
+            theirs = to_transformers(model).eval()
+        except ValueError as error:
+            why = str(error).splitlines()
+            raise NotPromised(next((line for line in why if line.startswith(f"{family}: ")), why[0])) from None
         input_ids = torch.arange(48).reshape(2, 24)
-        difference = (model(input_ids)[0] - to_transformers(model).eval()(input_ids).logits).abs().max().item()
+        difference = (model(input_ids)[0] - theirs(input_ids).logits).abs().max().item()
         return difference < 1e-4, f"largest difference {difference:.1e}"
 
 
@@ -207,22 +229,16 @@ def main() -> int:
         cli.let_main_process_fail_first()
         print(f"verify.py: error: {error}", file=sys.stderr)
         return 2
-    is_main_process = verification.rank == 0
-    if is_main_process:
-        print(f"{verification.num_processes} x {verification.device}, {verification.accelerator.mixed_precision}")
+    say = verification.accelerator.print
+    say(f"{verification.num_processes} x {verification.device}, {verification.accelerator.mixed_precision}")
     all_hold = True
     for promise, check in verification.checks().items():
-        try:
-            holds, figure = check()
-        except RunError as error:
-            holds, figure = False, str(error)
-        holds = bool(verification.accelerator.gather(torch.tensor([holds], device=verification.device)).all())
-        all_hold = all_hold and holds
-        if is_main_process:
-            print(f"{'PASS' if holds else 'FAIL'}  {promise:<42} {figure}", flush=True)
-    if is_main_process:
+        result, figure = verification.run(check)
+        all_hold = all_hold and result != "FAIL"
+        say(f"{result}  {promise:<42} {figure}", flush=True)
+    if verification.rank == 0:
         shutil.rmtree(verification.config.out_dir)
-        print("Everything holds." if all_hold else "Something does not hold.")
+    say("Everything holds." if all_hold else "Something does not hold.")
     verification.accelerator.wait_for_everyone()
     return 0 if all_hold else 1
 

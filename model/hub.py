@@ -8,6 +8,7 @@ transformers is imported inside the functions: it takes seconds, and only an exp
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,19 +20,34 @@ from model.gpt import GPTModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+# The settings that make each family, and what the others that it has are called there.
 FAMILIES = {
     "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
     "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
 }
+SAME = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
+NAMES = {
+    "gpt2": SAME | dict(max_position_embeddings="n_positions", n_layers="n_layer", n_heads="n_head", d_model="n_embd")
+    | dict(d_ff="n_inner", dropout="resid_pdrop", norm_eps="layer_norm_epsilon"),
+    "qwen3": SAME | dict(max_position_embeddings="max_position_embeddings", n_layers="num_hidden_layers")
+    | dict(n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim", d_model="hidden_size")
+    | dict(d_ff="intermediate_size", dropout="attention_dropout", norm_eps="rms_norm_eps"),
+}  # fmt: skip
+# What else is understood: how weights begin is no part of a model, and what is named of attention is looked at below.
+UNDERSTOOD = {"zero_init", "rope_theta", "n_kv_heads", "head_dim"}
 
 
 def family_of(config: GPTConfig) -> str:
-    """The transformers model_type of a config; ValueError names the settings that keep it out of each family."""
+    """The transformers model_type of a config; ValueError names the settings that keep it out of each family.
+
+    A setting that is not known here, as of a fork, does so unless it is at its default.
+    """
     misfits = {}
     for family, settings in FAMILIES.items():
+        unknown = [f for f in fields(config) if f.name not in settings | NAMES[family] and f.name not in UNDERSTOOD]
         misfits[family] = [
             f"model.{name} is {getattr(config, name)}, not {value}"
-            for name, value in settings.items()
+            for name, value in (settings | {field.name: field.default for field in unknown}).items()
             if getattr(config, name) != value
         ]
     if config.kv_heads != config.n_heads:
@@ -53,42 +69,25 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
     """
     from transformers import GPT2Config, Qwen3Config
 
-    if family_of(config) == "gpt2":
-        return GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.max_position_embeddings,
-            n_layer=config.n_layers,
-            n_head=config.n_heads,
-            n_embd=config.d_model,
-            n_inner=config.d_ff,
-            embd_pdrop=config.dropout,
-            attn_pdrop=config.dropout,
-            resid_pdrop=config.dropout,
-            layer_norm_epsilon=config.norm_eps,
-            tie_word_embeddings=config.tie_embeddings,
-            bos_token_id=None,  # the default is 50256, the published GPT-2's end of text
-            eos_token_id=None,
-        )
-    return Qwen3Config(
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_size,
-        hidden_size=config.d_model,
-        intermediate_size=config.d_ff,
-        attention_dropout=config.dropout,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tie_embeddings,
-    )
+    family = family_of(config)
+    config = replace(config, n_kv_heads=config.kv_heads, head_dim=config.head_size)
+    settings = {there: getattr(config, here) for here, there in NAMES[family].items()}
+    if family == "gpt2":
+        dropouts = {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
+        # The default of both is 50256, the published GPT-2's end of text.
+        return GPT2Config(**settings, **dropouts, bos_token_id=None, eos_token_id=None)
+    return Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
 
 
 def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
     """The GPTConfig of a GPT2Config or Qwen3Config; ValueError names each setting that this model does not have."""
     family = hf_config.model_type
+    if family not in FAMILIES:
+        raise ValueError(f"a transformers model of type {family}: only {' and '.join(FAMILIES)} can be read")
+    settings = {here: getattr(hf_config, there) for here, there in NAMES[family].items()}
+    there = hf_config.to_dict()
     if family == "gpt2":
+        settings["d_ff"] = hf_config.n_inner or 4 * hf_config.n_embd
         required = {
             "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),
@@ -98,43 +97,19 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
             "attn_pdrop": (hf_config.resid_pdrop,),
             "embd_pdrop": (hf_config.resid_pdrop,),
         }
-        sizes = dict(
-            d_ff=hf_config.n_inner or 4 * hf_config.n_embd,
-            dropout=hf_config.resid_pdrop,
-            norm_eps=hf_config.layer_norm_epsilon,
-        )
-    elif family == "qwen3":
-        rope = hf_config.rope_parameters
-        required = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)}
-        sizes = dict(
-            n_kv_heads=hf_config.num_key_value_heads,
-            head_dim=hf_config.head_dim,
-            d_ff=hf_config.intermediate_size,
-            dropout=hf_config.attention_dropout,
-            norm_eps=hf_config.rms_norm_eps,
-            rope_theta=rope["rope_theta"],
-        )
     else:
-        raise ValueError(f"a transformers model of type {family}: only {' and '.join(FAMILIES)} can be read")
+        there |= hf_config.rope_parameters
+        settings["rope_theta"] = there["rope_theta"]
+        required = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)}
+        required["rope_type"] = ("default",)
     misfits = [
-        f"{name} is {getattr(hf_config, name)}, not {' or '.join(map(str, allowed))}"
+        f"{name} is {there[name]}, not {' or '.join(map(str, allowed))}"
         for name, allowed in required.items()
-        if getattr(hf_config, name) not in allowed
+        if there[name] not in allowed
     ]
-    if family == "qwen3" and rope["rope_type"] != "default":
-        misfits.append(f"rope_type is {rope['rope_type']}, not default")
     if misfits:
         raise ValueError(f"this {family} model has settings that GPTModel lacks: {'; '.join(misfits)}")
-    return GPTConfig(
-        vocab_size=hf_config.vocab_size,
-        max_position_embeddings=hf_config.max_position_embeddings,
-        n_layers=hf_config.num_hidden_layers,
-        n_heads=hf_config.num_attention_heads,
-        d_model=hf_config.hidden_size,
-        tie_embeddings=hf_config.tie_word_embeddings,
-        **sizes,
-        **FAMILIES[family],
-    )
+    return GPTConfig(**settings, **FAMILIES[family])
 
 
 def tensor_names(config: GPTConfig) -> Iterator[tuple[str, list[str], bool]]:
@@ -173,9 +148,17 @@ def tensor_names(config: GPTConfig) -> Iterator[tuple[str, list[str], bool]]:
 
 
 def tensors_to_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames, stacks and transposes the tensors of GPTModel (weights, or gradients) into those of transformers."""
-    result = {}
-    for there, here, transposed in tensor_names(config):
+    """Renames, stacks and transposes the tensors of GPTModel (weights, or gradients) into those of transformers.
+
+    Raises ValueError if the model has other tensors than its family, as a fork may.
+    """
+    result, names = {}, list(tensor_names(config))
+    if different := sorted({name for _, here, _ in names for name in here} ^ tensors.keys()):
+        raise ValueError(
+            f"the model has no counterpart in transformers: {len(different)} tensors are not its "
+            f"family's, or the other way round, such as {different[0]}"
+        )
+    for there, here, transposed in names:
         stacked = torch.cat([tensors[name] for name in here])
         result[there] = stacked.T.contiguous() if transposed else stacked
     return result

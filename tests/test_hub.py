@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -218,6 +219,23 @@ def test_a_model_of_no_family_is_refused_with_the_settings_that_differ():
     for setting, value in (("n_kv_heads", 2), ("head_dim", 16)):
         with pytest.raises(ValueError, match=f"gpt2: model.{setting} is {value}, not"):
             to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {setting: value})))
+
+
+@dataclass
+class ForkedConfig(GPTConfig):
+    """A setting that the mapping has never heard of."""
+
+    parallel: bool = False
+
+
+def test_what_the_mapping_does_not_know_is_refused_by_name():
+    assert to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE))), "at its default, the model is what it was"
+    with pytest.raises(ValueError, match="gpt2: model.parallel is True, not False\nqwen3: .*model.parallel is True"):
+        to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE | {"parallel": True})))
+    model = GPTModel(GPTConfig(**GPT2 | SHAPE))
+    model.blocks[1].router = torch.nn.Linear(32, 2, bias=False)
+    with pytest.raises(ValueError, match="1 tensors are not its family's.* such as blocks.1.router.weight"):
+        to_transformers(model)
 
 
 def test_the_config_of_the_published_gpt2_is_understood():
