@@ -5,7 +5,7 @@ are functions of (config, seed, s). Its only state is the weights, the optimizer
 """
 
 if __name__ == "__main__":  # before anything slow is imported; `run` comes back to `main` below, and never returns here
-    from training.cli import run
+    from cli import run
 
     run("train")
 

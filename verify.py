@@ -26,15 +26,17 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
 from torch.utils.data import default_collate
 
+import cli
 import train
 from config import ConfigError, TrainConfig, parse_config
 from data.corpus import load_corpus
 from data.order import GlobalBatches, derive_seed
 from model.gpt import GPTModel
 from model.hub import FAMILIES, to_transformers
-from training import checkpoint, cli, launch, shards
+from training import checkpoint, launch, shards
 from training.optimizer import build_optimizer, set_lr
 from training.tree_sum import TreeSum
+from training.world import num_processes
 
 STEPS = 6
 SHORT = f"""--steps {STEPS} --schedule.name constant --schedule.warmup_steps 0 --schedule.decay_steps null --resume auto
@@ -222,7 +224,7 @@ class Verification:
 
 def main() -> int:
     try:
-        config = parse_config([*sys.argv[1:], *SHORT], cli.num_processes())
+        config = parse_config([*sys.argv[1:], *SHORT], num_processes())
         launch.check(config.exact)
         verification = Verification(config)
     except ValueError as error:  # ConfigError, or what load_corpus says of the corpus

@@ -44,6 +44,7 @@ from config import ConfigError, RunError
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
 from data.sources import Source, find_files, source_stamp
 from data.tokenizer import load_tokenizer, save_tokenizer
+from files import fsync, write_atomically
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; documents of more than two are encoded in pieces
@@ -197,10 +198,10 @@ class Encoder:
             with pa.ipc.new_stream(stream, batch.schema) as writer:
                 writer.write_batch(batch)
             name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
-            _write(self.folder / name, content)
+            write_atomically(self.folder / name, content)
             facts = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(self.folder / name)}
             part[split] = {**counts[split], "tokens": len(values), **facts}
-        _write(_part_file(self.folder, index), json.dumps(part).encode())
+        write_atomically(_part_file(self.folder, index), json.dumps(part).encode())
         return part
 
     def _encode(self, text: str) -> list[int]:
@@ -235,25 +236,6 @@ def _finished_part(folder: Path, index: int) -> dict | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return part if same else None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, also if the machine fails."""
-    path.parent.mkdir(exist_ok=True)
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        file.write(content)
-    _fsync(path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    """Of a file, or of the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def prepare(config: PrepareConfig) -> dict:
@@ -292,7 +274,8 @@ def prepare(config: PrepareConfig) -> dict:
             if (metadata := read_metadata(out)).get("request") == request:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
-    (work / "parts").mkdir(parents=True, exist_ok=True)
+    for name in ("parts", *SPLITS):
+        (work / name).mkdir(parents=True, exist_ok=True)
     with open(work / "parts" / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -301,16 +284,16 @@ def prepare(config: PrepareConfig) -> dict:
         begun, content = work / "parts" / "request", json.dumps(request).encode()
         if begun.exists() and begun.read_bytes() != content:
             raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
-        _write(begun, content)
+        write_atomically(begun, content)
         try:
             metadata = _make_corpus(config, source, held_out, work) | {"request": request}
         except BrokenProcessPool:
             remedy = "the same command goes on, with fewer --num_workers"
             raise RunError(f"a worker was killed, as where memory is short; {remedy}") from None
         metadata["digest"] = metadata_digest(metadata)
-        _write(work / "metadata.json", json.dumps(metadata, indent=1).encode())
+        write_atomically(work / "metadata.json", json.dumps(metadata, indent=1).encode())
         os.rename(work, out)
-        _fsync(out.parent)
+        fsync(out.parent)
     shutil.rmtree(out / "parts")
     return metadata
 
@@ -320,7 +303,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     if not (work / "tokenizer").exists():
         save_tokenizer(config.tokenizer, work / "tokenizer.tmp", (text for text, _ in islice(source, TRAINING_TEXTS)))
         for path in (*(work / "tokenizer.tmp").iterdir(), work / "tokenizer.tmp"):
-            _fsync(path)
+            fsync(path)
         os.replace(work / "tokenizer.tmp", work / "tokenizer")
     tokenizer, facts = load_tokenizer(work / "tokenizer")
 

@@ -11,8 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import cli
 import train
-from training import checkpoint, cli
+from training import checkpoint
 
 FAULTS = os.environ["FAULTS"].split()
 RESTART = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

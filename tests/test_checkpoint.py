@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 import training.manifest
 from config import CheckpointConfig
+from files import sha256
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from training.files import sha256
 from training.manifest import (
     MANIFEST,
     File,

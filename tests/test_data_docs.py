@@ -20,8 +20,9 @@ SHORT = (
 def folder(tmp_path_factory):
     """The folder of a user who has the texts and a copy of the repository."""
     folder = tmp_path_factory.mktemp("user")
-    for name in ("train.py", "config.py", "plot.py", "data", "model", "training", "configs", "accelerate_configs"):
-        (folder / name).symlink_to(ROOT / name)
+    folders = (ROOT / name for name in ("data", "model", "training", "configs", "accelerate_configs"))
+    for path in (*ROOT.glob("*.py"), *folders):
+        (folder / path.name).symlink_to(path)
     documents = [text.replace("\r", "") for text in make_documents(60)]
     (folder / "input.txt").write_text("\n".join(documents))
     (folder / "stories.txt").write_text("<|endoftext|>\n".join(documents))

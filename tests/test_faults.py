@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from files import sha256
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from training.files import sha256
 from training.manifest import File, newest_valid, read_manifest
 
 STEPS = 8

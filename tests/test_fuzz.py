@@ -13,10 +13,10 @@ import pytest
 import torch
 import yaml
 
+import cli
 from config import ConfigError, parse_config
 from plot import save_loss_curve
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
-from training import cli
 
 RECIPE = ROOT / "tests" / "old_runs" / "recipe.yaml"
 CASES = [pytest.param(seed, marks=[] if seed < 20 else pytest.mark.slow) for seed in range(200)]

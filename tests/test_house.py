@@ -24,12 +24,14 @@ def test_ruff(arguments):
 # What each part of the house may stand on, besides itself: every arrow runs downward.
 MAY_IMPORT = {
     "model": {"model"},
+    "files.py": set(),
     "config.py": {"model"},
-    "data": {"config", "data"},
+    "data": {"config", "data", "files"},
+    "training": {"config", "data", "files", "model", "training"},
+    "cli.py": {"config", "training"},
     "plot.py": {"training"},
-    "training": {"config", "data", "model", "training"},
-    "train.py": {"config", "data", "model", "plot", "training"},
-    "verify.py": {"config", "data", "model", "train", "training"},
+    "train.py": {"cli", "config", "data", "model", "plot", "training"},
+    "verify.py": {"cli", "config", "data", "model", "train", "training"},
     "examples": {"model", "examples"},
 }
 
@@ -47,7 +49,7 @@ def imported_packages(part):
 def test_arrows_run_downward(part):
     inside = {Path(name).stem for name in (*MAY_IMPORT, "benchmarks", "tests")}
     assert set(imported_packages(part)) & inside <= MAY_IMPORT[part]
-    if part in ("model", "config.py", "data"):
+    if part in ("model", "files.py", "config.py", "data"):
         assert "accelerate" not in imported_packages(part)
 
 
@@ -70,8 +72,8 @@ def code_sizes(*parts):
 
 
 def test_the_house_stays_small():
-    core = code_sizes("train.py", "config.py", "model", "data", "training")
-    assert 1000 < sum(core.values()) < 4000
+    core = code_sizes("train.py", "model", "data", "training")
+    assert 1000 < sum(core.values()) < 3500
     assert not {file: lines for file, lines in core.items() if lines > 350}
     scripts = [str(file) for file in ROOT.glob("*.py") if "__main__" in file.read_text()]
     assert not {file: lines for file, lines in code_sizes(*scripts).items() if lines > 200}

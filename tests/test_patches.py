@@ -21,7 +21,7 @@ PATCHES = {
 # To its end, and once more from step 2.
 TRAIN_TWICE = """
 import shutil, sys
-from training import cli
+import cli
 run = sys.argv.pop(1)
 assert cli.call("train") == 0
 shutil.copytree(run, run[:-3] + "first")

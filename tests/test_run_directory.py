@@ -14,11 +14,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from config import ConfigError, TrainConfig, parse_config
+from files import sha256
 from plot import save_loss_curve
 from tests.conftest import ROOT, metrics, shell, tensors, train
 from training import continuation
 from training.checkpoint import SaveError, Saver
-from training.files import sha256
 from training.manifest import File, read_manifest
 from training.metrics_file import MetricsFile, forget_after, read_rows
 from training.run_directory import RunDirectory

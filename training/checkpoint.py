@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from config import ConfigError, RunError, TrainConfig
-from training.files import finite_or_null, fsync_directory, sha256
+from files import finite_or_null, fsync, sha256
 from training.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from training.provenance import arrangement, provenance
 from training.step_totals import StepTotals
@@ -129,7 +129,7 @@ class Saver:
                     self.sync_metrics()
                     shutil.rmtree(final, ignore_errors=True)  # only an invalid one: a valid one was resumed from
                     os.rename(temporary, final)
-                    fsync_directory(self.checkpoints)
+                    fsync(self.checkpoints)
                     rotate(self.checkpoints, state["step"], self.config)
         except SaveError:
             if self.rank == 0:

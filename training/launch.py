@@ -18,9 +18,9 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedDataParallelKwargs
 
 from config import ConfigError, TrainConfig
-from training.cli import num_processes
 from training.compute import prepare_cpu
 from training.rendezvous import fresh_store
+from training.world import num_processes
 
 # Sections of a launch file, and what Accelerate puts before their keys to find its own command-line argument.
 LAUNCH_FILE_SECTIONS = {

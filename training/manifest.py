@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from config import CheckpointConfig
-from training.files import parse_object, sha256, typed, write_atomically
+from files import parse_object, sha256, typed, write_atomically
 
 # Format 1 had no digest, processes or threads. It is still read.
 FORMAT = 2

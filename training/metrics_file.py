@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from training.files import parse_object, write_atomically
+from files import parse_object, write_atomically
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -16,14 +16,14 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from config import ConfigError, RunError, TrainConfig
-from training.cli import is_main_process, num_processes
+from files import write_atomically
 from training.continuation import check_foreign, check_learning_rates, differences, read_settings
-from training.files import write_atomically
 from training.manifest import InvalidCheckpoint, newest_valid, validate
 from training.metrics_file import forget_after
 from training.provenance import arrangement
 from training.signals import Preempted
 from training.status import Status, read_status, write_status
+from training.world import is_main_process, num_processes
 
 LOCK = ".lock"
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from training.files import parse_object, typed, write_atomically
+from files import parse_object, typed, write_atomically
 
 LONGEST_REASON = 1000  # characters: the file stays within one block of the disk
 

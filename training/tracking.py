@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from config import TrainConfig
-from training.files import finite_or_null
+from files import finite_or_null
 from training.metrics_file import MetricsFile
 from training.run_directory import RunDirectory
 from training.wandb_run import WandbRun

@@ -17,8 +17,9 @@ from typing import Any, NoReturn, TextIO
 
 from config import ConfigError, RunError, parse_config
 from training.signals import Preempted, ignore_stop_signals
+from training.world import is_main_process, num_processes
 
-OURS = (Path(__file__).parent.parent, Path(__file__).parent)
+OURS = [Path(__file__).parent / part for part in ("", "training")]
 
 
 def run(script: str) -> NoReturn:
@@ -90,16 +91,6 @@ def print_to_whoever_listens() -> None:
     """From now on no print fails: a pipe that nobody reads, or a log on a full disk, is no reason to stop training."""
     if not isinstance(sys.stdout, _Unheard):
         sys.stdout, sys.stderr = _Unheard(sys.stdout), _Unheard(sys.stderr)
-
-
-def num_processes() -> int:
-    """How many processes the launcher started in all."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def is_main_process() -> bool:
-    """Whether this process is the one that prints; known before there is a process group."""
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 def let_main_process_fail_first() -> None:

@@ -1,4 +1,4 @@
-"""Files of a run: written whole or not at all, and read without trust in what is in them."""
+"""Files: written whole or not at all, and read without trust in what is in them."""
 
 import hashlib
 import json
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file by `text` so that a crash leaves either the old or the new content, never a part."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace the file by `content` so that a crash leaves either the old or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    fsync_directory(path.parent)
+    fsync(path.parent)
 
 
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power failure."""
+def fsync(path: Path) -> None:
+    """Make a file, or the names in a directory, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
