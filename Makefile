@@ -2,8 +2,8 @@ PYTHON ?= python3
 # uv installs in a fraction of pip's time; pip is enough.
 UV := $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-# Two tests at a time, one file each, and one thread a process: as much as two cores can do.
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
+# Two tests at a time, one file each: as much as two cores can do.
+PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
 # A lent machine has torch, but perhaps neither this environment nor what would build it.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml

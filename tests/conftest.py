@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes, which torch reads when it is imported
+
 import pytest
 import torch
 from safetensors.torch import load_file
