@@ -127,34 +127,34 @@ def train(
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
         # So that number comes first: here for the first step, and later with the totals of the step before.
         batch = next(batches)
-        losses = torch.zeros(accumulation, device=device)
-        target_tokens = totals.exchange(start.step, losses, losses.sum(), count_targets(batch), stop=False)
+        target_tokens = totals.exchange(start.step, torch.zeros((), device=device), count_targets(batch), stop=False)
         totals.read(at_once=True)
         totals.skipped, totals.skipped_in_a_row = start.skipped
         # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
         # resumed run adds in the same order as one that never stopped.
-        accelerator.backward(model(**next(micro_batches(batch, config.micro_batch_size)))[1])
+        _, micro_loss, *sums = model(**next(micro_batches(batch, config.micro_batch_size)))
+        accelerator.backward(micro_loss)
         optimizer.zero_grad()
+        totals.agree_on_names(*sums)
         throughput.restart(start.step)
 
         for step in range(start.step, config.steps):
             lr = config.optimizer.lr * lr_scale(config.schedule, step, config.steps)
             set_lr(optimizer, lr)
-            losses = torch.zeros(accumulation, device=device)
             for index, micro_batch in enumerate(micro_batches(batch, config.micro_batch_size)):
                 seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
-                    _, micro_loss = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
+                    _, micro_loss, *sums = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
                     accelerator.backward(micro_loss)
                 if config.exact:
                     tree_sum.add_micro_batch()
-                losses[index] = micro_loss.detach() / averaged_over
+                totals.add(micro_loss / averaged_over, *sums)
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip or math.inf)
 
             done = step + 1
             batch = next(batches, None)
             stop = stop_signal.received or saver.failed or corpus_check.failed
-            target_tokens = totals.exchange(done, losses, grad_norm, count_targets(batch), stop)
+            target_tokens = totals.exchange(done, grad_norm, count_targets(batch), stop)
             log_now, evaluate_now, save_now, compare_now = config.due(done)
             totals.read(at_once=log_now or evaluate_now or save_now)
             if totals.finite:
@@ -165,7 +165,8 @@ def train(
 
             metrics = {}
             if log_now:
-                metrics |= {"train/loss": totals.loss, "train/lr": lr, "train/grad_norm": totals.grad_norm}
+                metrics |= {f"train/{name}": average for name, average in totals.averages.items()}
+                metrics |= {"train/lr": lr, "train/grad_norm": totals.grad_norm}
                 metrics |= throughput.measure(done)
                 if config.max_skipped:
                     metrics["train/skipped"] = totals.skipped

@@ -136,9 +136,9 @@ class Verification:
             for index, micro_batch in enumerate(train.micro_batches(batch, self.config.micro_batch_size)):
                 torch.manual_seed(derive_seed(self.config.seed, "dropout", step, rank * accumulation + index))
                 with self.accelerator.autocast():
-                    _, loss = network(**micro_batch, num_items_in_batch=num_targets)
+                    _, loss, *sums = network(**micro_batch, num_items_in_batch=num_targets)
                 loss.backward()
-                losses.append(loss.item())
+                losses.append([float(number) for number in dict(*sums).get("loss", (loss, 0))])
                 if tree_sum:
                     tree_sum.add_micro_batch()
             for parameter in network.parameters():
@@ -147,8 +147,8 @@ class Verification:
             set_lr(optimizer, self.config.optimizer.lr)
             optimizer.step()
             optimizer.zero_grad()
-            total = add(torch.tensor(math.fsum(losses), device=self.device)).item()
-            rows.append({"train/loss": total, "train/grad_norm": norm.item()})
+            total, count = add(torch.tensor(losses, device=self.device).sum(dim=0)).tolist()
+            rows.append({"train/loss": total / (count or 1), "train/grad_norm": norm.item()})
             states.append({name: t.clone() for name, t in shards.state_tensors(network, optimizer).items()})
         return rows, states[0], states[-1]
 

@@ -229,16 +229,15 @@ class Ours(Variant):
         """One turn of the loop in train.py; returns the loss."""
         mark("begin")
         set_lr(self.optimizer, OPTIMIZER.lr)
-        losses = torch.zeros(1, device=self.accelerator.device)
         torch.manual_seed(derive_seed(0, "dropout", self.done, 0))
-        _, loss = self.model(**self.batch, num_items_in_batch=self.target_tokens)
+        loss = self.model(**self.batch, num_items_in_batch=self.target_tokens)[1]
         mark("loss_forward")
         self.accelerator.backward(loss)
         mark("backward")
-        losses[0] = loss.detach()
+        self.totals.add(loss)
         grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), OPTIMIZER.grad_clip)
         self.done += 1
-        self.target_tokens = self.totals.exchange(self.done, losses, grad_norm, self.count_targets(), stop=False)
+        self.target_tokens = self.totals.exchange(self.done, grad_norm, self.count_targets(), stop=False)
         self.totals.read(at_once=False)
         mark("clip_and_totals")
         if self.totals.finite:

@@ -55,7 +55,7 @@ def train(args: argparse.Namespace) -> tuple[list[float], nn.Module]:
     while len(losses) < args.steps:
         sampler.set_epoch(len(losses) // len(loader))  # or every epoch would have the order of the first
         for batch in loader:
-            _, loss = model(**{name: tensor.to(device) for name, tensor in batch.items()})
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()})[1]
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -251,6 +251,13 @@ class GPTModel(nn.Module):
             logits [B, positions kept, V] in the dtype of the computation, or None; loss, 0-dim and at least
             float32, in nats, or None without labels.
 
+            A model may return a third thing, numbers to be logged: {name: (sum, count)}, 0-dim tensors or plain
+            numbers, not divided by num_items_in_batch, always the same names. Each is added up over the micro-batches
+            and processes of a step, and sum / count is logged as train/NAME; over the validation set, as val/NAME.
+            `loss` is what is differentiated, and reported as train/loss and val/loss too, unless there is a (sum,
+            count) of that name: so a term that is only to help training is added to the loss that is returned, and
+            the cross-entropy without it is returned as "loss".
+
         Raises:
             ValueError: the sequence is longer than max_position_embeddings.
         """
@@ -283,7 +290,7 @@ class GPTModel(nn.Module):
 
         logits, loss = None, None
         if labels is not None:
-            loss = next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch, self.chunked_loss)
+            loss, _ = next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch, self.chunked_loss)
         if labels is None or logits_to_keep is not None:
             logits = linear(x_BTC[:, -(logits_to_keep or 0) :], self.output_weight)
         return logits, loss

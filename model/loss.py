@@ -18,7 +18,8 @@ def next_token_loss(
     labels_BT: Tensor,
     num_items_in_batch: Tensor | float | None = None,
     chunked: bool | None = None,
-) -> Tensor:
+    z_loss: float = 0.0,
+) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Cross-entropy, in nats, of predicting each label from the position before it; see GPTModel.forward.
 
     Args:
@@ -28,35 +29,50 @@ def next_token_loss(
         num_items_in_batch: what the sum is divided by; None: the number of targets here.
         chunked: whether to go through the positions in chunks, each from its logits to its gradient at once, so that
             memory does not grow with B x T x V. None: if the logits take more than one chunk.
+        z_loss: how much of the squared log-sum-exp of each target's logits is added, which keeps it near 0 (Chowdhery
+            et al. 2022, "PaLM", arXiv:2204.02311, section 5); customary is 1e-4. In chunks it takes no product more.
+
+    Returns:
+        loss: what is to be differentiated, 0-dim.
+        sums: what GPTModel.forward may return besides: `loss`, the cross-entropy alone, and with z_loss `z_loss`, the
+            squared log-sum-exp before its factor, each as (sum, number of targets).
     """
     # The last position predicts nothing and the first label is predicted by nothing: T - 1 targets a row.
     hidden, targets = hidden_BTC[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
     vocab_size = weight_VC.shape[0]
     chunk = max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(hidden.device.type, 2**25) // (4 * vocab_size))
     if chunked or (chunked is None and len(hidden) > chunk):
-        loss_sum = ChunkedCrossEntropy.apply(hidden, weight_VC, targets, chunk)
+        loss_sum, cross_entropy, z_squared = ChunkedCrossEntropy.apply(hidden, weight_VC, targets, chunk, z_loss)
     else:
         logits = linear(hidden, weight_VC)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 sums lose digits of the loss
-        loss_sum = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-    if num_items_in_batch is None:
-        num_items_in_batch = (targets != -100).sum()
-    return loss_sum / num_items_in_batch
+        loss_sum = cross_entropy = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        if z_loss:
+            z_squared = logits.logsumexp(dim=-1).masked_fill(targets == -100, 0).square().sum()
+            loss_sum = cross_entropy + z_loss * z_squared
+    num_targets = (targets != -100).sum()
+    sums = {"loss": (cross_entropy.detach(), num_targets)}
+    if z_loss:
+        sums["z_loss"] = (z_squared.detach(), num_targets)
+    return loss_sum / (num_targets if num_items_in_batch is None else num_items_in_batch), sums
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The sum of cross-entropies of `hidden @ weight.T`, `chunk` rows at a time.
+    """The sum of cross-entropies of `hidden @ weight.T`, `chunk` rows at a time, plus z_loss times that of the squares
+    of their log-sum-exp; and both alone, which cannot be differentiated.
 
     The gradients of a chunk follow from its probabilities while these are at hand (Hsu et al. 2024, "Liger Kernel",
     arXiv:2410.10989): no product is done twice, and the backward has but to scale them.
     """
 
     @staticmethod
-    def forward(ctx, hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx, hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int, z_loss: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         device, needs_gradient = hidden_NC.device.type, any(ctx.needs_input_grad)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
         sum_dtype = torch.promote_types(dtype, torch.float32)
-        loss = hidden_NC.new_zeros((), dtype=sum_dtype)
+        cross_entropy, z_squared = (hidden_NC.new_zeros((), dtype=sum_dtype) for _ in range(2))
         hidden_gradient = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC
         weight_gradient = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
         with torch.autocast(device, enabled=False):
@@ -64,20 +80,29 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             rows = hidden_NC.split(chunk), targets_N.split(chunk), hidden_gradient.split(chunk)
             for hidden, targets, gradient in zip(*rows, strict=True):
                 hidden = hidden.to(dtype)
-                log_probabilities = F.log_softmax(linear(hidden, weight), dim=-1, dtype=sum_dtype)
-                loss += F.nll_loss(log_probabilities, targets, ignore_index=-100, reduction="sum")
+                logits = linear(hidden, weight)
+                at_target = torch.arange(len(targets), device=targets.device), targets.clamp_min(0)
+                log_probabilities = F.log_softmax(logits, dim=-1, dtype=sum_dtype)
+                cross_entropy += F.nll_loss(log_probabilities, targets, ignore_index=-100, reduction="sum")
+                if z_loss:
+                    log_z = logits[at_target].to(sum_dtype) - log_probabilities[at_target]
+                    z_squared += log_z.masked_fill(targets == -100, 0).square().sum()
+                del logits  # before the next tensor of this size
                 if needs_gradient:
                     scores = log_probabilities.exp_()
-                    scores[torch.arange(len(targets), device=targets.device), targets.clamp_min(0)] -= 1
+                    if z_loss:
+                        scores *= (1 + 2 * z_loss * log_z)[:, None]
+                    scores[at_target] -= 1
                     scores = scores.masked_fill_((targets == -100)[:, None], 0).to(dtype)
                     gradient.copy_(linear(scores, weight.t()))
                     weight_gradient += linear(scores.t(), hidden.t())
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         ctx.weight_dtype = weight_VC.dtype
-        return loss
+        ctx.mark_non_differentiable(cross_entropy, z_squared)
+        return cross_entropy + z_loss * z_squared, cross_entropy, z_squared
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx, gradient: Tensor, *_) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         # In place, for it may be the largest tensor of the step: a second backward through this loss is an error.
-        return hidden_gradient * gradient, weight_gradient.mul_(gradient).to(ctx.weight_dtype), None, None
+        return hidden_gradient * gradient, weight_gradient.mul_(gradient).to(ctx.weight_dtype), None, None, None

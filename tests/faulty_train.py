@@ -32,10 +32,10 @@ class Model(train.GPTModel):
         Model.instance = self
 
     def forward(self, *arguments, **named):
-        logits, loss = super().forward(*arguments, **named)
+        logits, loss, *sums = super().forward(*arguments, **named)
         if KIND == "nan" and MINE and self.training and Model.step in FAULTY_STEPS:
             loss = loss * float("nan")
-        return logits, loss
+        return logits, loss, *sums
 
 
 def begin_step(optimizer, lr):

@@ -95,9 +95,9 @@ def test_the_plain_attention_is_for_short_sequences_in_bfloat16(length, dtype, s
 # The loss in chunks
 
 
-@pytest.mark.parametrize("num_items", [None, 7.0])
+@pytest.mark.parametrize("num_items, z_loss", [(None, 0.0), (7.0, 0.0), (None, 0.3)])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 64])
-def test_the_loss_in_chunks_is_the_loss(num_items, chunk_rows, monkeypatch):
+def test_the_loss_in_chunks_is_the_loss(num_items, z_loss, chunk_rows, monkeypatch):
     monkeypatch.setattr("model.loss.CHUNK_BYTES", {"cpu": 4 * 37 * chunk_rows})
     monkeypatch.setattr("model.loss.MIN_CHUNK_ROWS", 1)
     labels = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(2))
@@ -105,22 +105,28 @@ def test_the_loss_in_chunks_is_the_loss(num_items, chunk_rows, monkeypatch):
     results = []
     for chunked in (False, True):
         hidden, weight = leaf(3, 9, 16, dtype=torch.float64), leaf(37, 16, dtype=torch.float64, seed=1)
-        loss = next_token_loss(hidden, weight, labels, num_items, chunked)
+        loss, sums = next_token_loss(hidden, weight, labels, num_items, chunked, z_loss)
         (3 * loss).backward()
-        results.append((loss, hidden.grad, weight.grad))
+        results.append((loss, hidden.grad, weight.grad, *(number for pair in sums.values() for number in pair)))
+        assert not any(pair[0].requires_grad for pair in sums.values())
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert results[0][2].norm() > 1e-3
+    if z_loss:
+        logits = (leaf(3, 9, 16, dtype=torch.float64) @ leaf(37, 16, dtype=torch.float64, seed=1).T)[:, :-1]
+        z_squared = logits[labels[:, 1:] != -100].exp().sum(-1).log().square()
+        assert sums["z_loss"] == (pytest.approx(z_squared.sum().item()), len(z_squared))
+        torch.testing.assert_close(loss, sums["loss"][0] / len(z_squared) + z_loss * z_squared.mean())
 
 
 def test_the_loss_in_chunks_under_autocast():
     labels = torch.randint(301, (2, 40), generator=torch.Generator().manual_seed(2))
-    exact = next_token_loss(leaf(2, 40, 64).double(), leaf(301, 64, seed=1).double(), labels)
+    exact, _ = next_token_loss(leaf(2, 40, 64).double(), leaf(301, 64, seed=1).double(), labels)
     errors = []
     for chunked in (False, True):
         hidden, weight = leaf(2, 40, 64), leaf(301, 64, seed=1)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = next_token_loss(hidden, weight, labels, chunked=chunked)
+            loss, _ = next_token_loss(hidden, weight, labels, chunked=chunked)
         loss.backward()
         assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
         errors.append((loss.double() / exact - 1).abs())
@@ -147,8 +153,8 @@ def test_the_logits_never_exist_at_once():
 def test_without_gradients_the_loss_in_chunks_makes_none():
     labels = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(2))
     hidden, weight = leaf(3, 9, 16).detach(), leaf(37, 16, seed=1).detach()
-    loss = next_token_loss(hidden, weight, labels, chunked=True)
-    torch.testing.assert_close(loss, next_token_loss(hidden, weight, labels, chunked=False))
+    loss, _ = next_token_loss(hidden, weight, labels, chunked=True)
+    torch.testing.assert_close(loss, next_token_loss(hidden, weight, labels, chunked=False)[0])
     assert not loss.requires_grad
 
 

@@ -107,7 +107,7 @@ SWITCHES = [
 def test_every_switch_trains_and_every_parameter_has_a_gradient(settings):
     model = make_model(dropout=0.1, **settings)
     tokens = make_tokens()
-    _, loss = model(tokens, labels=tokens)
+    loss = model(tokens, labels=tokens)[1]
     loss.backward()
     assert abs(loss.item() - math.log(61)) < 0.1
     for name, parameter in model.named_parameters():
@@ -244,7 +244,7 @@ def test_without_targets_the_sum_is_zero_and_the_mean_undefined(length):
     model, tokens = make_model(), make_tokens(length=length)
     labels = torch.full_like(tokens, -100)
     assert model(tokens, labels=labels)[1].isnan()
-    _, loss = model(tokens, labels=labels, num_items_in_batch=7)
+    loss = model(tokens, labels=labels, num_items_in_batch=7)[1]
     assert loss == 0
     loss.backward()
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
@@ -305,7 +305,7 @@ def test_rows_that_see_nothing_give_no_nan(dtype):
     model, tokens = make_model(**QWEN3).to(dtype), make_tokens()
     mask = torch.ones_like(tokens)
     mask[0, :3], mask[1] = 0, 0  # padding on the left, and a row of nothing else
-    logits, loss = model(tokens, mask, labels=tokens, logits_to_keep=0)
+    logits, loss = model(tokens, mask, labels=tokens, logits_to_keep=0)[:2]
     loss.backward()
     assert logits.isfinite().all() and loss.isfinite()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -330,7 +330,7 @@ def test_dropout_is_seeded_while_training_and_off_otherwise(attention_calls):
 def test_under_bfloat16_the_loss_is_computed_in_float32(settings, recwarn):
     model, tokens = make_lively_model(**settings).float(), make_tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits, loss = model(tokens, labels=tokens, logits_to_keep=0)
+        logits, loss = model(tokens, labels=tokens, logits_to_keep=0)[:2]
     assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
     expected = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)

@@ -207,8 +207,9 @@ def test_a_global_batch_without_targets_is_said():
     )
     order = SimpleNamespace(indices=lambda step: [7, 8])
     totals = StepTotals(order, 2, 0, accelerator)
-    totals.exchange(0, torch.zeros(1), torch.tensor(0.0), 0, stop=False)
-    totals.exchange(1, torch.tensor([math.nan]), torch.tensor(math.nan), 12, stop=False)
+    totals.exchange(0, torch.tensor(0.0), 0, stop=False)
+    totals.add(torch.tensor(math.nan))
+    totals.exchange(1, torch.tensor(math.nan), 12, stop=False)
     with pytest.raises(NonFiniteError, match=r"without one target token in the global batch.*\[7, 8\]"):
         totals.read(at_once=True)
 

@@ -4,10 +4,11 @@ import math
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch.utils.data import Dataset
 
 from data.corpus import Batches
-from training.step_totals import NonFiniteError
+from training.step_totals import NonFiniteError, average
 
 
 @torch.no_grad()
@@ -15,16 +16,17 @@ def evaluate(model, validation: Dataset, micro_batch_size: int, accelerator: Acc
     """Validation metrics over the whole validation set; called by all processes together.
 
     The set is cut into the same batches for any number of processes W; process r runs batches r, r + W, .... The
-    batches' loss sums are gathered one by one and added in their order, so W changes no bit of the result.
+    batches' sums are gathered one by one, and their sum is exactly rounded, so W changes no bit of the result.
 
     Returns:
-        `val/loss` (nats per target token), `val/perplexity`; and where the corpus knows them `val/floor` (the lowest
-        expected `val/loss`) and `val/bits_per_byte`.
+        `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of what else the model reports (see
+        GPTModel.forward); and where the corpus knows them `val/floor` (the lowest expected `val/loss`) and
+        `val/bits_per_byte`.
     """
     batches = Batches(validation)
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     starts = range(0, len(validation), micro_batch_size)
-    sums = torch.zeros(2, len(starts), device=accelerator.device)
+    mine = []
     model.eval()
     for first in range(0, len(starts), num_processes):
         # A process that has no batch left repeats the first one and drops its result: all processes run the model
@@ -33,19 +35,19 @@ def evaluate(model, validation: Dataset, micro_batch_size: int, accelerator: Acc
         start = starts[index] if index < len(starts) else 0
         samples = batches[range(start, min(start + micro_batch_size, len(validation)))]
         batch = {name: tensor.to(accelerator.device) for name, tensor in samples.items()}
-        _, loss_sum = model(**batch, num_items_in_batch=1)
+        _, loss_sum, *sums = model(**batch, num_items_in_batch=1)
         if index < len(starts):
-            sums[0, index] = loss_sum
-            sums[1, index] = (batch["labels"][:, 1:] != -100).sum()
+            mine.append({"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **dict(*sums)})
     model.train()
-    loss_sums, target_counts = accelerator.reduce(sums, "sum").tolist()  # zeros elsewhere: exact
-    loss_sum, num_targets = math.fsum(loss_sums), math.fsum(target_counts)
-    loss = loss_sum / num_targets if num_targets else math.nan
-    metrics = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700))}
-    if floor_nats := getattr(validation, "floor_nats", None):
-        metrics["val/floor"] = floor_nats / num_targets if num_targets else math.nan
+    of_batches = gather_object([{name: (float(s), float(n)) for name, (s, n) in sums.items()} for sums in mine])
+    totals = {name: tuple(zip(*(sums[name] for sums in of_batches), strict=True)) for name in of_batches[0]}
+    metrics = {f"val/{name}": average(sums, counts) for name, (sums, counts) in totals.items()}
+    metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700))
+    loss_sums, target_counts = totals["loss"]
+    if (floor_nats := getattr(validation, "floor_nats", None)) is not None:
+        metrics["val/floor"] = average([floor_nats], target_counts)
     if num_bytes := getattr(validation, "num_bytes", None):
-        metrics["val/bits_per_byte"] = loss_sum / num_bytes / math.log(2)
+        metrics["val/bits_per_byte"] = average(loss_sums, [num_bytes]) / math.log(2)
     return metrics
 
 

@@ -6,28 +6,41 @@ it: before a log line, an evaluation, a save and the end, and in every step wher
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from config import RunError
 from data.order import GlobalBatches
+
+RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped", "perplexity", "floor", "bits_per_byte"}  # as train/ or val/
+NOTHING: Mapping[str, tuple] = MappingProxyType({})
 
 
 class NonFiniteError(RunError):
     """The loss or the gradient of a step is infinite or NaN; the message names the step and the samples."""
 
 
-class StepTotals:
-    """Facts of all processes, exchanged in every step and read later: `loss`, `grad_norm`, `finite` and `stop`."""
+def average(sums: Sequence[float], counts: Sequence[float]) -> float:
+    """The sum of `sums` divided by that of `counts`; NaN where nothing was counted, or something is not finite."""
+    numbers_are_finite = all(map(math.isfinite, (*sums, *counts)))
+    return math.fsum(sums) / count if numbers_are_finite and (count := math.fsum(counts)) else math.nan
 
-    loss: float
-    """Of the global batch, in nats a target token."""
+
+class StepTotals:
+    """Facts of all processes, exchanged in every step and read later."""
+
+    averages: dict[str, float]
+    """`loss`, and what else the model reports (see GPTModel.forward), each over the whole global batch."""
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     finite: bool = True
-    """Whether both are finite; False only with `on_nonfinite: skip`, and then the update is to be skipped."""
+    """Whether what was differentiated and `grad_norm` are finite; False only with `on_nonfinite: skip`, and then the
+    update is to be skipped."""
     stop: bool = False
     """Whether any process was asked to stop; the same on all."""
 
@@ -40,14 +53,43 @@ class StepTotals:
         """At most `max_skipped` updates in a row may be skipped."""
         self.order, self.micro_batch_size, self.accelerator = order, micro_batch_size, accelerator
         self.max_skipped = max_skipped
+        self._dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64  # exact counts up to 2**53
+        self._names: list[str] = []
+        self._rows: list[Tensor] = []  # of the micro-batches of this step
         self._targets = math.nan  # of the step that is read next, as the exchange before it told
         self._unread: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
-    def exchange(self, step: int, losses: Tensor, grad_norm: Tensor, next_targets: Tensor | int, stop: bool) -> Tensor:
+    def agree_on_names(self, sums: Mapping[str, tuple] = NOTHING) -> None:
+        """What the model reports, from its first forward on: the same names on all processes, and in every `add`.
+
+        Raises:
+            RunError: other processes have other names, or one is a name that train.py itself logs.
+        """
+        of_processes = gather_object([list(sums)])
+        self._names = of_processes[0]
+        if any(names != self._names for names in of_processes):
+            raise RunError(f"the model reports other numbers on each process, which must be the same: {of_processes}")
+        if taken := RESERVED_NAMES & sums.keys():
+            raise RunError(f"the model reports {', '.join(sorted(taken))}: a name that is logged already; use another")
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, sums: Mapping[str, tuple] = NOTHING) -> None:
+        """Take in a micro-batch: its part of the loss, which all add up to, and its (sum, count) of each name.
+
+        Raises:
+            RunError: the names are not those that were agreed on.
+        """
+        if list(sums) != self._names:
+            raise RunError(f"the model reported {self._names} at the start and {list(sums)} now: names must not change")
+        numbers = [loss.float(), *(number for pair in sums.values() for number in pair)]
+        self._rows.append(torch.empty(len(numbers), dtype=self._dtype, device=self.accelerator.device))
+        for place, number in enumerate(numbers):
+            self._rows[-1][place] = number
+
+    def exchange(self, step: int, grad_norm: Tensor, next_targets: Tensor | int, stop: bool) -> Tensor:
         """Tell all processes what each knows of the update number `step`, without waiting for the result.
 
         Args:
-            losses: this process's micro-batches' parts of the global loss, [accumulation]; all of them add up to it.
             grad_norm: of the synchronised gradient, so already the same on all processes.
             next_targets: the number of target tokens in this process's share of the next global batch.
             stop: whether this process was asked to stop.
@@ -55,13 +97,15 @@ class StepTotals:
         Returns:
             The number of target tokens in the next global batch, 0-dim, on the device.
         """
-        device, rank, accumulation = self.accelerator.device, self.accelerator.process_index, len(losses)
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # exact counts up to 2**53
+        device, rank, rows = self.accelerator.device, self.accelerator.process_index, len(self._rows)
         # Every micro-batch has a place of its own, so that the sum of zeros and one number is exact and the host adds
-        # the losses up in the same order on any number of processes.
-        local = torch.zeros(2 + accumulation * self.accelerator.num_processes, dtype=dtype, device=device)
+        # them up in the same order on any number of processes.
+        width = 1 + 2 * len(self._names)
+        local = torch.zeros(2 + self.accelerator.num_processes * rows * width, dtype=self._dtype, device=device)
         local[0], local[1] = next_targets, stop
-        local[2 + rank * accumulation : 2 + (rank + 1) * accumulation] = losses
+        if rows:
+            local[2:].view(-1, rows * width)[rank] = torch.cat(self._rows)
+            self._rows = []
         total = self.accelerator.reduce(local, "sum")
         on_host = torch.cat((total, grad_norm.to(total).reshape(1))).to("cpu", non_blocking=True)
         copied = None
@@ -83,10 +127,12 @@ class StepTotals:
             if copied is not None:
                 copied.synchronize()
             targets, self._targets = self._targets, on_host[0].item()
-            _, stop, *losses, self.grad_norm = on_host.tolist()
-            self.stop = stop > 0
-            self.loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
-            self.finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+            self.stop, self.grad_norm = on_host[1].item() > 0, on_host[-1].item()
+            losses, *columns = on_host[2:-1].view(-1, 1 + 2 * len(self._names)).T.tolist()
+            loss = average(losses, [1.0])
+            pairs = zip(self._names, columns[::2], columns[1::2], strict=True)
+            self.averages = {"loss": loss} | {name: average(sums, counts) for name, sums, counts in pairs}
+            self.finite = math.isfinite(loss) and math.isfinite(self.grad_norm)
             self.skipped += not self.finite
             self.skipped_in_a_row = 0 if self.finite else self.skipped_in_a_row + 1
             if self.skipped_in_a_row > self.max_skipped:
@@ -100,7 +146,7 @@ class StepTotals:
         samples = [index for i in guilty for index in indices[i * size : (i + 1) * size]]
         in_a_row = f", {self.skipped_in_a_row} times in a row" if self.skipped_in_a_row > 1 else ""
         return (
-            f"step {step}: loss = {self.loss}, gradient norm = {self.grad_norm}{in_a_row}"
+            f"step {step}: loss = {average(losses, [1.0])}, gradient norm = {self.grad_norm}{in_a_row}"
             f"{', without one target token in the global batch' if targets == 0 else ''}, on process(es) {ranks} "
             f"whose training samples were {samples}; nothing was saved since the last checkpoint"
         )

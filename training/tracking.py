@@ -12,6 +12,15 @@ from training.run_directory import RunDirectory
 from training.wandb_run import WandbRun
 
 NUM_TEXTS_SHOWN = 3
+# How the screen shows what is no number like a loss.
+FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
+FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
+SHORT_NAMES = {"perf/tokens_per_second": "tokens/s"}
+
+
+def shown(name: str, value: float) -> str:
+    """A metric's value as the screen shows it."""
+    return format(value, FORMATS.get(name, ".4f" if value == 0 or abs(value) >= 0.01 else ".3g"))
 
 
 class Tracker:
@@ -41,14 +50,16 @@ class Tracker:
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept for later.")
         if self.wandb_run is not None:
             self.wandb_run.log({"step": step, **metrics})
-        if "train/loss" in metrics:
-            self._show_training(step, metrics)
-        if shown := [
-            f"{name} = {value:.4f}" for name, value in metrics.items() if name.startswith(("val/", "sample/"))
-        ]:
-            if "val/floor" in metrics:
-                shown.append(f"({metrics['val/loss'] / metrics['val/floor'] - 1:.1%} above the floor)")
-            self.say(f"[step {step} / {self.steps}] " + " ".join(shown))
+        training = {name: value for name, value in metrics.items() if name.startswith(("train/", "perf/"))}
+        if training:
+            self._show_training(step, training)
+        if other := {name: value for name, value in metrics.items() if name not in training}:
+            words = [f"{name} = {shown(name, value)}" for name, value in other.items()]
+            if (floor := metrics.get("val/floor")) == 0:
+                words.append(f"({metrics['val/loss']:.4f} nats above the floor)")
+            elif floor is not None:
+                words.append(f"({metrics['val/loss'] / floor - 1:.1%} above the floor)")
+            self.say(f"[step {step} / {self.steps}] " + " ".join(words))
 
     def sync(self) -> None:
         """Return once all that was logged is on the disk.
@@ -86,18 +97,13 @@ class Tracker:
             self.wandb_run.finish(exit_code=0 if exception is None else 1)
 
     def _show_training(self, step: int, metrics: dict[str, float]) -> None:
-        shown = {
-            "loss": f"{metrics['train/loss']:.4f}",
-            "lr": f"{metrics['train/lr']:.3g}",
-            "grad_norm": f"{metrics['train/grad_norm']:.3f}",
-            "tokens/s": f"{metrics['perf/tokens_per_second']:,.0f}",
+        short = {
+            SHORT_NAMES.get(name, name.partition("/")[2]): shown(name, value)
+            for name, value in metrics.items()
+            if name != "train/tokens" and (name != "train/skipped" or value)
         }
-        if metrics.get("train/skipped"):
-            shown["skipped"] = f"{metrics['train/skipped']}"
-        if "perf/mfu" in metrics:
-            shown["mfu"] = f"{metrics['perf/mfu']:.1%}"
         if self.bar.disable:
-            self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in shown.items()))
+            self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in short.items()))
         else:
-            self.bar.set_postfix(shown, refresh=False)
+            self.bar.set_postfix(short, refresh=False)
             self.bar.update(step - self.bar.n)

@@ -1,0 +1,33 @@
+"""train.py with a model that is trained with z-loss and reports numbers of its own, as a fork's might."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import cli
+import model.gpt
+import train
+
+Z_LOSS = 0.01
+next_token_loss = partial(model.gpt.next_token_loss, z_loss=Z_LOSS)
+
+
+class Model(train.GPTModel):
+    def forward(self, input_ids, labels=None, **named):
+        logits, loss = super().forward(input_ids, labels=labels, **named)
+        if labels is None:
+            return logits, loss
+        num_targets = (labels[:, 1:] != -100).sum()
+        return logits, loss, {**Model.sums, "targets_per_row": (num_targets, len(labels)), "nothing": (0, 0)}
+
+
+def loss_alone(*arguments):
+    loss, Model.sums = next_token_loss(*arguments)
+    return loss, None
+
+
+if __name__ == "__main__":
+    model.gpt.next_token_loss, train.GPTModel = loss_alone, Model
+    cli.run("train")

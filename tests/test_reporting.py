@@ -1,0 +1,110 @@
+"""Numbers that a model or a corpus reports besides the loss: right, the same on any number of processes, and shown."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from config import RunError, TrainConfig
+from data.order import GlobalBatches
+from data.stories import StoriesDataset, build_tokenizer
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from tests import forked
+from tests.conftest import TINY_STORIES, environment, metrics, tensors
+from tests.reporting_train import Z_LOSS
+from training.step_totals import StepTotals
+from training.tracking import Tracker
+
+STEPS = 2
+ALONE = SimpleNamespace(
+    device=torch.device("cpu"),
+    process_index=0,
+    num_processes=1,
+    is_main_process=True,
+    reduce=lambda tensor, how: tensor,
+)
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """What exact runs on 1 and 2 processes printed, the rows that they logged, and the directory of the second."""
+    out_dir, outputs = tmp_path_factory.mktemp("reported"), []
+    for processes in (1, 2):
+        words = f"--steps {STEPS} --evaluation.every 1 --model.dropout 0 --exact true --name {processes}".split()
+        arguments = [*TINY_STORIES, *words, "--out_dir", str(out_dir)]
+        done = forked.run("tests/reporting_train.py", arguments, processes, environment())
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    return outputs, [metrics(out_dir / str(processes)) for processes in (1, 2)], out_dir / "2"
+
+
+def by_hand(model, rows):
+    """Mean cross-entropy, mean squared log-sum-exp and targets a row, in float64 from the definitions."""
+    logits = torch.cat([model(row["input_ids"][None])[0][0, :-1] for row in rows])
+    labels = torch.cat([row["labels"][1:] for row in rows])
+    logits, labels = logits[labels != -100], labels[labels != -100]
+    return F.cross_entropy(logits, labels), logits.exp().sum(-1).log().square().mean(), len(labels) / len(rows)
+
+
+def network():
+    torch.manual_seed(0)
+    sizes = dict(n_layers=2, d_model=16, n_heads=2, d_ff=32, dropout=0.0)
+    return GPTModel(GPTConfig(build_tokenizer().get_vocab_size(), **sizes)).double()
+
+
+def test_the_same_numbers_on_any_number_of_processes(reported):
+    _, (alone, together), _ = reported
+    assert alone == together and len(alone) == STEPS
+
+
+def test_what_a_model_reports_is_divided_by_its_own_count(reported):
+    _, (rows, _), run = reported
+    model, dataset = network(), StoriesDataset("train", 20, 0, 128)
+    loss, z_loss, targets = by_hand(model, [dataset[i] for i in GlobalBatches(20, 6, 0).indices(0)])
+    (loss + Z_LOSS * z_loss).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    first = rows[0]
+    assert first["train/grad_norm"] == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
+    assert first["train/loss"] == pytest.approx(loss.item(), rel=1e-6), "the cross-entropy alone"
+    assert first["train/z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
+    assert first["train/targets_per_row"] == targets and first["train/nothing"] is None
+
+    model.load_state_dict({n.removeprefix("model."): t for n, t in tensors(run, STEPS).items() if n[:6] == "model."})
+    with torch.no_grad():
+        loss, z_loss, targets = by_hand(model, list(StoriesDataset("validation", 7, 0, 128)))
+    last = rows[-1]
+    assert last["val/loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert last["val/perplexity"] == pytest.approx(loss.exp().item(), rel=1e-5)
+    assert last["val/z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
+    assert last["val/targets_per_row"] == pytest.approx(targets) and last["val/nothing"] is None
+
+
+def test_the_screen_shows_whatever_is_logged(reported):
+    (output, _), (rows, _), _ = reported
+    training, validation = (line for line in output.splitlines() if line.startswith(f"[step {STEPS} /"))
+    for name in ("loss", "z_loss", "targets_per_row"):
+        assert f" {name} = {rows[-1][f'train/{name}']:.4f} " in training
+        assert f" val/{name} = {rows[-1][f'val/{name}']:.4f} " in validation
+    assert " tokens/s = " in training and " nothing = nan " in training and "train/tokens" not in training
+
+
+def test_names_that_change_or_are_taken_are_refused():
+    totals = StepTotals(None, 1, 0, ALONE)
+    totals.agree_on_names({"z_loss": (0, 0)})
+    with pytest.raises(RunError, match=r"\['z_loss'\] at the start and \['balance'\] now"):
+        totals.add(torch.tensor(1.0), {"balance": (0, 0)})
+    with pytest.raises(RunError, match="reports grad_norm"):
+        totals.agree_on_names({"grad_norm": (0, 0)})
+
+
+@pytest.mark.parametrize("floor, said", [(0.0, "(0.2500 nats above the floor)"), (0.2, "(25.0% above the floor)")])
+def test_a_floor_of_zero_is_a_floor(floor, said, tmp_path, capsys):
+    config = TrainConfig(steps=1)
+    config.tracking.wandb = "disabled"
+    with Tracker(config, SimpleNamespace(metrics_file=tmp_path / "metrics.jsonl"), 0, ALONE) as tracker:
+        tracker.log(1, {"val/loss": 0.25, "val/floor": floor, "val/exact_match": 0.5, "val/tiny": 1.25e-5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["val/floor"] == floor
+    assert f"val/exact_match = 0.5000 val/tiny = 1.25e-05 {said}" in capsys.readouterr().out
