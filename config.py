@@ -237,7 +237,7 @@ class TrainConfig:
     """How many updates in a row may be skipped before the run stops after all."""
 
     check_replicas_every: NonNegativeInt = 100
-    """Steps between comparisons of the weights of all processes, by a digest; before a save too. 0: never."""
+    """Steps between comparisons of the state of all processes, by its digest; before a save too. 0: never."""
 
     timeout_seconds: PositiveInt = 600
     """How long a process waits for the others in a collective operation before the run ends with an error."""
@@ -262,9 +262,9 @@ class TrainConfig:
                 raise no_code_for("on_nonfinite", other)
 
     def due(self, step: int) -> tuple[bool, bool, bool, bool]:
-        """Whether to log, to evaluate, to save and to compare the processes' weights after `step` updates.
+        """Whether to log, to evaluate, to save and to compare the processes' state after `step` updates.
 
-        All that is ever done is done at the end, and weights are compared before they are saved.
+        All that is ever done is done at the end, and the state is compared before it is saved.
         """
         intervals = self.tracking.log_every, self.evaluation.every, self.checkpoint.every, self.check_replicas_every
         at_end = step == self.steps

@@ -36,9 +36,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def finite_or_null(metrics: dict[str, float]) -> dict[str, float | None]:
+def finite_or_null(metrics: dict[str, float | str]) -> dict[str, float | str | None]:
     """JSON has no NaN and no infinity: they become null."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from training import checkpoint, launch
 from training.compute import prepare_network, step_profiler
 from training.corpus_check import CorpusCheck
 from training.evaluation import evaluate, require_finite_loss
+from training.fingerprint import state_digests
 from training.optimizer import build_optimizer, set_lr
-from training.replicas import check_replicas
 from training.run_directory import RunDirectory, Start
 from training.sampling import sample_stories
 from training.schedule import lr_scale
@@ -47,7 +47,7 @@ def main(config: TrainConfig) -> None:
 
     Raises:
         ConfigError: the settings do not fit the launch, the data or the run directory, or the data are damaged.
-        RunError: the loss is no number any more, the processes' weights differ, or a checkpoint cannot be written.
+        RunError: the loss is no number any more, the processes' states differ, or a checkpoint cannot be written.
         Preempted: a signal asked to stop, and the checkpoint is saved.
     """
     run = RunDirectory(config.out_dir, config.name)
@@ -99,6 +99,7 @@ def train(
     averaged_over = 1 if config.exact else num_processes
     if start.checkpoint:
         checkpoint.load(start.checkpoint, model, optimizer)
+        state_digests(network, optimizer).require(start.metrics.get("state/digest"), start.checkpoint)
 
     order = corpus.order(config.global_batch_size, config.seed)
     # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
@@ -160,10 +161,13 @@ def train(
             if totals.finite:
                 optimizer.step()
             optimizer.zero_grad()
-            if compare_now:
-                check_replicas(network, accelerator, done)
 
             metrics = {}
+            if log_now or evaluate_now or save_now or compare_now or totals.stop:
+                digests = state_digests(network, optimizer)
+                metrics["state/digest"] = str(digests)
+                if compare_now:
+                    digests.check_replicas(accelerator, done)
             if log_now:
                 metrics |= {f"train/{name}": average for name, average in totals.averages.items()}
                 metrics |= {"train/lr": lr, "train/grad_norm": totals.grad_norm}

@@ -228,13 +228,13 @@ def test_replicas_that_drift_apart_stop_the_run(runs):
     arguments = [*TINY, "--out_dir", runs, "--check_replicas_every", 2, "--checkpoint.every", 100]
     done = train(*arguments, processes=3, exit_code=1, faults="flip:1:3")
     error = next(line for line in done.stderr.splitlines() if "train.py: error" in line)
-    assert "step 4: the weights differ between processes, in 1 of " in error
-    assert "first in blocks.1.mlp.down_proj.weight: process(es) [1] from process(es) [0, 2]" in error
+    assert "step 4: the state differs between processes, in 1 of " in error
+    assert "first in model.blocks.1.mlp.down_proj.weight: process(es) [1] from process(es) [0, 2]" in error
     assert status(runs / "run")["state"] == "failed" and not list((runs / "run" / "checkpoints").iterdir())
 
 
 @pytest.mark.slow
 def test_replicas_that_drift_apart_are_not_saved(runs):
     done = train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults="flip:1:2")
-    assert "step 2: the weights differ" in done.stderr
+    assert "step 2: the state differs" in done.stderr
     assert [path.name for path in (runs / "run" / "checkpoints").iterdir()] == ["step-00000001"]

@@ -53,7 +53,7 @@ class Tracker:
         training = {name: value for name, value in metrics.items() if name.startswith(("train/", "perf/"))}
         if training:
             self._show_training(step, training)
-        if other := {name: value for name, value in metrics.items() if name not in training}:
+        if other := {n: value for n, value in metrics.items() if n not in training and not isinstance(value, str)}:
             words = [f"{name} = {shown(name, value)}" for name, value in other.items()]
             if (floor := metrics.get("val/floor")) == 0:
                 words.append(f"({metrics['val/loss']:.4f} nats above the floor)")
