@@ -37,6 +37,8 @@ def call(script: str) -> int:
     print_to_whoever_listens()
     try:
         config = parse_config(num_processes=num_processes())
+        if is_main_process():
+            print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
         import_module(script).main(config)
     except SystemExit as exit_:  # --help and --print_config
         return int(exit_.code or 0)

@@ -209,7 +209,10 @@ class TrainConfig:
 
     resume: str = "auto"
     """auto: go on from the newest valid checkpoint of this run, if there is one; never: start afresh, an existing run
-    directory is moved aside; or the path of a checkpoint, whose weights, moments and step start a new run."""
+    directory is moved aside. The path of a checkpoint means branch_from, as it was once called."""
+
+    branch_from: str | None = None
+    """The path of a checkpoint, whose weights, moments and step start this run. null: it starts from none."""
 
     exact: bool = False
     """Give the same bits on any power-of-two number of processes: gradients are added up in one fixed tree instead of
@@ -249,6 +252,10 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        if self.resume not in ("auto", "never", None):
+            self.resume, self.branch_from = "auto", self.resume
 
     @property
     def max_skipped(self) -> int:
@@ -351,7 +358,7 @@ class TrainConfig:
         name = self.name
         if name is not None and (name in ("", ".", "..") or Path(name).name != name or name.startswith("~")):
             problems.append(f"name: {name!r} is not a plain directory name; use out_dir for the directory above it")
-        for setting, value in (("name", name), ("out_dir", self.out_dir), ("resume", self.resume)):
+        for setting, value in (("name", name), ("out_dir", self.out_dir), ("branch_from", self.branch_from)):
             if value is not None and not value.isprintable():
                 problems.append(f"{setting}: {value!r} has characters that cannot be printed; use others")
         try:

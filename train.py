@@ -29,6 +29,7 @@ from training.compute import prepare_network, step_profiler
 from training.corpus_check import CorpusCheck
 from training.evaluation import evaluate, require_finite_loss
 from training.fingerprint import state_digests
+from training.gradients import backward, fill_in, first_backward
 from training.optimizer import build_optimizer, set_lr
 from training.run_directory import RunDirectory, Start
 from training.sampling import sample_stories
@@ -134,7 +135,7 @@ def train(
         # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
         # resumed run adds in the same order as one that never stopped.
         _, micro_loss, *sums = model(**next(micro_batches(batch, config.micro_batch_size)))
-        accelerator.backward(micro_loss)
+        first_backward(micro_loss, model, accelerator)
         optimizer.zero_grad()
         totals.agree_on_names(*sums)
         throughput.restart(start.step)
@@ -146,10 +147,11 @@ def train(
                 seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
                     _, micro_loss, *sums = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
-                    accelerator.backward(micro_loss)
+                    backward(micro_loss, model, accelerator)
                 if config.exact:
                     tree_sum.add_micro_batch()
                 totals.add(micro_loss / averaged_over, *sums)
+            fill_in(network.parameters())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip or math.inf)
 
             done = step + 1
@@ -178,8 +180,7 @@ def train(
                 metrics |= evaluate(model, corpus.validation, config.evaluation.micro_batch_size, accelerator)
             if done == config.steps and config.data.source == "stories":
                 metrics |= sample_stories(model, corpus, config, accelerator, tracker)
-            if metrics:
-                tracker.log(done, metrics)
+            tracker.log(done, metrics)
             if save_now or totals.stop:
                 corpus_check.demand()
                 saver.save(done, model, optimizer, metrics, totals)

@@ -142,7 +142,7 @@ class Verification:
                 if tree_sum:
                     tree_sum.add_micro_batch()
             for parameter in network.parameters():
-                parameter.grad = add(parameter.grad)
+                parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or math.inf)
             set_lr(optimizer, self.config.optimizer.lr)
             optimizer.step()

@@ -135,7 +135,7 @@ def test_another_number_of_processes_reads_it(run):
     train(*SHORT, "--out_dir", run.parent, "--name", "run", processes=2)
     assert len(list((run / "checkpoints" / "step-00000004").glob("*.safetensors"))) == 2
     done = train(*SHORT, "--steps", 6, "--schedule.name", "constant", "--out_dir", run.parent, "--name", "longer",
-                 "--resume", run / "checkpoints" / "step-00000004")  # fmt: skip
+                 "--branch_from", run / "checkpoints" / "step-00000004")  # fmt: skip
     assert "resumed at step 4" in done.stdout
     assert [row["step"] for row in metrics(run.parent / "longer")] == [5, 6]
 

@@ -122,7 +122,7 @@ def test_a_run_without_a_new_setting_goes_on_and_one_with_a_lost_one_is_refused(
 
 def test_another_optimizer_than_the_checkpoints_is_refused(run):
     start = run / "checkpoints" / "step-00000004"
-    arguments = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 6, "--resume", start]
+    arguments = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 6, "--branch_from", start]
     done = train(*arguments, "--optimizer.name", "muon", exit_code=2)
     assert "optimizer.name: adamw there, muon now" in done.stderr and "Traceback" not in done.stderr
 

@@ -1,20 +1,25 @@
 """metrics.jsonl, Weights & Biases, the terminal and the picture show what happened, also after a rewind."""
 
 import fcntl
+import io
 import json
 import os
 import pty
 import shutil
 import struct
 import subprocess
+import sys
 import termios
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 from config import parse_config
 from plot import save_loss_curve
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command
+from training.run_directory import RunDirectory
+from training.tracking import Tracker
 
 STEPS = 4
 SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num_story_samples 4".split()]
@@ -116,6 +121,7 @@ def test_a_terminal_shows_a_progress_bar(runs):
         shown += chunk
     assert [process.exitcode for process in launch.processes] == [0, 0]
     text = shown.decode()
+    assert "loading torch" in text and "waiting for all 2 processes" in text
     assert "4/4" in text and "tokens/s=" in text and "loss=" in text and "step/s" in text
     assert "train/loss" not in text and "] loss =" not in text, "the lines are for where there is no terminal"
     assert text.rstrip().endswith("Training finished.")
@@ -129,3 +135,18 @@ def test_the_picture_can_be_drawn_again_and_a_missing_run_is_said(tmp_path):
     assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
     done = subprocess.run([*train_command()[:1], "plot.py", "nowhere"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar_moves_in_every_step_logged_or_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    config = parse_config([*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run"])
+    run = RunDirectory(str(tmp_path), "run")
+    run.path.mkdir()
+    with Tracker(config, run, 1, SimpleNamespace(is_main_process=True)) as tracker:
+        tracker.log(3, {})
+        assert tracker.bar.n == 3 and not run.metrics_file.read_text()

@@ -14,9 +14,9 @@ from training.schedule import lr_scale
 # What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
 # are compared by the learning rates that they gave so far; the corpus at data.path, by data.hash.
 FREE_SETTINGS = {
-    *("name", "out_dir", "resume", "steps", "schedule", "compile", "on_nonfinite", "max_skipped_in_a_row"),
-    *("check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss", "profile"),
-    *("checkpoint", "evaluation", "tracking", "data.num_workers", "data.path"),
+    *("name", "out_dir", "resume", "branch_from", "steps", "schedule", "compile", "on_nonfinite"),
+    *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
+    *("profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path"),
 }
 # Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
 RETIRED_SETTINGS: dict[str, Any] = {}
@@ -53,6 +53,8 @@ def read_settings(file: Path) -> dict[str, Any] | None:
         settings = complete(yaml.safe_load(file.read_text()))
         if type(settings["global_batch_size"]) is not int or type(settings["resume"]) is not str:
             raise ValueError("global_batch_size or resume is none")
+        if settings["resume"] not in ("auto", "never"):
+            settings["branch_from"] = settings["resume"]  # its older name
     except FileNotFoundError:
         return None
     except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
@@ -89,7 +91,7 @@ def check_learning_rates(config: TrainConfig, path: Path, manifest: Manifest) ->
                 f"steps: {config.steps} (before: {before['steps']}) and schedule: {asdict(config.schedule)} would have "
                 f"given step {step} of this run {new:.6g} of the peak learning rate, but it had {old:.6g}; a run can "
                 "be extended only until its decay begins (schedule.name: constant or wsd), or be continued as a new "
-                f"one: --name NEW --resume {path}"
+                f"one: --name NEW --branch_from {path}"
             )
 
 
@@ -102,6 +104,6 @@ def check_foreign(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     fixed = ("model.", "optimizer.name:")
     if different := [line for line in differences(complete(manifest.config), config) if line.startswith(fixed)]:
         what = "\n  ".join(different)
-        raise ConfigError(f"resume: {path} is a checkpoint of another model or optimizer:\n  {what}")
+        raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {what}")
     if config.steps <= manifest.step:
         raise ConfigError(f"steps: {config.steps} leaves nothing to do after the {manifest.step} of {path}")

@@ -5,6 +5,7 @@ order, learning rate, accumulation, checkpoints, compilation) a launch file must
 """
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from config import ConfigError, TrainConfig
 from training.compute import prepare_cpu
 from training.rendezvous import fresh_store
-from training.world import num_processes
+from training.world import is_main_process, num_processes
 
 # Sections of a launch file, and what Accelerate puts before their keys to find its own command-line argument.
 LAUNCH_FILE_SECTIONS = {
@@ -86,6 +87,8 @@ def start(config: TrainConfig) -> Accelerator:
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
     if num_processes() > 1 and not dist.is_initialized():
+        if is_main_process():
+            print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
         store, rank, world_size = next(dist.rendezvous("env://"))
         dist.init_process_group(
             "gloo" if use_cpu else "nccl",

@@ -71,15 +71,15 @@ class RunDirectory:
             if problems := config.problems(num_processes()):
                 raise ConfigError("\n".join(problems))
         if before is None:
-            if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
-                raise ConfigError(f"resume: {config.resume!r} is neither auto, never nor the directory of a checkpoint")
+            if config.branch_from is not None and not Path(config.branch_from).is_dir():
+                raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
             return
-        if config.resume == "auto":
-            config.resume = before["resume"]  # a run that began from another's checkpoint still did
-        elif config.resume not in ("never", before["resume"]):
+        if config.branch_from is None:
+            config.branch_from = before["branch_from"]
+        elif config.branch_from != before["branch_from"]:
             raise ConfigError(
-                f"resume: {config.resume!r} starts a new run, but {self.path} already holds one; choose another name, "
-                "or --resume never moves that run aside"
+                f"branch_from: {config.branch_from!r} starts a new run, but {self.path} already holds one; choose "
+                "another name, or --resume never moves that run aside"
             )
         if different := differences(before, config):
             raise ConfigError(
@@ -163,19 +163,19 @@ class RunDirectory:
             if manifest.mixed_precision != now["mixed_precision"]:
                 raise ConfigError(
                     f"mixed_precision: {now['mixed_precision']} of the launch, but {path} was trained with "
-                    f"{manifest.mixed_precision}; use that, or continue it as a new run: --name NEW --resume {path}"
+                    f"{manifest.mixed_precision}; use that, or a new run: --name NEW --branch_from {path}"
                 )
             check_learning_rates(config, path, manifest)
         elif rejected:
             raise ConfigError(
                 f"no valid checkpoint is left in {self.checkpoints}; mend one, or start afresh with --resume never"
             )
-        elif config.resume not in ("auto", "never"):
-            path = Path(config.resume)
+        elif config.branch_from is not None:
+            path = Path(config.branch_from)
             try:
                 manifest = validate(path)
             except InvalidCheckpoint as invalid:
-                raise ConfigError(f"resume: {invalid}") from None
+                raise ConfigError(f"branch_from: {invalid}") from None
             check_foreign(config, path, manifest)
         if manifest is None:
             return Start()
@@ -192,7 +192,7 @@ class RunDirectory:
         """Whether this is the run of these settings, and nobody else is running it."""
         try:
             before = read_settings(self.path / "config.yaml")
-            if before is None or _starts_afresh(config) or config.resume not in ("auto", "never", before["resume"]):
+            if before is None or _starts_afresh(config) or config.branch_from not in (None, before["branch_from"]):
                 return False
             if differences(before, config):
                 return False

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_SIGNAL_SECONDS = 1.0
@@ -34,3 +35,6 @@ class StopSignal:
             os.kill(os.getpid(), number)
         if not self.received:
             self.received, self.first_seconds = True, time.monotonic()
+            if int(os.environ.get("RANK", 0)) == 0:
+                with suppress(OSError):  # not by print, which may be what was interrupted
+                    os.write(2, b"\nStopping after this step; again to stop at once.\n")

@@ -41,8 +41,14 @@ class Tracker:
         self.wandb_run = WandbRun(config, run.path, self.say) if config.tracking.wandb != "disabled" else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of `step`: one line of metrics.jsonl, one point in W&B, one line or bar on the screen."""
+        """Write the metrics of `step`: one line of metrics.jsonl, one point in W&B, one line or bar on the screen.
+
+        Without any, the bar alone moves on.
+        """
         if not self.is_main_process:
+            return
+        self.bar.update(step - self.bar.n)
+        if not metrics:
             return
         try:
             self.metrics_file.append({"step": step, **finite_or_null(metrics)})
@@ -105,5 +111,4 @@ class Tracker:
         if self.bar.disable:
             self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in short.items()))
         else:
-            self.bar.set_postfix(short, refresh=False)
-            self.bar.update(step - self.bar.n)
+            self.bar.set_postfix(short)

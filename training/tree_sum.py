@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.gradients import fill_in
+
 
 class TreeSum:
     """Takes DDP's place: call `add_micro_batch` after every backward; after the last, `.grad` is the global sum.
@@ -34,6 +36,7 @@ class TreeSum:
         num_leaves, in_leaf = divmod(self.num_added, self.micro_batches_per_leaf)
         if in_leaf:
             return
+        fill_in(self.parameters)
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None

@@ -1,0 +1,90 @@
+"""A model may use other parameters in every batch and process: gradients are the sums, bit for bit the same."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import forked
+from tests.forked import server
+from training.gradients import backward, fill_in, first_backward
+
+# Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
+STEPS = [[[0, 1], [0, 1], [0, 1]], [[2], [3, 2], [1]], [[0, 1, 2], [3], [2, 0]]]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(61, 61) for _ in range(5))  # the last is never chosen
+
+    def forward(self, x, chosen):
+        for index in chosen:
+            x = self.experts[index](x).tanh()
+        return x.sum()
+
+
+def inputs(step, rank):
+    return torch.randn(7, 61, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(rank, world_size, port, first, file):
+    """The gradients of every step, after a first backward that used the experts `first`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    network = Experts()
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=0.03)
+    first_backward(model(inputs(9, rank), first), model, accelerator)
+    gradients = []
+    for step, chosen in enumerate(STEPS):
+        network.zero_grad()
+        with model.no_sync():
+            backward(model(inputs(step, rank), chosen[0]), model, accelerator)
+        backward(model(inputs(step, rank), chosen[rank]), model, accelerator)
+        gradients.append([parameter.grad.clone() for parameter in network.parameters()])
+    everywhere = [None] * world_size
+    dist.all_gather_object(everywhere, gradients)
+    if rank == 0:
+        torch.save(everywhere, file)
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The gradients on each of 3 processes, for two different first batches."""
+    files = [tmp_path_factory.mktemp("gradients") / "gradients.pt" for _ in range(2)]
+    for file, first in zip(files, ([0, 1, 2, 3, 4], [3, 0]), strict=True):
+        port = forked.free_port()
+        processes = [server.Process(target=train, args=(rank, 3, port, first, file)) for rank in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(100)
+        assert [process.exitcode for process in processes] == [0, 0, 0]
+    return [torch.load(file) for file in files]
+
+
+def test_unused_parameters_have_a_gradient_of_zero_and_used_ones_the_mean_of_the_processes(trained):
+    torch.manual_seed(0)
+    network = Experts()
+    for step, chosen in enumerate(STEPS):
+        losses = [network(inputs(step, r), chosen[0]) + network(inputs(step, r), chosen[r]) for r in range(3)]
+        network.zero_grad()
+        (sum(losses) / 3).backward()
+        fill_in(network.parameters())
+        for of_process in trained[0]:
+            for gradient, parameter in zip(of_process[step], network.parameters(), strict=True):
+                torch.testing.assert_close(gradient, parameter.grad)
+        assert not any(gradient.any() for gradient in trained[0][0][step][-2:])
+
+
+def test_the_bits_do_not_depend_on_what_the_first_batch_used(trained):
+    for one, other in zip(trained[0][0], trained[1][0], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
