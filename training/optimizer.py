@@ -18,10 +18,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     if config.name == "muon":
         hidden = [parameter for name, parameter in named if parameter.dim() == 2 and name.startswith("blocks.")]
         matrices = [parameter for parameter in matrices if not any(parameter is other for other in hidden)]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     match config.name:
         case "adamw":

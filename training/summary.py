@@ -12,12 +12,7 @@ from training.run_directory import Start
 
 
 def summary(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    model: GPTModel,
-    directory: Path,
-    start: Start,
-    corpus: str | None,
+    config: TrainConfig, accelerator: Accelerator, model: GPTModel, directory: Path, start: Start, corpus: str | None
 ) -> str:
     """What is in force, a line each; `model` is the network before it was prepared, `corpus` what is verified."""
     device = accelerator.device
