@@ -32,7 +32,7 @@ from training.fingerprint import state_digests
 from training.gradients import backward, fill_in, first_backward
 from training.optimizer import build_optimizer, set_lr
 from training.run_directory import RunDirectory, Start
-from training.sampling import sample_stories
+from training.sampling import sample_texts
 from training.schedule import lr_scale
 from training.signals import Preempted, StopSignal, ignore_stop_signals
 from training.step_totals import StepTotals
@@ -177,9 +177,10 @@ def train(
                 if config.max_skipped:
                     metrics["train/skipped"] = totals.skipped
             if evaluate_now:
-                metrics |= evaluate(model, corpus.validation, config.evaluation.micro_batch_size, accelerator)
-            if done == config.steps and config.data.source == "stories":
-                metrics |= sample_stories(model, corpus, config, accelerator, tracker)
+                micro_batch_size = config.evaluation.micro_batch_size
+                metrics |= evaluate(model, corpus.validation, micro_batch_size, accelerator, corpus.score)
+            if done == config.steps:
+                metrics |= sample_texts(model, corpus, config, accelerator, tracker)
             tracker.log(done, metrics)
             if save_now or totals.stop:
                 corpus_check.demand()

@@ -1,5 +1,6 @@
 """What a run trains on and is evaluated on. A new data source is one file in this folder and one branch here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,13 @@ from torch.utils.data import Dataset, default_collate
 from config import TrainConfig, no_code_for
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
 from data.random_tokens import RandomTokensDataset
-from data.stories import StoriesDataset, build_tokenizer
+from data.stories import StoriesDataset, build_tokenizer, score_stories
 
 if TYPE_CHECKING:
     from data.integrity import Verification
+
+Sums = dict[str, tuple[Tensor | float, Tensor | float]]
+"""Numbers to be reported as sum / count, by their names, which must always be the same."""
 
 
 class Batches(Dataset):
@@ -50,6 +54,11 @@ class Corpus:
     """Of a mixture: how many of MIX_BLOCK training samples come from each of its corpora."""
     verification: "Verification | None" = None
     """Of the files that it is read from, to be started."""
+    score: Callable[[Tensor, dict[str, Tensor]], Sums] | None = None
+    """What the validation set is scored by besides the loss, reported as val/NAME: of the logits of a batch, [B, T, V],
+    which at position t predict label t + 1, and the batch."""
+    score_texts: Callable[[list[str]], Sums] | None = None
+    """What texts are scored by that the trained model writes between two end-of-text tokens, as sample/NAME."""
 
     def order(self, global_batch_size: int, seed: int) -> GlobalBatches:
         """Which training samples every global batch has."""
@@ -78,7 +87,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
     splits = [StoriesDataset(split, size, config.seed, config.seq_len) for split, size in sizes.items()]
     tokenizer = build_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
-    return Corpus(*splits, tokenizer, _checked_vocab_size(vocab_size, num_tokens))
+    return Corpus(*splits, tokenizer, _checked_vocab_size(vocab_size, num_tokens), score_texts=score_stories)
 
 
 def _load_text(config: TrainConfig) -> Corpus:

@@ -15,8 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
 
 from data.grammar import TOKEN, Grammar
-
-END_OF_TEXT = "<|endoftext|>"
+from data.tokenizer import END_OF_TEXT
 
 
 def _words(words: str) -> list[dict[str, str]]:
@@ -251,6 +250,11 @@ class StoriesDataset(Dataset):
             text, log_probability = GRAMMAR.write(random.Random(f"{self.seed} {self.split} {index} {attempt}"))
             if is_validation(text) == (self.split == "validation"):
                 return text, log_probability
+
+
+def score_stories(texts: list[str]) -> dict[str, tuple[int, int]]:
+    """How many of the texts are stories that the grammar accepts, and how many texts there are, as `accepted`."""
+    return {"accepted": (sum(log_prob(text) is not None for text in texts), len(texts))}
 
 
 def is_validation(text: str) -> bool:

@@ -1,4 +1,5 @@
-"""train.py with a model that is trained with z-loss and reports numbers of its own, as a fork's might."""
+"""train.py with a model that is trained with z-loss and reports numbers of its own, and a corpus that scores in its
+own way, as a fork's might."""
 
 import sys
 from functools import partial
@@ -28,6 +29,19 @@ def loss_alone(*arguments):
     return loss, None
 
 
+def score(logits, batch):
+    targets = batch["labels"][:, 1:]
+    return {"top1": ((logits[:, :-1].argmax(dim=-1) == targets).sum(), (targets != -100).sum())}
+
+
+def corpus_with_scores(config):
+    corpus = load_corpus(config)
+    corpus.validation.floor_nats = 0.0
+    corpus.score, corpus.score_texts = score, lambda texts: {"characters": (sum(map(len, texts)), len(texts))}
+    return corpus
+
+
 if __name__ == "__main__":
     model.gpt.next_token_loss, train.GPTModel = loss_alone, Model
+    load_corpus, train.load_corpus = train.load_corpus, corpus_with_scores
     cli.run("train")

@@ -34,6 +34,7 @@ def reported(tmp_path_factory):
     out_dir, outputs = tmp_path_factory.mktemp("reported"), []
     for processes in (1, 2):
         words = f"--steps {STEPS} --evaluation.every 1 --model.dropout 0 --exact true --name {processes}".split()
+        words += ["--evaluation.num_story_samples", "3"]
         arguments = [*TINY_STORIES, *words, "--out_dir", str(out_dir)]
         done = forked.run("tests/reporting_train.py", arguments, processes, environment())
         assert done.returncode == 0, done.stderr
@@ -42,11 +43,12 @@ def reported(tmp_path_factory):
 
 
 def by_hand(model, rows):
-    """Mean cross-entropy, mean squared log-sum-exp and targets a row, in float64 from the definitions."""
+    """Mean cross-entropy, squared log-sum-exp and hit rate, and targets a row, in float64 from the definitions."""
     logits = torch.cat([model(row["input_ids"][None])[0][0, :-1] for row in rows])
     labels = torch.cat([row["labels"][1:] for row in rows])
     logits, labels = logits[labels != -100], labels[labels != -100]
-    return F.cross_entropy(logits, labels), logits.exp().sum(-1).log().square().mean(), len(labels) / len(rows)
+    z_loss, hits = logits.exp().sum(-1).log().square().mean(), (logits.max(-1).indices == labels).double().mean()
+    return F.cross_entropy(logits, labels), z_loss, hits, len(labels) / len(rows)
 
 
 def network():
@@ -63,7 +65,7 @@ def test_the_same_numbers_on_any_number_of_processes(reported):
 def test_what_a_model_reports_is_divided_by_its_own_count(reported):
     _, (rows, _), run = reported
     model, dataset = network(), StoriesDataset("train", 20, 0, 128)
-    loss, z_loss, targets = by_hand(model, [dataset[i] for i in GlobalBatches(20, 6, 0).indices(0)])
+    loss, z_loss, _, targets = by_hand(model, [dataset[i] for i in GlobalBatches(20, 6, 0).indices(0)])
     (loss + Z_LOSS * z_loss).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     first = rows[0]
@@ -74,11 +76,12 @@ def test_what_a_model_reports_is_divided_by_its_own_count(reported):
 
     model.load_state_dict({n.removeprefix("model."): t for n, t in tensors(run, STEPS).items() if n[:6] == "model."})
     with torch.no_grad():
-        loss, z_loss, targets = by_hand(model, list(StoriesDataset("validation", 7, 0, 128)))
+        loss, z_loss, top1, targets = by_hand(model, list(StoriesDataset("validation", 7, 0, 128)))
     last = rows[-1]
     assert last["val/loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert last["val/perplexity"] == pytest.approx(loss.exp().item(), rel=1e-5)
     assert last["val/z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
+    assert last["val/top1"] == pytest.approx(top1.item())
     assert last["val/targets_per_row"] == pytest.approx(targets) and last["val/nothing"] is None
 
 
@@ -89,6 +92,15 @@ def test_the_screen_shows_whatever_is_logged(reported):
         assert f" {name} = {rows[-1][f'train/{name}']:.4f} " in training
         assert f" val/{name} = {rows[-1][f'val/{name}']:.4f} " in validation
     assert " tokens/s = " in training and " nothing = nan " in training and "train/tokens" not in training
+
+
+def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported):
+    (output, _), (rows, _), _ = reported
+    texts = [line.removeprefix("  | ") for line in output.splitlines() if line.startswith("  | ")]
+    assert len(texts) == 3 and rows[-1]["sample/characters"] == pytest.approx(sum(map(len, texts)) / 3)
+    assert rows[-1]["sample/distinct"] == len(set(texts)) / 3 and rows[-1]["sample/in_training_set"] == 0
+    assert "sample/accepted" not in rows[-1], "that is the stories' own"
+    assert rows[-1]["val/floor"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the floor)" in output
 
 
 def test_names_that_change_or_are_taken_are_refused():

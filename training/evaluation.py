@@ -1,27 +1,35 @@
 """The validation loss: over fixed samples, the same number on any number of processes."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.corpus import Batches
+from data.corpus import Batches, Sums
 from training.step_totals import NonFiniteError, average
 
 
 @torch.no_grad()
-def evaluate(model, validation: Dataset, micro_batch_size: int, accelerator: Accelerator) -> dict[str, float]:
+def evaluate(
+    model,
+    validation: Dataset,
+    micro_batch_size: int,
+    accelerator: Accelerator,
+    score: Callable[[Tensor, dict[str, Tensor]], Sums] | None = None,
+) -> dict[str, float]:
     """Validation metrics over the whole validation set; called by all processes together.
 
     The set is cut into the same batches for any number of processes W; process r runs batches r, r + W, .... The
     batches' sums are gathered one by one, and their sum is exactly rounded, so W changes no bit of the result.
 
     Returns:
-        `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of what else the model reports (see
-        GPTModel.forward); and where the corpus knows them `val/floor` (the lowest expected `val/loss`) and
-        `val/bits_per_byte`.
+        `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of what else the model (see GPTModel.forward)
+        and `score` (see Corpus) report; and where the corpus knows them `val/floor` (the lowest expected `val/loss`)
+        and `val/bits_per_byte`.
     """
     batches = Batches(validation)
     rank, num_processes = accelerator.process_index, accelerator.num_processes
@@ -35,9 +43,10 @@ def evaluate(model, validation: Dataset, micro_batch_size: int, accelerator: Acc
         start = starts[index] if index < len(starts) else 0
         samples = batches[range(start, min(start + micro_batch_size, len(validation)))]
         batch = {name: tensor.to(accelerator.device) for name, tensor in samples.items()}
-        _, loss_sum, *sums = model(**batch, num_items_in_batch=1)
+        logits, loss_sum, *sums = model(**batch, num_items_in_batch=1, logits_to_keep=0 if score else None)
         if index < len(starts):
-            mine.append({"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **dict(*sums)})
+            sums = {"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **dict(*sums)}
+            mine.append(sums | (score(logits, batch) if score else {}))
     model.train()
     of_batches = gather_object([{name: (float(s), float(n)) for name, (s, n) in sums.items()} for sums in mine])
     totals = {name: tuple(zip(*(sums[name] for sums in of_batches), strict=True)) for name in of_batches[0]}

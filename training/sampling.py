@@ -1,4 +1,4 @@
-"""Stories that the model writes, judged by the grammar that wrote its training data."""
+"""Texts that the trained model writes, scored as its corpus says."""
 
 import torch
 from accelerate import Accelerator
@@ -7,48 +7,48 @@ from accelerate.utils import gather_object
 from config import TrainConfig
 from data.corpus import Corpus
 from data.order import derive_seed
-from data.stories import END_OF_TEXT, log_prob
+from data.tokenizer import END_OF_TEXT
+from training.step_totals import average
 from training.tracking import Tracker
 
-STORIES_PER_BATCH = 50
+TEXTS_PER_BATCH = 50
 
 
-def sample_stories(
+def sample_texts(
     model, corpus: Corpus, config: TrainConfig, accelerator: Accelerator, tracker: Tracker
 ) -> dict[str, float]:
-    """Sample stories from the trained model, show some and judge all; called by all processes together.
+    """Sample texts from the trained model, show some and score all; called by all processes together.
 
     Returns:
-        `sample/accepted`, `sample/distinct` and `sample/in_training_set`: shares of the sampled stories, which are
-        the same ones on any number of processes.
+        Nothing where the corpus scores no texts. Otherwise `sample/NAME` of what it scores, `sample/distinct`, and
+        `sample/in_training_set` where that has texts: shares of the samples, which are the same ones on any number of
+        processes.
     """
-    num_stories = config.evaluation.num_story_samples
-    if num_stories == 0:
+    num_texts = config.evaluation.num_story_samples
+    if corpus.score_texts is None or num_texts == 0:
         return {}
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     network = accelerator.unwrap_model(model).eval()
     end_of_text = corpus.tokenizer.token_to_id(END_OF_TEXT)
     numbered = []
-    for first in range(rank * STORIES_PER_BATCH, num_stories, num_processes * STORIES_PER_BATCH):
-        count = min(STORIES_PER_BATCH, num_stories - first)
+    for first in range(rank * TEXTS_PER_BATCH, num_texts, num_processes * TEXTS_PER_BATCH):
+        count = min(TEXTS_PER_BATCH, num_texts - first)
         generator = torch.Generator(accelerator.device).manual_seed(derive_seed(config.seed, "samples", first))
         rows = network.generate(
             torch.full((count, 1), end_of_text, device=accelerator.device),
-            max_new_tokens=corpus.train.seq_len - 1,
+            max_new_tokens=config.seq_len - 1,
             temperature=config.evaluation.temperature,
             generator=generator,
             eos_token_id=end_of_text,
         )
-        texts = corpus.tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True)
-        numbered += enumerate(texts, start=first)
+        numbered += enumerate(corpus.tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
     network.train()
-    stories = [story for _, story in sorted(gather_object(numbered))]
-    wanted = set(stories)
-    seen = {story for i in range(rank, len(corpus.train), num_processes) if (story := corpus.train.text(i)) in wanted}
-    from_training = set(gather_object(sorted(seen)))
-    tracker.log_texts(config.steps, "sample/stories", stories)
-    return {
-        "sample/accepted": sum(log_prob(story) is not None for story in stories) / num_stories,
-        "sample/distinct": len(wanted) / num_stories,
-        "sample/in_training_set": sum(story in from_training for story in stories) / num_stories,
-    }
+    texts = [text for _, text in sorted(gather_object(numbered))]
+    tracker.log_texts(config.steps, f"sample/{config.data.source}", texts)
+    distinct = set(texts)
+    sums = corpus.score_texts(texts) | {"distinct": (len(distinct), num_texts)}
+    if hasattr(corpus.train, "text"):
+        trained_on = (corpus.train.text(i) for i in range(rank, len(corpus.train), num_processes))
+        seen = set(gather_object(sorted(distinct.intersection(trained_on))))
+        sums["in_training_set"] = (sum(text in seen for text in texts), num_texts)
+    return {f"sample/{name}": average([float(total)], [float(count)]) for name, (total, count) in sums.items()}
