@@ -52,6 +52,10 @@ class DataConfig:
     """source text: of the tokens and the tokenizer. Default null: filled in at the start, so that a run never goes on
     with another corpus than it began with."""
 
+    seed: NonNegativeInt | None = None
+    """sources random and stories: seed of the training and the validation set. null: that of the run or checkpoint that
+    this one goes on from, else 0, so that runs of different `seed` have the same data."""
+
     num_samples: PositiveInt = 1000
     """sources random and stories: sequences in the training set. An epoch visits each once."""
 
@@ -192,7 +196,7 @@ class TrainConfig:
     """Directory that holds the runs."""
 
     seed: NonNegativeInt = 0
-    """Seed of the initial weights, the data, its order and dropout."""
+    """Seed of the initial weights, the order of the data, dropout and samples; of the data themselves: data.seed."""
 
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""

@@ -55,6 +55,8 @@ def main(config: TrainConfig) -> None:
     with run.outcome_recorded(config):
         launch.check(config.exact)
         check_wandb(config.tracking.wandb)
+        if config.data.seed is None:
+            config.data.seed = run.data_seed(config)
         try:
             corpus = load_corpus(config)
         except ValueError as error:

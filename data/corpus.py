@@ -73,18 +73,17 @@ def load_corpus(config: TrainConfig) -> Corpus:
     Raises:
         ValueError: the settings do not fit the corpus, or it is not as it was prepared; says which and what would.
     """
+    seed = config.data.seed or 0
     sizes = {"train": config.data.num_samples, "validation": config.evaluation.num_samples}
     vocab_size = config.model.vocab_size
     if config.data.source == "random":
-        splits = [
-            RandomTokensDataset(split, size, config.seed, config.seq_len, vocab_size) for split, size in sizes.items()
-        ]
+        splits = [RandomTokensDataset(split, size, seed, config.seq_len, vocab_size) for split, size in sizes.items()]
         return Corpus(*splits, tokenizer=None, vocab_size=vocab_size)
     if config.data.source == "text":
         return _load_text(config)
     if config.data.source != "stories":
         raise no_code_for("data.source", config.data.source)
-    splits = [StoriesDataset(split, size, config.seed, config.seq_len) for split, size in sizes.items()]
+    splits = [StoriesDataset(split, size, seed, config.seq_len) for split, size in sizes.items()]
     tokenizer = build_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
     return Corpus(*splits, tokenizer, _checked_vocab_size(vocab_size, num_tokens), score_texts=score_stories)

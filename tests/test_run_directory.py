@@ -14,9 +14,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from config import ConfigError, TrainConfig, parse_config
+from data.corpus import load_corpus
 from files import sha256
 from plot import save_loss_curve
-from tests.conftest import ROOT, metrics, shell, tensors, train
+from tests.conftest import ROOT, assert_same_bits, metrics, shell, tensors, train
 from training import continuation
 from training.checkpoint import SaveError, Saver
 from training.manifest import File, read_manifest
@@ -115,6 +116,46 @@ def test_a_run_without_a_new_setting_goes_on_and_one_with_a_lost_one_is_refused(
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
     done = train(*RECIPE, "--out_dir", run.parent, exit_code=2)
     assert "optimizer.nesterov: True there, and no setting any more" in done.stderr
+
+
+def test_data_do_not_move_with_the_seed_and_in_an_older_run_they_still_do(runs):
+    """An older run had its data by `seed`. The one here is of today, and forgets the setting that did not exist."""
+    arguments = [*RECIPE, "--seed", 5, "--out_dir", runs]
+    train(*arguments, "--data.seed", 5, "--steps", 6, "--name", "unbroken")
+    train(*arguments, "--data.seed", 5)
+    checkpoint = runs / "run" / "checkpoints" / "step-00000004"
+    settings, manifest = yaml.safe_load((runs / "run" / "config.yaml").read_text()), read_manifest(checkpoint)
+    for stored in (settings, manifest.config):
+        assert stored["data"].pop("seed") == 5
+    (runs / "run" / "config.yaml").write_text(yaml.safe_dump(settings))
+    manifest.write(checkpoint)
+
+    done = train(*arguments, "--steps", 6, "--data.seed", 0, exit_code=2)
+    assert "data.seed: 5 there, 0 now" in done.stderr
+    train(*arguments, "--steps", 6, "--name", "another", "--resume", checkpoint)
+    train(*arguments, "--steps", 6)
+    for name in ("run", "another"):
+        assert yaml.safe_load((runs / name / "config.yaml").read_text())["data"]["seed"] == 5
+        assert_same_bits(tensors(runs / name, 6), tensors(runs / "unbroken", 6))
+        assert metrics(runs / name)[-1] == metrics(runs / "unbroken")[-1]
+
+    train(*arguments, "--steps", 1, "--name", "new")
+    assert yaml.safe_load((runs / "new" / "config.yaml").read_text())["data"]["seed"] == 0
+
+
+@pytest.mark.parametrize("source", ["random", "stories"])
+def test_runs_over_seeds_share_their_data(source):
+    def corpus(*arguments):
+        small = "--seq_len 96 --model.vocab_size 300 --data.num_samples 2 --evaluation.num_samples 2".split()
+        return load_corpus(parse_config([*small, "--data.source", source, *arguments]))
+
+    def rows(dataset):
+        return [row["input_ids"].tolist() for row in (dataset[0], dataset[1])]
+
+    one, other, third = corpus("--seed", "1"), corpus("--seed", "2"), corpus("--data.seed", "1")
+    for split in ("train", "validation"):
+        one_rows, other_rows, third_rows = (rows(getattr(corpus, split)) for corpus in (one, other, third))
+        assert one_rows == other_rows != third_rows
 
 
 # What does not fit

@@ -20,8 +20,10 @@ FREE_SETTINGS = {
 }
 # Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
 RETIRED_SETTINGS: dict[str, Any] = {}
+# Settings that had no name of their own: a run that does not know one was begun with the value of the other.
+ONCE_PART_OF = {"data.seed": "seed"}
 # Filled in at a start where they are null.
-FILLED_IN = {"global_batch_size", "model.vocab_size", "data.hash"}
+FILLED_IN = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed"}
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -37,10 +39,12 @@ def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def complete(stored: dict[str, Any]) -> dict[str, Any]:
     """The flat settings of a stored run, as this version means them.
 
-    A setting that the run does not know has its default of today: that is what it did without it.
+    A setting that the run does not know has its default of today: that is what it did without it. Or it has the value
+    of the setting that it was once a part of.
     """
     flat = {key: value for key, value in flat_settings(stored).items() if RETIRED_SETTINGS.get(key, ...) != value}
-    return flat_settings(asdict(TrainConfig())) | flat
+    parts = {key: flat[whole] for key, whole in ONCE_PART_OF.items() if whole in flat}
+    return flat_settings(asdict(TrainConfig())) | parts | flat
 
 
 def read_settings(file: Path) -> dict[str, Any] | None:
@@ -51,8 +55,9 @@ def read_settings(file: Path) -> dict[str, Any] | None:
     """
     try:
         settings = complete(yaml.safe_load(file.read_text()))
-        if type(settings["global_batch_size"]) is not int or type(settings["resume"]) is not str:
-            raise ValueError("global_batch_size or resume is none")
+        kinds = {"global_batch_size": int, "data.seed": int, "resume": str}
+        if wrong := [name for name, kind in kinds.items() if type(settings[name]) is not kind]:
+            raise ValueError(f"{wrong[0]} is none")
         if settings["resume"] not in ("auto", "never"):
             settings["branch_from"] = settings["resume"]  # its older name
     except FileNotFoundError:

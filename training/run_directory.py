@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,8 +17,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from config import ConfigError, RunError, TrainConfig
 from files import write_atomically
-from training.continuation import check_foreign, check_learning_rates, differences, read_settings
-from training.manifest import InvalidCheckpoint, newest_valid, validate
+from training.continuation import check_foreign, check_learning_rates, complete, differences, read_settings
+from training.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
 from training.metrics_file import forget_after
 from training.provenance import arrangement
 from training.signals import Preempted
@@ -48,6 +48,19 @@ class RunDirectory:
         self.status_file = self.path / "status.json"
         self.is_open = False
         self._lock_file: TextIO | None = None
+
+    def data_seed(self, config: TrainConfig) -> int:
+        """Of settings whose data.seed is null: that of the run, or of the checkpoint that it begins from, else 0.
+
+        Whether it may go on from there is for `check` to say.
+        """
+        with suppress(ConfigError):
+            if not _starts_afresh(config) and (before := read_settings(self.path / "config.yaml")):
+                return before["data.seed"]
+        with suppress(InvalidCheckpoint):
+            if config.branch_from is not None:
+                return complete(read_manifest(Path(config.branch_from)).config)["data.seed"]
+        return 0
 
     def check(self, config: TrainConfig) -> None:
         """Refuse what cannot go on here. Every process calls it before anything is allocated; nothing is written.
