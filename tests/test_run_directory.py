@@ -54,6 +54,7 @@ def assert_close(run, six_steps):
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-4)
     for row, expected in zip(metrics(run), metrics(six_steps), strict=True):
+        row.pop("state/digest", None), expected.pop("state/digest")
         assert row == pytest.approx(expected, rel=1e-3)
 
 
@@ -132,7 +133,7 @@ def test_data_do_not_move_with_the_seed_and_in_an_older_run_they_still_do(runs):
 
     done = train(*arguments, "--steps", 6, "--data.seed", 0, exit_code=2)
     assert "data.seed: 5 there, 0 now" in done.stderr
-    train(*arguments, "--steps", 6, "--name", "another", "--resume", checkpoint)
+    train(*arguments, "--steps", 6, "--name", "another", "--branch_from", checkpoint)
     train(*arguments, "--steps", 6)
     for name in ("run", "another"):
         assert yaml.safe_load((runs / name / "config.yaml").read_text())["data"]["seed"] == 5
