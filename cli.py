@@ -15,20 +15,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from config import ConfigError, RunError, parse_config
+from config import ConfigError, RunError, parse_config, parse_tool
 from training.signals import Preempted, ignore_stop_signals
 from training.world import is_main_process, num_processes
 
 OURS = [Path(__file__).parent / part for part in ("", "training")]
 
 
-def run(script: str) -> NoReturn:
+def run(script: str, kind: type | None = None) -> NoReturn:
     """End this process with what `call` returns."""
-    leave(call(script))
+    leave(call(script, kind))
 
 
-def call(script: str) -> int:
+def call(script: str, kind: type | None = None) -> int:
     """Run `main` of the module `script` with the settings of the command line, and say what went wrong.
+
+    The settings are those of a training, or a `kind`.
 
     Returns:
         The exit code: 0 done, 2 wrong settings or input, 75 stopped by a signal after saving,
@@ -36,7 +38,7 @@ def call(script: str) -> int:
     """
     print_to_whoever_listens()
     try:
-        config = parse_config(num_processes=num_processes())
+        config = parse_tool(kind, script) if kind else parse_config(num_processes=num_processes())
         if is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
         import_module(script).main(config)

@@ -427,20 +427,10 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     args = sys.argv[1:] if args is None else args
     if not any(arg.split("=")[0] == "--config" for arg in args):
         args = ["--config", str(DEFAULT_CONFIG), *args]
-    # Some types take a class_path, and would import it before they find that it is none of them.
-    set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
-    set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
-    parser = _Parser(prog="train.py", description="Trains a mini-GPT.", allow_abbrev=False)
+    parser = _parser("train", "Trains a mini-GPT.")
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
     parser.add_class_arguments(TrainConfig, as_group=False)
-    try:
-        settings = vars(parser.instantiate(parser.parse_args(args)))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"a config file is not UTF-8 text: {error}") from None
-    except RecursionError:
-        raise ConfigError("a config is nested too deeply, or contains itself") from None
-    except ImportError as error:
-        raise ConfigError(f"no setting names code to import: {error}") from None
+    settings = _parse(parser, args)
     config_files = settings.pop("config")
     config = TrainConfig(**settings)
     if None in config_files:
@@ -452,3 +442,32 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     if problems := config.problems(num_processes):
         raise ConfigError("\n".join(problems))
     return config
+
+
+def parse_tool(kind: type, script: str, args: list[str] | None = None) -> Any:
+    """The settings of another script than train.py, a `kind` whose fields without a default are positional.
+
+    Raises:
+        ConfigError: the parser's first error.
+    """
+    parser = _parser(script, kind.__doc__)
+    parser.add_class_arguments(kind, as_group=False, as_positional=True)
+    return kind(**_parse(parser, sys.argv[1:] if args is None else args))
+
+
+def _parser(script: str, description: str) -> _Parser:
+    # Some types take a class_path, and would import it before they find that it is none of them.
+    set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
+    set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
+    return _Parser(prog=f"{script}.py", description=description, allow_abbrev=False)
+
+
+def _parse(parser: _Parser, args: list[str]) -> dict[str, Any]:
+    try:
+        return vars(parser.instantiate(parser.parse_args(args)))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"a config file is not UTF-8 text: {error}") from None
+    except RecursionError:
+        raise ConfigError("a config is nested too deeply, or contains itself") from None
+    except ImportError as error:
+        raise ConfigError(f"no setting names code to import: {error}") from None

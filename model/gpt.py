@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from model.config import GPTConfig
+from model.generate import Generation, LayerCache
 from model.linear import Linear, linear
 from model.loss import next_token_loss
 
+Rope = tuple[Tensor, Tensor] | None  # cosines and sines
+Mask = Tensor | BlockMask | None
 # Uncompiled it would hold all scores; torch.compile, even of nothing yet, takes seconds to import.
 compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
 
@@ -73,7 +76,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, rope: Rope, mask: Mask, cache: LayerCache | None = None) -> Tensor:
         q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_size))
         k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_size))
         v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_size))
@@ -85,6 +88,8 @@ class Attention(nn.Module):
         if rope is not None:
             q_BHTD, k_BKTD = rotate(q_BHTD, *rope), rotate(k_BKTD, *rope)
         q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)
+        if cache is not None:
+            k_BKTD, v_BKTD = cache.append(k_BKTD, v_BKTD)
         if isinstance(mask, BlockMask):
             y_BHTD = compiled_flex_attention()(q_BHTD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=self.groups > 1)
         elif self.prefers_plain(q_BHTD, mask):
@@ -96,7 +101,7 @@ class Attention(nn.Module):
                 v_BKTD,
                 attn_mask=mask,
                 dropout_p=self.dropout if self.training else 0.0,
-                is_causal=mask is None,
+                is_causal=mask is None and q_BHTD.shape[-2] > 1,
                 enable_gqa=self.groups > 1,
             )
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
@@ -141,8 +146,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None) -> Tensor:
-        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), rope, mask))
+    def forward(self, x_BTC: Tensor, rope: Rope, mask: Mask, cache: LayerCache | None = None) -> Tensor:
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), rope, mask, cache))
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
@@ -165,7 +170,7 @@ def document_mask(position_ids: Tensor, dropout: float) -> Tensor | BlockMask | 
     return (document_BT[:, None, :, None] == document_BT[:, None, None, :]).tril()
 
 
-class GPTModel(nn.Module):
+class GPTModel(Generation, nn.Module):
     """A language model: token ids in, logits and loss out.
 
     Raises ValueError, with every problem of the config, if it is inconsistent or its vocab_size is not yet known.
@@ -230,6 +235,7 @@ class GPTModel(nn.Module):
         num_items_in_batch: Tensor | float | None = None,
         logits_to_keep: int | None = None,
         position_ids: Tensor | None = None,
+        cache: list[LayerCache] | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The logits and the loss, as transformers' causal language models define them.
 
@@ -246,6 +252,7 @@ class GPTModel(nn.Module):
                 with labels, because they are by far the largest tensor of a training step.
             position_ids: int64 [B, T], counting up within each document from 0 at its beginning, which must be that of
                 the row for the first one. Attention stays inside a document. Not together with attention_mask.
+            cache: one for each block, which has what came before input_ids and takes these too. Without the two masks.
 
         Returns:
             logits [B, positions kept, V] in the dtype of the computation, or None; loss, 0-dim and at least
@@ -261,10 +268,13 @@ class GPTModel(nn.Module):
         Raises:
             ValueError: the sequence is longer than max_position_embeddings.
         """
-        seq_len, limit = input_ids.shape[1], self.config.max_position_embeddings
+        begin, limit = cache[0].length if cache else 0, self.config.max_position_embeddings
+        seq_len = begin + input_ids.shape[1]
         if seq_len > limit:
             raise ValueError(f"a sequence of {seq_len} tokens, but model.max_position_embeddings is {limit}")
         mask = None
+        if 0 < begin < seq_len - 1:  # several tokens, each of which sees those before it
+            mask = torch.ones(seq_len - begin, seq_len, dtype=torch.bool, device=input_ids.device).tril(begin)
         if attention_mask is not None and not attention_mask.all():
             causal_TT = torch.ones(seq_len, seq_len, dtype=torch.bool, device=input_ids.device).tril()
             # A query that sees no key at all (padding on the left) gets zeros from the kernel, since torch 2.5.
@@ -277,15 +287,15 @@ class GPTModel(nn.Module):
         x_BTC = self.token_embedding(input_ids)
         if self.config.position == "rope":
             positions = (
-                torch.arange(seq_len, device=input_ids.device) if position_ids is None else position_ids[:, None]
+                torch.arange(begin, seq_len, device=input_ids.device) if position_ids is None else position_ids[:, None]
             )
             rope = rope_tables(positions, self.config.head_size, self.config.rope_theta)
         else:
             table = self.position_embedding
-            x_BTC = x_BTC + (table.weight[:seq_len] if position_ids is None else table(position_ids))
+            x_BTC = x_BTC + (table.weight[begin:seq_len] if position_ids is None else table(position_ids))
         x_BTC = self.dropout(x_BTC)
-        for block in self.blocks:
-            x_BTC = block(x_BTC, rope, mask)
+        for index, block in enumerate(self.blocks):
+            x_BTC = block(x_BTC, rope, mask, cache and cache[index])
         x_BTC = self.final_norm(x_BTC)
 
         logits, loss = None, None
@@ -315,40 +325,3 @@ class GPTModel(nn.Module):
         config = self.config
         attention = 12 * config.n_layers * config.n_heads * config.head_size * seq_len
         return 6 * self.num_parameters(lookups=False) + attention
-
-    @torch.no_grad()
-    def generate(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
-        eos_token_id: int | None = None,
-    ) -> Tensor:
-        """Continues each row of input_ids, int64 [B, T] without padding, by up to max_new_tokens tokens.
-
-        Temperature 0 takes the likeliest token; otherwise tokens are drawn, with `generator` if given. A row that has
-        emitted eos_token_id goes on emitting it, and all stop when every row has. Beyond max_position_embeddings the
-        oldest tokens are forgotten. Returns the prompt and what follows, int64 [B, at most T + max_new_tokens].
-        Raises ValueError in training mode, where dropout would spoil the samples, and at a negative temperature.
-        """
-        if self.training:
-            raise ValueError("generate() would sample with dropout: call model.eval() first")
-        if temperature < 0:
-            raise ValueError(f"temperature is {temperature}: it must be at least 0")
-        ended_B1 = torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
-        for _ in range(max_new_tokens):
-            context = input_ids[:, -self.config.max_position_embeddings :]
-            logits_BV = self(context, logits_to_keep=1)[0][:, -1].float()
-            if temperature == 0:
-                next_B1 = logits_BV.argmax(dim=-1, keepdim=True)
-            else:
-                probabilities = (logits_BV / temperature).softmax(dim=-1)
-                next_B1 = torch.multinomial(probabilities, num_samples=1, generator=generator)
-            if eos_token_id is not None:
-                next_B1 = next_B1.masked_fill(ended_B1, eos_token_id)
-                ended_B1 = next_B1 == eos_token_id
-            input_ids = torch.cat((input_ids, next_B1), dim=1)
-            if ended_B1.all():
-                break
-        return input_ids

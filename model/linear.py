@@ -18,6 +18,9 @@ MKL_IS_SLOW = (
     and "AuthenticAMD" in CPU_INFO.read_text()
 )
 
+# With fewer rows, as in generation, a product of oneDNN takes longer to set up than to compute.
+MIN_ROWS = 64
+
 # A name of its own lets torch.compile treat the product as one opaque operation, as it does with MKL's.
 library = torch.library.Library("mini_gpt", "DEF")
 library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -52,7 +55,7 @@ torch.library.register_autograd("mini_gpt::linear", _backward, setup_context=_sa
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N], as F.linear."""
     in_float32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    if MKL_IS_SLOW and in_float32_on_cpu and x.numel():
+    if MKL_IS_SLOW and in_float32_on_cpu and x.numel() >= MIN_ROWS * x.shape[-1] > 0:
         return torch.ops.mini_gpt.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 

@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "training": {"config", "data", "files", "model", "training"},
     "cli.py": {"config", "training"},
     "plot.py": {"training"},
+    "load.py": {"config", "data", "model", "training"},
+    "sample.py": {"cli", "config", "data", "load", "training"},
     "train.py": {"cli", "config", "data", "model", "plot", "training"},
     "verify.py": {"cli", "config", "data", "model", "train", "training"},
     "examples": {"model", "examples"},

@@ -5,6 +5,7 @@ import re
 import subprocess
 
 import pytest
+import torch
 
 from tests.conftest import ROOT, python, shell
 
@@ -48,6 +49,14 @@ def test_command(command, out_dir):
         assert "above the floor" in done.stdout and "sample/accepted" in done.stdout
         assert "The run lies in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
         assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
+
+
+def test_the_python_that_it_shows(out_dir):
+    """After the commands, which train the run that it loads."""
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        names = {}
+        exec(code.replace("runs/", f"{out_dir}/"), names)
+        assert names["model"].generate(torch.zeros(1, 1, dtype=torch.int64), 3).shape == (1, 4)
 
 
 def test_all_the_commands_were_found():

@@ -1,0 +1,179 @@
+"""What training leaves, for whoever uses it: `load_run` gives the model of a run, or that of a folder or a Hub name.
+
+    from load import load_run
+    config, model, tokenizer = load_run("runs/stories")
+
+sample.py, evaluate.py, export.py and `init_from` stand on it.
+"""
+
+import json
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from config import ConfigError, TrainConfig
+from data.stories import END_OF_TEXT, build_tokenizer
+from model.gpt import GPTModel
+from model.hub import from_transformers
+from training.continuation import complete
+from training.manifest import InvalidCheckpoint, Manifest, checkpoints_in, newest_valid, read_manifest, validate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Loaded(NamedTuple):
+    """A model and what belongs to it."""
+
+    config: TrainConfig | None
+    """The settings of the run; None of a model that no run here has made."""
+    model: GPTModel
+    """In eval mode, in float32, on the CPU."""
+    tokenizer: "PreTrainedTokenizerBase | None"
+    """None where there is none, as for random tokens."""
+
+
+def load_run(path: str | Path, checkpoint: str | int = "latest") -> Loaded:
+    """The model of a run, of one of its checkpoints, of a folder in transformers' format, or of a name on the Hub.
+
+    Args:
+        path: the directory of a run or of a checkpoint; else a folder or a name that transformers can open.
+        checkpoint: of a run: latest, best (by validation loss), or a step.
+
+    Raises:
+        ConfigError: there is no such model, it cannot be read, or it has settings that this one lacks.
+    """
+    path = Path(path).expanduser()
+    if not is_run(path):
+        return load_transformers(str(path), checkpoint)
+    directory, manifest = find_checkpoint(path, checkpoint)
+    config = config_of(manifest)
+    model = GPTModel(config.model).eval()
+    read_weights(directory, manifest, model.state_dict())
+    return Loaded(config, model, run_tokenizer(directory, config))
+
+
+def is_run(path: Path) -> bool:
+    """Whether it is a directory of ours: of a run, or of a checkpoint."""
+    return any((path / name).exists() for name in ("config.yaml", "checkpoints", "manifest.json"))
+
+
+def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path, Manifest]:
+    """The directory and the manifest of a checkpoint of the run at `path`, or of that at `path` itself.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    if (path / "manifest.json").exists():
+        directory = path
+    elif checkpoint == "latest":
+        directory, manifest, rejected = newest_valid(path / "checkpoints")
+        if directory is None:
+            raise ConfigError("\n  ".join([f"{path} has no valid checkpoint", *rejected]))
+        return directory, manifest
+    else:
+        manifests = readable_checkpoints(path)
+        losses = {found: manifest.val_loss for found, manifest in manifests.items() if manifest.val_loss is not None}
+        chosen = [found for found, manifest in manifests.items() if manifest.step == checkpoint]
+        if checkpoint == "best":
+            chosen = sorted(losses, key=losses.get)
+        if not chosen:
+            there = ", ".join(str(manifest.step) for manifest in manifests.values())
+            why = f"{path} has those of steps {there}" + (", none with a validation loss" if not losses else "")
+            raise ConfigError(f"checkpoint: {checkpoint!r}: {why}; use one of these, latest or best")
+        directory = chosen[0]
+    try:
+        return directory, validate(directory)
+    except InvalidCheckpoint as invalid:
+        raise ConfigError(str(invalid)) from None
+
+
+def readable_checkpoints(path: Path) -> dict[Path, Manifest]:
+    """Every checkpoint of the run whose manifest can be read, the newest first."""
+    manifests = {}
+    for directory in checkpoints_in(path / "checkpoints"):
+        try:
+            manifests[directory] = read_manifest(directory)
+        except InvalidCheckpoint:
+            continue
+    return manifests
+
+
+def config_of(manifest: Manifest) -> TrainConfig:
+    """The settings of the run that a checkpoint is of. One that this version does not have is left out."""
+    config = TrainConfig()
+    for key, value in complete(manifest.config).items():
+        section, _, name = key.rpartition(".")
+        settings = getattr(config, section, None) if section else config
+        if hasattr(settings, name) and not is_dataclass(getattr(settings, name)):
+            setattr(settings, name, value)
+    return config
+
+
+def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]) -> None:
+    """Fill `weights`, whole tensors by the names of the model, from a checkpoint, however it was sharded.
+
+    Raises:
+        ConfigError: the checkpoint has other tensors.
+    """
+    missing = {name: tensor.numel() for name, tensor in weights.items()}
+    for file in manifest.files:
+        with safe_open(directory / file, "pt") as stored:
+            begins = json.loads((stored.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))  # of each piece
+            for key in stored.keys():  # noqa: SIM118 -- it is no dict
+                if (name := key.removeprefix("model.")) == key:
+                    continue
+                piece = stored.get_tensor(key)
+                begin = begins.get(key, {}).get("saved_offsets") or [0] * piece.dim()
+                place = tuple(slice(b, b + size) for b, size in zip(begin, piece.shape, strict=True))
+                if name not in weights or weights[name][place].shape != piece.shape:
+                    raise ConfigError(f"{directory} has a tensor {name} of {list(piece.shape)}, and the model has not")
+                weights[name][place] = piece
+                missing[name] -= piece.numel()
+    if lacking := [name for name, count in missing.items() if count]:
+        raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")
+
+
+def run_tokenizer(directory: Path, config: TrainConfig) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of the run that a checkpoint lies in, or of its corpus."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+
+    if config.data.source == "stories":
+        return PreTrainedTokenizerFast(
+            tokenizer_object=build_tokenizer(), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+        )
+    if config.data.source != "text":
+        return None
+    corpus = next(iter(config.data.mix or [config.data.path]))
+    places = directory.resolve().parent.parent / "tokenizer", Path(corpus).expanduser() / "tokenizer"
+    for place in places:
+        if (place / "tokenizer.json").exists():
+            return AutoTokenizer.from_pretrained(place)
+    raise ConfigError(f"the tokenizer of {directory} is neither in {places[0]} nor in {places[1]}")
+
+
+def load_transformers(name: str, checkpoint: str | int = "latest") -> Loaded:
+    """The model and the tokenizer of a folder in transformers' format, or of a name on the Hub; as load_run."""
+    if checkpoint != "latest":
+        raise ConfigError(f"checkpoint: {checkpoint!r} is of runs, and {name!r} is none")
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow to import
+
+    local = Path(name).is_dir()
+    if not local and Path(name).parent != Path() and Path(name).parent.is_dir():  # no need to ask the Hub
+        raise ConfigError(f"{name!r} is no directory, and {str(Path(name).parent)!r} is one")
+    try:
+        hf_model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        tokenizer = None
+        if not local or (Path(name) / "tokenizer.json").exists():
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        model = from_transformers(hf_model)
+    except Exception as error:  # as many kinds as there are ways to fail at a download
+        where = "" if local else "; it is no directory here, and no name on the Hub that could be read"
+        raise ConfigError(f"{name!r} cannot be opened{where}: {error}") from None
+    if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
+        raise ConfigError(f"{name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")
+    return Loaded(None, model, tokenizer)

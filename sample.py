@@ -1,0 +1,149 @@
+"""Lets a trained model write: python sample.py RUN [--prompt TEXT] [--temperature 0.8] ...
+
+RUN is the directory of a run, a folder in transformers' format, or a name on the Hub.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+
+@dataclass
+class SampleConfig:
+    """Lets a trained model write."""
+
+    run: str
+    """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
+
+    prompt: str | None = None
+    """What the text begins with. Default null: on a terminal it is asked for, again and again; elsewhere, nothing."""
+
+    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
+    """Of a run: latest, best (by validation loss), or a step."""
+
+    num_samples: PositiveInt = 1
+    """Texts for each prompt."""
+
+    max_new_tokens: PositiveInt = 200
+    """Tokens that a text gets at most; it ends earlier at an end-of-text token."""
+
+    temperature: NonNegativeFloat = 0.8
+    """0 takes the likeliest token; 1 draws with the model's probabilities; above, likelier ones are preferred less."""
+
+    top_k: PositiveInt | None = None
+    """Draw from so many likeliest tokens. null: from all."""
+
+    top_p: NonNegativeFloat = 1.0
+    """Draw from the fewest tokens that together have this probability."""
+
+    seed: NonNegativeInt = 0
+    """Of the draws: text i of a prompt is a function of the seed and i."""
+
+
+if __name__ == "__main__":  # before anything slow is imported
+    from cli import run
+
+    run("sample", SampleConfig)
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from tokenizers.decoders import DecodeStream
+
+from config import ConfigError
+from data.order import derive_seed
+from data.stories import log_prob
+from load import Loaded, load_run
+from training.compute import prepare_cpu
+
+
+def main(config: SampleConfig) -> None:
+    """Load the model and write to the terminal, each piece of text as soon as it is there.
+
+    Raises:
+        ConfigError: there is no such model, or a setting or a prompt does not fit it.
+    """
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"top_p: {config.top_p} must be above 0 and at most 1; 1 draws from all tokens")
+    prepare_cpu()
+    loaded = load_run(config.run, config.checkpoint)
+    if loaded.tokenizer is None:
+        raise ConfigError(f"run: {config.run!r} has no tokenizer: its model was trained on random tokens")
+    loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    for prompt in prompts(config.prompt):
+        try:
+            tokens = encode(loaded, prompt)
+        except ConfigError as error:
+            if config.prompt is not None:
+                raise
+            print(error, file=sys.stderr)
+            continue
+        try:
+            for index in range(config.num_samples):
+                write(loaded, prompt, tokens, index, config)
+        except KeyboardInterrupt:  # of the text, not of the conversation
+            print()
+
+
+def prompts(given: str | None) -> Iterator[str]:
+    """The given prompt; without one, those that are typed, or none where nobody types."""
+    if given is not None or not sys.stdin.isatty():
+        yield given or ""
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401 -- lines can be edited and called back
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def encode(loaded: Loaded, prompt: str) -> list[int]:
+    """The tokens that the model goes on from: those of the prompt, after the end of text that a text begins with.
+
+    Raises:
+        ConfigError: the tokenizer has no tokens for it.
+    """
+    tokenizer = loaded.tokenizer
+    begin = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    try:
+        tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ConfigError(f"prompt: the tokenizer has no tokens for {prompt!r}: {error}") from None
+    return begin + tokens
+
+
+@torch.no_grad()
+def write(loaded: Loaded, prompt: str, tokens: list[int], index: int, config: SampleConfig) -> str:
+    """Write text `index` of a prompt and return it; of stories, with the grammar's verdict and log-probabilities."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    device, end = model.token_embedding.weight.device, tokenizer.eos_token_id
+    generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "samples", index))
+    decoder, written, ids = DecodeStream(skip_special_tokens=True), [prompt], list(tokens)
+    print(prompt, end="", flush=True)
+    settings = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    for token in tokens:  # so that what follows is decoded as its continuation
+        decoder.step(tokenizer.backend_tokenizer, token)
+    for next_11 in model.stream(
+        torch.tensor([tokens], device=device), config.max_new_tokens, generator=generator, eos_token_id=end, **settings
+    ):
+        ids.append(next_11.item())
+        if ids[-1] != end and (piece := decoder.step(tokenizer.backend_tokenizer, ids[-1])):
+            written.append(piece)
+            print(piece, end="", flush=True)
+    text = "".join(written)
+    print()
+    if loaded.config is not None and loaded.config.data.source == "stories":
+        ids_1T = torch.tensor([ids[: model.config.max_position_embeddings]], device=device)
+        grammars = log_prob(text)
+        verdict = (
+            "not accepted by the grammar" if grammars is None else f"accepted, log-probability {grammars:.2f} nats"
+        )
+        models = -model(ids_1T, labels=ids_1T, num_items_in_batch=1)[1].item()
+        print(f"  ({verdict}; the model's {models:.2f})")
+    return text

@@ -1,0 +1,187 @@
+"""What one does with a trained model: load it in two lines, let it write."""
+
+import io
+import json
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+import sample
+from config import ConfigError
+from data.stories import StoriesDataset, log_prob
+from data.tokenizer import save_tokenizer
+from files import sha256
+from load import Loaded, load_run
+from sample import SampleConfig
+from tests.conftest import TINY_STORIES, metrics, python, tensors, train
+from tests.test_model import make_model
+from training.manifest import File, read_manifest
+
+STORY = "--evaluation.every 1 --evaluation.num_story_samples 0 --optimizer.lr 3 --schedule.name constant".split()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose best checkpoint is not its last."""
+    runs = tmp_path_factory.mktemp("runs")
+    train(*TINY_STORIES, *STORY, "--out_dir", runs, "--name", "run")
+    return runs / "run"
+
+
+def test_a_run_is_loaded_with_its_settings_weights_and_tokenizer(run):
+    losses = {row["step"]: row["val/loss"] for row in metrics(run)}
+    best = min(losses, key=losses.get)
+    assert best != 8
+    for checkpoint, step in (("latest", 8), ("best", best), (3, 3)):
+        config, model, tokenizer = load_run(run, checkpoint)
+        stored = tensors(run, step)
+        assert not model.training and config.optimizer.lr == 3 and config.name == "run"
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, stored[f"model.{name}"]), name
+        text = "Meet a brave girl named Anna."
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert tokenizer.eos_token_id == 0
+        assert asdict(config.model) == read_manifest(run / "checkpoints" / f"step-{step:08d}").config["model"]
+    loaded = load_run(run / "checkpoints" / "step-00000003")
+    assert torch.equal(loaded.model.final_norm.weight, tensors(run, 3)["model.final_norm.weight"])
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """A checkpoint to change."""
+    directory = tmp_path / "step-00000008"
+    directory.mkdir()
+    (original,) = (run / "checkpoints" / "step-00000008").glob("*.safetensors")
+    return directory, read_manifest(original.parent), load_file(original)
+
+
+def write(directory, manifest, files):
+    """Of each file its tensors, and where in the whole tensor they begin."""
+    described = {}
+    for number, (pieces, begins) in enumerate(files):
+        path = directory / f"shard-{number}.safetensors"
+        save_file(pieces, path, {"DCP_SHARDING_INFO": json.dumps({k: {"saved_offsets": v} for k, v in begins.items()})})
+        described[path.name] = File(path.stat().st_size, sha256(path))
+    manifest.files.clear()
+    manifest.files.update(described)
+    manifest.write(directory)
+
+
+def test_the_pieces_of_a_sharded_checkpoint_are_put_together(run, copy):
+    directory, manifest, whole = copy
+    first = {name: tensor[: len(tensor) // 2].clone() for name, tensor in whole.items() if tensor.dim()}
+    second = {name: tensor[len(tensor) // 2 :].clone() for name, tensor in whole.items() if tensor.dim()}
+    begins = {name: [len(first[name]), *[0] * (second[name].dim() - 1)] for name in second}
+    write(directory, manifest, [(second, begins), (first, {})])
+    state = load_run(run).model.state_dict()
+    for name, tensor in load_run(directory).model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_other_tensors_than_the_model_has_are_refused(copy):
+    directory, manifest, whole = copy
+    lacking = {name: tensor for name, tensor in whole.items() if "final_norm.bias" not in name}
+    write(directory, manifest, [(lacking, {})])
+    with pytest.raises(ConfigError, match="lacks 1 tensors of the model, such as final_norm.bias"):
+        load_run(directory)
+    write(directory, manifest, [(whole | {"model.extra": torch.zeros(2)}, {})])
+    with pytest.raises(ConfigError, match=r"a tensor extra of \[2\], and the model has not"):
+        load_run(directory)
+
+
+def test_what_is_not_there_is_said(run, tmp_path):
+    with pytest.raises(ConfigError, match="has those of steps 8, 7, .* 1; use one of these, latest or best"):
+        load_run(run, 77)
+    with pytest.raises(ConfigError, match="is no directory, and '.*' is one"):
+        load_run(run.parent / "runn")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="has no valid checkpoint"):
+        load_run(tmp_path)
+    with pytest.raises(ConfigError, match="'best' is of runs"):
+        (tmp_path / "empty").mkdir()
+        load_run(tmp_path / "empty", "best")
+
+
+# Writing
+
+
+def written(capsys, *arguments, **settings):
+    sample.main(SampleConfig(*map(str, arguments), **settings))
+    return capsys.readouterr().out
+
+
+def test_a_sample_is_what_the_model_writes_with_its_verdict(run, capsys):
+    _, model, tokenizer = load_run(run, "best")
+    prompt = tokenizer("Meet a")["input_ids"]
+    expected = model.generate(torch.tensor([[0, *prompt]]), 20, temperature=0, eos_token_id=0)
+    text = tokenizer.decode(expected[0], skip_special_tokens=True)
+    assert text.startswith("Meet a") and log_prob(text) is None
+    loss = model(expected, labels=expected, num_items_in_batch=1)[1]
+    shown = written(capsys, run, prompt="Meet a", checkpoint="best", temperature=0, max_new_tokens=20)
+    assert shown == f"{text}\n  (not accepted by the grammar; the model's {-loss:.2f})\n"
+
+
+def test_the_grammar_accepts_a_story(run, capsys):
+    """One that is given whole as the prompt: the model ends it, or goes on with what is no story."""
+    loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
+    shown = written(capsys, run, prompt=story, max_new_tokens=1, top_k=1)
+    assert "not accepted" in shown
+    tokens = [0, *loaded.tokenizer(story)["input_ids"]]
+    with torch.no_grad():
+        for block in loaded.model.blocks:  # a model that only knows how to end
+            block.attention.out_proj.weight.zero_()
+        loaded.model.lm_head.weight.zero_()
+    sample.write(loaded, story, tokens, 0, SampleConfig("", temperature=0, max_new_tokens=1))
+    assert f"accepted, log-probability {log_prob(story):.2f} nats" in capsys.readouterr().out
+
+
+def test_a_seed_gives_the_same_texts_and_each_text_another(run, capsys):
+    hot = {"max_new_tokens": 8, "temperature": 50}
+    three = written(capsys, run, num_samples=3, **hot).splitlines()[::2]
+    assert len(set(three)) == 3
+    assert written(capsys, run, num_samples=2, **hot).splitlines()[::2] == three[:2]
+    assert written(capsys, run, seed=1, **hot).splitlines()[0] not in three
+
+
+def test_text_is_shown_as_soon_as_it_is_there_and_no_character_by_halves(monkeypatch, tmp_path):
+
+    save_tokenizer("byte", tmp_path / "tokenizer", [])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    model = make_model(vocab_size=257).eval()
+    texts, shown = "né €!", []
+    monkeypatch.setattr(
+        model, "stream", lambda *args, **kwargs: (torch.tensor([[token]]) for token in tokenizer(texts)["input_ids"])
+    )
+
+    class Screen(io.StringIO):
+        def flush(self):
+            shown.append(self.getvalue())
+
+    monkeypatch.setattr(sys, "stdout", Screen())
+    sample.write(Loaded(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(""))
+    assert shown == ["ma", "man", "mané", "mané ", "mané €", "mané €!"]
+
+
+def test_without_a_prompt_a_terminal_is_asked_again_and_again(run, capsys, monkeypatch):
+    answers = iter(["Meet a", "Dragon", "There"])
+
+    def answer(question):
+        assert question == "> "
+        if (line := next(answers, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    sample.main(SampleConfig(str(run), max_new_tokens=3))
+    out, err = capsys.readouterr()
+    texts = [line for line in out.splitlines() if not line.startswith("  (")]
+    assert texts[0].startswith("Meet a") and texts[1].startswith("There") and "'Dragon'" in err
+
+
+def test_the_script_reads_its_settings_like_train_py(run):
+    assert python(f"python sample.py {run} --checkpoint 3 --max_new_tokens 2").stdout.count("\n") == 2
