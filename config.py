@@ -184,6 +184,10 @@ class TrackingConfig:
     log_every: PositiveInt = 10
     """Steps between log lines."""
 
+    layers: bool = False
+    """Log for every block the norms of its weights, gradients and activations, and the share of the weights that an
+    update changes, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
+
 
 @dataclass
 class TrainConfig:

@@ -1,4 +1,6 @@
-"""Draws the loss curve of a run from its metrics.jsonl: python plot.py runs/stories [more runs]... writes loss.png."""
+"""Draws pictures of a run from its metrics.jsonl: python plot.py runs/stories [more runs]... writes loss.png there, and
+layers.png if the run has `tracking.layers`.
+"""
 
 import sys
 from pathlib import Path
@@ -40,10 +42,39 @@ def save_loss_curve(run_directory: Path) -> Path:
     return run_directory / "loss.png"
 
 
+def save_layers(run_directory: Path) -> Path | None:
+    """Write `<run_directory>/layers.png`, a heat map over steps and depth of each `layers/NAME`; None without any.
+
+    Raises:
+        OSError: there is no metrics.jsonl, or the picture cannot be written.
+    """
+    rows = [row for row in read_rows(run_directory / "metrics.jsonl") if any(key.startswith("layers/") for key in row)]
+    if not rows:
+        return None
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(key.split("/")[1] for key in rows[0] if key.startswith("layers/")))
+    figure = Figure(figsize=(7, 1.8 * len(names)), layout="constrained")
+    for axes, name in zip(figure.subplots(len(names), sharex=True, squeeze=False)[:, 0], names, strict=True):
+        depth = sum(key.startswith(f"layers/{name}/") for key in rows[0])
+        values = [[row.get(f"layers/{name}/{block}") or float("nan") for row in rows] for block in range(depth)]
+        finite = [value for of_block in values for value in of_block if 0 < value < float("inf")] or [1.0]
+        scale = LogNorm(min(finite), max(*finite, 1.001 * min(finite)))
+        mesh = axes.pcolormesh([row["step"] for row in rows], range(depth), values, norm=scale, shading="nearest")
+        axes.set(ylabel="block", yticks=range(0, depth, 1 + depth // 8), title=name.replace("_", " "))
+        figure.colorbar(mesh, ax=axes)
+    axes.set_xlabel("optimizer step")
+    figure.savefig(run_directory / "layers.png", dpi=150)
+    return run_directory / "layers.png"
+
+
 if __name__ == "__main__":
     for argument in sys.argv[1:] or sys.exit(__doc__):
         try:
             print(save_loss_curve(Path(argument)))
+            if path := save_layers(Path(argument)):
+                print(path)
         except OSError as error:
             print(f"plot.py: error: {error}", file=sys.stderr)
             sys.exit(2)

@@ -23,13 +23,14 @@ from config import ConfigError, TrainConfig
 from data.corpus import Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
 from model.gpt import GPTModel
-from plot import save_loss_curve
+from plot import save_layers, save_loss_curve
 from training import checkpoint, launch
 from training.compute import prepare_network, step_profiler
 from training.corpus_check import CorpusCheck
 from training.evaluation import evaluate, require_finite_loss
 from training.fingerprint import state_digests
 from training.gradients import backward, fill_in, first_backward
+from training.layers import LayerStatistics
 from training.optimizer import build_optimizer, set_lr
 from training.run_directory import RunDirectory, Start
 from training.sampling import sample_texts
@@ -92,6 +93,7 @@ def train(
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
     prepare_network(network, config, device)
+    layers = LayerStatistics(network.blocks if config.tracking.layers else [], accumulation, accelerator)
     optimizer = build_optimizer(network, config.optimizer)
     if config.exact:  # without DDP, which is what Accelerate means by evaluation mode here
         model, optimizer = accelerator.prepare_model(network, evaluation_mode=True), accelerator.prepare(optimizer)
@@ -162,8 +164,9 @@ def train(
             target_tokens = totals.exchange(done, grad_norm, count_targets(batch), stop)
             log_now, evaluate_now, save_now, compare_now = config.due(done)
             totals.read(at_once=log_now or evaluate_now or save_now)
-            if totals.finite:
-                optimizer.step()
+            with layers.watch(log_now):
+                if totals.finite:
+                    optimizer.step()
             optimizer.zero_grad()
 
             metrics = {}
@@ -174,7 +177,7 @@ def train(
                     digests.check_replicas(accelerator, done)
             if log_now:
                 metrics |= {f"train/{name}": average for name, average in totals.averages.items()}
-                metrics |= {"train/lr": lr, "train/grad_norm": totals.grad_norm}
+                metrics |= {"train/lr": lr, "train/grad_norm": totals.grad_norm, **layers.metrics}
                 metrics |= throughput.measure(done)
                 if config.max_skipped:
                     metrics["train/skipped"] = totals.skipped
@@ -214,9 +217,11 @@ def count_targets(batch: dict[str, Tensor] | None) -> Tensor | int:
 
 
 def draw_loss_curve(run_directory: Path, accelerator: Accelerator) -> None:
-    """Draw loss.png anew; where that fails, as on a full disk, the run is no less finished."""
+    """Draw the pictures anew; where that fails, as on a full disk, the run is no less finished."""
     if accelerator.is_main_process:
         try:
             print(f"Loss curve: {save_loss_curve(run_directory)}")
+            if path := save_layers(run_directory):
+                print(f"Layers: {path}")
         except OSError as error:
             print(f"The loss curve cannot be drawn: {error}")

@@ -1,0 +1,64 @@
+"""tracking.layers: what it logs is true of the checkpoints, and no bit of the run changes."""
+
+import pytest
+import torch
+
+from config import parse_config
+from data.corpus import load_corpus
+from model.gpt import GPTModel
+from plot import save_layers
+from tests.conftest import TINY_STORIES, metrics, tensors, train
+
+SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 --optimizer.grad_clip null".split()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("layers")
+    for name in ("true", "false"):
+        train(*SHORT, "--tracking.layers", name, "--name", name, "--out_dir", out_dir, processes=2)
+    return out_dir / "true"
+
+
+def norm(tensors):
+    return torch.cat([tensor.flatten().double() for tensor in tensors]).norm().item()
+
+
+def test_no_bit_changes(run):
+    without = metrics(run.with_name("false"))
+    assert [{k: v for k, v in row.items() if not k.startswith("layers/")} for row in metrics(run)] == without
+    assert len({row["state/digest"] for row in without}) == 3
+    assert not run.with_name("false").joinpath("layers.png").exists()
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_norms_are_those_of_the_checkpoints(run, block):
+    rows, states = metrics(run), [tensors(run, step) for step in (1, 2, 3)]
+    weights = [{n: t for n, t in state.items() if n.startswith(f"model.blocks.{block}.")} for state in states]
+    moments = [t for n, t in states[0].items() if f".blocks.{block}." in n and n.endswith("exp_avg")]
+    assert rows[0][f"layers/gradient_norm/{block}"] == pytest.approx(norm(moments) / 0.1, rel=1e-4)
+    for row, before, after in zip(rows[1:], weights, weights[1:], strict=False):
+        assert row[f"layers/weight_norm/{block}"] == pytest.approx(norm(before.values()), rel=1e-5)
+        moved = norm(after[name] - before[name] for name in before) / norm(before.values())
+        assert row[f"layers/update_ratio/{block}"] == pytest.approx(moved, rel=1e-3)
+
+
+def test_activations_are_those_of_the_global_batch(run):
+    config = parse_config([*map(str, SHORT)])
+    corpus = load_corpus(config)
+    config.model.vocab_size = corpus.vocab_size
+    model = GPTModel(config.model)
+    model.load_state_dict({n.removeprefix("model."): t for n, t in tensors(run, 1).items() if n.startswith("model.")})
+    outputs = {}
+    for index, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda _, inputs, output, index=index: outputs.update({index: output}))
+    rows = [corpus.train[i]["input_ids"] for i in corpus.order(6, config.seed).indices(1)]
+    model(torch.stack(rows))
+    for index, output in outputs.items():
+        expected = output.double().square().mean().sqrt().item()
+        assert metrics(run)[1][f"layers/activation_rms/{index}"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_picture_shows_them(run):
+    drawn = (run / "layers.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG") and save_layers(run).read_bytes() == drawn
