@@ -40,7 +40,7 @@ from training.step_totals import StepTotals
 from training.summary import summary
 from training.throughput import Throughput, peak_flops
 from training.tracking import Tracker
-from training.tree_sum import TreeSum
+from training.tree_sum import TreeSum, prepare_without_ddp
 from training.wandb_run import check_wandb
 
 
@@ -95,8 +95,8 @@ def train(
     prepare_network(network, config, device)
     layers = LayerStatistics(network.blocks if config.tracking.layers else [], accumulation, accelerator)
     optimizer = build_optimizer(network, config.optimizer)
-    if config.exact:  # without DDP, which is what Accelerate means by evaluation mode here
-        model, optimizer = accelerator.prepare_model(network, evaluation_mode=True), accelerator.prepare(optimizer)
+    if config.exact:
+        model, optimizer = prepare_without_ddp(network, optimizer, accelerator)
         tree_sum = TreeSum(network, accumulation * num_processes, rank, num_processes)
     else:
         model, optimizer = accelerator.prepare(network, optimizer)

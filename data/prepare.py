@@ -369,6 +369,9 @@ def cli() -> int:
     except (ConfigError, RunError, OSError) as error:
         print(f"prepare: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, RunError) else 2
+    learnt = f"train:{metadata['tokenizer']['vocab_size']}"
+    if config.tokenizer != learnt and re.fullmatch(r"train:\d+", config.tokenizer):
+        print(f"tokenizer: {config.tokenizer} became {learnt}: the source has no more pairs of tokens to join")
     for split in SPLITS:
         print(f"{config.out}/{split}: " + ", ".join(f"{metadata[split][n]:,} {n.replace('_', ' ')}" for n in COUNTS))
     return 0

@@ -293,6 +293,17 @@ def bpe(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("asked, learnt", [(400, 263), (260, 260)])
+def test_a_tokenizer_that_finds_less_to_learn_says_so(asked, learnt, tmp_path, monkeypatch, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", ["the cat" * 9] * 20)
+    words = ["--source", source, "--tokenizer", f"train:{asked}", "--out", tmp_path / "out", "--num_workers", 0]
+    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
+    assert data.prepare.cli() == 0
+    vocab_size = load_tokenizer(tmp_path / "out" / "tokenizer")[1]["vocab_size"]
+    said = capsys.readouterr().out.count(f"train:{asked} became train:{vocab_size}: ")
+    assert (vocab_size, said) == (learnt, asked != learnt)
+
+
 def test_a_byte_is_its_own_token(tmp_path):
     save_tokenizer("byte", tmp_path, [])
     tokenizer, facts = load_tokenizer(tmp_path)
