@@ -182,8 +182,7 @@ def train(
                 if config.max_skipped:
                     metrics["train/skipped"] = totals.skipped
             if evaluate_now:
-                micro_batch_size = config.evaluation.micro_batch_size
-                metrics |= evaluate(model, corpus.validation, micro_batch_size, accelerator, corpus.score)
+                metrics |= evaluate(model, corpus, config.evaluation.micro_batch_size, accelerator)
             if done == config.steps:
                 metrics |= sample_texts(model, corpus, config, accelerator, tracker)
             tracker.log(done, metrics)

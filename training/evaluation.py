@@ -1,36 +1,28 @@
 """The validation loss: over fixed samples, the same number on any number of processes."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
-from torch.utils.data import Dataset
 
-from data.corpus import Batches, Sums
+from data.corpus import Batches, Corpus
 from training.step_totals import NonFiniteError, average
 
 
 @torch.no_grad()
-def evaluate(
-    model,
-    validation: Dataset,
-    micro_batch_size: int,
-    accelerator: Accelerator,
-    score: Callable[[Tensor, dict[str, Tensor]], Sums] | None = None,
-) -> dict[str, float]:
-    """Validation metrics over the whole validation set; called by all processes together.
+def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelerator) -> dict[str, float]:
+    """Validation metrics over the whole validation set of a corpus; called by all processes together.
 
     The set is cut into the same batches for any number of processes W; process r runs batches r, r + W, .... The
     batches' sums are gathered one by one, and their sum is exactly rounded, so W changes no bit of the result.
 
     Returns:
         `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of what else the model (see GPTModel.forward)
-        and `score` (see Corpus) report; and where the corpus knows them `val/floor` (the lowest expected `val/loss`)
+        and the corpus report; and where the corpus knows them `val/floor` (the lowest expected `val/loss`)
         and `val/bits_per_byte`.
     """
+    validation, score = corpus.validation, corpus.score
     batches = Batches(validation)
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     starts = range(0, len(validation), micro_batch_size)
