@@ -118,5 +118,9 @@ def test_a_floor_of_zero_is_a_floor(floor, said, tmp_path, capsys):
     config.tracking.wandb = "disabled"
     with Tracker(config, SimpleNamespace(metrics_file=tmp_path / "metrics.jsonl"), 0, ALONE) as tracker:
         tracker.log(1, {"val/loss": 0.25, "val/floor": floor, "val/exact_match": 0.5, "val/tiny": 1.25e-5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["val/floor"] == floor
-    assert f"val/exact_match = 0.5000 val/tiny = 1.25e-05 {said}" in capsys.readouterr().out
+        tracker.log(1, {"state/digest": "0123456789abcdef", "layers/weight_norm/0": 1.0})
+    assert [len(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [5, 3]
+    lines = [
+        f"[step 1 / 1] val/loss = 0.2500 val/floor = {floor:.4f} val/exact_match = 0.5000 val/tiny = 1.25e-05 {said}"
+    ]
+    assert capsys.readouterr().out.splitlines() == lines, "digests and layers are not for the screen"

@@ -12,6 +12,7 @@ from training.run_directory import RunDirectory
 from training.wandb_run import WandbRun
 
 NUM_TEXTS_SHOWN = 3
+NOT_SHOWN = ("state/", "layers/")  # digests, and what a picture shows
 # How the screen shows what is no number like a loss.
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
@@ -59,8 +60,11 @@ class Tracker:
         training = {name: value for name, value in metrics.items() if name.startswith(("train/", "perf/"))}
         if training:
             self._show_training(step, training)
-        if other := {n: value for n, value in metrics.items() if n not in training and not isinstance(value, str)}:
-            words = [f"{name} = {shown(name, value)}" for name, value in other.items()]
+        if words := [
+            f"{name} = {shown(name, value)}"
+            for name, value in metrics.items()
+            if name not in training and not name.startswith(NOT_SHOWN)
+        ]:
             if (floor := metrics.get("val/floor")) == 0:
                 words.append(f"({metrics['val/loss']:.4f} nats above the floor)")
             elif floor is not None:
