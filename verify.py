@@ -34,6 +34,7 @@ from data.order import GlobalBatches, derive_seed
 from model.gpt import GPTModel
 from model.hub import FAMILIES, to_transformers
 from training import checkpoint, launch, shards
+from training.compute import compute_as_any_processor
 from training.optimizer import build_optimizer, set_lr
 from training.tree_sum import TreeSum
 from training.world import num_processes
@@ -222,6 +223,8 @@ def main() -> int:
     try:
         config = parse_config([*sys.argv[1:], *SHORT], num_processes())
         launch.check(config.exact)
+        with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
+            compute_as_any_processor()
         verification = Verification(config)
     except ValueError as error:  # ConfigError, or what load_corpus says of the corpus
         cli.let_main_process_fail_first()

@@ -1,22 +1,20 @@
 """The linear layer, with oneDNN's matrix product where the CPU's usual one is slow.
 
-In float32 PyTorch multiplies matrices on the CPU with MKL, which uses half of an AMD processor's width: on a Zen 5 core
-105 GFLOP/s against oneDNN's 240 (docs/performance.md). In bfloat16 PyTorch takes oneDNN itself.
+In float32 PyTorch multiplies matrices on the CPU with MKL, which uses half of the width of an AMD Zen 5 core: 105
+GFLOP/s against oneDNN's 240 (docs/performance.md). In bfloat16 PyTorch takes oneDNN itself.
 """
 
+import re
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CPU_INFO = Path("/proc/cpuinfo")
-MKL_IS_SLOW = (
-    torch.backends.mkl.is_available()
-    and torch.backends.mkldnn.is_available()
-    and CPU_INFO.exists()
-    and "AuthenticAMD" in CPU_INFO.read_text()
-)
+ONEDNN_IS_THERE = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+CPU_INFO, ZEN_5 = Path("/proc/cpuinfo"), re.compile(r"AuthenticAMD\ncpu family\s*: 26\n")
+use_onednn = ONEDNN_IS_THERE and CPU_INFO.exists() and ZEN_5.search(CPU_INFO.read_text()) is not None
+"""Whether `linear` does not leave the choice to PyTorch; an exact run sets it, to have the same bits everywhere."""
 
 # With fewer rows, as in generation, a product of oneDNN takes longer to set up than to compute.
 MIN_ROWS = 64
@@ -55,7 +53,7 @@ torch.library.register_autograd("mini_gpt::linear", _backward, setup_context=_sa
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N], as F.linear."""
     in_float32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    if MKL_IS_SLOW and in_float32_on_cpu and x.numel() >= MIN_ROWS * x.shape[-1] > 0:
+    if use_onednn and in_float32_on_cpu and x.numel() >= MIN_ROWS * x.shape[-1] > 0:
         return torch.ops.mini_gpt.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 

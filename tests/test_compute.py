@@ -28,7 +28,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_onednn_gives_the_products_and_gradients_of_pytorch(bias, compiled, monkeypatch):
-    monkeypatch.setattr(model.linear, "MKL_IS_SLOW", True)
+    monkeypatch.setattr(model.linear, "use_onednn", True)
     monkeypatch.setattr(model.linear, "MIN_ROWS", 1)
     calls = []
     ours = torch.compile(model.linear.linear) if compiled else model.linear.linear
@@ -50,7 +50,7 @@ def test_onednn_gives_the_products_and_gradients_of_pytorch(bias, compiled, monk
 @pytest.mark.parametrize("case", ["float64", "autocast", "fast_mkl", "few_rows"])
 def test_other_products_stay_pytorchs(case, monkeypatch):
     monkeypatch.setattr(model.linear, "MIN_ROWS", 4 if case == "few_rows" else 1)
-    monkeypatch.setattr(model.linear, "MKL_IS_SLOW", case != "fast_mkl")
+    monkeypatch.setattr(model.linear, "use_onednn", case != "fast_mkl")
     dtype = torch.float64 if case == "float64" else torch.float32
     x, weight = leaf(3, 8, dtype=dtype), leaf(4, 8, dtype=dtype, seed=1)
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), torch.profiler.profile() as trace:

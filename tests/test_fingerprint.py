@@ -1,11 +1,18 @@
 """state/digest: what changes it, what does not, and where it stands."""
 
+import platform
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
-from tests.conftest import TINY_STORIES, metrics, tensors, train
+from config import ConfigError
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
+from training.compute import prepare_exact
 from training.fingerprint import VALUES_AT_ONCE, digests
 from training.manifest import read_manifest
 
@@ -77,3 +84,35 @@ def test_a_state_that_was_not_read_as_it_was_saved_is_refused(run):
     replace(manifest, metrics=forged).write(checkpoint)
     done = train(*TINY_STORIES, "--resume", checkpoint, "--name", "other", "--out_dir", run.parent, exit_code=1)
     assert "the state that was read has the digest" in done.stderr and "Traceback" not in done.stderr
+
+
+# The same bits on any processor
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other processors have bits of their own")
+def test_exact_runs_end_here_as_on_every_processor(tmp_path):
+    """Trained in a fork: nothing may be computed before the way is chosen."""
+    golden = yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())
+    if golden["torch"] != torch.__version__.partition("+")[0]:
+        pytest.skip(f"the digests are those of torch {golden['torch']}")
+    assert yaml.safe_load(python(f"python -m tests.golden {tmp_path}").stdout) == golden["runs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", ["Haswell", "EPYC-Milan"])
+@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
+def test_exact_runs_end_so_on_other_processors(processor, tmp_path):
+    command = ["qemu-x86_64", "-cpu", processor, sys.executable, "-m", "tests.golden", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=7200)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout) == yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())["runs"]
+
+
+def test_a_processor_that_cannot_is_refused(monkeypatch):
+    monkeypatch.setattr("training.compute.os.environ", {})
+    for lasting in ("use_deterministic_algorithms", "set_num_threads"):
+        monkeypatch.setattr(torch, lasting, lambda value: None)
+    monkeypatch.setattr("model.linear.use_onednn", False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    with pytest.raises(ConfigError, match="exact: true computes with AVX2, and torch with AVX512"):
+        prepare_exact()

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import shutil
 import sys
 import sysconfig
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.profiler import ProfilerAction, profile
 from torch.utils.checkpoint import checkpoint
 
-from config import TrainConfig
+from config import ConfigError, TrainConfig
+from model import linear
 from model.gpt import GPTModel
 
 # mallopt's names for: when to give memory back, how much to ask for at once, from what size a block is mapped alone.
@@ -32,6 +34,39 @@ def prepare_cpu() -> None:
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's; others do as they do
         for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**27), (M_MMAP_THRESHOLD, 2**25)):
             libc.mallopt(option, value)
+
+
+def prepare_exact() -> None:
+    """Choose, of all ways to compute, those whose bits do not depend on the machine; before anything is computed.
+
+    Raises:
+        ConfigError: as `compute_as_any_processor`.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
+    compute_as_any_processor()
+
+
+def compute_as_any_processor() -> None:
+    """On a CPU use no other instructions than AVX2's, and no library that asks what the processor is.
+
+    The three that multiply matrices take what a processor has, and add up in another order with each. Every x86-64
+    processor with AVX2 can do what is chosen here; of MKL's ways it is the only one that it takes on Intel's and AMD's
+    alike. Other processors (ARM) compute as they do.
+
+    Raises:
+        ConfigError: this is an x86-64 processor without AVX2, or something was computed before.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return
+    os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
+    linear.use_onednn = linear.ONEDNN_IS_THERE
+    if (found := torch.backends.cpu.get_cpu_capability()) != "AVX2":
+        raise ConfigError(
+            f"exact: true computes with AVX2, and torch with {found}: either this processor lacks it, or something was "
+            "computed before; then set ATEN_CPU_CAPABILITY=avx2 in the environment"
+        )
 
 
 def available_cores() -> int:

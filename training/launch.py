@@ -19,7 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedDataParallelKwargs
 
 from config import ConfigError, TrainConfig
-from training.compute import prepare_cpu
+from training.compute import prepare_cpu, prepare_exact
 from training.rendezvous import fresh_store
 from training.world import is_main_process, num_processes
 
@@ -83,9 +83,7 @@ def start(config: TrainConfig) -> Accelerator:
     if use_cpu:
         prepare_cpu()
     if config.exact:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
-        torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
+        prepare_exact()
     if num_processes() > 1 and not dist.is_initialized():
         if is_main_process():
             print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
