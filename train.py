@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import launcher
 from config import ConfigError, TrainConfig
 from data.corpus import Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
@@ -31,7 +32,7 @@ from training.evaluation import evaluate, require_finite_loss
 from training.fingerprint import state_digests
 from training.gradients import backward, fill_in, first_backward
 from training.layers import LayerStatistics
-from training.optimizer import build_optimizer, set_lr
+from training.optimizer import build_optimizer, gathered, set_lr
 from training.run_directory import RunDirectory, Start
 from training.sampling import sample_texts
 from training.schedule import lr_scale
@@ -54,7 +55,7 @@ def main(config: TrainConfig) -> None:
     """
     run = RunDirectory(config.out_dir, config.name)
     with run.outcome_recorded(config):
-        launch.check(config.exact)
+        launcher.check(config.exact)
         check_wandb(config.tracking.wandb)
         if config.data.seed is None:
             config.data.seed = run.data_seed(config)
@@ -156,7 +157,9 @@ def train(
                     tree_sum.add_micro_batch()
                 totals.add(micro_loss / averaged_over, *sums)
             fill_in(network.parameters())
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip or math.inf)
+            grad_norm = gathered(
+                accelerator.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip or math.inf)
+            )
 
             done = step + 1
             batch = next(batches, None)

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import default_collate
 
 import cli
+import launcher
 import train
 from config import ConfigError, TrainConfig, parse_config
 from data.corpus import load_corpus
@@ -58,8 +59,8 @@ class Verification:
         self.config = replace(config, out_dir=self.own_directory(Path(config.out_dir).expanduser()))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
-        self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        self.can_be_exact = not self.sharded and self.num_processes & (self.num_processes - 1) == 0
+        self.shards = launch.num_shards(self.accelerator)
+        self.can_be_exact = self.shards == 1 and self.num_processes & (self.num_processes - 1) == 0
 
     def own_directory(self, out_dir: Path) -> str:
         """A new directory below `out_dir`, the same on all processes: what lies there is nobody else's."""
@@ -154,8 +155,8 @@ class Verification:
         return self.train("straight")
 
     def replicas_are_equal(self) -> tuple[bool | None, str]:
-        if self.sharded or self.num_processes == 1:
-            return None, "one process, or FSDP, has no replicas"
+        if self.num_processes == self.shards:
+            return None, "there is one replica"
         # It compares them after every step, and stops where they differ.
         return bool(self.straight), f"{STEPS} steps, {self.num_processes} processes"
 
@@ -222,7 +223,7 @@ class Verification:
 def main() -> int:
     try:
         config = parse_config([*sys.argv[1:], *SHORT], num_processes())
-        launch.check(config.exact)
+        launcher.check(config.exact)
         with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
             compute_as_any_processor()
         verification = Verification(config)

@@ -41,7 +41,7 @@ class Constants:
     bucket_bytes: float = 25 * 2**20  # DDP sums gradients in buckets of this size, PyTorch's default
     gradient_bytes: int = 4  # a number that DDP sums: parameters are float32 under autocast, and so are their gradients
     gather_bytes: int = 2  # a parameter that FSDP gathers: bf16
-    scatter_bytes: int = 2  # a number that FSDP sums: bf16, Accelerate's choice with mixed_precision bf16; or 4
+    scatter_bytes: int = 4  # a number that FSDP sums: float32, whatever is multiplied in bf16
     tokens: int = 16384  # of one GPU in one step
 
     def machines(self, gpus: int) -> int:

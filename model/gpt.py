@@ -176,6 +176,8 @@ class GPTModel(Generation, nn.Module):
     Raises ValueError, with every problem of the config, if it is inconsistent or its vocab_size is not yet known.
     """
 
+    _no_split_modules = ["Block"]  # what Accelerate shards as a unit
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         problems = config.problems()

@@ -14,12 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import cli
 import train
 from training import checkpoint
+from training.optimizer import is_sharded
 
 FAULTS = os.environ["FAULTS"].split()
 RESTART = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 KIND, RANK, STEP = FAULTS[RESTART].split(":") if RESTART < len(FAULTS) else ("none", "0", "0")
 FAULTY_STEPS = {int(step) for step in STEP.split(",")}  # counted from 1, as in metrics.jsonl
-MINE = int(os.environ.get("RANK", 0)) == int(RANK)
+MINE = RANK in ("all", os.environ.get("RANK", "0"))
 
 
 class Model(train.GPTModel):
@@ -38,6 +39,10 @@ class Model(train.GPTModel):
         return logits, loss, *sums
 
 
+def local_part(tensor):
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 def begin_step(optimizer, lr):
     set_lr(optimizer, lr)
     if Model.step is None:
@@ -51,7 +56,11 @@ def begin_step(optimizer, lr):
         os.kill(os.getpid(), signal.SIGSTOP)
     if KIND == "flip":
         with torch.no_grad():
-            Model.instance.blocks[1].mlp.down_proj.weight.view(torch.int32)[3, 5] ^= 1 << 20
+            local_part(Model.instance.blocks[1].mlp.down_proj.weight).view(torch.int32)[3, 5] ^= 1 << 20
+    if KIND == "weigh":
+        moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
+        held = [sum(local_part(x).numel() for x in group) for group in (Model.instance.parameters(), moments)]
+        print(f"process {os.environ['RANK']} holds {held[0]} weights and {held[1]} moments")
     if KIND == "free":
         Path(os.environ["BALLAST"]).unlink()
     if KIND == "fill":  # to the last byte, and free it again at the next faulty step

@@ -87,12 +87,13 @@ class Launch:
     ):
         self.directory = tempfile.TemporaryDirectory()
         self.files = tuple(terminal or str(Path(self.directory.name, name)) for name in ("out", "err"))
-        launched = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = []
         for rank in range(max(1, processes)):
             own = dict(environment)
             if processes:
-                own |= {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = {"ACCELERATE_MIXED_PRECISION": "no", **own, **launched}
+                own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 own |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
             self.processes.append(server.Process(target=become, args=(script, arguments, own, self.files, cwd)))
         for process in self.processes:

@@ -29,11 +29,12 @@ MAY_IMPORT = {
     "data": {"config", "data", "files"},
     "training": {"config", "data", "files", "model", "training"},
     "cli.py": {"config", "training"},
+    "launcher.py": {"config", "model", "training"},
     "plot.py": {"training"},
     "load.py": {"config", "data", "model", "training"},
     "sample.py": {"cli", "config", "data", "load", "training"},
-    "train.py": {"cli", "config", "data", "model", "plot", "training"},
-    "verify.py": {"cli", "config", "data", "model", "train", "training"},
+    "train.py": {"cli", "config", "data", "launcher", "model", "plot", "training"},
+    "verify.py": {"cli", "config", "data", "launcher", "model", "train", "training"},
     "examples": {"model", "examples"},
 }
 

@@ -317,7 +317,12 @@ def test_rows_that_a_full_disk_has_no_room_for_are_written_later(tmp_path, monke
 def test_rows_are_on_the_disk_before_the_checkpoint_that_they_belong_to(tmp_path):
     """Else a power failure leaves a checkpoint whose rows are gone for good."""
     accelerator = SimpleNamespace(
-        process_index=0, num_processes=1, mixed_precision="no", device=torch.device("cpu"), is_main_process=True
+        process_index=0,
+        num_processes=1,
+        distributed_type="NO",
+        mixed_precision="no",
+        device=torch.device("cpu"),
+        is_main_process=True,
     )
     network = torch.nn.Linear(2, 2)
     optimizer = SimpleNamespace(optimizer=torch.optim.AdamW(network.parameters()))

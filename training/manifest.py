@@ -51,6 +51,8 @@ class Manifest:
     files: dict[str, File]
     processes: int | None = None
     """How many trained it."""
+    shards: int | None = None
+    """How many processes shared a replica."""
     threads: int | None = None
     """Of each process, on a CPU: how many share a sum decides its order."""
     provenance: dict[str, Any] = field(default_factory=dict)

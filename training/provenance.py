@@ -8,6 +8,8 @@ import accelerate
 import torch
 from accelerate import Accelerator
 
+from training.launch import num_shards
+
 
 def provenance() -> dict[str, str | None]:
     """Versions of what computes, and the commit of this repository; None outside a checkout, `-dirty` after changes."""
@@ -24,6 +26,7 @@ def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
     return {
         "mixed_precision": accelerator.mixed_precision,
         "processes": accelerator.num_processes,
+        "shards": num_shards(accelerator),
         "threads": torch.get_num_threads() if accelerator.device.type == "cpu" else None,
     }
 

@@ -194,7 +194,7 @@ class RunDirectory:
             return Start()
         if config.steps < manifest.step:
             raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} that {path} has already done")
-        before = {"processes": manifest.processes, "threads": manifest.threads}
+        before = {name: getattr(manifest, name) for name in ("processes", "shards", "threads")}
         if changed := [name for name, count in before.items() if None not in (count, now[name]) and count != now[name]]:
             if not config.exact:
                 what = ", ".join(f"{now[name]} {name} instead of {before[name]}" for name in changed)

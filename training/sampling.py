@@ -8,10 +8,23 @@ from config import TrainConfig
 from data.corpus import Corpus
 from data.order import derive_seed
 from data.tokenizer import END_OF_TEXT
+from model.gpt import GPTModel
+from training.optimizer import gathered, is_sharded
 from training.step_totals import average
 from training.tracking import Tracker
 
 TEXTS_PER_BATCH = 50
+
+
+def unsharded(network: GPTModel) -> GPTModel:
+    """The network, or a whole copy of one that is sharded: processes that generate call it unequally often."""
+    state = network.state_dict()
+    if not any(map(is_sharded, state.values())):
+        return network
+    with torch.device("meta"):
+        whole = GPTModel(network.config)
+    whole.load_state_dict({name: gathered(tensor) for name, tensor in state.items()}, assign=True)
+    return whole
 
 
 def sample_texts(
@@ -28,19 +41,20 @@ def sample_texts(
     if corpus.score_texts is None or num_texts == 0:
         return {}
     rank, num_processes = accelerator.process_index, accelerator.num_processes
-    network = accelerator.unwrap_model(model).eval()
+    network = unsharded(accelerator.unwrap_model(model)).eval()
     end_of_text = corpus.tokenizer.token_to_id(END_OF_TEXT)
     numbered = []
     for first in range(rank * TEXTS_PER_BATCH, num_texts, num_processes * TEXTS_PER_BATCH):
         count = min(TEXTS_PER_BATCH, num_texts - first)
         generator = torch.Generator(accelerator.device).manual_seed(derive_seed(config.seed, "samples", first))
-        rows = network.generate(
-            torch.full((count, 1), end_of_text, device=accelerator.device),
-            max_new_tokens=config.seq_len - 1,
-            temperature=config.evaluation.temperature,
-            generator=generator,
-            eos_token_id=end_of_text,
-        )
+        with accelerator.autocast():
+            rows = network.generate(
+                torch.full((count, 1), end_of_text, device=accelerator.device),
+                max_new_tokens=config.seq_len - 1,
+                temperature=config.evaluation.temperature,
+                generator=generator,
+                eos_token_id=end_of_text,
+            )
         numbered += enumerate(corpus.tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
     network.train()
     texts = [text for _, text in sorted(gather_object(numbered))]

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from config import TrainConfig
 from model.gpt import GPTModel
 from training.compute import no_compiler
+from training.launch import num_shards
 from training.run_directory import Start
 
 
@@ -19,6 +20,11 @@ def summary(
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
     backend = f", {torch.distributed.get_backend()}" if accelerator.num_processes > 1 else ""
+    shards = num_shards(accelerator)
+    replicas = f", {accelerator.num_processes // shards} replica(s) x {shards} shards" if shards > 1 else ""
+    dtypes = {"no": "fp32", "bf16": "bf16, weights and sums of gradients in fp32"}[accelerator.mixed_precision]
+    if shards > 1:  # under autocast a weight is cast where it is multiplied, a sharded one before it is sent
+        dtypes = dtypes.replace("weights", "weights gathered in bf16, kept")
     accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
     tokens_per_step = config.global_batch_size * config.seq_len
     compiled = ""
@@ -27,8 +33,8 @@ def summary(
         compiled = f", not compiled: {lack}" if lack else ", compiled"
     facts = {
         "run": f"{directory}" + (f", resumed at step {start.step} from {start.checkpoint}" if start.checkpoint else ""),
-        "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}",
-        "precision": accelerator.mixed_precision.replace("no", "fp32")
+        "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
+        "precision": dtypes
         + compiled
         + (", activation checkpointing" if config.activation_checkpointing else "")
         + (", deterministic" if config.exact else ""),

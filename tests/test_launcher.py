@@ -1,0 +1,193 @@
+"""What is asked of `accelerate launch` happens, or is refused: never another run than the one that was asked for."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+import launcher
+from tests.conftest import ROOT, TINY_STORIES, environment
+from training.launch import uses_cpu
+
+FILES = ROOT / "accelerate_configs"
+CPU, MULTI_GPU, FSDP2, HSDP = (str(FILES / f"{name}.yaml") for name in ("cpu", "multi_gpu", "fsdp2", "hsdp"))
+TWO = ["--num_processes", "2"]
+MACHINES = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", "29511"]
+
+
+def what_is_started(*flags):
+    """The environment of the processes that `accelerate launch FLAGS train.py` starts, by Accelerate's own code."""
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args([*flags, "train.py"]))
+    if args.cpu or not (args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
+        return prepare_simple_launcher_cmd_env(args)[1]
+    local = int(args.num_processes) // args.num_machines
+    started = {"WORLD_SIZE": str(local * args.num_machines), "LOCAL_WORLD_SIZE": str(local)}
+    return prepare_multi_gpu_env(args) | started
+
+
+def refusals(*flags, exact=False, **extra):
+    """What a run says to such a launch."""
+    told = what_is_started(*flags) | extra
+    _, asked = launcher.asked_by([*flags, "train.py"], str(ROOT))
+    return "\n".join(launcher.lost(told, asked) + launcher.unsupported(told, asked, exact))
+
+
+@pytest.fixture
+def launch_file(tmp_path):
+    """A function that writes one, from another with changes."""
+
+    def write(base, **changes):
+        path = tmp_path / "launch.yaml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(Path(base).read_text()) | changes))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_our_own_launch_files_are_accepted(path):
+    extra = ["--main_process_port", "29511"] if path.stem == "multi_node" else []
+    assert refusals("--config_file", str(path), *extra) == ""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [TWO, ["--cpu", *TWO], ["--config_file", CPU, "--cpu"], [*MACHINES, "--machine_rank", "1"], [*TWO, *MACHINES]],
+    ids=" ".join,
+)
+def test_fewer_processes_than_asked_for_are_refused(flags):
+    message = refusals(*flags)
+    count = 2 if "--config_file" in flags or "--num_processes" in flags else 1
+    assert f"num_processes: {count} on" in message and "the launcher started 1." in message
+    assert f"accelerate launch --config_file accelerate_configs/cpu.yaml --num_processes {count} " in message
+    assert ("--main_process_ip" in message) == ("--num_machines" in flags)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--gradient_accumulation_steps", "4"], ["gradient_accumulation_steps: 4", "global_batch_size"]),
+        (["--parallelism_config_cp_size", "2"], ["parallelism_config_cp_size: 2", "use 1"]),
+        (["--parallelism_config_tp_size", "2"], ["parallelism_config_tp_size: 2"]),
+        (["--parallelism_config_dp_shard_size", "2"], ["x parallelism_config_dp_shard_size: 2", "needs", "FSDP"]),
+        (["--dynamo_backend", "inductor"], ["dynamo_backend: INDUCTOR", "--compile true"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_a_run_does_itself_or_not_at_all_is_refused_on_the_command_line(flags, words):
+    message = refusals("--config_file", CPU, *flags)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"fsdp_version": 1}, ["fsdp_version: 1", "2"]),
+        ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, ["SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"]),
+        ({"fsdp_transformer_layer_cls_to_wrap": "Block,Blok"}, ["fsdp_transformer_layer_cls_to_wrap: Blok", "Block"]),
+        ({"fsdp_activation_checkpointing": True}, ["fsdp_activation_checkpointing", "--activation_checkpointing true"]),
+        ({"fsdp_ignored_modules": "token_embedding"}, ["fsdp_ignored_modules", "remove"]),
+        ({"fsdp_reshard_after_forward": "FULL_SHARD"}, ["fsdp_reshard_after_forward: full_shard", "true or false"]),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, ["LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]),
+        ({"fsdp_offload_params": True}, ["fsdp_offload_params", "no GPU"]),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_sharding_that_would_be_another_is_refused(changes, words, launch_file, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = launch_file(FSDP2, fsdp_config=yaml.safe_load(Path(FSDP2).read_text())["fsdp_config"] | changes)
+    message = refusals("--config_file", file)
+    assert message.count("\n") == 0 and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        ((2, 4, 1), ["dp_replicate_size: 2 x parallelism_config_dp_shard_size: 4", "num_processes: 4"]),
+        ((4, 1, 1), ["shards nothing", "MULTI_GPU"]),
+        ((2, 2, 2), ["parallelism_config_tp_size: 2"]),
+    ],
+)
+def test_replicas_and_shards_are_those_of_the_processes(sizes, words, launch_file):
+    names = [f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp")]
+    message = refusals("--config_file", launch_file(HSDP, parallelism_config=dict(zip(names, sizes, strict=True))))
+    assert message.count("\n") == 0 and all(word in message for word in words), message
+
+
+def test_exact_is_refused_where_models_are_sharded():
+    message = refusals("--config_file", FSDP2, exact=True)
+    assert "exact: true" in message and "MULTI_GPU" in message
+    assert refusals("--config_file", CPU, exact=True) == ""
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"])
+def test_engines_that_are_not_ours_are_refused(name):
+    message = refusals("--config_file", CPU, **{name: "true"})
+    assert name.removeprefix("ACCELERATE_USE_") in message and "FSDP" in message
+
+
+def test_fp8_is_refused():
+    assert "mixed_precision: fp8" in refusals("--config_file", CPU, ACCELERATE_MIXED_PRECISION="fp8")
+
+
+# What a run makes of the devices
+
+
+def test_a_gpu_that_cannot_be_used_is_said(monkeypatch):
+    monkeypatch.setattr(launcher, "NVIDIA_DEVICES", str(ROOT / "train.p[y]"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old\nand more")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    (message,) = launcher.missing_devices({})
+    assert "driver on your system is too old; to train on the CPU, set ACCELERATE_USE_CPU=true" in message
+    for asked in ({"ACCELERATE_USE_CPU": "True"}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}, {"CUDA_VISIBLE_DEVICES": ""}):
+        assert launcher.missing_devices(asked) == []
+    assert launcher.missing_devices({"CUDA_VISIBLE_DEVICES": "0"}) == [message]
+
+
+def test_gpus_that_are_too_few_or_too_old_are_said(monkeypatch):
+    facts = {"is_available": True, "device_count": 2, "get_device_capability": (7, 5), "get_device_name": "Tesla T4"}
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    told = {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    few, old = launcher.missing_devices(told)
+    assert "num_processes: 4 on this machine, which has 2 GPU(s)" in few
+    assert "bf16 needs compute capability 8.0, and Tesla T4 has 7.5; use fp16" in old
+    assert launcher.missing_devices(told | {"ACCELERATE_USE_CPU": "true"}) == []
+    assert launcher.missing_devices({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}) == []
+    assert not uses_cpu({}) and uses_cpu({"ACCELERATE_USE_CPU": "true"})
+
+
+# Real launches
+
+
+def launch(flags, runs, **env):
+    program = [sys.executable, Path(sys.executable).parent / "accelerate", "launch"]
+    command = [*program, *flags, "train.py", *TINY_STORIES, "--out_dir", runs]
+    return subprocess.run(
+        [str(word) for word in command], cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--cpu", *TWO],
+        *(pytest.param(flags, marks=pytest.mark.slow) for flags in (TWO, ["--config_file", CPU, "--cpu"])),
+        pytest.param([*MACHINES, "--machine_rank", "1"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_a_real_launch_of_fewer_processes_is_refused(flags, runs):
+    done = launch(flags, runs)
+    assert done.returncode == 1 and "returned non-zero exit status 2" in done.stderr, done.stderr
+    assert len(re.findall("error: num_processes: . on . machine", done.stderr)) == 1 and not runs.exists()
