@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "launcher.py": {"config", "model", "training"},
     "plot.py": {"training"},
     "load.py": {"config", "data", "model", "training"},
+    "export.py": {"cli", "config", "data", "load", "model", "plot", "training"},
     "sample.py": {"cli", "config", "data", "load", "training"},
     "train.py": {"cli", "config", "data", "launcher", "model", "plot", "training"},
     "verify.py": {"cli", "config", "data", "launcher", "model", "train", "training"},

@@ -8,7 +8,8 @@ from dataclasses import asdict
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import sample
 from config import ConfigError
@@ -164,6 +165,17 @@ def test_text_is_shown_as_soon_as_it_is_there_and_no_character_by_halves(monkeyp
     monkeypatch.setattr(sys, "stdout", Screen())
     sample.write(Loaded(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(""))
     assert shown == ["ma", "man", "mané", "mané ", "mané €", "mané €!"]
+
+
+def test_what_follows_a_prompt_keeps_its_space(monkeypatch, capsys):
+    """Some tokenizers, such as Llama's, drop the space before the first token that they decode."""
+    words = Tokenizer(models.WordLevel({"▁ma": 0, "▁ni": 1, "</s>": 2}))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    model = make_model(vocab_size=3).eval()
+    monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[1]])]))
+    sample.write(Loaded(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(""))
+    assert capsys.readouterr().out == "ma ni\n"
 
 
 def test_without_a_prompt_a_terminal_is_asked_again_and_again(run, capsys, monkeypatch):

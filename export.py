@@ -1,0 +1,206 @@
+"""Writes a trained model as a folder that transformers opens without remote code: python export.py RUN OUT
+
+The folder has config.json, model.safetensors, generation_config.json, the tokenizer's files and a model card.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+
+@dataclass
+class ExportConfig:
+    """Writes a trained model as a folder in transformers' format."""
+
+    run: str
+    """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
+
+    out: str
+    """The folder to write. It must not exist yet."""
+
+    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
+    """Of a run: latest, best (by validation loss), or a step."""
+
+    average: PositiveInt = 1
+    """The mean of the weights of so many checkpoints, the newest ones, in place of one."""
+
+    push: str | None = None
+    """Also upload the folder to this repository of the Hub, as NAME/REPOSITORY; `hf auth login` comes before."""
+
+
+if __name__ == "__main__":  # before anything slow is imported
+    from cli import run
+
+    run("export", ExportConfig)
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import yaml
+
+from config import ConfigError, RunError
+from data.integrity import read_metadata
+from load import Loaded, find_checkpoint, is_run, load_run, readable_checkpoints
+from model.hub import to_transformers
+from plot import save_loss_curve
+from training.manifest import Manifest
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+A causal language model of {parameters:,} parameters, {origin}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+A text began with an end-of-text token (id {end_of_text}) in training, so a prompt should.
+"""
+
+
+def main(config: ExportConfig) -> None:
+    """Load the model, write the folder, and upload it if that is asked for.
+
+    Raises:
+        ConfigError: there is no such model, transformers has none like it, or the folder exists.
+        RunError: it cannot be written or uploaded.
+    """
+    out = Path(config.out).expanduser()
+    if out.exists():
+        raise ConfigError(f"out: {str(out)!r} exists; name a folder that does not")
+    loaded = load_run(config.run, config.checkpoint)
+    sources = [find_checkpoint(Path(config.run).expanduser(), config.checkpoint)] if loaded.config else []
+    if config.average > 1:
+        sources = newest(config)
+        average(loaded, sources)
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        partial.mkdir(parents=True)
+        write(partial, loaded)
+        (partial / "README.md").write_text(card(out.name, loaded, sources, partial))
+        os.rename(partial, out)
+    except OSError as error:
+        raise RunError(f"out: {str(out)!r} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"The model lies in {out}.")
+    if config.push:
+        push(out, config.push)
+
+
+def newest(config: ExportConfig) -> list[tuple[Path, Manifest]]:
+    """The checkpoints that are averaged."""
+    path = Path(config.run).expanduser()
+    there = list(readable_checkpoints(path)) if is_run(path) else []
+    if config.checkpoint != "latest" or len(there) < config.average:
+        raise ConfigError(
+            f"average: {config.average} takes the newest checkpoints of a run, checkpoint: latest, and {path} has "
+            f"{len(there)}; checkpoint.keep says how many a training keeps"
+        )
+    return [find_checkpoint(directory) for directory in there[: config.average]]
+
+
+@torch.no_grad()
+def average(loaded: Loaded, sources: list[tuple[Path, Manifest]]) -> None:
+    """Give the model the mean of the weights of these checkpoints."""
+    weights = loaded.model.state_dict()
+    sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in weights.items()}
+    for directory, _ in sources:
+        for name, tensor in load_run(directory).model.state_dict().items():
+            sums[name] += tensor
+    for name, tensor in weights.items():
+        tensor.copy_(sums[name] / len(sources))
+
+
+def write(folder: Path, loaded: Loaded) -> None:
+    """Write all but the model card.
+
+    Raises:
+        ConfigError: no architecture of transformers is this model, with the settings that keep it out.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        hf_model = to_transformers(loaded.model)
+    except ValueError as error:
+        raise ConfigError(f"run: {error}") from None
+    if (tokenizer := loaded.tokenizer) is not None:
+        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        for settings in (hf_model.config, hf_model.generation_config):
+            settings.bos_token_id, settings.eos_token_id = begin, tokenizer.eos_token_id
+        hf_model.generation_config.pad_token_id = tokenizer.eos_token_id
+        for where_from in ("is_local", "local_files_only"):  # it was opened; no fact of a tokenizer
+            tokenizer.init_kwargs.pop(where_from, None)
+        tokenizer.save_pretrained(folder)
+    hf_model.save_pretrained(folder)
+
+
+def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path) -> str:
+    """The model card, whose picture goes into the folder."""
+    end_of_text = None if loaded.tokenizer is None else loaded.tokenizer.eos_token_id
+    steps = " and ".join(str(manifest.step) for _, manifest in sources)
+    origin = "converted from another folder in transformers' format"
+    if sources:
+        origin = f"trained with Accelerate; the weights are those of step {steps}" + ", averaged" * (len(sources) > 1)
+    lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, end_of_text=end_of_text)]
+    if loaded.config is None:
+        return lines[0]
+    directory, manifest = sources[0]
+    numbers = [f"| {name} | {value:.6g} |" for name, value in manifest.metrics.items() if isinstance(value, float)]
+    if numbers:
+        averaged = ", of the newest checkpoint alone" if len(sources) > 1 else ""
+        lines.append("\n".join([f"## Numbers at step {manifest.step}{averaged}\n", "| | |", "|---|---|", *numbers, ""]))
+    if (run := directory.resolve().parent.parent / "metrics.jsonl").exists():
+        shutil.copy(save_loss_curve(run.parent), folder / "loss.png")
+        lines.append("![Training and validation loss](loss.png)\n")
+    lines.append(f"## Data\n\n{data_facts(loaded)}\n")
+    made_by = {**manifest.provenance, "mixed_precision": manifest.mixed_precision, "processes": manifest.processes}
+    lines.append("## Made with\n\n" + "\n".join(f"- {name}: {value}" for name, value in made_by.items()) + "\n")
+    recipe = yaml.safe_dump({**manifest.config, "out_dir": "runs"}, sort_keys=False)
+    lines.append(f"## Recipe\n\nThe settings of the run, a `--config` of its `train.py`:\n\n```yaml\n{recipe}```\n")
+    return "\n".join(lines)
+
+
+def data_facts(loaded: Loaded) -> str:
+    """What the model was trained on."""
+    data = loaded.config.data
+    if data.source != "text":
+        return f"The generated source `{data.source}` of this repository, {data.num_samples:,} samples an epoch."
+    facts = [f"Content hash of the tokens and the tokenizer: `{data.hash}`."]
+    for path in data.mix or [data.path]:
+        try:
+            metadata = read_metadata(Path(path).expanduser())
+            train, tokenizer = metadata["train"], metadata["tokenizer"]["name"]
+            facts.append(
+                f"- `{Path(path).name}`: {train['documents']:,} documents, {train['tokens']:,} tokens by `{tokenizer}`"
+            )
+        except (ConfigError, KeyError):  # gone since, which takes nothing from the model
+            facts.append(f"- `{Path(path).name}`")
+    return "\n".join(facts)
+
+
+def push(folder: Path, repository: str) -> None:
+    """Upload the folder.
+
+    Raises:
+        RunError: it cannot be uploaded; the folder stays.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # of the network, of the name, of who one is
+        raise RunError(f"push: {folder} is written, but not uploaded to {repository!r}: {error}") from None
+    print(f"It is at https://huggingface.co/{repository}.")

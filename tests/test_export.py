@@ -1,0 +1,129 @@
+"""An exported model is the same model, opened by transformers alone."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import export
+from config import ConfigError, RunError
+from export import ExportConfig
+from load import load_run
+from tests.conftest import TINY_STORIES, metrics, python, tensors, train
+
+QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
+FAMILIES = {"gpt2": [], "qwen3": [*QWEN3, "--model.tie_embeddings", "true", "--model.n_kv_heads", "1"]}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of each family."""
+    runs = tmp_path_factory.mktemp("runs")
+    for name, settings in FAMILIES.items():
+        train(*TINY_STORIES, *settings, "--out_dir", runs, "--name", name)
+    return runs
+
+
+def exported(*arguments, **settings):
+    config = ExportConfig(*map(str, arguments), **settings)
+    export.main(config)
+    return config.out
+
+
+@every_family
+def test_transformers_opens_it_and_computes_and_writes_the_same(family, runs, tmp_path):
+    out = exported(runs / family, tmp_path / "out")
+    theirs, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    _, model, tokenizer = load_run(runs / family)
+    their_tokenizer = AutoTokenizer.from_pretrained(out)
+    tokens = their_tokenizer("Meet a brave girl named Anna.")["input_ids"]
+    assert tokens == tokenizer("Meet a brave girl named Anna.")["input_ids"]
+    assert their_tokenizer.decode(tokens) == "Meet a brave girl named Anna."
+    ids = torch.tensor([[their_tokenizer.eos_token_id, *tokens]])
+    torch.testing.assert_close(theirs(ids).logits, model(ids)[0], rtol=0, atol=1e-5)
+    ours = model.generate(ids, 30, temperature=0, eos_token_id=0)
+    assert torch.equal(theirs.generate(ids, max_new_tokens=30, do_sample=False), ours)
+    assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 0
+
+
+@every_family
+def test_export_of_what_was_exported_is_the_same_bytes(family, runs, tmp_path):
+    first = exported(runs / family, tmp_path / "first")
+    second = exported(first, tmp_path / "second")
+    state, stored = load_run(second).model.state_dict(), tensors(runs / family, 8)
+    assert all(torch.equal(tensor, stored[f"model.{name}"]) for name, tensor in state.items())
+    files = {path.name for path in (tmp_path / "first").iterdir()}
+    assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "README.md"} < files
+    for name in files - {"README.md", "loss.png"}:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+
+
+def test_the_newest_checkpoints_are_averaged(runs, tmp_path):
+    state = load_run(exported(runs / "gpt2", tmp_path / "out", average=3)).model.state_dict()
+    parts = [tensors(runs / "gpt2", step) for step in (6, 7, 8)]
+    for name, tensor in state.items():
+        expected = sum(part[f"model.{name}"].double() for part in parts) / 3
+        assert torch.equal(tensor, expected.float()), name
+    for settings in ({"average": 9}, {"average": 2, "checkpoint": "best"}):
+        with pytest.raises(ConfigError, match=f"average: {settings['average']} takes the newest .* has 8; checkpoint"):
+            exported(runs / "gpt2", tmp_path / "other", **settings)
+
+
+def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
+    out = exported(runs / "gpt2", tmp_path / "story-teller", checkpoint=4)
+    card = (tmp_path / "story-teller" / "README.md").read_text()
+    row = next(row for row in metrics(runs / "gpt2") if row["step"] == 4)
+    manifest = json.loads((runs / "gpt2" / "checkpoints" / "step-00000004" / "manifest.json").read_text())
+    for said in (
+        "# story-teller",
+        f"| val/loss | {row['val/loss']:.6g} |",
+        f"- git_commit: {manifest['provenance']['git_commit']}",
+        "source `stories`",
+        "  lr: 0.01\n",
+        'AutoModelForCausalLM.from_pretrained("story-teller")',
+        "![Training and validation loss](loss.png)",
+    ):
+        assert said in card
+    assert str(runs) not in card, "no path of this machine"
+    assert (tmp_path / "story-teller" / "loss.png").exists() and out.endswith("story-teller")
+
+
+def test_a_model_that_transformers_does_not_have_is_refused(runs, tmp_path):
+    train(*TINY_STORIES, "--model.mlp", "relu2", "--steps", "2", "--out_dir", tmp_path, "--name", "odd")
+    with pytest.raises(ConfigError, match="gpt2: model.mlp is relu2, not gelu\n"):
+        exported(tmp_path / "odd", tmp_path / "out")
+    assert not list(tmp_path.glob("out*")), "nothing is left behind"
+
+
+def test_a_folder_that_exists_is_left_alone(runs, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="exists; name a folder that does not"):
+        exported(runs / "gpt2", tmp_path / "out")
+
+
+def test_it_is_pushed_to_the_hub(runs, tmp_path, monkeypatch):
+    calls = []
+
+    class Hub:
+        def create_repo(self, repository, exist_ok):
+            if repository == "nobody/here":
+                raise ValueError("401 Unauthorized")
+            calls.append((repository, exist_ok))
+
+        def upload_folder(self, repo_id, folder_path):
+            calls.append((repo_id, {path.name for path in folder_path.iterdir()}))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    exported(runs / "gpt2", tmp_path / "out", push="me/stories")
+    assert calls[0] == ("me/stories", True) and calls[1][0] == "me/stories"
+    assert {"README.md", "model.safetensors", "tokenizer.json"} < calls[1][1]
+    with pytest.raises(RunError, match="is written, but not uploaded to 'nobody/here': 401"):
+        exported(runs / "gpt2", tmp_path / "again", push="nobody/here")
+    assert (tmp_path / "again" / "config.json").exists()
+
+
+def test_the_script_reads_its_settings_like_train_py(runs, tmp_path):
+    assert f"The model lies in {tmp_path}/out." in python(f"python export.py {runs}/qwen3 {tmp_path}/out").stdout
