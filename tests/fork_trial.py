@@ -1,0 +1,54 @@
+"""What a fork is put through: python -m tests.fork_trial OUT_DIR [SETTINGS]... in the directory of the fork.
+
+20 steps on two processes in one go; the same killed half-way and resumed, to the same numbers and the same digest of
+all weights and moments; then verify.py. Exit code 0: all of it holds. The processes are forks of one (tests/forked.py),
+and this one imports no torch.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from tests import forked
+
+# An evaluation after each step leaves time to kill it.
+TRIAL = "--config tests/tiny_stories.yaml --steps 20 --checkpoint.every 5 --evaluation.every 1".split()
+
+
+def rows(run: Path) -> list[dict]:
+    """Those of metrics.jsonl, without what depends on the clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in lines]
+
+
+def run(script: str, words: list[str]) -> str:
+    """Run it on two processes to its end; what it printed."""
+    done = forked.run(script, words, 2, dict(os.environ))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def main(out_dir: str, *settings: str) -> None:
+    words = [*TRIAL, *settings, "--out_dir", out_dir]
+    unbroken, killed = (Path(out_dir, name) for name in ("unbroken", "killed"))
+    run("train.py", [*words, "--name", "unbroken"])
+    launch = forked.Launch("train.py", [*words, "--name", "killed"], 2, dict(os.environ))
+    while not (killed / "metrics.jsonl").exists() or len(rows(killed)) < 8:
+        assert all(process.is_alive() for process in launch.processes), launch.output()
+        time.sleep(0.02)
+    for process in launch.processes:
+        process.kill()
+        process.join()
+    assert not (killed / "checkpoints" / "step-00000020").exists(), "it was to be killed before its end"
+    assert "resumed at step" in run("train.py", [*words, "--name", "killed"])
+    assert rows(killed) == rows(unbroken) and len({row["state/digest"] for row in rows(killed)}) == 20
+    print(json.dumps(rows(killed)[-1]))
+    shutil.rmtree(out_dir)
+    print(run("verify.py", words))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
