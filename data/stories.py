@@ -165,11 +165,6 @@ def log_prob(text: str) -> float | None:
     return GRAMMAR.log_probability(text)
 
 
-def entropy() -> float:
-    """The exact entropy of a story in nats."""
-    return GRAMMAR.entropy()
-
-
 def build_tokenizer() -> Tokenizer:
     """A word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
 
