@@ -124,7 +124,7 @@ class Verification:
         torch.manual_seed(self.config.seed)
         network, optimizer = self.build()
         order = self.corpus.order(self.config.global_batch_size, self.config.seed)
-        tree_sum = TreeSum(network, accumulation, 0, 1) if in_a_tree else None
+        add_micro_batch = TreeSum(network, accumulation, 0, 1).add_micro_batch if in_a_tree else lambda: None
         rows, states = [], []
         for step in range(STEPS):
             samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
@@ -137,8 +137,7 @@ class Verification:
                     _, loss, *sums = network(**micro_batch, num_items_in_batch=num_targets)
                 loss.backward()
                 losses.append([float(number) for number in dict(*sums).get("loss", (loss, 0))])
-                if tree_sum:
-                    tree_sum.add_micro_batch()
+                add_micro_batch()
             for parameter in network.parameters():
                 parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or math.inf)
@@ -170,9 +169,7 @@ class Verification:
             / max(torch.stack([moments[name].norm() for name in kind]).norm().item(), 1e-12)
             for kind in kinds or [list(moments)]
         )
-        logged = max(
-            abs(row[name] / other[name] - 1) for row, other in zip(rows, by_hand, strict=True) for name in other
-        )
+        logged = max(abs(row[name] / hand[name] - 1) for row, hand in zip(rows, by_hand, strict=True) for name in hand)
         return max(gradient, logged) < self.tolerance, f"gradient within {gradient:.1e}, logged within {logged:.1e}"
 
     def resuming_is_bitwise(self) -> tuple[bool | None, str]:
@@ -207,10 +204,9 @@ class Verification:
     def logits_equal(self, family: str) -> tuple[bool | None, str]:
         """This config's sizes in the family's architecture, in float32 on the CPU."""
         torch.manual_seed(0)
-        sizes = {"vocab_size": 64, "n_layers": 2, "dropout": 0.0}
-        sizes |= {"n_kv_heads": None, "head_dim": None} if family == "gpt2" else {}
+        own = FAMILIES[family] | (dict.fromkeys(("n_kv_heads", "head_dim")) if family == "gpt2" else {})
         try:
-            model = GPTModel(replace(self.config.model, **sizes, **FAMILIES[family])).eval()
+            model = GPTModel(replace(self.config.model, vocab_size=64, n_layers=2, dropout=0.0, **own))
             theirs = to_transformers(model).eval()
         except ValueError as error:
             why = str(error).splitlines()
