@@ -1,6 +1,7 @@
 """Numbers that a model or a corpus reports besides the loss: right, the same on any number of processes, and shown."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from model.gpt import GPTModel
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.reporting_train import Z_LOSS
-from training.step_totals import StepTotals
+from training.step_totals import NonFiniteError, StepTotals
 from training.tracking import Tracker
 
 STEPS = 2
@@ -101,6 +102,16 @@ def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported
     assert rows[-1]["sample/distinct"] == len(set(texts)) / 3 and rows[-1]["sample/in_training_set"] == 0
     assert "sample/accepted" not in rows[-1], "that is the stories' own"
     assert rows[-1]["val/floor"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the floor)" in output
+
+
+def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples():
+    accelerator = SimpleNamespace(**{**vars(ALONE), "process_index": 1, "num_processes": 2})
+    totals = StepTotals(SimpleNamespace(indices=lambda step: [5, 6, 7, 8]), 1, 0, accelerator)
+    for loss in (1.0, math.nan):
+        totals.add(torch.tensor(loss))
+    totals.exchange(1, torch.tensor(math.nan), 12, stop=False)
+    with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[8\]"):
+        totals.read(at_once=True)
 
 
 def test_names_that_change_or_are_taken_are_refused():

@@ -22,6 +22,7 @@ from data.stories import (
     build_tokenizer,
     is_validation,
     log_prob,
+    score_stories,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -338,6 +339,12 @@ def test_the_floor_and_the_bytes_are_those_of_the_stories(validation):
     assert validation.num_bytes == len("".join(texts).encode())
     # The hash that splits is not the grammar's business: the floor is what the entropy leads one to expect.
     assert validation.floor_nats / len(texts) == pytest.approx(entropy(GRAMMAR), rel=0.02)
+
+
+def test_the_score_of_texts_is_how_many_the_grammar_accepts(validation):
+    assert score_stories([validation.text(0), validation.text(0) + " The", "", validation.text(1)]) == {
+        "accepted": (2, 4)
+    }
 
 
 def test_neighbouring_words_say_little(train, validation):
