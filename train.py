@@ -139,7 +139,8 @@ def train(
         totals.skipped, totals.skipped_in_a_row = start.skipped
         # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
         # resumed run adds in the same order as one that never stopped.
-        _, micro_loss, *sums = model(**next(micro_batches(batch, config.micro_batch_size)))
+        micro_batch = next(micro_batches(batch, config.micro_batch_size))
+        _, micro_loss, *sums = model(**micro_batch, num_items_in_batch=target_tokens)
         first_backward(micro_loss, model, accelerator)
         optimizer.zero_grad()
         totals.agree_on_names(*sums)

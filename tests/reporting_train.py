@@ -11,7 +11,7 @@ import cli
 import model.gpt
 import train
 
-Z_LOSS = 0.01
+Z_LOSS, HELP = 0.01, 100.0
 next_token_loss = partial(model.gpt.next_token_loss, z_loss=Z_LOSS)
 
 
@@ -21,6 +21,8 @@ class Model(train.GPTModel):
         if labels is None:
             return logits, loss
         num_targets = (labels[:, 1:] != -100).sum()
+        term = self.token_embedding.weight.square().mean()
+        loss = loss + HELP * term * num_targets / named["num_items_in_batch"]
         return logits, loss, {**Model.sums, "targets_per_row": (num_targets, len(labels)), "nothing": (0, 0)}
 
 

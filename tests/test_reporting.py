@@ -15,7 +15,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
-from tests.reporting_train import Z_LOSS
+from tests.reporting_train import HELP, Z_LOSS
 from training.step_totals import NonFiniteError, StepTotals
 from training.tracking import Tracker
 
@@ -67,7 +67,7 @@ def test_what_a_model_reports_is_divided_by_its_own_count(reported):
     _, (rows, _), run = reported
     model, dataset = network(), StoriesDataset("train", 20, 0, 128)
     loss, z_loss, _, targets = by_hand(model, [dataset[i] for i in GlobalBatches(20, 6, 0).indices(0)])
-    (loss + Z_LOSS * z_loss).backward()
+    (loss + Z_LOSS * z_loss + HELP * model.token_embedding.weight.square().mean()).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     first = rows[0]
     assert first["train/grad_norm"] == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
