@@ -10,15 +10,29 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import MutableMapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+try:
+    import fcntl  # noqa: F401
+except ImportError:
+    print("error: this runs on Linux and macOS, and on Windows inside WSL (wsl --install)", file=sys.stderr)
+    sys.exit(2)
+
 from config import ConfigError, RunError, parse_config, parse_tool
 from training.signals import Preempted, ignore_stop_signals
 from training.world import is_main_process, num_processes
 
+# What Open MPI, then MPICH and Intel MPI, then MVAPICH call what torch and Accelerate know by these names.
+OF_MPI = {
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"),
+    "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"),
+}
 OURS = [Path(__file__).parent / part for part in ("", "training")]
 
 
@@ -38,6 +52,7 @@ def call(script: str, kind: type | None = None) -> int:
     """
     print_to_whoever_listens()
     try:
+        adopt(os.environ)
         config = parse_tool(kind, script) if kind else parse_config(num_processes=num_processes())
         if is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
@@ -70,6 +85,30 @@ def leave(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def adopt(environment: MutableMapping[str, str]) -> None:
+    """Make processes that mpirun or notebook_launcher has started ones like all others; before anything reads them.
+
+    Raises:
+        ConfigError: they cannot find each other.
+    """
+    if "MIXED_PRECISION" in environment:  # notebook_launcher's name for it, which nobody reads
+        environment.setdefault("ACCELERATE_MIXED_PRECISION", environment["MIXED_PRECISION"])
+    if "WORLD_SIZE" not in environment:
+        told = {name: environment[key] for name, keys in OF_MPI.items() for key in keys if key in environment}
+        if int(told.get("WORLD_SIZE", 1)) == 1:
+            return
+        told = {"LOCAL_RANK": told["RANK"], "LOCAL_WORLD_SIZE": told["WORLD_SIZE"], "MASTER_PORT": "29500", **told}
+        if told["LOCAL_WORLD_SIZE"] == told["WORLD_SIZE"]:
+            told["MASTER_ADDR"] = "127.0.0.1"
+        environment |= told | dict(environment)
+    needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if int(environment["WORLD_SIZE"]) > 1 and (missing := [name for name in needed if name not in environment]):
+        raise ConfigError(
+            f"WORLD_SIZE: {environment['WORLD_SIZE']} processes, but {', '.join(missing)} of the environment is not "
+            "set; MASTER_ADDR and MASTER_PORT are where the others reach process 0"
+        )
 
 
 class _Unheard:

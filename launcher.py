@@ -13,7 +13,7 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 from torch import nn
 
-from config import ConfigError
+from config import ConfigError, TrainConfig
 from model import gpt
 from training.launch import is_on, uses_cpu
 
@@ -32,7 +32,7 @@ SIZE_NAMES = [f"{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp"
 NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 
 
-def check(exact: bool) -> None:
+def check(config: TrainConfig) -> None:
     """Refuse what a run does not support of its launch file and of the settings that the launcher passed on.
 
     Raises:
@@ -42,7 +42,7 @@ def check(exact: bool) -> None:
     if asked.get("use_cpu"):
         os.environ["ACCELERATE_USE_CPU"] = "true"  # which is not passed on to several processes
     problems = [f"{path}: {problem}" for problem in _misspelt_keys(path)] if path else []
-    problems += lost(os.environ, asked) + unsupported(os.environ, asked, exact) + missing_devices(os.environ)
+    problems += lost(os.environ, asked) + unsupported(os.environ, asked, config) + missing_devices(os.environ)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -65,7 +65,7 @@ def _started(environment: Mapping[str, str]) -> int:
     return int(environment.get("WORLD_SIZE", 1))
 
 
-def unsupported(environment: Mapping[str, str], asked: dict[str, Any], exact: bool) -> list[str]:
+def unsupported(environment: Mapping[str, str], asked: dict[str, Any], config: TrainConfig) -> list[str]:
     """What a run does itself, or nobody does for it."""
     problems = [
         f"distributed_type: {name} is not supported; use MULTI_GPU, or FSDP as accelerate_configs/fsdp2.yaml does"
@@ -73,8 +73,10 @@ def unsupported(environment: Mapping[str, str], asked: dict[str, Any], exact: bo
         if is_on(environment, f"ACCELERATE_USE_{name}")
     ]
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", "bf16"):
-        problems.append(f"mixed_precision: {precision} is not supported; use bf16 or no")
+    if precision not in ("no", "bf16", "fp16"):
+        problems.append(f"mixed_precision: {precision} is not supported; use bf16, fp16 or no")
+    if precision == "fp16" and not config.max_skipped:
+        problems.append("mixed_precision: fp16 leaves out updates whose gradients overflow; set on_nonfinite: skip")
     dynamo = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
     if dynamo.upper() != "NO":
         problems.append(f"dynamo_backend: {dynamo} is not supported; remove it and use --compile true of train.py")
@@ -101,7 +103,7 @@ def unsupported(environment: Mapping[str, str], asked: dict[str, Any], exact: bo
             problems.append(f"{given} must be num_processes: {processes}")
         elif shards == 1:
             problems.append(f"{given} shards nothing; use distributed_type: MULTI_GPU for replicas alone")
-    return problems + (_unsupported_sharding(environment, exact) if sharded else [])
+    return problems + (_unsupported_sharding(environment, config.exact) if sharded else [])
 
 
 def _unsupported_sharding(environment: Mapping[str, str], exact: bool) -> list[str]:

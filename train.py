@@ -30,7 +30,7 @@ from training.compute import prepare_network, step_profiler
 from training.corpus_check import CorpusCheck
 from training.evaluation import evaluate, require_finite_loss
 from training.fingerprint import state_digests
-from training.gradients import backward, fill_in, first_backward
+from training.gradients import backward, fill_in, first_backward, loss_scale
 from training.layers import LayerStatistics
 from training.optimizer import build_optimizer, gathered, set_lr
 from training.run_directory import RunDirectory, Start
@@ -55,7 +55,7 @@ def main(config: TrainConfig) -> None:
     """
     run = RunDirectory(config.out_dir, config.name)
     with run.outcome_recorded(config):
-        launcher.check(config.exact)
+        launcher.check(config)
         check_wandb(config.tracking.wandb)
         if config.data.seed is None:
             config.data.seed = run.data_seed(config)
@@ -117,7 +117,8 @@ def train(
         worker_init_fn=ignore_stop_signals,
         pin_memory=device.type == "cuda",
     )
-    batches = ({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} for batch in loader)
+    on_cuda = device.type == "cuda"  # elsewhere a copy that nobody waits for may be read too early
+    batches = ({name: tensor.to(device, non_blocking=on_cuda) for name, tensor in batch.items()} for batch in loader)
     # torch.manual_seed also notes a seed, with a stack trace, for a GPU that a machine without one does not have.
     seed_draws = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     tokens_per_step = config.global_batch_size * config.seq_len
@@ -149,15 +150,16 @@ def train(
         for step in range(start.step, config.steps):
             lr = config.optimizer.lr * lr_scale(config.schedule, step, config.steps)
             set_lr(optimizer, lr)
+            scale = loss_scale(accelerator.mixed_precision, step, totals.skipped)
             for index, micro_batch in enumerate(micro_batches(batch, config.micro_batch_size)):
                 seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
                     _, micro_loss, *sums = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
-                    backward(micro_loss, model, accelerator)
+                    backward(scale * micro_loss, model, accelerator)
                 if config.exact:
                     tree_sum.add_micro_batch()
                 totals.add(micro_loss / averaged_over, *sums)
-            fill_in(network.parameters())
+            fill_in(network.parameters(), scale)
             grad_norm = gathered(
                 accelerator.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip or math.inf)
             )
@@ -226,5 +228,5 @@ def draw_loss_curve(run_directory: Path, accelerator: Accelerator) -> None:
             print(f"Loss curve: {save_loss_curve(run_directory)}")
             if path := save_layers(run_directory):
                 print(f"Layers: {path}")
-        except OSError as error:
+        except (OSError, ImportError) as error:
             print(f"The loss curve cannot be drawn: {error}")

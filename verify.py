@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -218,8 +219,9 @@ class Verification:
 
 def main() -> int:
     try:
+        cli.adopt(os.environ)
         config = parse_config([*sys.argv[1:], *SHORT], num_processes())
-        launcher.check(config.exact)
+        launcher.check(config)
         with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
             compute_as_any_processor()
         verification = Verification(config)

@@ -5,6 +5,7 @@ B rows of the batch, T positions, C d_model, H query heads, K key and value head
 """
 
 import functools
+import importlib.util
 import math
 
 import torch
@@ -20,6 +21,7 @@ from model.loss import next_token_loss
 Rope = tuple[Tensor, Tensor] | None  # cosines and sines
 Mask = Tensor | BlockMask | None
 # Uncompiled it would hold all scores; torch.compile, even of nothing yet, takes seconds to import.
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # not on every ARM machine
 compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
 
 
@@ -154,11 +156,12 @@ class Block(nn.Module):
 def document_mask(position_ids: Tensor, dropout: float) -> Tensor | BlockMask | None:
     """Which earlier positions of its own document each position may attend to.
 
-    A BlockMask of [B, 1, T, T] on CUDA, where flex attention then skips what is masked; elsewhere, and with dropout of
-    attention weights, which it does not offer, bool [B, 1, T, T]. None on a CPU if no row has a second document.
+    A BlockMask of [B, 1, T, T] on CUDA with Triton, where flex attention then skips what is masked. Elsewhere, and with
+    dropout of attention weights, which it does not offer, bool [B, 1, T, T]; on a CPU None if no row has a second
+    document.
     """
     document_BT = (position_ids == 0).cumsum(dim=-1)
-    if position_ids.is_cuda and dropout == 0:
+    if position_ids.is_cuda and dropout == 0 and HAS_TRITON:
 
         def sees(b, head, query, key):
             return (query >= key) & (document_BT[b, query] == document_BT[b, key])

@@ -11,8 +11,14 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
+import cli
 import launcher
+from config import ConfigError, RunError, TrainConfig
+from model import gpt
 from tests.conftest import ROOT, TINY_STORIES, environment
+from tests.forked import Launch, free_port
+from training import rendezvous
+from training.compute import no_compiler
 from training.launch import uses_cpu
 
 FILES = ROOT / "accelerate_configs"
@@ -35,7 +41,7 @@ def refusals(*flags, exact=False, **extra):
     """What a run says to such a launch."""
     told = what_is_started(*flags) | extra
     _, asked = launcher.asked_by([*flags, "train.py"], str(ROOT))
-    return "\n".join(launcher.lost(told, asked) + launcher.unsupported(told, asked, exact))
+    return "\n".join(launcher.lost(told, asked) + launcher.unsupported(told, asked, TrainConfig(exact=exact)))
 
 
 @pytest.fixture
@@ -191,3 +197,88 @@ def test_a_real_launch_of_fewer_processes_is_refused(flags, runs):
     done = launch(flags, runs)
     assert done.returncode == 1 and "returned non-zero exit status 2" in done.stderr, done.stderr
     assert len(re.findall("error: num_processes: . on . machine", done.stderr)) == 1 and not runs.exists()
+
+
+# Processes that no launcher of torch has started
+
+
+def test_what_mpirun_says_is_taken_over():
+    told = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PATH": "/bin"}
+    told |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    cli.adopt(told)
+    expected = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+    expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "PATH": "/bin"}
+    assert told.items() >= expected.items()
+    intel = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+    with pytest.raises(ConfigError, match="WORLD_SIZE: 2 processes, but MASTER_ADDR of the environment is not set"):
+        cli.adopt(dict(intel))
+    there = intel | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    cli.adopt(there)
+    assert (there["RANK"], there["LOCAL_RANK"], there["MASTER_PORT"]) == ("1", "0", "1234")
+
+
+def test_launchers_of_torch_come_before_mpi():
+    for told in ({}, {"PMI_SIZE": "1", "PMI_RANK": "0"}, {"WORLD_SIZE": "1", "RANK": "0", "PMI_SIZE": "2"}):
+        before = dict(told)
+        cli.adopt(told)
+        assert told == before
+    with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT"):
+        cli.adopt({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
+
+
+def test_processes_of_mpirun_train_together_and_what_does_not_fit_them_is_said(runs):
+    def mpirun(*arguments):
+        port, launches = str(free_port()), []
+        for rank in ("0", "1"):
+            told = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "MASTER_PORT": port}
+            words = [str(word) for word in (*TINY_STORIES, "--out_dir", runs, "--name", "run", *arguments)]
+            launches.append(Launch("train.py", words, 0, environment(**told)))
+        code = launches[0].wait(120)
+        launches[1].end()  # as mpirun does
+        return code, *launches[0].output()
+
+    code, out, err = mpirun("--steps", 3, "--schedule.warmup_steps", 0)
+    assert code == 0 and "2 x cpu" in out and "2 processes x 3 accumulation" in out, err
+    code, _, err = mpirun("--global_batch_size", 5)
+    assert code == 2 and "global_batch_size: 5 is not a multiple" in err
+
+
+def test_a_machine_without_fcntl_is_told_where_this_runs():
+    code = "import sys, runpy; sys.modules['fcntl'] = None; runpy.run_path('train.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Linux and macOS" in done.stderr and "WSL" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_who_is_waited_for_is_said_and_the_wait_ends(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "SILENT_SECONDS", 0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(RunError, match="waited 1 s for all 3 processes"):
+        rendezvous.fresh_store(0, 3, 1)
+    assert "still waiting for process(es) [1, 2] to be started, on 127.0.0.1" in capsys.readouterr().err
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(RunError, match="process 1 finds no meeting place at MASTER_ADDR 127.0.0.1"):
+        rendezvous.fresh_store(1, 2, 1)
+
+
+NOTEBOOK = f"""
+import sys
+from accelerate import notebook_launcher
+from cli import call
+sys.argv = ["train.py", *{TINY_STORIES!r}, "--name", "run", "--out_dir", OUT]
+notebook_launcher(call, args=("train",), num_processes=2, mixed_precision="bf16", use_port=PORT)
+print("the notebook goes on")
+"""
+
+
+def test_two_processes_from_a_notebook(runs):
+    code = f"OUT, PORT = {str(runs)!r}, {str(free_port())!r}{NOTEBOOK}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("the notebook goes on\n"), done.stdout + done.stderr
+    assert "2 x cpu" in done.stdout and "precision: bf16" in done.stdout and "Training finished." in done.stdout
+
+
+def test_without_triton_nothing_is_compiled_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(gpt, "HAS_TRITON", False)
+    assert no_compiler(torch.device("cuda")) == "no Triton" and no_compiler(torch.device("cpu")) != "no Triton"

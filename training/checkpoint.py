@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ class Saver:
         self.facts = {"config": asdict(config), "provenance": provenance(), **arrangement(accelerator)}
         self.rank = accelerator.process_index
         # The thread's messages must not mix with those of training: a group of its own, on CPU whatever the device.
-        self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+        self.group = None
+        if accelerator.num_processes > 1:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
 

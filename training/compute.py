@@ -17,7 +17,7 @@ from torch.profiler import ProfilerAction, profile
 from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError, TrainConfig
-from model import linear
+from model import gpt, linear
 from model.gpt import GPTModel
 
 # mallopt's names for: when to give memory back, how much to ask for at once, from what size a block is mapped alone.
@@ -44,6 +44,7 @@ def prepare_exact() -> None:
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads what it did not write
     torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
     compute_as_any_processor()
 
@@ -96,6 +97,8 @@ def _environment_of_launcher() -> Mapping[str, str]:
 
 def no_compiler(device: torch.device) -> str:
     """What torch.compile lacks on this machine to compile for `device`, or nothing."""
+    if device.type == "cuda" and not gpt.HAS_TRITON:
+        return "no Triton"
     default = "clang++" if sys.platform == "darwin" else "g++"
     compilers = [os.environ.get("CXX", default)] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
     if not any(map(shutil.which, compilers)):

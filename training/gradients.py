@@ -39,8 +39,20 @@ def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> 
     accelerator.backward(loss)
 
 
-def fill_in(parameters: Iterable[nn.Parameter]) -> None:
-    """A gradient of zero for every parameter that no micro-batch used."""
+def loss_scale(precision: str, step: int, skipped: int) -> float:
+    """What the loss of a step is multiplied with, so that in fp16 its gradients do not become zero: a power of two.
+
+    As torch's GradScaler: halved by every update that was skipped, for infinite gradients, and doubled by every 2,000
+    that were not. But it is a function of what is in the state, so a resumed run has it without a file of its own.
+    """
+    return 2.0 ** (16 - skipped + (step - skipped) // 2000) if precision == "fp16" else 1.0
+
+
+def fill_in(parameters: Iterable[nn.Parameter], scale: float = 1.0) -> None:
+    """A gradient of zero for every parameter that no micro-batch used; the others are divided by `scale` in place."""
+    parameters = list(parameters)
+    if scale != 1:
+        torch._foreach_div_([parameter.grad for parameter in parameters if parameter.grad is not None], scale)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

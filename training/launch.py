@@ -49,19 +49,23 @@ def start(config: TrainConfig) -> Accelerator:
     if num_processes() > 1 and not dist.is_initialized():
         if is_main_process():
             print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        rank, world_size = int(os.environ["RANK"]), num_processes()
         dist.init_process_group(
             "gloo" if use_cpu else "cpu:gloo,cuda:nccl",
-            store=fresh_store(store, rank, world_size),
+            store=fresh_store(rank, world_size, config.timeout_seconds),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=config.timeout_seconds),
+            device_id=None if use_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"])),
         )
     accelerator = Accelerator(
         cpu=use_cpu or None,
         fsdp_plugin=sharding(use_cpu) if is_on(os.environ, "ACCELERATE_USE_FSDP") else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
+    if accelerator.mixed_precision == "fp16":  # the loss is scaled by training/gradients.py, and a CPU casts too
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=False)
     if accelerator.num_processes != num_processes():
         raise ConfigError(
             f"num_processes: the launcher started {num_processes()}, but Accelerate found {accelerator.num_processes}; "
@@ -82,7 +86,7 @@ def sharding(use_cpu: bool) -> FullyShardedDataParallelPlugin:
     state = PartialState(cpu=use_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU  # one of those that Accelerate shards, whatever the device
-    dtype = {"bf16": torch.bfloat16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
 

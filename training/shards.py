@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from config import ConfigError
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
-STAGER = DefaultStager(StagingOptions(False, False, False, False))
+ON_GPU = torch.cuda.is_available()  # where pinned memory, and copies that are waited for together, are fast
+STAGER = DefaultStager(StagingOptions(ON_GPU, False, False, ON_GPU))
 
 
 def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:

@@ -107,7 +107,7 @@ class StepTotals:
             local[2:].view(-1, rows * width)[rank] = torch.cat(self._rows)
             self._rows = []
         total = self.accelerator.reduce(local, "sum")
-        on_host = torch.cat((total, grad_norm.to(total).reshape(1))).to("cpu", non_blocking=True)
+        on_host = torch.cat((total, grad_norm.to(total).reshape(1))).to("cpu", non_blocking=device.type == "cuda")
         copied = None
         if device.type == "cuda":
             copied = torch.cuda.Event()

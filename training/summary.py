@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 
 from config import TrainConfig
-from model.gpt import GPTModel
+from model.gpt import HAS_TRITON, GPTModel
 from training.compute import no_compiler
 from training.launch import num_shards
 from training.run_directory import Start
@@ -22,9 +22,10 @@ def summary(
     backend = f", {torch.distributed.get_backend()}" if accelerator.num_processes > 1 else ""
     shards = num_shards(accelerator)
     replicas = f", {accelerator.num_processes // shards} replica(s) x {shards} shards" if shards > 1 else ""
-    dtypes = {"no": "fp32", "bf16": "bf16, weights and sums of gradients in fp32"}[accelerator.mixed_precision]
+    precision = accelerator.mixed_precision
+    dtypes = "fp32" if precision == "no" else f"{precision}, weights and sums of gradients in fp32"
     if shards > 1:  # under autocast a weight is cast where it is multiplied, a sharded one before it is sent
-        dtypes = dtypes.replace("weights", "weights gathered in bf16, kept")
+        dtypes = dtypes.replace("weights", f"weights gathered in {precision}, kept")
     accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
     tokens_per_step = config.global_batch_size * config.seq_len
     compiled = ""
@@ -43,6 +44,8 @@ def summary(
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
         "tokens": f"{tokens_per_step:,} a step x {config.steps:,} steps = {tokens_per_step * config.steps:,}",
     }
+    if device.type == "cuda" and config.data.documents == "isolated" and not HAS_TRITON:
+        facts["documents"] = "isolated by a mask of all pairs of positions, for there is no Triton"
     if corpus:
         facts["corpus"] = corpus
     return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items())
