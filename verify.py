@@ -137,7 +137,7 @@ class Verification:
                 with self.accelerator.autocast():
                     _, loss, *sums = network(**micro_batch, num_items_in_batch=num_targets)
                 loss.backward()
-                losses.append([float(number) for number in dict(*sums).get("loss", (loss, 0))])
+                losses.append([float(number) for number in dict(*sums).get("loss", (loss.detach(), 0))])
                 add_micro_batch()
             for parameter in network.parameters():
                 parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
