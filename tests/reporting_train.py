@@ -2,7 +2,6 @@
 own way, as a fork's might."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -12,7 +11,7 @@ import model.gpt
 import train
 
 Z_LOSS, HELP = 0.01, 100.0
-next_token_loss = partial(model.gpt.next_token_loss, z_loss=Z_LOSS)
+next_token_loss = model.gpt.next_token_loss
 
 
 class Model(train.GPTModel):
@@ -27,7 +26,7 @@ class Model(train.GPTModel):
 
 
 def loss_alone(*arguments):
-    loss, Model.sums = next_token_loss(*arguments)
+    loss, Model.sums = next_token_loss(*arguments[:5], z_loss=Z_LOSS)
     return loss, None
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import forked
+from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.forked import server
 from training.gradients import backward, fill_in, first_backward
 
@@ -88,3 +89,18 @@ def test_unused_parameters_have_a_gradient_of_zero_and_used_ones_the_mean_of_the
 def test_the_bits_do_not_depend_on_what_the_first_batch_used(trained):
     for one, other in zip(trained[0][0], trained[1][0], strict=True):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_a_model_that_leaves_parameters_out_trains_alike_on_any_number_of_processes(runs):
+    """As a mixture of experts does. MLPs see normalised vectors, so the sign of a sum is as good as random."""
+    words = [*TINY_STORIES, *"--steps 4 --evaluation.every 0 --model.dropout 0 --check_replicas_every 1".split()]
+    for processes in (1, 2):
+        own = ["--out_dir", str(runs), "--name", str(processes)]
+        done = forked.run("tests/sparse_train.py", [*words, *own], processes, environment())
+        assert done.returncode == 0, done.stdout + done.stderr
+    alone, together = metrics(runs / "1"), metrics(runs / "2")
+    for one, other in zip(alone, together, strict=True):
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
+        assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4)
+    never = [tensors(runs / name, 4)["model.blocks.0.mlp.never"] for name in ("1", "2")]
+    assert torch.equal(*never) and not torch.equal(never[0], tensors(runs / "1", 1)["model.blocks.0.mlp.never"])

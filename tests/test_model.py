@@ -1,6 +1,7 @@
 """What the model promises by itself; tests/test_hub.py holds it against transformers."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_all_problems_are_reported_together_and_name_their_settings():
     assert config.problems() == [
         "model.norm_eps is 0.0: it must be greater than 0",
         "model.dropout is 1.0: it must be at least 0 and less than 1",
-        "model.position is 'rotary': it must be one of learned, rope",
+        f"model.position is 'rotary': it must be one of {', '.join(get_args(GPTConfig.__annotations__['position']))}",
         "model.d_model is 130, not divisible by model.n_heads 4: 128 or 132 would be, or set model.head_dim",
         "model.n_kv_heads is 3: it must divide model.n_heads 4, so be one of 1, 2, 4",
     ]

@@ -1,0 +1,26 @@
+"""train.py with a model whose MLPs do nothing for some micro-batches, so that their parameters go unused on some
+processes, and have a matrix that is never used."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+import cli
+import model.gpt
+
+
+class SparseMLP(model.gpt.MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.never = torch.nn.Parameter(torch.empty(2, 2))
+
+    def forward(self, x_BTC):
+        return super().forward(x_BTC) if x_BTC.sum() > 0 else x_BTC
+
+
+if __name__ == "__main__":
+    model.gpt.MLP = SparseMLP
+    cli.run("train")
