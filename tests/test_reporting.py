@@ -114,13 +114,16 @@ def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples():
         totals.read(at_once=True)
 
 
-def test_names_that_change_or_are_taken_are_refused():
+def test_names_that_change_or_are_taken_are_refused(monkeypatch):
     totals = StepTotals(None, 1, 0, ALONE)
     totals.agree_on_names({"z_loss": (0, 0)})
     with pytest.raises(RunError, match=r"\['z_loss'\] at the start and \['balance'\] now"):
         totals.add(torch.tensor(1.0), {"balance": (0, 0)})
     with pytest.raises(RunError, match="reports grad_norm"):
         totals.agree_on_names({"grad_norm": (0, 0)})
+    monkeypatch.setattr("training.step_totals.gather_object", lambda mine: [*mine, ["balance"]])
+    with pytest.raises(RunError, match=r"\[\['z_loss'\], \['balance'\]\]"):
+        totals.agree_on_names({"z_loss": (0, 0)})
 
 
 @pytest.mark.parametrize("floor, said", [(0.0, "(0.2500 nats above the floor)"), (0.2, "(25.0% above the floor)")])
