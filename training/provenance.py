@@ -8,8 +8,6 @@ import accelerate
 import torch
 from accelerate import Accelerator
 
-from training.launch import num_shards
-
 
 def provenance() -> dict[str, str | None]:
     """Versions of what computes, and the commit of this repository; None outside a checkout, `-dirty` after changes."""
@@ -23,6 +21,8 @@ def provenance() -> dict[str, str | None]:
 
 def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
     """How a run is computed: what of it may change its bits, and is no setting of it."""
+    from training.launch import num_shards  # a benchmark asks for the provenance alone, where less is installed
+
     return {
         "mixed_precision": accelerator.mixed_precision,
         "processes": accelerator.num_processes,
