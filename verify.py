@@ -10,7 +10,6 @@ the figure behind it, FAIL with the cause, or SKIP with why it is none here. Exi
 import contextlib
 import io
 import json
-import math
 import os
 import shutil
 import sys
@@ -55,8 +54,7 @@ class Verification:
         self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
         self.device, self.corpus = self.accelerator.device, load_corpus(config)
         config.model.vocab_size = self.corpus.vocab_size
-        if config.global_batch_size is None:
-            config.global_batch_size = 2 * config.micro_batch_size * self.num_processes
+        config.global_batch_size = config.global_batch_size or 2 * config.micro_batch_size * self.num_processes
         self.config = replace(config, out_dir=self.own_directory(Path(config.out_dir).expanduser()))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
@@ -141,7 +139,7 @@ class Verification:
                 add_micro_batch()
             for parameter in network.parameters():
                 parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or math.inf)
+            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or torch.inf)
             set_lr(optimizer, self.config.optimizer.lr)
             optimizer.step()
             optimizer.zero_grad()
