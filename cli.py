@@ -47,7 +47,7 @@ def call(script: str, kind: type | None = None) -> int:
     The settings are those of a training, or a `kind`.
 
     Returns:
-        The exit code: 0 done, 2 wrong settings or input, 75 stopped by a signal after saving,
+        The exit code: 0 done, 2 wrong settings or input, 75 stopped as asked (a signal, stop_after) after saving,
         1 anything else.
     """
     print_to_whoever_listens()

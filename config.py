@@ -237,6 +237,9 @@ class TrainConfig:
     """Go through the output projection and the loss in chunks of positions, so that the logits never exist as a whole.
     null: where they take more than one chunk (32 MiB on a CPU, 512 MiB on a GPU). On a CPU it is also faster."""
 
+    stop_after: PositiveInt | None = None
+    """Save and stop after this step, as a signal would stop the run; started again, it goes on to `steps`."""
+
     profile: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step of which every process writes a Chrome trace into the run directory, as [20, 22]."""
 
@@ -284,6 +287,7 @@ class TrainConfig:
         intervals = self.tracking.log_every, self.evaluation.every, self.checkpoint.every, self.check_replicas_every
         at_end = step == self.steps
         log, evaluate, save, compare = (every > 0 and (step % every == 0 or at_end) for every in intervals)
+        save = save or step == self.stop_after
         return log, evaluate, save, compare or (save and self.check_replicas_every > 0)
 
     def problems(self, num_processes: int) -> list[str]:

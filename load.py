@@ -9,7 +9,7 @@ sample.py, evaluate.py, export.py and `init_from` stand on it.
 import json
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -51,7 +51,7 @@ def load_run(path: str | Path, checkpoint: str | int = "latest") -> Loaded:
     if not is_run(path):
         return load_transformers(str(path), checkpoint)
     directory, manifest = find_checkpoint(path, checkpoint)
-    config = config_of(manifest)
+    config = config_of(manifest.config)
     model = GPTModel(config.model).eval()
     read_weights(directory, manifest, model.state_dict())
     return Loaded(config, model, run_tokenizer(directory, config))
@@ -103,10 +103,10 @@ def readable_checkpoints(path: Path) -> dict[Path, Manifest]:
     return manifests
 
 
-def config_of(manifest: Manifest) -> TrainConfig:
-    """The settings of the run that a checkpoint is of. One that this version does not have is left out."""
+def config_of(settings: dict[str, Any]) -> TrainConfig:
+    """The settings of a run, as a manifest or a config.yaml keeps them. One that this version lacks is left out."""
     config = TrainConfig()
-    for key, value in complete(manifest.config).items():
+    for key, value in complete(settings).items():
         section, _, name = key.rpartition(".")
         settings = getattr(config, section, None) if section else config
         if hasattr(settings, name) and not is_dataclass(getattr(settings, name)):

@@ -123,7 +123,7 @@ def train(
     seed_draws = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     tokens_per_step = config.global_batch_size * config.seq_len
     throughput = Throughput(tokens_per_step, network.flops_per_token(config.seq_len), peak_flops(accelerator))
-    totals = StepTotals(order, config.micro_batch_size, config.max_skipped, accelerator)
+    totals = StepTotals(order, config.micro_batch_size, config.max_skipped, accelerator, run.path)
 
     with (
         Tracker(config, run, start.step, accelerator) as tracker,
@@ -166,7 +166,7 @@ def train(
 
             done = step + 1
             batch = next(batches, None)
-            stop = stop_signal.received or saver.failed or corpus_check.failed
+            stop = stop_signal.received or saver.failed or corpus_check.failed or done == config.stop_after
             target_tokens = totals.exchange(done, grad_norm, count_targets(batch), stop)
             log_now, evaluate_now, save_now, compare_now = config.due(done)
             totals.read(at_once=log_now or evaluate_now or save_now)
@@ -199,7 +199,7 @@ def train(
             if done == config.steps or totals.stop:
                 saver.wait(must_succeed=True)
             if totals.stop and done < config.steps:
-                raise Preempted(f"stopped by a signal after step {done}; the same command goes on from there")
+                raise Preempted(f"stopped as asked after step {done}; the same command goes on from there")
             if evaluate_now or save_now:
                 throughput.restart(done)
             if profiler:

@@ -16,7 +16,7 @@ from training.schedule import lr_scale
 FREE_SETTINGS = {
     *("name", "out_dir", "resume", "branch_from", "steps", "schedule", "compile", "on_nonfinite"),
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
-    *("profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path"),
+    *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path"),
 }
 # Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
 RETIRED_SETTINGS: dict[str, Any] = {}

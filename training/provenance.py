@@ -15,7 +15,7 @@ def provenance() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
-        "git_commit": _git_commit(),
+        "git_commit": _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
     }
 
 
@@ -31,10 +31,14 @@ def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
     }
 
 
-def _git_commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def uncommitted_changes() -> str | None:
+    """What of this repository's code is not as in its commit, as a patch."""
+    return _git("diff", "HEAD")
+
+
+def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent.parent, capture_output=True)
     except FileNotFoundError:
         return None
-    return done.stdout.strip() or None
+    return done.stdout.decode(errors="replace").strip() or None

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +21,7 @@ from files import write_atomically
 from training.continuation import check_foreign, check_learning_rates, complete, differences, read_settings
 from training.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
 from training.metrics_file import forget_after
-from training.provenance import arrangement
+from training.provenance import arrangement, provenance, uncommitted_changes
 from training.signals import Preempted
 from training.status import Status, read_status, write_status
 from training.world import is_main_process, num_processes
@@ -165,8 +166,19 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         forget_after(self.metrics_file, start.step)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
+        self._record_start(start.step, now)
         self.record_progress(start.step)
         return start
+
+    def _record_start(self, step: int, now: dict[str, Any]) -> None:
+        """Keep what this start computes with: a line of starts.jsonl, and what the commit that it names lacks."""
+        changes = uncommitted_changes()
+        name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff" if changes else None
+        if name:
+            write_atomically(self.path / name, changes + "\n")
+        row = {"step": step, **now, **provenance(), "uncommitted_changes": name}
+        with open(self.path / "starts.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
 
     def _choose_start(self, config: TrainConfig, now: dict[str, Any]) -> Start:
         path, manifest, rejected = newest_valid(self.checkpoints)

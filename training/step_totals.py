@@ -7,6 +7,7 @@ it: before a log line, an evaluation, a save and the end, and in every step wher
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -49,10 +50,17 @@ class StepTotals:
     skipped_in_a_row: int = 0
     """How many of them just now, without one between that was not."""
 
-    def __init__(self, order: GlobalBatches, micro_batch_size: int, max_skipped: int, accelerator: Accelerator):
-        """At most `max_skipped` updates in a row may be skipped."""
+    def __init__(
+        self,
+        order: GlobalBatches,
+        micro_batch_size: int,
+        max_skipped: int,
+        accelerator: Accelerator,
+        run: Path | None = None,
+    ):
+        """At most `max_skipped` updates in a row may be skipped. `run` is named where a step cannot go on."""
         self.order, self.micro_batch_size, self.accelerator = order, micro_batch_size, accelerator
-        self.max_skipped = max_skipped
+        self.max_skipped, self.run = max_skipped, run
         self._dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64  # exact counts up to 2**53
         self._names: list[str] = []
         self._rows: list[Tensor] = []  # of the micro-batches of this step
@@ -148,5 +156,6 @@ class StepTotals:
         return (
             f"step {step}: loss = {average(losses, [1.0])}, gradient norm = {self.grad_norm}{in_a_row}"
             f"{', without one target token in the global batch' if targets == 0 else ''}, on process(es) {ranks} "
-            f"whose training samples were {samples}; nothing was saved since the last checkpoint"
+            f"whose training samples were {samples}; nothing was saved since the last checkpoint. "
+            f"To see what happened: python replay.py {self.run} {step}"
         )

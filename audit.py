@@ -1,0 +1,195 @@
+"""Trains parts of a run again and compares: what replay.py stands on, and its `--audit`.
+
+Training goes on in a run of its own, in a folder that is thrown away, from a checkpoint of the run that is looked at.
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import train
+from config import ConfigError, RunError
+from load import config_of, readable_checkpoints
+from training.compute import prepare_exact
+from training.continuation import complete, differences, read_settings
+from training.fingerprint import digests
+from training.manifest import InvalidCheckpoint, Manifest, read_manifest, step_directory, validate
+from training.metrics_file import read_rows
+from training.signals import Preempted
+from training.world import is_main_process, num_processes
+
+ROUNDING = 1e-3  # relative; what other processors and numbers of processes make of the same step
+
+
+class Run:
+    """What a run left behind, and how to train a part of it again."""
+
+    def __init__(self, path: Path):
+        settings = read_settings(path / "config.yaml")
+        if settings is None:
+            raise ConfigError(f"run: {str(path)!r} is not the directory of a run: it has no config.yaml")
+        self.path, self.config, self.manifests = path, config_of(settings), readable_checkpoints(path)
+        self.rows = {row["step"]: row for row in read_rows(path / "metrics.jsonl")}
+        starts = path / "starts.jsonl"
+        self.starts = [json.loads(line) for line in starts.read_text().splitlines()] if starts.exists() else []
+        if self.config.exact:
+            prepare_exact()  # before anything is computed
+
+    def computed(self, step: int) -> dict:
+        """How `step` was computed, by what its start or the checkpoint after it wrote down."""
+        started = [start for start in self.starts if start["step"] < step]
+        later = [m for m in self.manifests.values() if m.step >= step]
+        facts = started[-1] if started else vars(min(later, key=lambda m: m.step)) if later else {}
+        return {name: facts.get(name) for name in ("processes", "threads", "mixed_precision")}
+
+    def differs_here(self, step: int) -> str:
+        """Why the bits of a step may be others here, in words; "" if they may not."""
+        then = self.computed(step)
+        now = {"processes": num_processes(), "threads": torch.get_num_threads()}
+        if self.config.exact:
+            return ""
+        return ", ".join(f"{then[n]} {n} then and {now[n]} now" for n in now if then[n] not in (None, now[n]))
+
+    def checkpoint_before(self, step: int) -> Path | None:
+        """The newest one that is whole and older than `step`."""
+        for path, manifest in self.manifests.items():
+            if manifest.step < step:
+                with contextlib.suppress(InvalidCheckpoint):
+                    validate(path)
+                    return path
+        return None
+
+    def retrain(self, checkpoint: Path | None, until: int, folder: Path, **changes) -> "Retrained":
+        """Train from a checkpoint, or the beginning, until after step `until`, in a run of its own in `folder`."""
+        config = deepcopy(self.config)
+        config.out_dir, config.name, config.resume = str(folder), f"until-{until}", "auto"
+        if checkpoint is not None:
+            config.branch_from = str(checkpoint.resolve())
+        config.stop_after = until
+        config.tracking.wandb, config.tracking.log_every, config.check_replicas_every = "disabled", 1, 0
+        config.checkpoint.every = 10**9
+        for name, value in changes.items():
+            section, _, field = name.rpartition("__")
+            setattr(getattr(config, section) if section else config, field, value)
+        then = self.computed(until)
+        os.environ["ACCELERATE_MIXED_PRECISION"] = then["mixed_precision"] or "no"
+        if then["threads"] and num_processes() == 1:
+            os.environ["OMP_NUM_THREADS"] = f"{then['threads']:02}"  # a plain 1 would be taken for a launcher's
+            torch.set_num_threads(then["threads"])
+        failure = None
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                train.main(config)
+            except Preempted:
+                pass
+            except RunError as error:
+                failure = error
+        path = folder / config.name
+        rows = {row["step"]: row for row in read_rows(path / "metrics.jsonl")}
+        if failure is None and until not in rows:
+            raise RunError(f"training again stopped before step {until}")
+        return Retrained(step_directory(path / "checkpoints", until), rows, failure)
+
+
+@dataclass
+class Retrained:
+    """What training a part of a run again gave."""
+
+    checkpoint: Path
+    """After its last step."""
+    rows: dict[int, dict]
+    """Of metrics.jsonl, one for each of its steps."""
+    failure: RunError | None
+    """Why it ended before its last step."""
+
+    def difference(self, run: Run, why: str) -> str:
+        """The first number that the run logged otherwise, in words; "" if there is none.
+
+        Where the bits may differ (`why`), only what differs by more than rounding counts.
+        """
+        for step, ours in self.rows.items():
+            for name, theirs in run.rows.get(step, {}).items():
+                if name.startswith("perf/") or name not in ours or theirs == ours[name]:
+                    continue
+                if why and (isinstance(theirs, str) or abs(theirs - ours[name]) <= ROUNDING * abs(theirs)):
+                    continue
+                return f"step {step}: {name} is {theirs} in the run, and {ours[name]} trained again"
+        return ""
+
+
+def found(run: Run, again: Retrained, why: str) -> str:
+    """What comparing with the run's log gave, in words."""
+    compared = sum("state/digest" in run.rows.get(step, {}) for step in again.rows)
+    if difference := again.difference(run, why):
+        return f"NOT as in the run: {difference}"
+    if why:
+        return f"as in the run but for rounding ({why})"
+    return f"as in the run, by {compared} fingerprint(s)" if compared else "the run has logged nothing to compare"
+
+
+def say(text: str) -> None:
+    """Print once, at once."""
+    if is_main_process():
+        print(text, flush=True)
+
+
+def audit(run: Run, count: int, folder: Path) -> None:
+    """Train intervals between checkpoints again, and compare.
+
+    Raises:
+        RunError: something is not as training again gives it.
+    """
+    kept = sorted(run.manifests.items(), key=lambda item: item[1].step)
+    intervals = list(zip([(None, None), *kept], kept, strict=False))
+    if not intervals:
+        raise ConfigError(f"audit: {run.path} has no checkpoint that can be read")
+    failures = 0
+    for (begin, _), (end, manifest) in sorted(
+        random.sample(intervals, min(count, len(intervals))), key=lambda i: i[1][1].step
+    ):
+        first = read_manifest(begin).step + 1 if begin else 1
+        problem = saved_problem(run, end, manifest) or trained_problem(run, begin, end, manifest, folder)
+        failures += bool(problem)
+        say(f"{'FAIL' if problem else 'PASS'}  steps {first} to {manifest.step}  {problem}")
+    if failures:
+        raise RunError(f"{run.path} is not what its settings give: {failures} interval(s) failed")
+    say(f"{run.path} is what its settings give, as far as it was trained again.")
+
+
+def saved_problem(run: Run, checkpoint: Path, manifest: Manifest) -> str:
+    """What of a checkpoint does not fit together, in words; "" if nothing."""
+    try:
+        validate(checkpoint)
+    except InvalidCheckpoint as invalid:
+        return str(invalid)
+    if lines := differences(complete(manifest.config), run.config):
+        return f"its settings are not those of config.yaml: {lines[0]}"
+    row = run.rows.get(manifest.step, {})
+    if wrong := [name for name, value in manifest.metrics.items() if row.get(name) != value]:
+        both = f"{row.get(wrong[0])}, and the manifest {manifest.metrics[wrong[0]]}"
+        return f"of {wrong[0]} at step {manifest.step} metrics.jsonl says {both}"
+    digest = manifest.metrics.get("state/digest")
+    tensors = {name: tensor for file in manifest.files for name, tensor in load_file(checkpoint / file).items()}
+    if digest is not None and digest != str(digests(tensors)):
+        return f"its tensors have the digest {digests(tensors)}, its manifest says {digest}"
+    return ""
+
+
+def trained_problem(run: Run, begin: Path | None, end: Path, manifest: Manifest, folder: Path) -> str:
+    """What training an interval again gives otherwise, in words; "" if nothing."""
+    logged = config_of(manifest.config)
+    first = read_manifest(begin).step + 1 if begin else 1
+    if missing := [
+        step for step in range(first, manifest.step + 1) if any(logged.due(step)[:2]) and step not in run.rows
+    ]:
+        return f"metrics.jsonl has no row of step {missing[0]}"
+    again = run.retrain(begin, manifest.step, folder)
+    return str(again.failure or again.difference(run, run.differs_here(manifest.step)))

@@ -1,0 +1,189 @@
+"""Opens a step of a run, or audits a run: python replay.py RUN STEP, python replay.py RUN --audit 3.
+
+A run is a pure function of its config, its seed and the step. So any step of it is trained again from the checkpoint
+before, silently, and every fingerprint on the way is compared with the one that the run logged. docs/debugging.md shows
+how to find what is wrong with a step, docs/audit.md what an audit proves.
+"""
+
+from dataclasses import dataclass
+
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+
+@dataclass
+class ReplayConfig:
+    """Opens a step of a run, or audits a run."""
+
+    run: str
+    """The directory of a run."""
+
+    step: PositiveInt | None = None
+    """The step to open: its sequences, the loss of each, and what the update did to every block."""
+
+    stop: str | None = None
+    """Instead of opening the step, write the checkpoint after it into this folder."""
+
+    audit: NonNegativeInt = 0
+    """Instead of opening a step, train so many of the intervals between checkpoints again and compare all that the run
+    logged and saved. Chosen at random; as many as there are or more: all."""
+
+    num_sequences: PositiveInt = 8
+    """Sequences of the step to show, those with the highest loss."""
+
+    arithmetic: bool = True
+    """Whether to show what other arithmetic makes of the step: bf16 and fp32, compiled and not."""
+
+    profile: str | None = None
+    """A folder for a Chrome trace of the step."""
+
+
+if __name__ == "__main__":  # before anything slow is imported
+    import sys
+
+    from cli import run
+
+    if sys.argv[2:] and sys.argv[2].isdecimal():  # RUN STEP
+        sys.argv.insert(2, "--step")
+    run("replay", ReplayConfig)
+
+import shutil
+import tempfile
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import train
+from audit import Run, audit, found, say
+from config import ConfigError, TrainConfig
+from data.corpus import Batches, load_corpus
+from data.order import derive_seed
+from load import read_weights
+from model.gpt import GPTModel
+from training.compute import no_compiler
+from training.manifest import read_manifest
+from training.world import is_main_process
+
+NUM_WORST, TEXT_SHOWN = 5, 120  # tokens, characters
+
+
+def main(config: ReplayConfig) -> None:
+    """Open the step, or audit the run; under a launcher all processes train together, and the main one reports.
+
+    Raises:
+        ConfigError: there is no such run or step, or it cannot be trained again here.
+        RunError: the audit found something.
+    """
+    if (config.step is None) == (not config.audit):
+        raise ConfigError("step: name a step of the run to open, or --audit N to train N intervals of it again")
+    run = Run(Path(config.run).expanduser())
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        if config.audit:
+            audit(run, config.audit, Path(folder))
+        else:
+            open_step(run, config, Path(folder))
+
+
+def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
+    """Train until the step, then show it."""
+    step, before = config.step, run.checkpoint_before(config.step)
+    if step > run.config.steps:
+        raise ConfigError(f"step: {step} is beyond the {run.config.steps} steps of {run.path}")
+    first = read_manifest(before).step if before else 0
+    why = run.differs_here(step)
+    if first < step - 1:
+        again = run.retrain(before, step - 1, folder)
+        say(
+            f"steps {first + 1} to {step - 1}: trained again from {before or 'the beginning'}; {found(run, again, why)}"
+        )
+        if again.failure:
+            raise again.failure
+        before = again.checkpoint
+    profile = (step, step) if config.profile else None
+    again = run.retrain(before, step, folder, tracking__layers=True, profile=profile)
+    say(f"step {step}: {again.failure or found(run, again, why)}")
+    if not is_main_process():
+        return
+    if config.profile:
+        Path(config.profile).mkdir(parents=True, exist_ok=True)
+        for trace in again.checkpoint.parent.parent.glob("trace-*.json"):
+            shutil.move(trace, config.profile)
+    if config.stop:
+        if again.failure:
+            raise again.failure
+        shutil.copytree(again.checkpoint, config.stop)  # ends with an error where there is one
+        return
+    if step in again.rows:
+        show_blocks(again.rows[step])
+    show_sequences(run, before, step, config)
+
+
+def show_blocks(row: dict) -> None:
+    """The norms of every block, a line each, and those of the whole model."""
+    names = list(dict.fromkeys(key.split("/")[1] for key in row if key.startswith("layers/")))
+    say(
+        f"loss {row['train/loss']:.6g}, gradient norm {row['train/grad_norm']:.6g}, learning rate {row['train/lr']:.6g}"
+    )
+    say(f"{'block':>6}" + "".join(f"{name:>16}" for name in names))
+    for block in range(sum(key.startswith(f"layers/{names[0]}/") for key in row)):
+        say(f"{block:>6}" + "".join(f"{row[f'layers/{name}/{block}']:>16.6g}" for name in names))
+
+
+def show_sequences(run: Run, before: Path | None, step: int, config: ReplayConfig) -> None:
+    """The step's sequences with the highest losses, and what other arithmetic makes of the step."""
+    corpus = load_corpus(run.config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(run.config.seed)
+    model = GPTModel(run.config.model)
+    if before:
+        read_weights(before, read_manifest(before), model.state_dict())
+    model.to(device)
+    indices = corpus.order(run.config.global_batch_size, run.config.seed).indices(step - 1)
+    batch = {name: tensor.to(device) for name, tensor in Batches(corpus.train)[list(indices)].items()}
+    ours = run.computed(step)["mixed_precision"] or "no"
+    token_losses = torch.cat(compute(model, batch, step, run.config, ours)[0])
+    targets = batch["labels"][:, 1:] != -100
+    means = token_losses.sum(1) / targets.sum(1).clamp(min=1)
+    order = means.nan_to_num(nan=torch.inf).argsort(descending=True)
+    say(f"sequences of step {step}, the {min(len(order), config.num_sequences)} of {len(order)} with the highest loss:")
+    for row in order[: config.num_sequences].tolist():
+        words = batch["input_ids"][row].tolist()
+        text = corpus.tokenizer.decode(words, skip_special_tokens=False) if corpus.tokenizer else str(words)
+        worst = token_losses[row].nan_to_num(nan=torch.inf).argsort(descending=True)[:NUM_WORST].tolist()
+        show = corpus.tokenizer.decode if corpus.tokenizer else str
+        tokens = ", ".join(f"{show([words[t + 1]])!r} at {t + 1}: {token_losses[row, t]:.2f}" for t in worst)
+        say(f"  sample {indices[row]}: loss {means[row]:.4f}; {text[:TEXT_SHOWN]!r}\n    worst tokens: {tokens}")
+    if config.arithmetic:
+        say(f"{'arithmetic':>16}{'loss':>14}{'gradient norm':>16}")
+        for precision in ("no", "bf16"):
+            for compiled in (False, True):
+                if compiled and no_compiler(torch.device(device)):
+                    continue
+                fresh = deepcopy(model)
+                for block in fresh.blocks if compiled else ():
+                    block.compile(options={"fallback_random": True})
+                losses, norm = compute(fresh, batch, step, run.config, precision, gradients=True)
+                loss = torch.cat(losses).sum().item() / targets.sum().item()
+                name = precision.replace("no", "fp32") + (", compiled" if compiled else "")
+                say(f"{name:>16}{loss:>14.6f}{norm:>16.6f}")
+
+
+def compute(
+    model: GPTModel, batch: dict[str, Tensor], step: int, config: TrainConfig, precision: str, gradients: bool = False
+) -> tuple[list[Tensor], float]:
+    """The loss of each token of a global batch, [B, T - 1] in parts, with that step's dropout; the gradient's norm."""
+    targets, token_losses, size = (batch["labels"][:, 1:] != -100).sum(), [], config.micro_batch_size
+    for index, micro_batch in enumerate(train.micro_batches(batch, size)):
+        torch.manual_seed(derive_seed(config.seed, "dropout", step - 1, index))
+        labels = micro_batch.pop("labels")
+        device = labels.device.type
+        with torch.set_grad_enabled(gradients), torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+            logits = model(**micro_batch)[0]
+        losses = F.cross_entropy(logits[:, :-1].float().mT, labels[:, 1:], reduction="none")
+        if gradients:
+            (losses.sum() / targets).backward()
+        token_losses.append(losses.detach())
+    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+    return token_losses, torch.stack(norms).norm().item() if norms else 0.0

@@ -1,0 +1,251 @@
+"""Any step of a run is trained again with the same bits, and a run that was tampered with is found."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import cli
+from audit import Run, audit
+from config import ConfigError, RunError
+from files import sha256
+from replay import ReplayConfig
+from tests.conftest import TINY_STORIES, assert_same_bits, python, tensors, train
+from training.fingerprint import digests
+from training.manifest import File, read_manifest
+
+STEPS = 6
+RECIPE = [*TINY_STORIES, *"--steps 6 --tracking.log_every 1 --evaluation.every 3 --checkpoint.every 2".split()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Checkpoints at steps 2, 4 and 6."""
+    out_dir = tmp_path_factory.mktemp("runs")
+    train(*RECIPE, "--out_dir", out_dir, "--name", "run")
+    return out_dir / "run"
+
+
+@pytest.fixture(scope="module")
+def every_step(tmp_path_factory):
+    """The same run, saved at every step."""
+    out_dir = tmp_path_factory.mktemp("every_step")
+    train(*RECIPE, "--checkpoint.every", 1, "--out_dir", out_dir, "--name", "run")
+    return out_dir / "run"
+
+
+# A step
+
+
+def test_a_step_is_opened(run):
+    shown = python(f"python replay.py {run} 4 --num_sequences 3 --arithmetic false").stdout
+    assert f"steps 3 to 3: trained again from {run / 'checkpoints' / 'step-00000002'}; as in the run, by 1" in shown
+    assert "step 4: as in the run, by 1 fingerprint(s)" in shown
+    row = next(row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["step"] == 4)
+    assert f"loss {row['train/loss']:.6g}, gradient norm {row['train/grad_norm']:.6g}" in shown
+    losses = [float(loss) for loss in re.findall(r"sample \d+: loss ([\d.]+); '<\|endoftext\|>", shown)]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True)
+    assert len(re.findall(r"^ +[01]  .*\d", shown, re.MULTILINE)) == 2, "a line for each of the two blocks"
+
+
+def test_the_sequences_and_the_arithmetic_are_those_of_the_step(run):
+    """Their losses average to what the run logged; so does the step computed anew in fp32."""
+    shown = python(f"python replay.py {run} 3 --num_sequences 6", CXX="/nonexistent").stdout
+    row = next(row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["step"] == 3)
+    assert re.search(rf"fp32 +{row['train/loss']:.5f}\d +{row['train/grad_norm']:.5f}\d$", shown, re.MULTILINE)
+    bf16 = float(re.search(r"bf16 +([\d.]+)", shown)[1])
+    assert bf16 != row["train/loss"] and bf16 == pytest.approx(row["train/loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_the_checkpoint_of_any_step_is_the_one_that_was_not_saved(step, run, every_step, tmp_path):
+    python(f"python replay.py {run} {step} --stop {tmp_path / f'step-{step:08d}'}")
+    (tmp_path / "checkpoints").symlink_to(tmp_path)
+    assert_same_bits(tensors(tmp_path, step), tensors(every_step, step))
+
+
+def test_nothing_in_the_run_is_touched(run):
+    before = {path: (path.stat().st_mtime_ns, sha256(path)) for path in run.rglob("*") if path.is_file()}
+    python(f"python replay.py {run} --audit 1")
+    assert before == {path: (path.stat().st_mtime_ns, sha256(path)) for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("{run} 7", "step: 7 is beyond the 6 steps of"),
+        ("{run}", "step: name a step of the run to open, or --audit N"),
+        ("{run} 2 --audit 3", "step: name a step of the run to open, or --audit N"),
+        ("{run}/checkpoints 2", "is not the directory of a run: it has no config.yaml"),
+    ],
+)
+def test_a_wrong_question_is_refused(arguments, message, run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["replay.py", *arguments.format(run=run).split()])
+    if sys.argv[2:] and sys.argv[2].isdecimal():
+        sys.argv.insert(2, "--step")
+    assert cli.call("replay", ReplayConfig) == 2
+    assert message in capsys.readouterr().err
+
+
+# A run
+
+
+@pytest.fixture
+def in_process():
+    """What train.py sets in its process is as before afterwards."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    threads, streams = torch.get_num_threads(), (sys.stdout, sys.stderr)
+    yield
+    torch.set_num_threads(threads)
+    sys.stdout, sys.stderr = streams
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def rewrite_rows(run, change):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if change(row) is not False]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def forge(run, step, tensors=None, into=None, **facts):
+    """Change a checkpoint, with every digest and checksum that anybody could write anew, and its row."""
+    checkpoint = run / "checkpoints" / f"step-{into or step:08d}"
+    manifest = read_manifest(checkpoint)
+    if tensors is not None:
+        [name] = manifest.files
+        save_file(tensors, checkpoint / name)
+        metrics = {**manifest.metrics, "state/digest": str(digests(tensors))}
+        facts = {"files": {name: File((checkpoint / name).stat().st_size, sha256(checkpoint / name))}, **facts}
+        facts = {"metrics": metrics, **facts}
+    replace(manifest, **facts).write(checkpoint)
+    written = read_manifest(checkpoint)
+    rewrite_rows(run, lambda row: row.update(written.metrics) if row["step"] == written.step else None)
+
+
+def content(run, step):
+    [file] = (run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
+    return load_file(file)
+
+
+def change_settings(run, **settings):
+    """In config.yaml and in all manifests."""
+    files = [read_manifest(path).config for path in (run / "checkpoints").iterdir()]
+    for config in (*files, whole := yaml.safe_load((run / "config.yaml").read_text())):
+        for name, value in settings.items():
+            section, _, key = name.rpartition("__")
+            (config[section] if section else config)[key] = value
+    (run / "config.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
+    for path, config in zip((run / "checkpoints").iterdir(), files, strict=True):
+        replace(read_manifest(path), config=config).write(path)
+
+
+def a_weight(run):
+    tensors = content(run, 4)
+    tensors["model.blocks.1.mlp.down_proj.weight"][3, 5] += 1e-7
+    forge(run, 4, tensors)
+
+
+def a_moment(run):
+    tensors = content(run, 6)
+    tensors["optimizer.state.final_norm.weight.exp_avg_sq"][0] *= 2
+    forge(run, 6, tensors)
+
+
+def a_file_alone(run):
+    [file] = (run / "checkpoints" / "step-00000004").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+
+
+def a_training_loss(run):
+    rewrite_rows(run, lambda row: row.update({"train/loss": row["train/loss"] - 0.01}) if row["step"] == 5 else None)
+
+
+def a_validation_loss(run):
+    metrics = {**read_manifest(run / "checkpoints" / "step-00000006").metrics, "val/loss": 1.0}
+    forge(run, 6, metrics=metrics)
+
+
+def a_digest(run):
+    rewrite_rows(run, lambda row: row.update({"state/digest": "0" * 16}) if row["step"] == 3 else None)
+
+
+def a_row_that_is_gone(run):
+    rewrite_rows(run, lambda row: row["step"] != 3)
+
+
+def a_setting(run):
+    change_settings(run, optimizer__weight_decay=0.2)
+
+
+def a_setting_in_one_place(run):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["optimizer"]["betas"] = [0.8, 0.95]
+    (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def another_seed(run):
+    change_settings(run, seed=7)
+
+
+def other_data(run):
+    change_settings(run, data__num_samples=30)
+
+
+def a_swapped_checkpoint(run):
+    forge(run, 2, content(run, 2), into=4)
+
+
+def a_checkpoint_that_claims_another_step(run):
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    shutil.copytree(run / "checkpoints" / "step-00000006", run / "checkpoints" / "step-00000004")
+    replace(read_manifest_of(run, 4), step=4).write(run / "checkpoints" / "step-00000004")
+
+
+def read_manifest_of(run, step):
+    path = run / "checkpoints" / f"step-{step:08d}"
+    copy = path.with_name("copy")
+    path.rename(copy)
+    manifest = read_manifest(copy)
+    copy.rename(path)
+    return manifest
+
+
+TAMPERINGS = [
+    *(a_weight, a_moment, a_file_alone, a_training_loss, a_validation_loss, a_digest, a_row_that_is_gone),
+    *(a_setting, a_setting_in_one_place, another_seed, other_data, a_swapped_checkpoint),
+    a_checkpoint_that_claims_another_step,
+]
+
+
+@pytest.mark.parametrize("tamper", TAMPERINGS, ids=lambda tamper: tamper.__name__)
+def test_tampering_is_found(tamper, run, in_process, tmp_path, capsys):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    tamper(copy)
+    with pytest.raises((RunError, ConfigError)):
+        audit(Run(copy), 99, tmp_path)
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_an_honest_run_passes(run, in_process, tmp_path, capsys):
+    audit(Run(run), 99, tmp_path)
+    assert capsys.readouterr().out.count("PASS") == 3
+
+
+def test_an_exact_run_of_two_processes_is_audited_on_one(tmp_path):
+    train(*RECIPE, "--exact", "true", "--out_dir", tmp_path, "--name", "run", processes=2)
+    assert python(f"python replay.py {tmp_path / 'run'} --audit 3").stdout.count("PASS") == 3
+
+
+def test_without_exact_another_number_of_processes_passes_but_for_rounding(tmp_path):
+    train(*RECIPE, "--out_dir", tmp_path, "--name", "run", processes=2)
+    shown = python(f"python replay.py {tmp_path / 'run'} 4 --arithmetic false").stdout
+    assert "as in the run but for rounding (2 processes then and 1 now)" in shown
