@@ -6,6 +6,9 @@ INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
 # A lent machine has torch, but perhaps neither this environment nor what would build it.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
+# What such a machine lacks may be carried there as wheels of pure Python, such as jsonargparse's: they run as they are.
+EMPTY :=
+WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
 .PHONY: help env train verify test test-all test-gpu bench lint clean
@@ -28,8 +31,8 @@ test-all: .venv/.installed-test ## the long tests too
 	$(PYTEST) $(ARGS)
 
 test-gpu: ## on a machine with a GPU: its tests, then its benchmark; against a peer: make test-gpu ARGS="--nanogpt PATH"
-	$(GPU_PYTHON) -m pytest -m cuda $(shell grep -l mark.cuda tests/test_*.py)
-	$(GPU_PYTHON) -m benchmarks gpu $(ARGS)
+	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m pytest -m cuda $(shell grep -l mark.cuda tests/test_*.py)
+	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m benchmarks gpu $(ARGS)
 
 bench: .venv/.installed-test ## measure speed and memory, in an hour; against a peer: make bench ARGS="--nanogpt PATH --text FILE"
 	.venv/bin/python -m benchmarks $(ARGS)

@@ -57,13 +57,13 @@ def words(settings: dict) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def launch(processes: int, script: str, max_restarts: int = 0) -> list[str]:
-    """The command up to the script's own arguments: `python` for 0 processes, else `accelerate launch` on the CPU."""
+def launch(processes: int, script: str, max_restarts: int = 0, launch_file: str = "cpu.yaml") -> list[str]:
+    """The command up to the script's own arguments: `python` for 0 processes, else `accelerate launch` in float32."""
     if not processes:
         return [sys.executable, script]
     command = [sys.executable, str(Path(sys.executable).parent / "accelerate"), "launch"]
-    command += ["--config_file", "accelerate_configs/cpu.yaml", "--num_processes", str(processes)]
-    return [*command, "--max_restarts", str(max_restarts), script]
+    command += ["--config_file", f"accelerate_configs/{launch_file}", "--num_processes", str(processes)]
+    return [*command, "--mixed_precision", "no", "--max_restarts", str(max_restarts), script]
 
 
 def environment(env: dict[str, str]) -> dict[str, str]:
@@ -129,13 +129,15 @@ class Program:
         raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
 
 
-def train(settings: dict, processes: int = 0, folder: Path | None = None, **env: str) -> dict[str, float]:
+def train(
+    settings: dict, processes: int = 0, folder: Path | None = None, launch_file: str = "cpu.yaml", **env: str
+) -> dict[str, float]:
     """Run train.py to its end, in `folder`/run if that is to be kept; what it took, and its tokens per second: the
     median of what it logs without the first line, in which it warms up."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary)
         fixed = {"out_dir": folder, "name": "run", "evaluation.num_story_samples": 0}
-        _, measured = run([*launch(processes, "train.py"), *words(settings | fixed)], **env)
+        _, measured = run([*launch(processes, "train.py", launch_file=launch_file), *words(settings | fixed)], **env)
         speeds = [row["perf/tokens_per_second"] for row in rows(folder) if "perf/tokens_per_second" in row]
     return {"tokens_per_second": statistics.median(speeds[1:] or speeds), **measured}
 

@@ -62,6 +62,19 @@ def test_our_own_launch_files_are_accepted(path):
     assert refusals("--config_file", str(path), *extra) == ""
 
 
+QUESTIONNAIRE = {  # what Accelerate 1.15 wrote for the answers in the name, and what we say to it
+    **{"cpu": "", "one_gpu": "", "multi_gpu": "", "fsdp2": "", "fsdp1": "fsdp_version: 1 is not supported"},
+    "multi_cpu": "num_processes: 2 on 1 machine(s) were asked for, but the launcher started 1",
+}
+
+
+@pytest.mark.parametrize("answers", QUESTIONNAIRE)
+def test_files_of_the_questionnaire(answers):
+    """With the empty class name that the questionnaire leaves for FSDP."""
+    message = refusals("--config_file", str(ROOT / "tests" / "launch_files" / f"questionnaire_{answers}.yaml"))
+    assert QUESTIONNAIRE[answers] in message and bool(message) == bool(QUESTIONNAIRE[answers])
+
+
 @pytest.mark.parametrize(
     "flags",
     [TWO, ["--cpu", *TWO], ["--config_file", CPU, "--cpu"], [*MACHINES, "--machine_rank", "1"], [*TWO, *MACHINES]],
@@ -197,6 +210,16 @@ def test_a_real_launch_of_fewer_processes_is_refused(flags, runs):
     done = launch(flags, runs)
     assert done.returncode == 1 and "returned non-zero exit status 2" in done.stderr, done.stderr
     assert len(re.findall("error: num_processes: . on . machine", done.stderr)) == 1 and not runs.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [answers for answers, message in QUESTIONNAIRE.items() if not message])
+def test_a_real_launch_by_a_file_of_the_questionnaire(answers, runs):
+    done = launch(["--config_file", ROOT / "tests" / "launch_files" / f"questionnaire_{answers}.yaml"], runs)
+    assert done.returncode == 0 and done.stdout.endswith("Training finished.\n"), done.stderr
+    assert f"{2 if answers in ('multi_gpu', 'fsdp2') else 1} x cpu" in done.stdout
+    assert ("1 replica(s) x 2 shards" in done.stdout) == (answers == "fsdp2")
+    assert ("precision: fp32" in done.stdout) == (answers == "cpu")
 
 
 # Processes that no launcher of torch has started

@@ -83,6 +83,8 @@ def sharding(use_cpu: bool) -> FullyShardedDataParallelPlugin:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # slow to import
 
     warnings.filterwarnings("ignore", "Slicing a flattened dim")  # of Accelerate, for hybrid sharding
+    if not os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"):  # empty from the questionnaire: as the model says
+        os.environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
     state = PartialState(cpu=use_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU  # one of those that Accelerate shards, whatever the device

@@ -1,0 +1,179 @@
+"""What docs/reliability.md promises, on one GPU: `make test-gpu`. Nothing here has run on one yet.
+
+It needs torch, accelerate, transformers and jsonargparse, but no datasets, wandb or matplotlib.
+"""
+
+import shutil
+
+import pytest
+import torch
+
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from model.loss import next_token_loss
+from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+from tests.test_sharding import launcher_environment
+from training.fingerprint import digests
+from training.tree_sum import TreeSum
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")]
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STEPS = 8
+RUN = [*TINY_STORIES, "--name", "run"]
+EXACT = [*RUN, "--exact", "true"]
+
+
+def precision(name):
+    return {"ACCELERATE_MIXED_PRECISION": name}
+
+
+def losses(run):
+    return [row["train/loss"] for row in metrics(run)]
+
+
+def small_model(**settings):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=97, max_position_embeddings=256, n_layers=2, n_heads=4, d_model=64, d_ff=128, dropout=0.0)
+    return GPTModel(GPTConfig(**shape | settings)).to(GPU)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """The directory of an exact run in bf16."""
+    out_dir = tmp_path_factory.mktemp("exact")
+    train(*EXACT, "--out_dir", out_dir, **precision("bf16"))
+    return out_dir / "run"
+
+
+def goes_on_with_the_same_bits(finished, runs, step, *arguments, **env):
+    shutil.copytree(finished, runs / "again" / "run")
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(runs / "again" / "run" / "checkpoints" / f"step-{later:08d}")
+    done = train(*arguments, "--out_dir", runs / "again", **env)
+    assert f"resumed at step {step} from" in done.stdout
+    assert_same_bits(tensors(runs / "again" / "run", STEPS), tensors(finished, STEPS))
+    assert metrics(runs / "again" / "run") == metrics(finished)
+
+
+def test_an_exact_run_repeats_and_resumes_with_the_same_bits(exact, runs):
+    train(*EXACT, "--out_dir", runs, **precision("bf16"))
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(exact, STEPS))
+    goes_on_with_the_same_bits(exact, runs, 5, *EXACT, **precision("bf16"))
+
+
+def test_fp16_resumes_with_the_same_bits(runs):
+    arguments = [*EXACT, "--on_nonfinite", "skip"]
+    train(*arguments, "--out_dir", runs, faults="nan:0:3", **precision("fp16"))
+    assert metrics(runs / "run")[-1]["train/skipped"] >= 1
+    goes_on_with_the_same_bits(runs / "run", runs, 5, *arguments, **precision("fp16"))
+
+
+def test_the_background_changes_no_bit_of_a_checkpoint(exact, runs):
+    train(*EXACT, "--out_dir", runs, "--checkpoint.asynchronous", "false", **precision("bf16"))
+    for step in range(1, STEPS + 1):
+        assert_same_bits(tensors(runs / "run", step), tensors(exact, step))
+
+
+@pytest.mark.parametrize("name, rel", [("no", 1e-4), ("bf16", 2e-2), ("fp16", 5e-3)])
+def test_the_gpu_trains_what_the_cpu_trains(name, rel, runs):
+    arguments = [*RUN, "--model.dropout", 0, "--on_nonfinite", "skip"]
+    train(*arguments, "--out_dir", runs / "gpu", **precision(name))
+    train(*arguments, "--out_dir", runs / "cpu", ACCELERATE_USE_CPU="true")
+    assert losses(runs / "gpu" / "run") == pytest.approx(losses(runs / "cpu" / "run"), rel=rel)
+
+
+def test_a_run_goes_on_on_the_cpu_and_back(runs):
+    arguments = [*RUN, "--model.dropout", 0, "--out_dir", runs]
+    train(*arguments)
+    whole = losses(runs / "run")
+    for kept, env in ((3, {"ACCELERATE_USE_CPU": "true"}), (5, {})):
+        for later in range(kept + 1, STEPS + 1):
+            shutil.rmtree(runs / "run" / "checkpoints" / f"step-{later:08d}")
+        assert f"resumed at step {kept}" in train(*arguments, **env).stdout
+    assert losses(runs / "run") == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["no", "bf16"])
+def test_compiled_blocks_train_alike(name, runs):
+    for compiled in ("false", "true"):
+        arguments = [*RUN, "--model.dropout", 0.1, "--compile", compiled, "--out_dir", runs / compiled]
+        done = train(*arguments, **precision(name))
+    assert "compiled" in done.stdout and "not compiled" not in done.stdout
+    assert losses(runs / "true" / "run") == pytest.approx(losses(runs / "false" / "run"), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["no", "bf16"])
+def test_one_gpu_sharded_is_one_gpu(name, runs):
+    """FSDP2 with one process: wrapped, gathered and summed, with nobody else."""
+    env = launcher_environment("fsdp2", "--mixed_precision", name, "--num_processes", "1")
+    done = train(*RUN, "--out_dir", runs / "sharded", processes=1, **env)
+    assert "1 x " in done.stdout
+    train(*RUN, "--out_dir", runs / "plain", **precision(name))
+    rel = 1e-5 if name == "no" else 1e-2
+    assert losses(runs / "sharded" / "run") == pytest.approx(losses(runs / "plain" / "run"), rel=rel)
+
+
+def test_the_tree_of_one_process_is_that_of_two(runs):
+    """Eight micro-batches on one process, and as two processes would add them up: four each, then their sums."""
+    network = small_model()
+    tokens = torch.randint(97, (8, 32), generator=torch.Generator().manual_seed(1)).to(GPU)
+
+    def gradients(rows):
+        tree_sum = TreeSum(network, len(rows), 0, 1)
+        for row in rows:
+            network(row[None], labels=row[None], num_items_in_batch=8 * 31)[1].backward()
+            tree_sum.add_micro_batch()
+        found = [parameter.grad for parameter in network.parameters()]
+        network.zero_grad()
+        return found
+
+    torch.use_deterministic_algorithms(True)
+    whole, halves = gradients(tokens), zip(gradients(tokens[:4]), gradients(tokens[4:]), strict=True)
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, first + second) for one, (first, second) in zip(whole, halves, strict=True))
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16"])
+def test_the_loss_in_chunks_is_the_loss(cast, monkeypatch):
+    monkeypatch.setattr("model.loss.CHUNK_BYTES", {GPU.type: 4 * 301 * 7})
+    monkeypatch.setattr("model.loss.MIN_CHUNK_ROWS", 1)
+    labels = torch.randint(301, (3, 40), generator=torch.Generator().manual_seed(2)).to(GPU)
+    labels[0, 3:6] = -100
+    results = []
+    for chunked in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        hidden = torch.randn(3, 40, 64, generator=generator).to(GPU).requires_grad_()
+        weight = torch.randn(301, 64, generator=generator).to(GPU).requires_grad_()
+        with torch.autocast(GPU.type, torch.bfloat16, enabled=cast):
+            loss, _ = next_token_loss(hidden, weight, labels, 11.0, chunked)
+        loss.backward()
+        results.append((loss, hidden.grad, weight.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2 if cast else 1e-4, atol=2e-2 if cast else 1e-5)
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16"])
+def test_isolated_documents_are_those_that_stand_alone(cast):
+    """Forward and backward of flex attention."""
+    lengths = [50, 7, 71]
+    tokens = torch.randint(97, (1, 128), generator=torch.Generator().manual_seed(4)).to(GPU)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(GPU)
+    network, results = small_model(position="rope"), []
+    for pieces in ([(tokens, positions)], [(part, None) for part in tokens.split(lengths, dim=1)]):
+        network.zero_grad()
+        with torch.autocast(GPU.type, torch.bfloat16, enabled=cast):
+            logits = torch.cat([network(ids, position_ids=at)[0] for ids, at in pieces], dim=1).float()
+        logits.square().sum().backward()
+        results.append((logits.detach(), network.blocks[0].attention.k_proj.weight.grad.clone()))
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() < (2e-2 if cast else 1e-4) * other.norm()
+
+
+def test_the_digest_is_that_of_the_cpu():
+    state = small_model().state_dict()
+    assert str(digests(state)) == str(digests({name: tensor.cpu() for name, tensor in state.items()}))
+
+
+def test_muon_trains(runs):
+    train(*RUN, "--optimizer.name", "muon", "--out_dir", runs, **precision("bf16"))
+    assert losses(runs / "run")[-1] < losses(runs / "run")[0]
