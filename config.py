@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import psutil
 import yaml
@@ -222,6 +222,14 @@ class TrainConfig:
     branch_from: str | None = None
     """The path of a checkpoint, whose weights, moments and step start this run. null: it starts from none."""
 
+    init_from: str | None = None
+    """Begin with the weights of another model, at step 0 and with a fresh optimizer: of a run here, a folder in
+    transformers' format (GPT-2 or Qwen3), or a name on the Hub. Its settings are taken over as `model`, whose dropout
+    alone may differ. null: begin with random weights."""
+
+    init_hash: str | None = None
+    """Of these weights. null: filled in at the start, so that a run that is started again never begins with others."""
+
     exact: bool = False
     """Give the same bits on any power-of-two number of processes: gradients are added up in one fixed tree instead of
     by DDP, with deterministic algorithms only, and on the CPU with one thread a process."""
@@ -264,6 +272,9 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    given: ClassVar[frozenset[str]] = frozenset()
+    """Which settings of `model` the user gave, so that they must agree with those of `init_from`."""
+
     def __post_init__(self) -> None:
         if self.resume not in ("auto", "never", None):
             self.resume, self.branch_from = "auto", self.resume
@@ -292,6 +303,8 @@ class TrainConfig:
 
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
+        if self.init_from is not None and self.init_hash is None:  # what it brings is not known yet
+            return self._problems_of_names()
         problems = self.model.problems() + self.data.problems()
         problems += self._problems_of_names() + (self._problems_of_sizes(num_processes) if not problems else [])
         if self.seed >= 2**63:
@@ -370,9 +383,16 @@ class TrainConfig:
         name = self.name
         if name is not None and (name in ("", ".", "..") or Path(name).name != name or name.startswith("~")):
             problems.append(f"name: {name!r} is not a plain directory name; use out_dir for the directory above it")
-        for setting, value in (("name", name), ("out_dir", self.out_dir), ("branch_from", self.branch_from)):
+        for setting, value in (
+            ("name", name),
+            ("out_dir", self.out_dir),
+            ("branch_from", self.branch_from),
+            ("init_from", self.init_from),
+        ):
             if value is not None and not value.isprintable():
                 problems.append(f"{setting}: {value!r} has characters that cannot be printed; use others")
+        if self.init_from is not None and self.branch_from is not None:
+            problems.append(f"init_from: {self.init_from} and branch_from: {self.branch_from}: a run begins once")
         try:
             Path(self.out_dir).expanduser()
         except RuntimeError:
@@ -432,15 +452,18 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     Raises:
         ConfigError: the parser's first error, or all inconsistent values together.
     """
-    args = sys.argv[1:] if args is None else args
-    if not any(arg.split("=")[0] == "--config" for arg in args):
-        args = ["--config", str(DEFAULT_CONFIG), *args]
+    own_args = sys.argv[1:] if args is None else args
+    has_config = any(arg.split("=")[0] == "--config" for arg in own_args)
+    args = own_args if has_config else ["--config", str(DEFAULT_CONFIG), *own_args]
     parser = _parser("train", "Trains a mini-GPT.")
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
     parser.add_class_arguments(TrainConfig, as_group=False)
     settings = _parse(parser, args)
     config_files = settings.pop("config")
     config = TrainConfig(**settings)
+    if config.init_from is not None:
+        given = parser.parse_args(own_args, defaults=False).get("model")
+        config.given = frozenset(vars(given) if given else ())
     if None in config_files:
         raise ConfigError("config: settings were given where a YAML file is meant; use --section.field VALUE for them")
     if problems := _nulls(config):

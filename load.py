@@ -6,8 +6,9 @@
 sample.py, evaluate.py, export.py and `init_from` stand on it.
 """
 
+import hashlib
 import json
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,14 +17,26 @@ from safetensors import safe_open
 from torch import Tensor
 
 from config import ConfigError, TrainConfig
+from data.corpus import Corpus
 from data.stories import END_OF_TEXT, build_tokenizer
 from model.gpt import GPTModel
 from model.hub import from_transformers
+from training.compute import compute_as_any_processor
 from training.continuation import complete
 from training.manifest import InvalidCheckpoint, Manifest, checkpoints_in, newest_valid, read_manifest, validate
+from training.world import num_processes
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+
+# Cut by almost every kind of rule.
+PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
+
+
+# What a model that goes on from another's weights may have for itself.
+OWN = {"dropout"}
 
 
 class Loaded(NamedTuple):
@@ -177,3 +190,68 @@ def load_transformers(name: str, checkpoint: str | int = "latest") -> Loaded:
     if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
         raise ConfigError(f"{name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")
     return Loaded(None, model, tokenizer)
+
+
+def take_over(config: TrainConfig) -> Loaded | None:
+    """The model that `init_from` names, whose settings become `config.model`, and its hash `config.init_hash`.
+
+    Raises:
+        ConfigError: there is no such model, it contradicts a setting that was given, or it is another than before.
+    """
+    if config.init_from is None:
+        return None
+    if config.exact:  # before anything is computed
+        compute_as_any_processor()
+    loaded = load_run(config.init_from)
+    asked, there = config.model, loaded.model.config
+    for name in sorted(config.given):
+        value = getattr(asked, name)
+        if name not in OWN and value not in (None, getattr(there, name)):
+            raise ConfigError(f"model.{name}: {value}, but {getattr(there, name)} in {config.init_from}; leave it out")
+    config.model = replace(there, **{name: getattr(asked, name) for name in OWN & config.given})
+    digest = weights_hash(loaded.model.state_dict())
+    if config.init_hash not in (None, digest):
+        raise ConfigError(f"init_hash: {config.init_hash}, but the weights of {config.init_from} have {digest}")
+    config.init_hash = digest
+    if problems := config.problems(num_processes()):
+        raise ConfigError("\n".join(problems))
+    return loaded
+
+
+def weights_hash(weights: dict[str, Tensor]) -> str:
+    """Of the weights by their names, however they are stored."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def check_tokenizer(name: str, loaded: Loaded, corpus: Corpus) -> None:
+    """Refuse a corpus whose tokens mean something else to the model called `name`.
+
+    Raises:
+        ConfigError: its tokenizer is another than the model's, or has more tokens.
+    """
+    what, size = "", loaded.model.config.vocab_size
+    if loaded.tokenizer is not None and corpus.tokenizer is not None:
+        ours, theirs = corpus.tokenizer, loaded.tokenizer.backend_tokenizer
+        if different := set(ours.get_vocab().items()) ^ set(theirs.get_vocab().items()):
+            what = f"{len(different)} entries differ, such as {min(different, key=lambda entry: entry[1])}"
+        elif cut(ours) != cut(theirs):
+            what = f"they cut {PROBE!r} differently"
+    elif corpus.vocab_size > size:
+        what = f"it has {corpus.vocab_size} tokens, and the model {size}"
+    if what:
+        raise ConfigError(
+            f"data: the tokenizer of the corpus is not that of {name}: {what}; prepare the corpus with the model's, "
+            "--tokenizer and the name or folder"
+        )
+
+
+def cut(tokenizer: "Tokenizer") -> list[int]:
+    """The tokens of PROBE; [] if there are none for it, as there are none for words that a tokenizer of words lacks."""
+    try:
+        return tokenizer.encode(PROBE, add_special_tokens=False).ids
+    except Exception:  # tokenizers raises nothing more special
+        return []

@@ -23,6 +23,7 @@ import launcher
 from config import ConfigError, TrainConfig
 from data.corpus import Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
+from load import Loaded, check_tokenizer, take_over
 from model.gpt import GPTModel
 from plot import save_layers, save_loss_curve
 from training import checkpoint, launch
@@ -59,17 +60,20 @@ def main(config: TrainConfig) -> None:
         check_wandb(config.tracking.wandb)
         if config.data.seed is None:
             config.data.seed = run.data_seed(config)
+        initial = take_over(config)
         try:
             corpus = load_corpus(config)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if initial:
+            check_tokenizer(config.init_from, initial, corpus)
         config.model.vocab_size = corpus.vocab_size
         run.check(config)
         accelerator = launch.start(config)
         stop_signal = StopSignal()
         start = run.open(config, accelerator)
         if start.step < config.steps:
-            train(config, corpus, run, start, accelerator, stop_signal)
+            train(config, corpus, run, start, accelerator, stop_signal, initial)
         else:
             require_finite_loss(start.metrics, start.step)
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
@@ -85,6 +89,7 @@ def train(
     start: Start,
     accelerator: Accelerator,
     stop_signal: StopSignal,
+    initial: Loaded | None,
 ) -> None:
     """Do the steps from `start` to `config.steps`; called by all processes together."""
     corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
@@ -93,6 +98,8 @@ def train(
 
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
+    if initial:
+        network.load_state_dict(initial.model.state_dict())
     prepare_network(network, config, device)
     layers = LayerStatistics(network.blocks if config.tracking.layers else [], accumulation, accelerator)
     optimizer = build_optimizer(network, config.optimizer)

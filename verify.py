@@ -43,7 +43,7 @@ from training.world import num_processes
 STEPS = 6
 SHORT = f"""--steps {STEPS} --schedule.name constant --schedule.warmup_steps 0 --schedule.decay_steps null --resume auto
     --checkpoint.every 1 --checkpoint.keep {STEPS} --evaluation.every 0 --evaluation.num_story_samples 0
-    --check_replicas_every 1 --tracking.log_every 1 --tracking.wandb disabled""".split()
+    --init_from null --check_replicas_every 1 --tracking.log_every 1 --tracking.wandb disabled""".split()
 
 
 class Verification:

@@ -35,9 +35,10 @@ MAY_IMPORT = {
     "launcher.py": {"config", "model", "training"},
     "plot.py": {"training"},
     "load.py": {"config", "data", "model", "training"},
+    "evaluate.py": {"cli", "config", "data", "files", "load", "training"},
     "export.py": {"cli", "config", "data", "load", "model", "plot", "training"},
     "sample.py": {"cli", "config", "data", "load", "training"},
-    "train.py": {"cli", "config", "data", "launcher", "model", "plot", "training"},
+    "train.py": {"cli", "config", "data", "launcher", "load", "model", "plot", "training"},
     "verify.py": {"cli", "config", "data", "launcher", "model", "train", "training"},
     "examples": {"model", "examples"},
 }

@@ -12,18 +12,18 @@ from training.manifest import Manifest
 from training.schedule import lr_scale
 
 # What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
-# are compared by the learning rates that they gave so far; the corpus at data.path, by data.hash.
+# are compared by the learning rates that they gave so far; data.path by data.hash, init_from by init_hash.
 FREE_SETTINGS = {
     *("name", "out_dir", "resume", "branch_from", "steps", "schedule", "compile", "on_nonfinite"),
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
-    *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path"),
+    *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
 # Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
 RETIRED_SETTINGS: dict[str, Any] = {}
 # Settings that had no name of their own: a run that does not know one was begun with the value of the other.
 ONCE_PART_OF = {"data.seed": "seed"}
 # Filled in at a start where they are null.
-FILLED_IN = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed"}
+FILLED_IN = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +71,8 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     """What going on with `config` would change of the trajectory of a run with the settings `before`, a line each."""
     now = flat_settings(asdict(config))
     yet_unknown = {key for key in FILLED_IN if now[key] is None}
+    if config.init_from is None:  # then that there are none is known
+        yet_unknown.discard("init_hash")
     lines = []
     for key in sorted((before.keys() | now.keys()) - yet_unknown):
         section = key.split(".")[0]

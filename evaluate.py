@@ -1,0 +1,157 @@
+"""Measures a trained model on a corpus: python evaluate.py RUN --data CORPUS, also under accelerate launch.
+
+Every window of the validation split counts, and the numbers are the same on any number of processes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+
+@dataclass
+class EvaluateConfig:
+    """Measures a trained model on the validation split of a corpus."""
+
+    run: str
+    """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
+
+    data: str | None = None
+    """A corpus made by data.prepare, with the model's tokenizer. null: what the run was trained on."""
+
+    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
+    """Of a run: latest, best (by validation loss), or a step."""
+
+    seq_len: PositiveInt | None = None
+    """Tokens in a window. null: the run's; of a model that is none, all positions that it has."""
+
+    num_samples: PositiveInt | None = None
+    """Windows, evenly spread. null: of a text all; of a generated source, as many as in training."""
+
+    micro_batch_size: PositiveInt | None = None
+    """Windows in a forward pass. null: as many as have 256 MiB of logits."""
+
+    out: str | None = None
+    """Where evaluation.json and evaluation.png go. null: into the run's directory; without a run, here."""
+
+
+if __name__ == "__main__":  # before anything slow is imported
+    from cli import run
+
+    run("evaluate", EvaluateConfig)
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from config import ConfigError, DataConfig, RunError, TrainConfig
+from data.corpus import Corpus, Sums, load_corpus
+from files import finite_or_null, write_atomically
+from load import Loaded, check_tokenizer, find_checkpoint, load_run
+from training import launch
+from training.corpus_check import CorpusCheck
+from training.evaluation import evaluate
+
+LOGIT_BYTES = 2**28
+
+
+def main(config: EvaluateConfig) -> None:
+    """Evaluate, print the numbers, and write them with the loss at each position.
+
+    Raises:
+        ConfigError: there is no such model or corpus, or they do not go together.
+        RunError: the numbers cannot be written.
+    """
+    loaded = load_run(config.run, config.checkpoint)
+    settings = settings_of(config, loaded)
+    try:
+        corpus = load_corpus(settings)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    check_tokenizer(config.run, loaded, corpus)
+    accelerator = launch.start(settings)
+    model = loaded.model.to(accelerator.device)
+    rows = max(1, LOGIT_BYTES // (4 * settings.seq_len * model.config.vocab_size))
+    CorpusCheck(corpus.verification, accelerator, settings.timeout_seconds).demand()
+    with accelerator.autocast():
+        metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
+    positions = {name: metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")}
+    if accelerator.is_main_process:
+        metrics |= {"windows": len(corpus.validation), "seq_len": settings.seq_len}
+        print(json.dumps(finite_or_null(metrics), indent=1))
+        try:
+            save(output_directory(config), metrics, list(positions.values()))
+        except OSError as error:
+            raise RunError(f"out: the numbers cannot be written: {error}") from None
+    accelerator.wait_for_everyone()
+
+
+def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
+    """Those of a training with this corpus as its data."""
+    settings, limit = loaded.config, loaded.model.config.max_position_embeddings
+    if settings is None or config.data is not None:
+        if config.data is None:
+            raise ConfigError(f"data: {config.run!r} is no run here, so name a corpus made by data.prepare")
+        settings = settings or TrainConfig(seq_len=limit)
+        settings = replace(settings, data=DataConfig(source="text", path=config.data))
+    settings.seq_len = config.seq_len or settings.seq_len
+    if not 2 <= settings.seq_len <= limit:
+        raise ConfigError(f"seq_len: {settings.seq_len} must be from 2 to the {limit} positions that the model has")
+    if settings.data.seed is None:
+        settings.data.seed = settings.seed
+    if config.num_samples or settings.data.source == "text":
+        settings.evaluation.num_samples = config.num_samples
+    settings.evaluation.every = 1  # what never evaluates has no validation set
+    settings.exact = False  # a sum that is the same on any number of processes is part of `evaluate`
+    settings.model = loaded.model.config
+    if settings.data.source == "text":  # which is then compared as a whole
+        settings.model = replace(settings.model, vocab_size=None)
+    return settings
+
+
+def with_positions(corpus: Corpus) -> Corpus:
+    """The corpus, which scores the loss at each position too."""
+
+    def score(logits_BTV: Tensor, batch: dict[str, Tensor]) -> Sums:
+        targets = batch["labels"][:, 1:]
+        losses = F.cross_entropy(logits_BTV[:, :-1].float().transpose(1, 2), targets, reduction="none")  # 0 for -100
+        pairs = zip(losses.double().sum(0).tolist(), (targets != -100).sum(0).tolist(), strict=True)
+        own = corpus.score(logits_BTV, batch) if corpus.score else {}
+        return own | {f"position/{position}": pair for position, pair in enumerate(pairs)}
+
+    return replace(corpus, score=score)
+
+
+def output_directory(config: EvaluateConfig) -> Path:
+    """`out`, or its default."""
+    path = Path(config.run).expanduser()
+    if config.out is None and (path / "checkpoints").exists():
+        return path
+    if config.out is None and (path / "manifest.json").exists():
+        return find_checkpoint(path)[0].resolve().parent.parent
+    return Path(config.out or ".").expanduser()
+
+
+def save(directory: Path, metrics: dict[str, float], losses: list[float]) -> None:
+    """Write evaluation.json and evaluation.png."""
+    from matplotlib.figure import Figure  # without pyplot: no window system is asked for
+
+    directory.mkdir(parents=True, exist_ok=True)
+    by_position = list(finite_or_null(dict(enumerate(losses))).values())
+    write_atomically(
+        directory / "evaluation.json", json.dumps(finite_or_null(metrics) | {"loss_by_position": by_position}, indent=1)
+    )
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(range(1, len(losses) + 1), losses, linewidth=1, label="at this position")
+    axes.axhline(
+        metrics["val/loss"], color="black", linestyle="--", linewidth=1, label=f"all: {metrics['val/loss']:.4f}"
+    )
+    axes.set(xlabel="tokens before it", ylabel="loss (nats a token)", xscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(directory / "evaluation.png", dpi=150)
+    print(f"Loss by position: {directory / 'evaluation.png'}")

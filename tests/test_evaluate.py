@@ -1,0 +1,76 @@
+"""The numbers of evaluate.py against a loop by hand over an exported model, on one process and on two."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+import evaluate
+import export
+from config import ConfigError
+from evaluate import EvaluateConfig
+from export import ExportConfig
+from tests import forked
+from tests.conftest import TINY_STORIES, environment, metrics, python, train
+
+TEXT = "To be, or not to be? Äh: that is the question.\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A corpus of text, one of another tokenizer, a run on the first, and its export."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "input.txt").write_text(TEXT * 60)
+    for name, tokenizer in (("corpus", "byte"), ("other", "train:300")):
+        prepare = f"--source {folder}/input.txt --tokenizer {tokenizer} --validation tail:0.3"
+        python(f"python -m data.prepare {prepare} --num_workers 0 --out {folder}/{name}")
+    text = f"--data.source text --data.path {folder}/corpus --data.num_samples 1000 --seq_len 32 --steps 3"
+    train(*TINY_STORIES, *text.split(), "--evaluation.every", "3", "--out_dir", folder, "--name", "run")
+    export.main(ExportConfig(str(folder / "run"), str(folder / "export")))
+    return folder
+
+
+def evaluated(made, processes, *arguments):
+    out = made / f"out{processes}"
+    done = forked.run("evaluate.py", [*map(str, arguments), "--out", str(out)], processes, environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (out / "evaluation.png").stat().st_size > 5000
+    return json.loads((out / "evaluation.json").read_text())
+
+
+def test_it_is_the_loss_of_a_loop_by_hand_on_any_number_of_processes(made):
+    arguments = (made / "export", "--data", made / "corpus", "--seq_len", 24, "--micro_batch_size", 3)
+    one, two = (evaluated(made, processes, *arguments) for processes in (0, 2))
+    assert one == two
+    model = AutoModelForCausalLM.from_pretrained(made / "export").eval()
+    text = (TEXT * 60)[math.floor(len(TEXT * 60) * 0.7) :].encode()
+    tokens = [256, *text]
+    windows = torch.tensor([tokens[i : i + 24] for i in range(0, len(tokens) - 23, 23)])
+    with torch.no_grad():
+        logits = model(windows).logits.double()
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), windows[:, 1:], reduction="none")
+    assert one["windows"] == len(windows) > 30
+    assert one["val/loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert one["val/perplexity"] == pytest.approx(losses.mean().exp().item(), rel=1e-4)
+    assert one["val/bits_per_byte"] == pytest.approx(losses.mean().item() / math.log(2), rel=1e-5)
+    assert one["loss_by_position"] == pytest.approx(losses.mean(0).tolist(), rel=1e-4)
+
+
+def test_a_run_is_measured_on_its_own_data(made, capsys):
+    evaluate.main(EvaluateConfig(str(made / "run"), num_samples=7, out=str(made / "own")))
+    shown = json.loads(capsys.readouterr().out.partition("Loss by position")[0])
+    assert shown["val/loss"] == pytest.approx(metrics(made / "run")[-1]["val/loss"], rel=1e-5)
+    evaluate.main(EvaluateConfig(str(made / "run" / "checkpoints" / "step-00000003")))
+    assert (made / "run" / "evaluation.json").exists(), "beside the run"
+
+
+def test_what_does_not_go_together_is_refused(made):
+    with pytest.raises(ConfigError, match="tokenizer of the corpus is not that of .*run: .* entries differ"):
+        evaluate.main(EvaluateConfig(str(made / "run"), data=str(made / "other")))
+    with pytest.raises(ConfigError, match="is no run here, so name a corpus"):
+        evaluate.main(EvaluateConfig(str(made / "export")))
+    with pytest.raises(ConfigError, match="seq_len: 129 must be from 2 to the 128 positions"):
+        evaluate.main(EvaluateConfig(str(made / "run"), seq_len=129))

@@ -1,0 +1,92 @@
+"""The commands of docs/using.md and docs/evaluation.md do what they say, on a tiny run and a text of some lines."""
+
+import json
+import re
+import site
+import subprocess
+import sys
+import venv
+
+import pytest
+
+from data.stories import log_prob
+from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, python, shell, train
+
+TEXT = "To be, or not to be? That is the question.\n" * 60
+
+
+def commands(page):
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+USING, EVALUATION = commands("using.md"), commands("evaluation.md")
+SHORT = "--steps 2 --schedule.warmup_steps 1 --seq_len 32 --global_batch_size 2 --micro_batch_size 2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a user who has trained on stories and on a text, and a copy of the repository."""
+    folder = tmp_path_factory.mktemp("user")
+    for path in ROOT.iterdir():
+        if path.suffix == ".py" or path.name in ("data", "model", "training", "configs", "accelerate_configs", "docs"):
+            (folder / path.name).symlink_to(path)
+    (folder / "input.txt").write_text(TEXT)
+    prepare = "--source input.txt --tokenizer byte --out corpora/mine --validation tail:0.3 --num_workers 0"
+    python(f"python -m data.prepare {prepare}", folder)
+    train(*TINY_STORIES, "--steps", "4", "--out_dir", folder / "runs", "--name", "stories")
+    text = f"--steps 4 --data.source text --data.path {folder}/corpora/mine --data.num_samples 1000"
+    train(*TINY_STORIES, *text.split(), "--out_dir", folder / "runs", "--name", "mine")
+    python("python export.py runs/mine exports/english", folder)
+    return folder
+
+
+@pytest.mark.parametrize("command", USING)
+def test_using(command, folder):
+    more = SHORT if "train.py" in command else "--num_workers 0" if "data.prepare" in command else ""
+    done = python(f"{command} {more}", folder)
+    if "sample.py runs/stories" in command:
+        assert done.stdout.count("Meet a brave girl") == 2 and done.stdout.count("the model's -") == 2
+    if "train.py" in command:
+        assert done.stdout.endswith("Training finished.\n")
+    if "export.py" in command:
+        out = folder / command.split()[3]
+        assert {"README.md", "config.json", "model.safetensors"} <= {path.name for path in out.iterdir()}
+
+
+@pytest.mark.parametrize("command", EVALUATION[:3])
+def test_evaluation(command, folder):
+    command = command.replace("exports/stories", "exports/other")  # the other page has made it
+    done = (shell if command.startswith("accelerate") else python)(command, folder)
+    if "evaluate.py" in command:
+        run = folder / re.search(r"runs/\w+", command)[0]
+        assert '"val/loss": ' in done.stdout and (run / "evaluation.png").exists()
+
+
+def test_the_pages_were_read():
+    programs = [command.split()[0].split("/")[-1] for command in EVALUATION[3:]]
+    assert len(USING) >= 7 and programs == ["python3", "pip", "lm_eval"]
+    assert str(CPU_LAUNCH.relative_to(ROOT)) in EVALUATION[1]
+
+
+def test_the_grammar_accepts_the_right_ending_alone():
+    rows = [json.loads(line) for line in (ROOT / "docs" / "lm_eval" / "story_endings.jsonl").read_text().splitlines()]
+    assert len(rows) == 50
+    for row in rows:
+        accepted = [log_prob(f"{row['prompt']} {ending}") is not None for ending in row["endings"]]
+        assert accepted == [index == row["answer"] for index in range(4)]
+
+
+@pytest.mark.slow  # installs the harness, in an environment of its own above this one
+def test_the_language_model_evaluation_harness(folder):
+    python("python export.py runs/stories exports/harness", folder)
+    environment = folder / "lm_eval_environment"
+    venv.create(environment, with_pip=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (environment / "lib" / version / "site-packages" / "ours.pth").write_text(site.getsitepackages()[0])
+    pip, lm_eval = EVALUATION[4].replace(" torch transformers", ""), EVALUATION[5]
+    installed = subprocess.run(pip.split(), cwd=folder, capture_output=True, text=True)
+    if installed.returncode:
+        pytest.skip(f"no lm_eval to be had: {installed.stderr[-300:]}")
+    done = shell(lm_eval.replace("exports/stories", "exports/harness"), folder, HF_HUB_OFFLINE="1")
+    assert re.search(r"\|story_endings\|.*\|acc +\|.*\|0\.\d", done.stdout)
