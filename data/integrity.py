@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
 
@@ -17,16 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from config import ConfigError
+from files import parse_object
 
 SPLITS = ("train", "validation")
 READERS = min(4, os.cpu_count() or 1)  # threads: a disk is faster than one thread hashes
-FILE = {"bytes": int, "sha256": str}  # what metadata.json says of a file
-FIELDS = {
-    "hash": str,
-    "tokenizer": {"hash": str, "vocab_size": int, "end_of_text": int},
-    **dict.fromkeys(SPLITS, {"tokens": int, "bytes": int}),
-    "files": {},
-}
 REMEDY = "restore it, or remove the folder and prepare it again"
 
 
@@ -50,61 +45,44 @@ def metadata_digest(metadata: dict) -> str:
 def read_metadata(folder: Path) -> dict:
     """What metadata.json says of the corpus in `folder`, whose files are all there in their lengths.
 
-    `files` has the facts of each, as FILE; or its length alone, in a corpus prepared before the others were kept.
+    `files` has the `bytes` and the `sha256` of each, which is None in a corpus prepared before that was kept.
 
     Raises:
         ConfigError: there is no such file, or it is not as data.prepare wrote it, or a file of the corpus is not.
     """
     try:
-        metadata = json.loads((folder / "metadata.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        metadata = parse_object((folder / "metadata.json").read_bytes())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"data: '{folder}' is no corpus that data.prepare has completed: {error}") from None
-    if problem := _metadata_problem(metadata):
-        raise ConfigError(f"data: {folder / 'metadata.json'} is damaged: {problem}; {REMEDY}")
+    try:
+        _check(metadata)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"{folder / 'metadata.json'} is damaged: {type(error).__name__}: {error}"
+        raise ConfigError(f"data: {problem}; {REMEDY}") from None
     for file, facts in metadata["files"].items():
-        if problem := _length_problem(folder / file, file_length(facts)):
-            raise ConfigError(f"data: '{folder}' is damaged: {file}: {problem}; {REMEDY}")
+        try:
+            if (folder / file).stat().st_size != facts["bytes"]:
+                raise OSError(None, "another size than when it was made")
+        except OSError as error:
+            raise ConfigError(f"data: '{folder}' is damaged: {file}: {error.strerror}; {REMEDY}") from None
     return metadata
 
 
-def _length_problem(file: Path, length: int) -> str:
-    try:
-        return "" if file.stat().st_size == length else "another size than when it was made"
-    except OSError as error:
-        return str(error.strerror)
-
-
-def file_length(facts: dict | int) -> int:
-    """In bytes, by what metadata.json says of a file."""
-    return facts["bytes"] if isinstance(facts, dict) else facts
-
-
-def _metadata_problem(metadata: object) -> str:
-    """What is wrong with the content of a metadata.json, in words; "" if nothing is."""
-    if problem := _misfit(metadata, FIELDS, "it"):
-        return problem
-    files, lengths_only = metadata["files"], all(type(facts) is int for facts in metadata["files"].values())
-    if problem := _misfit(files, dict.fromkeys(files, int if lengths_only else FILE), "files"):
-        return problem
-    for file in files:
-        if not re.fullmatch(r"(train|validation)/\d+\.arrow", file):
-            return f"it names {file!r}, which is no file of a corpus"
-    if lengths_only:
-        return ""
-    hashes = {file: facts["sha256"] for file, facts in files.items()}
-    whole = metadata["hash"] == content_hash(metadata["tokenizer"]["hash"], hashes)
-    return "" if whole and metadata.get("digest") == metadata_digest(metadata) else "it does not match its own digest"
-
-
-def _misfit(value: object, wanted: dict | type, name: str) -> str:
-    """Where `value` is not of the types that are wanted, in words; "" if it is. Numbers are not negative."""
-    if not isinstance(wanted, dict):
-        return "" if type(value) is wanted and (wanted is not int or value >= 0) else f"{name} is {value!r:.80}"
-    if not isinstance(value, dict):
-        return f"{name} is {value!r:.80}"
-    if missing := [key for key in wanted if key not in value]:
-        return f"{name} has no {missing[0]!r}"
-    return next(filter(None, (_misfit(value[key], kind, repr(key)) for key, kind in wanted.items())), "")
+def _check(metadata: dict) -> None:
+    """Raises one of many exceptions where it is not as data.prepare wrote it."""
+    tokenizer_hash, corpus_hash, files = metadata["tokenizer"]["hash"], metadata["hash"], metadata["files"]
+    if names := [name for name in files if not re.fullmatch(r"(train|validation)/\d+\.arrow", name)]:
+        raise ValueError(f"{names[0]!r} is no file of a corpus")
+    if lengths_only := all(type(facts) is int for facts in files.values()):
+        metadata["files"] = {name: {"bytes": length, "sha256": None} for name, length in files.items()}
+    counts = [metadata[split][name] for split in SPLITS for name in ("tokens", "bytes")]
+    counts += [facts["bytes"] for facts in metadata["files"].values()]
+    if wrong := [count for count in counts if type(count) is not int or count < 0]:
+        raise ValueError(f"{wrong[0]!r} is no count")
+    hashes = {name: facts["sha256"] for name, facts in metadata["files"].items()}
+    whole = corpus_hash == content_hash(tokenizer_hash, hashes) and metadata.get("digest") == metadata_digest(metadata)
+    if not (isinstance(corpus_hash, str) if lengths_only else whole):
+        raise ValueError("it does not match its own digest")
 
 
 def open_tokens(file: Path) -> pa.ListArray:
@@ -141,7 +119,7 @@ class Verification:
 
     def __init__(self, corpora: list):
         self.corpora = corpora
-        lengths = [file_length(facts) for corpus in corpora for facts in corpus.metadata["files"].values()]
+        lengths = [facts["bytes"] for corpus in corpora for facts in corpus.metadata["files"].values()]
         self.num_files, self.num_bytes, self.num_bytes_read = len(lengths), sum(lengths), 0
         self._known: dict[Path, tuple[list[int], str]] = {}
         self._lock, self._thread = threading.Lock(), None
@@ -188,14 +166,13 @@ class Verification:
         return self.problem is not None or together == corpus.metadata["hash"]
 
     def _hash(self, corpus, name: str) -> str:
-        file, facts = corpus.path / name, corpus.metadata["files"][name]
-        expected, algorithm = (facts["sha256"], sha256) if isinstance(facts, dict) else (None, _blake2b)
+        file, expected = corpus.path / name, corpus.metadata["files"][name]["sha256"]
         stamp = file_stamp(file)
         known, found = self._known.get(file, (None, ""))
         if self.problem or (known == stamp and expected in (None, found)):
             return found
         with open(file, "rb") as content:
-            found = file_digest(content, algorithm).hexdigest()
+            found = file_digest(content, sha256 if expected else partial(blake2b, digest_size=16)).hexdigest()
         if expected not in (None, found):
             self._fail(f"{file} has another content than data.prepare wrote")
         elif self._has_tokens_of(corpus, file):
@@ -243,10 +220,6 @@ class Verification:
                     return
                 except OSError:
                     pass  # then the next start reads the file again
-
-
-def _blake2b():
-    return blake2b(digest_size=16)
 
 
 def _memories(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Makes a corpus for data.source text: python -m data.prepare --source X --tokenizer T --out DIR.
 
-One process reads and cuts the text into parts, the others each encode a part and write it as one Arrow file of either
-split. The text alone says where a part ends, so the files are the same bytes for any number of workers. They are
+The text is read and cut into parts, of which threads encode several at once and write each as one Arrow file of either
+split. The text alone says where a part ends, so the files are the same bytes for any number of threads. They are
 written into DIR.partial, which becomes DIR when all is done; after a kill the same command makes only the missing
 parts. The result is DIR/train/*.arrow, DIR/validation/*.arrow, DIR/tokenizer and DIR/metadata.json.
 
@@ -13,17 +13,14 @@ of tokens, and an end-of-text token in it is always the beginning of a document:
 import fcntl
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
 import sys
-import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from glob import escape
@@ -36,11 +33,11 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 from jsonargparse import ArgumentParser, set_parsing_settings
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import PositiveInt
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from config import ConfigError, RunError
+from config import ConfigError
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
 from data.sources import Source, find_files, source_stamp
 from data.tokenizer import load_tokenizer, save_tokenizer
@@ -50,6 +47,9 @@ COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_charac
 PIECE = 2**19  # characters; documents of more than two are encoded in pieces
 PART = 2**24  # characters, of one file of tokens
 TRAINING_TEXTS = 10**6  # documents, or pieces of a txt file, from which train:VOCAB learns: the first of the source
+
+Part = tuple[list[tuple[str, bool, str]], dict | None]
+"""Pieces of documents as (text, whether a document begins with it, its split), and the state of a stream after them."""
 
 
 @dataclass
@@ -88,8 +88,8 @@ class PrepareConfig:
     """Stop after the file in which so many for training are reached: up to about 16 million characters more. A source
     of its own for validation is taken whole. null: take all."""
 
-    num_workers: NonNegativeInt = os.cpu_count() or 1
-    """Processes that encode; 0: the one that reads does. The corpus is the same for any number."""
+    num_workers: PositiveInt = os.cpu_count() or 1
+    """Threads that encode. The corpus is the same for any number."""
 
 
 def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[tuple[str, bool, str | None]]:
@@ -145,11 +145,8 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
 
 def cut_parts(
     documents: Iterable[tuple[str, bool, str | None]], tokenizer: Tokenizer, share: float, source: Source
-) -> Iterator[tuple[list[tuple[str, bool, str]], dict | None]]:
-    """Lists of PART characters or more, each with the state of a stream after it (None if reading again is cheap).
-
-    A list holds pieces of documents: (text, whether a document begins with it, its split).
-    """
+) -> Iterator[Part]:
+    """Parts of PART characters or more; the state is None where reading again is cheap."""
     streaming = source.streaming
     part, size, buffer, begins = [], 0, "", True
     for text, ends, given in documents:
@@ -175,53 +172,43 @@ def cut_parts(
         yield part, source.dataset.state_dict() if streaming else None
 
 
-class Encoder:
-    """Encodes parts with the tokenizer in `folder`, and writes them there."""
+def make_part(folder: Path, tokenizer: Tokenizer, facts: dict, index: int, texts: Part) -> dict:
+    """Encode and write a part, and last a JSON file with what is returned: its counts, and the state given.
 
-    def __init__(self, folder: Path):
-        self.folder, (self.tokenizer, self.facts) = folder, load_tokenizer(folder / "tokenizer")
-
-    def make_part(self, index: int, pieces: list[tuple[str, bool, str]], state: dict | None) -> dict:
-        """Encode and write a part, and last a JSON file with what is returned: its counts, and the state given."""
-        dtype = "uint16" if self.facts["vocab_size"] <= 2**16 else "uint32"
-        rows, counts, part = {split: [] for split in SPLITS}, {split: Counter() for split in SPLITS}, {"state": state}
-        for text, begins, split in pieces:
+    A part that a killed process has completed is only read.
+    """
+    if done := _finished_part(folder, index):
+        return done
+    pieces, state = texts
+    dtype = "uint16" if facts["vocab_size"] <= 2**16 else "uint32"
+    part = {"state": state}
+    for split in SPLITS:
+        rows, counts = [], Counter()
+        for text, begins, _ in (piece for piece in pieces if piece[2] == split):
+            counts.update(documents=begins and text != "", empty_documents=text == "", bytes=len(text.encode()))
+            counts.update(replacement_characters=text.count("\ufffd"))
             if text:
-                rows[split].append(np.array([self.facts["end_of_text"]] * begins + self._encode(text), dtype))
-            counts[split].update(documents=begins and text != "", empty_documents=text == "", bytes=len(text.encode()))
-            counts[split].update(replacement_characters=text.count("\ufffd"))
-        for split in SPLITS:
-            values = np.concatenate([np.empty(0, dtype), *rows[split]])
-            offsets = np.cumsum([0, *map(len, rows[split])], dtype=np.int32)
-            column = pa.ListArray.from_arrays(offsets, pa.array(values))
-            batch, stream = pa.record_batch({"input_ids": column}), pa.BufferOutputStream()
-            with pa.ipc.new_stream(stream, batch.schema) as writer:
-                writer.write_batch(batch)
-            name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
-            write_atomically(self.folder / name, content)
-            facts = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(self.folder / name)}
-            part[split] = {**counts[split], "tokens": len(values), **facts}
-        write_atomically(_part_file(self.folder, index), json.dumps(part).encode())
-        return part
-
-    def _encode(self, text: str) -> list[int]:
-        try:
-            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # tokenizers raises nothing more special
-            raise ConfigError(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}: {error}") from None
-        return encoding.ids
+                rows.append(np.array([facts["end_of_text"]] * begins + _encode(tokenizer, text), dtype))
+        values = np.concatenate([np.empty(0, dtype), *rows])
+        column = pa.ListArray.from_arrays(np.cumsum([0, *map(len, rows)], dtype=np.int32), pa.array(values))
+        batch, stream = pa.record_batch({"input_ids": column}), pa.BufferOutputStream()
+        with pa.ipc.new_stream(stream, batch.schema) as writer:
+            writer.write_batch(batch)
+        name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
+        write_atomically(folder / name, content)
+        written = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
+        part[split] = {**counts, "tokens": len(values), **written}
+    write_atomically(_part_file(folder, index), json.dumps(part).encode())
+    return part
 
 
-def _start_worker(folder: Path) -> None:
-    global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    # A worker must not outlive a parent that was killed.
-    threading.Thread(target=lambda: os._exit(multiprocessing.parent_process().join() or 1), daemon=True).start()
-    _encoder = Encoder(folder)
-
-
-def _make_part(index: int, pieces: list[tuple[str, bool, str]], state: dict | None) -> dict:
-    return _encoder.make_part(index, pieces, state)
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    try:
+        # Unlike `encode`, it leaves Python to the other threads.
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ConfigError(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}: {error}") from None
+    return encoding.ids
 
 
 def _part_file(folder: Path, index: int) -> Path:
@@ -243,8 +230,7 @@ def prepare(config: PrepareConfig) -> dict:
 
     Raises:
         ConfigError: a setting or an input is wrong.
-        RunError: a worker was killed. What is done so far stays, and the same command goes on.
-        OSError: the corpus cannot be written. The same holds.
+        OSError: the corpus cannot be written. What is done so far stays, and the same command goes on.
     """
     kind, _, share = config.validation.partition(":")
     own = kind not in ("hash", "tail")
@@ -285,11 +271,7 @@ def prepare(config: PrepareConfig) -> dict:
         if begun.exists() and begun.read_bytes() != content:
             raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
         write_atomically(begun, content)
-        try:
-            metadata = _make_corpus(config, source, held_out, work) | {"request": request}
-        except BrokenProcessPool:
-            remedy = "the same command goes on, with fewer --num_workers"
-            raise RunError(f"a worker was killed, as where memory is short; {remedy}") from None
+        metadata = _make_corpus(config, source, held_out, work) | {"request": request}
         metadata["digest"] = metadata_digest(metadata)
         write_atomically(work / "metadata.json", json.dumps(metadata, indent=1).encode())
         os.rename(work, out)
@@ -315,7 +297,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     documents = split_documents(source, config.validation, held_out)
     texts = cut_parts(documents, tokenizer, float(share) if kind == "hash" else 0.0, source)
     with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
-        for part in _make_parts(texts, len(parts), work, config.num_workers):
+        for part in _make_parts(partial(make_part, work, tokenizer, facts), len(parts), texts, config.num_workers):
             if _total(parts, "tokens", ["train"]) >= most:
                 break
             parts.append(part)
@@ -332,25 +314,16 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     }
 
 
-def _make_parts(texts: Iterable[tuple[list, dict | None]], first: int, work: Path, num_workers: int) -> Iterator[dict]:
-    """The parts in their order; one that a killed process has completed is only read."""
-    pending = deque()
-    with ExitStack() as stack:
-        if num_workers:
-            context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(num_workers, context, _start_worker, (work,)))
-        else:
-            encoder = Encoder(work)
-        for index, (pieces, state) in enumerate(texts, start=first):
-            if done := _finished_part(work, index):
-                pending.append(lambda done=done: done)
-            elif num_workers:
-                pending.append(pool.submit(_make_part, index, pieces, state).result)
-            else:
-                pending.append(partial(encoder.make_part, index, pieces, state))
-            if len(pending) > num_workers:  # the text of one part waits for each worker
-                yield pending.popleft()()
-        yield from (result() for result in pending)
+def _make_parts(
+    make: Callable[[int, Part], dict], first: int, texts: Iterable[Part], num_workers: int
+) -> Iterator[dict]:
+    pending: deque[Future] = deque()
+    with ThreadPoolExecutor(num_workers) as pool:
+        for index, part in enumerate(texts, start=first):
+            pending.append(pool.submit(make, index, part))
+            if len(pending) > num_workers:  # the text of one part waits for each thread
+                yield pending.popleft().result()
+        yield from (future.result() for future in pending)
 
 
 def _total(parts: list[dict], name: str, splits: Iterable[str] = SPLITS) -> int:
@@ -366,9 +339,9 @@ def cli() -> int:
     config = PrepareConfig(**vars(parser.parse_args(arguments)))
     try:
         metadata = prepare(config)
-    except (ConfigError, RunError, OSError) as error:
+    except (ConfigError, OSError) as error:
         print(f"prepare: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RunError) else 2
+        return 2
     learnt = f"train:{metadata['tokenizer']['vocab_size']}"
     if config.tokenizer != learnt and re.fullmatch(r"train:\d+", config.tokenizer):
         print(f"tokenizer: {config.tokenizer} became {learnt}: the source has no more pairs of tokens to join")

@@ -1,6 +1,7 @@
 """Prepared corpora (data/prepare.py) as samples: memory-mapped, nothing is read before it is asked for."""
 
 import json
+import os.path
 from bisect import bisect_right
 from functools import cached_property
 from itertools import accumulate
@@ -23,13 +24,10 @@ class TextCorpus:
     """
 
     def __init__(self, path: str):
-        try:
-            self.path = Path(path).expanduser()
-            self.metadata = read_metadata(self.path)
-            self.tokenizer, facts = load_tokenizer(self.path / "tokenizer")
-        except RuntimeError as error:  # of expanduser
-            raise ConfigError(f"data: {path!r}: {error}") from None
-        if different := [name for name in facts if facts[name] != self.metadata["tokenizer"][name]]:
+        self.path = Path(os.path.expanduser(path))
+        self.metadata = read_metadata(self.path)
+        self.tokenizer, facts = load_tokenizer(self.path / "tokenizer")
+        if different := [name for name in facts if facts[name] != self.metadata["tokenizer"].get(name)]:
             raise ConfigError(
                 f"data: {path!r}: another tokenizer lies in it than it was made with ({different[0]}); {REMEDY}"
             )
