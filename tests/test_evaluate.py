@@ -26,7 +26,7 @@ def made(tmp_path_factory):
     (folder / "input.txt").write_text(TEXT * 60)
     for name, tokenizer in (("corpus", "byte"), ("other", "train:300")):
         prepare = f"--source {folder}/input.txt --tokenizer {tokenizer} --validation tail:0.3"
-        python(f"python -m data.prepare {prepare} --num_workers 0 --out {folder}/{name}")
+        python(f"python -m data.prepare {prepare} --num_workers 1 --out {folder}/{name}")
     text = f"--data.source text --data.path {folder}/corpus --data.num_samples 1000 --seq_len 32 --steps 3"
     train(*TINY_STORIES, *text.split(), "--evaluation.every", "3", "--out_dir", folder, "--name", "run")
     export.main(ExportConfig(str(folder / "run"), str(folder / "export")))

@@ -294,7 +294,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("command", DATA_COMMANDS)
 def test_a_command_of_the_data_page(command, folder):
     training = "train.py" in command
-    done = python(f"{command} {SHORT_TEXT if training else '--num_workers 0'}", cwd=folder)
+    done = python(f"{command} {SHORT_TEXT if training else '--num_workers 1'}", cwd=folder)
     if training:
         assert done.stdout.endswith("Training finished.\n") and "val/bits_per_byte" in done.stdout
     else:

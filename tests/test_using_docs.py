@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
         if path.suffix == ".py" or path.name in ("data", "model", "training", "configs", "accelerate_configs", "docs"):
             (folder / path.name).symlink_to(path)
     (folder / "input.txt").write_text(TEXT)
-    prepare = "--source input.txt --tokenizer byte --out corpora/mine --validation tail:0.3 --num_workers 0"
+    prepare = "--source input.txt --tokenizer byte --out corpora/mine --validation tail:0.3 --num_workers 1"
     python(f"python -m data.prepare {prepare}", folder)
     train(*TINY_STORIES, "--steps", "4", "--out_dir", folder / "runs", "--name", "stories")
     text = f"--steps 4 --data.source text --data.path {folder}/corpora/mine --data.num_samples 1000"
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("command", USING)
 def test_using(command, folder):
-    more = SHORT if "train.py" in command else "--num_workers 0" if "data.prepare" in command else ""
+    more = SHORT if "train.py" in command else "--num_workers 1" if "data.prepare" in command else ""
     done = python(f"{command} {more}", folder)
     if "sample.py runs/stories" in command:
         assert done.stdout.count("Meet a brave girl") == 2 and done.stdout.count("the model's -") == 2
