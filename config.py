@@ -167,6 +167,9 @@ class EvaluationConfig:
     num_story_samples: NonNegativeInt = 200
     """Stories sampled at the end of a stories run, to report the share that the grammar accepts. 0: none."""
 
+    num_samples_shown: NonNegativeInt = 2
+    """Texts of up to 128 tokens sampled at every evaluation, to be looked at. 0: none."""
+
     temperature: NonNegativeFloat = 0.8
     """Temperature of those samples."""
 
@@ -228,7 +231,7 @@ class TrainConfig:
     alone may differ. null: begin with random weights."""
 
     init_hash: str | None = None
-    """Of these weights. null: filled in at the start, so that a run that is started again never begins with others."""
+    """Hash of the weights of init_from. null: filled in at the start, so that the run never begins with others."""
 
     exact: bool = False
     """Give the same bits on any power-of-two number of processes: gradients are added up in one fixed tree instead of

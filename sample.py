@@ -55,7 +55,7 @@ from tokenizers.decoders import DecodeStream
 
 from config import ConfigError
 from data.order import derive_seed
-from data.stories import log_prob
+from data.stories import verdict
 from load import Loaded, load_run
 from training.compute import prepare_cpu
 
@@ -140,10 +140,6 @@ def write(loaded: Loaded, prompt: str, tokens: list[int], index: int, config: Sa
     print()
     if loaded.config is not None and loaded.config.data.source == "stories":
         ids_1T = torch.tensor([ids[: model.config.max_position_embeddings]], device=device)
-        grammars = log_prob(text)
-        verdict = (
-            "not accepted by the grammar" if grammars is None else f"accepted, log-probability {grammars:.2f} nats"
-        )
         models = -model(ids_1T, labels=ids_1T, num_items_in_batch=1)[1].item()
-        print(f"  ({verdict}; the model's {models:.2f})")
+        print(f"  ({verdict(text)}; the model's {models:.2f})")
     return text

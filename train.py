@@ -196,8 +196,8 @@ def train(
                     metrics["train/skipped"] = totals.skipped
             if evaluate_now:
                 metrics |= evaluate(model, corpus, config.evaluation.micro_batch_size, accelerator)
-            if done == config.steps:
-                metrics |= sample_texts(model, corpus, config, accelerator, tracker)
+            if evaluate_now or done == config.steps:
+                metrics |= sample_texts(model, corpus, config, accelerator, tracker, done)
             tracker.log(done, metrics)
             if save_now or totals.stop:
                 corpus_check.demand()

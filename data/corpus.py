@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, default_collate
 from config import TrainConfig, no_code_for
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
 from data.random_tokens import RandomTokensDataset
-from data.stories import StoriesDataset, build_tokenizer, score_stories
+from data.stories import StoriesDataset, build_tokenizer, score_stories, verdict
 
 if TYPE_CHECKING:
     from data.integrity import Verification
@@ -57,6 +57,10 @@ class Corpus:
     score: Callable[[Tensor, dict[str, Tensor]], Sums] | None = None
     """What the validation set is scored by besides the loss, reported as val/NAME: of the logits of a batch, [B, T, V],
     which at position t predict label t + 1, and the batch."""
+    end_of_text: int | None = None
+    """The token that texts begin and end with; None: the tokenizer's <|endoftext|>."""
+    verdict: Callable[[str], str] | None = None
+    """What is said of a text that the model writes, for whoever looks at it."""
     score_texts: Callable[[list[str]], Sums] | None = None
     """What texts are scored by that the trained model writes between two end-of-text tokens, as sample/NAME."""
 
@@ -86,7 +90,8 @@ def load_corpus(config: TrainConfig) -> Corpus:
     splits = [StoriesDataset(split, size, seed, config.seq_len) for split, size in sizes.items()]
     tokenizer = build_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
-    return Corpus(*splits, tokenizer, _checked_vocab_size(vocab_size, num_tokens), score_texts=score_stories)
+    judges = {"score_texts": score_stories, "verdict": verdict}
+    return Corpus(*splits, tokenizer, _checked_vocab_size(vocab_size, num_tokens), **judges)
 
 
 def _load_text(config: TrainConfig) -> Corpus:
@@ -113,9 +118,8 @@ def _load_text(config: TrainConfig) -> Corpus:
     if data.mix:
         train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
     quotas = quotas if data.mix else None
-    return Corpus(
-        train[0], *validation or [None], corpora[0].tokenizer, vocab_size, quotas, verification=Verification(corpora)
-    )
+    facts = {"verification": Verification(corpora), "end_of_text": corpora[0].end_of_text}
+    return Corpus(train[0], *validation or [None], corpora[0].tokenizer, vocab_size, quotas, **facts)
 
 
 def _checked_vocab_size(vocab_size: int | None, num_tokens: int) -> int:

@@ -165,6 +165,12 @@ def log_prob(text: str) -> float | None:
     return GRAMMAR.log_probability(text)
 
 
+def verdict(text: str) -> str:
+    """Whether the grammar accepts a text, and its log-probability there."""
+    nats = log_prob(text)
+    return "not accepted by the grammar" if nats is None else f"accepted, log-probability {nats:.2f} nats"
+
+
 def build_tokenizer() -> Tokenizer:
     """A word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
 

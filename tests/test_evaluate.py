@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from transformers import AutoModelForCausalLM
 
 import evaluate
 import export
-from config import ConfigError
+from config import ConfigError, TrainConfig
+from data.corpus import load_corpus
+from data.order import derive_seed
+from data.stories import StoriesDataset, log_prob
 from evaluate import EvaluateConfig
 from export import ExportConfig
+from load import load_run
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
 
@@ -74,3 +79,26 @@ def test_what_does_not_go_together_is_refused(made):
         evaluate.main(EvaluateConfig(str(made / "export")))
     with pytest.raises(ConfigError, match="seq_len: 129 must be from 2 to the 128 positions"):
         evaluate.main(EvaluateConfig(str(made / "run"), seq_len=129))
+
+
+def test_a_text_run_shows_what_it_writes_at_every_evaluation(made, tmp_path):
+    text = f"--data.source text --data.path {made}/corpus --data.num_samples 1000 --seq_len 24 --steps 4"
+    shown = "--evaluation.every 2 --evaluation.num_samples_shown 2 --evaluation.temperature 0.7"
+    done = train(*TINY_STORIES, *text.split(), *shown.split(), "--out_dir", tmp_path, "--name", "run", processes=2)
+    expected = []
+    for step in (2, 4):
+        _, model, tokenizer = load_run(tmp_path / "run", step)
+        generator = torch.Generator().manual_seed(derive_seed(0, "samples", 0))
+        rows = model.generate(torch.full((2, 1), 256), 23, 0.7, generator=generator, eos_token_id=256)
+        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+        expected += ["  | " + text.replace("\n", "\n  | ") for text in texts]
+    assert len(set(expected)) == 4
+    between = re.findall(r"(?s)(  \| .*?)\n\[step", done.stdout.replace("\r\n", "\n"))
+    assert between == ["\n".join(expected[:2]), "\n".join(expected[2:])]
+
+
+def test_a_story_is_shown_with_the_grammars_verdict():
+    story = StoriesDataset("train", 1, 0, 128).text(0)
+    corpus = load_corpus(TrainConfig(seq_len=128))
+    assert corpus.verdict(story) == f"accepted, log-probability {log_prob(story):.2f} nats"
+    assert corpus.verdict(story[:-1]) == "not accepted by the grammar"

@@ -97,7 +97,7 @@ def test_the_screen_shows_whatever_is_logged(reported):
 
 def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported):
     (output, _), (rows, _), _ = reported
-    texts = [line.removeprefix("  | ") for line in output.splitlines() if line.startswith("  | ")]
+    texts = [line.removeprefix("  | ").rpartition(" (")[0] for line in output.splitlines() if line.startswith("  | ")]
     assert len(texts) == 3 and rows[-1]["sample/characters"] == pytest.approx(sum(map(len, texts)) / 3)
     assert rows[-1]["sample/distinct"] == len(set(texts)) / 3 and rows[-1]["sample/in_training_set"] == 0
     assert "sample/accepted" not in rows[-1], "that is the stories' own"

@@ -14,6 +14,7 @@ from training.step_totals import average
 from training.tracking import Tracker
 
 TEXTS_PER_BATCH = 50
+MOST_TOKENS = 128  # of a text, which is to be looked at
 
 
 def unsharded(network: GPTModel) -> GPTModel:
@@ -28,21 +29,24 @@ def unsharded(network: GPTModel) -> GPTModel:
 
 
 def sample_texts(
-    model, corpus: Corpus, config: TrainConfig, accelerator: Accelerator, tracker: Tracker
+    model, corpus: Corpus, config: TrainConfig, accelerator: Accelerator, tracker: Tracker, step: int
 ) -> dict[str, float]:
-    """Sample texts from the trained model, show some and score all; called by all processes together.
+    """Sample texts from the model, show some, and score all if that is the trained one; called by all processes.
 
     Returns:
-        Nothing where the corpus scores no texts. Otherwise `sample/NAME` of what it scores, `sample/distinct`, and
-        `sample/in_training_set` where that has texts: shares of the samples, which are the same ones on any number of
-        processes.
+        Nothing before the last step, and where the corpus scores no texts. Otherwise `sample/NAME` of what it scores,
+        `sample/distinct`, and `sample/in_training_set` where that has texts: shares of the samples, which are the same
+        ones on any number of processes.
     """
-    num_texts = config.evaluation.num_story_samples
-    if corpus.score_texts is None or num_texts == 0:
+    scored = corpus.score_texts is not None and step == config.steps
+    num_texts = config.evaluation.num_story_samples if scored else config.evaluation.num_samples_shown
+    if corpus.tokenizer is None or num_texts == 0:
         return {}
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     network = unsharded(accelerator.unwrap_model(model)).eval()
-    end_of_text = corpus.tokenizer.token_to_id(END_OF_TEXT)
+    end_of_text = corpus.end_of_text
+    if end_of_text is None:
+        end_of_text = corpus.tokenizer.token_to_id(END_OF_TEXT)
     numbered = []
     for first in range(rank * TEXTS_PER_BATCH, num_texts, num_processes * TEXTS_PER_BATCH):
         count = min(TEXTS_PER_BATCH, num_texts - first)
@@ -50,7 +54,7 @@ def sample_texts(
         with accelerator.autocast():
             rows = network.generate(
                 torch.full((count, 1), end_of_text, device=accelerator.device),
-                max_new_tokens=config.seq_len - 1,
+                max_new_tokens=min(config.seq_len, MOST_TOKENS) - 1,
                 temperature=config.evaluation.temperature,
                 generator=generator,
                 eos_token_id=end_of_text,
@@ -58,7 +62,10 @@ def sample_texts(
         numbered += enumerate(corpus.tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
     network.train()
     texts = [text for _, text in sorted(gather_object(numbered))]
-    tracker.log_texts(config.steps, f"sample/{config.data.source}", texts)
+    shown = [f"{text} ({corpus.verdict(text)})" for text in texts] if corpus.verdict else texts
+    tracker.log_texts(step, f"sample/{config.data.source}", shown)
+    if not scored:
+        return {}
     distinct = set(texts)
     sums = corpus.score_texts(texts) | {"distinct": (len(distinct), num_texts)}
     if hasattr(corpus.train, "text"):

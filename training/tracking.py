@@ -85,7 +85,7 @@ class Tracker:
         if not self.is_main_process:
             return
         for text in texts[:NUM_TEXTS_SHOWN]:
-            self.say(f"  | {text}")
+            self.say("  | " + text.replace("\n", "\n  | "))
         if self.wandb_run is not None:
             self.wandb_run.log_texts(step, name, texts)
 
