@@ -228,6 +228,17 @@ def test_the_python_that_the_readme_shows(out_dir):
         assert names["model"].generate(torch.zeros(1, 1, dtype=torch.int64), 3).shape == (1, 4)
 
 
+def test_the_chinese_readme_says_the_same():
+    """As far as a machine can tell: commands and output, sections, tables, links and code, in their order."""
+    chinese = (ROOT / "README.zh-CN.md").read_text()
+    for kind in (r"(?s)```\w*\n.*?```", r"(?m)^#+ ", r"(?m)^\| `[^`]+`", r"(?<=\]\()(?!README)[^)]+"):
+        ours, theirs = (re.findall(kind, page) for page in (README, chinese))
+        assert ours == theirs and ours, kind
+    words = [" ".join(re.sub(r"(?s)```.*?```", "", page).split()) for page in (README, chinese)]
+    ours, theirs = (set(re.findall(r"`[^`]+`", page)) for page in words)
+    assert ours == theirs, ours ^ theirs
+
+
 def test_all_the_commands_of_the_readme_were_found():
     assert "make train" in README_COMMANDS and "make test" in README_COMMANDS and len(README_COMMANDS) >= 9
 
