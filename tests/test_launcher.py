@@ -305,3 +305,10 @@ def test_two_processes_from_a_notebook(runs):
 def test_without_triton_nothing_is_compiled_for_a_gpu(monkeypatch):
     monkeypatch.setattr(gpt, "HAS_TRITON", False)
     assert no_compiler(torch.device("cuda")) == "no Triton" and no_compiler(torch.device("cpu")) != "no Triton"
+
+
+def test_importing_train_loads_nothing_that_is_slow_and_not_always_needed():
+    slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
+    code = f"import sys, train; print([name for name in sys.modules if name.startswith({slow})])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr

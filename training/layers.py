@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from training.optimizer import gathered
 
 
-@torch.compiler.disable
 def _note_mean_square(mean_squares: deque[Tensor], block: nn.Module, inputs: tuple, output: Tensor) -> None:
     if block.training:
         mean_squares.append(output.detach().float().square().mean())
@@ -36,7 +35,8 @@ class LayerStatistics:
         self.metrics: dict[str, float] = {}
         self.mean_squares = [deque[Tensor](maxlen=num_micro_batches) for _ in self.blocks]
         for block, mean_squares in zip(self.blocks, self.mean_squares, strict=True):
-            block.register_forward_hook(partial(_note_mean_square, mean_squares))
+            # torch.compiler.disable takes long to import what it needs: only where there is something to watch.
+            block.register_forward_hook(partial(torch.compiler.disable(_note_mean_square), mean_squares))
 
     @contextmanager
     def watch(self, now: bool) -> Iterator[None]:
