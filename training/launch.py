@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin, str_to_bool
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from training.compute import prepare_cpu, prepare_exact
 from training.rendezvous import fresh_store
 from training.world import is_main_process, num_processes
@@ -66,11 +66,6 @@ def start(config: TrainConfig) -> Accelerator:
     if accelerator.mixed_precision == "fp16":  # the loss is scaled by training/gradients.py, and a CPU casts too
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=False)
-    if accelerator.num_processes != num_processes():
-        raise ConfigError(
-            f"num_processes: the launcher started {num_processes()}, but Accelerate found {accelerator.num_processes}; "
-            "use distributed_type: MULTI_GPU in the launch file, as accelerate_configs/cpu.yaml does"
-        )
     return accelerator
 
 
