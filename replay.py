@@ -103,7 +103,8 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
         before = again.checkpoint
     profile = (step, step) if config.profile else None
     again = run.retrain(before, step, folder, tracking__layers=True, profile=profile)
-    say(f"step {step}: {again.failure or found(run, again, why)}")
+    failure = str(again.failure or "").partition(" To see what happened")[0]
+    say(failure or f"step {step}: {found(run, again, why)}")
     if not is_main_process():
         return
     if config.profile:
@@ -146,28 +147,39 @@ def show_sequences(run: Run, before: Path | None, step: int, config: ReplayConfi
     token_losses = torch.cat(compute(model, batch, step, run.config, ours)[0])
     targets = batch["labels"][:, 1:] != -100
     means = token_losses.sum(1) / targets.sum(1).clamp(min=1)
-    order = means.nan_to_num(nan=torch.inf).argsort(descending=True)
+    with torch.no_grad():  # the loss that is trained on may be another than the mean over the tokens
+        alone = [model(**{name: rows[i : i + 1] for name, rows in batch.items()})[1] for i in range(len(indices))]
+    not_finite = ~torch.stack(alone).isfinite()
+    order = torch.where(not_finite, torch.inf, means.nan_to_num(nan=torch.inf)).argsort(descending=True)
     say(f"sequences of step {step}, the {min(len(order), config.num_sequences)} of {len(order)} with the highest loss:")
     for row in order[: config.num_sequences].tolist():
+        own = f", and alone the model's loss is {alone[row]:.4g}" if not_finite[row] else ""
         words = batch["input_ids"][row].tolist()
+        words = words[: max([2, *targets[row].nonzero().flatten().add(2).tolist()])]  # no padding
         text = corpus.tokenizer.decode(words, skip_special_tokens=False) if corpus.tokenizer else str(words)
         worst = token_losses[row].nan_to_num(nan=torch.inf).argsort(descending=True)[:NUM_WORST].tolist()
         show = corpus.tokenizer.decode if corpus.tokenizer else str
-        tokens = ", ".join(f"{show([words[t + 1]])!r} at {t + 1}: {token_losses[row, t]:.2f}" for t in worst)
-        say(f"  sample {indices[row]}: loss {means[row]:.4f}; {text[:TEXT_SHOWN]!r}\n    worst tokens: {tokens}")
+        tokens = [f"{show([words[t + 1]])!r} at {t + 1}: {token_losses[row, t]:.2f}" for t in worst if targets[row, t]]
+        say(f"  sample {indices[row]}: loss {means[row]:.4f}{own}; {text[:TEXT_SHOWN]!r}")
+        say(f"    worst tokens: {', '.join(tokens)}")
     if config.arithmetic:
-        say(f"{'arithmetic':>16}{'loss':>14}{'gradient norm':>16}")
-        for precision in ("no", "bf16"):
-            for compiled in (False, True):
-                if compiled and no_compiler(torch.device(device)):
-                    continue
-                fresh = deepcopy(model)
-                for block in fresh.blocks if compiled else ():
-                    block.compile(options={"fallback_random": True})
-                losses, norm = compute(fresh, batch, step, run.config, precision, gradients=True)
-                loss = torch.cat(losses).sum().item() / targets.sum().item()
-                name = precision.replace("no", "fp32") + (", compiled" if compiled else "")
-                say(f"{name:>16}{loss:>14.6f}{norm:>16.6f}")
+        show_arithmetic(run, model, batch, step)
+
+
+def show_arithmetic(run: Run, model: GPTModel, batch: dict[str, Tensor], step: int) -> None:
+    """The loss and the gradient's norm of the step in fp32 and bf16, eager and compiled."""
+    targets = (batch["labels"][:, 1:] != -100).sum()
+    say(f"{'arithmetic':>16}{'loss':>14}{'gradient norm':>16}")
+    for precision in ("no", "bf16"):
+        for compiled in (False, True):
+            if compiled and no_compiler(targets.device):
+                continue
+            fresh = deepcopy(model)
+            for block in fresh.blocks if compiled else ():
+                block.compile(options={"fallback_random": True})
+            losses, norm = compute(fresh, batch, step, run.config, precision, gradients=True)
+            name = precision.replace("no", "fp32") + (", compiled" if compiled else "")
+            say(f"{name:>16}{torch.cat(losses).sum() / targets:>14.6f}{norm:>16.6f}")
 
 
 def compute(

@@ -1,0 +1,32 @@
+"""The story of docs/debugging.md, as it is told there, on a copy of the repository."""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.conftest import ROOT, shell
+
+PAGE = (ROOT / "docs" / "debugging.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_guilty_sequence_is_found(tmp_path):
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    for file in filter(lambda file: (ROOT / file).is_file() and not file.startswith("tests/"), files):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
+    [patch] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    for apply in (["git", "apply", "--check", "-"], ["patch", "-p1", "--fuzz=0"]):
+        subprocess.run(apply, input=patch, cwd=tmp_path, text=True, check=True)
+    _, prepare, train, replay = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    said, shown = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)[:2]
+    shell(prepare, cwd=tmp_path)
+    failed = shell(f"! {train}", cwd=tmp_path)
+    assert " ".join(said.split()) in " ".join(failed.stderr.split())
+    found = shell(replay, cwd=tmp_path).stdout
+    assert re.search(r"highest loss:\n  sample 38: .* alone the model's loss is inf; '<\|endoftext\|>a<", found)
+    assert [line.split(":")[0] for line in shown.splitlines()[:4]] == [
+        line.split(":")[0] for line in found[found.index("sequences of") :].splitlines()[:4]
+    ]
+    assert len(re.findall(r"^ +(?:fp32|bf16).* 5\.2\d+", found, re.MULTILINE)) >= 2
