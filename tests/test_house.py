@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
+from config import TrainConfig
+from docs import settings
 from tests.conftest import ROOT, environment, python, shell
 from tests.test_prepare import make_documents, write_jsonl
 
@@ -323,3 +326,25 @@ def test_all_the_commands_of_the_data_page_were_found():
 def test_the_files_that_the_data_page_names_are_there():
     for name in re.findall(r"(configs/\w+\.yaml)", DATA_PAGE):
         assert (ROOT / name).exists(), name
+
+
+def test_docs_settings_is_the_page_of_the_settings():
+    assert settings.PAGE.read_text() == settings.page(), "run python -m docs.settings"
+
+
+def test_docs_settings_has_every_setting_of_the_parser_with_its_default():
+    parser = ArgumentParser()
+    parser.add_class_arguments(TrainConfig, as_group=False)
+    defaults = parser.get_defaults().as_flat()
+    written = dict(re.findall(r"^- \*\*`([\w.]+)`\*\* \(.*?; default (.*?)\): \w", settings.PAGE.read_text(), re.M))
+    assert written.keys() == vars(defaults).keys() and len(written) > 60
+    for name, value in vars(defaults).items():
+        assert written[name] == (value if isinstance(value, str) else json.dumps(value)).replace("1e-05", "1.0e-05"), (
+            name
+        )
+
+
+def test_docs_settings_explains_a_choice_and_a_section():
+    page = settings.page()
+    assert "- **`model.position`** (learned or rope; default learned): How the model knows order" in page
+    assert "\n## schedule\n\nThe learning rate as a function of the step.\n" in page
