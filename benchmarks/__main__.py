@@ -20,7 +20,7 @@ from benchmarks.measure import ROOT, by_turns
 CASES = {  # and the module whose function of that name says what is measured, and in its docstring why
     **dict.fromkeys(["throughput", "time_to_loss", "overhead", "scaling", "memory", "startup"], "programs"),
     **{"growth": "growth", "gpu": "gpu", "exactness": "bits", "soak": "bits"},
-    **{"checkpoint_stall": "checkpoint_stall", "text": "text", "sharding": "sharding"},
+    **{"generation": "generation", "checkpoint_stall": "checkpoint_stall", "text": "text", "sharding": "sharding"},
 }
 ON_THE_PAGE = list(CASES)[:7]  # what is measured if nothing is named; the GPU's only on request
 NEED_A_TEXT = {"time_to_loss", "text"}

@@ -23,6 +23,7 @@ TABLES = {  # which quantities of a result, and what heads them
     "memory": {"peak_mib": "peak, MiB"} | STEP,
     "sharding": {"peak_mib": "peak, MiB", "predicted_mib": "predicted for a GPU"} | STEP,
     "startup": {"seconds": "seconds", "processor_seconds": "processor seconds"},
+    "generation": SPEED | {"processor_seconds": "processor seconds"},
     "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU of the data sheet", "peak_gib": "peak, GiB"},
 }
 FACTS = {"against", "error", "kernels", "timeline_ms"}
