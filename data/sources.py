@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from glob import escape, glob
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from config import ConfigError
 CHUNK = 2**19  # characters of a txt file that are read at once
 
 
+@dataclass
 class Source:
     """The documents of files or a data set in their order, as pairs (text, whether the document ends with it).
 
@@ -25,23 +27,21 @@ class Source:
         ConfigError: there is no such source, or it cannot be read as text.
     """
 
-    def __init__(
-        self,
-        name: str,
-        text_column: str = "text",
-        document_separator: str | None = None,
-        invalid_utf8: str = "replace",
-        streaming: bool = False,
-    ):
-        self.name, self.text_column, self.streaming = name, text_column, streaming
-        self.separator = (document_separator or "").replace("\\n", "\n")
-        self.errors = "strict" if invalid_utf8 == "refuse" else "replace"
+    name: str
+    text_column: str = "text"
+    document_separator: str | None = None
+    invalid_utf8: str = "replace"
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        self.separator = (self.document_separator or "").replace("\\n", "\n")
+        self.errors = "strict" if self.invalid_utf8 == "refuse" else "replace"
         # A name with brackets in it is a file before it is a pattern.
-        self.files = [name] if Path(name).is_file() else find_files(name)
+        self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
         for file in self.files:
             if _kind(file) not in (".txt", ".jsonl", ".parquet"):
                 raise ConfigError(f"source: {file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
-            if streaming:
+            if self.streaming:
                 raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
         self.dataset, self.dataset_files = (None, []) if self.files else self._load()
         self.stamps = {file: source_stamp(file) for file in [*self.files, *self.dataset_files]}

@@ -63,101 +63,76 @@ TABLES = {
     "GLAD": _words("happy glad proud thankful cheerful pleased"),
 }
 
-RULES = {
-    "STORY": [
-        "There was a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
-        "Meet a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
-        "Here lived a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}",
-    ],
-    "HERO": [" girl named {hero:GIRL}", " boy named {hero:BOY}"],
-    "HOME": [
-        " {hero.He} had{BELONGINGS} of {hero.his} {elder:ELDER}.",
-        " {hero.He} loved{BELONGINGS} from {hero.his} {elder:ELDER}.",
-    ],
-    "BELONGINGS": [" a {pet:PET} called {nick:NICK} and the {color:COLOR} {thing:THING}"],
-    "OUTING": [
-        " One {weather:WEATHER} {time:TIME}, {hero} went to the {place:PLACE} with {hero.his}{COMPANION}.",
-        " That {weather:WEATHER} {time:TIME}, {hero} played near the {place:PLACE} with {hero.his}{COMPANION}.",
-    ],
-    "COMPANION": [" sister {friend:SISTER}", " brother {friend:BROTHER}", " friend {friend:FRIEND}"],
-    "PLOT": [
-        " Later, the {thing} {thing.was} gone.{SADNESS}{SEARCH}",
-        " After lunch, {friend} asked for the {thing}.{ANSWER}",
-        " Then {friend} dropped the {thing} in the mud.{SADNESS}{REPAIR}",
-        " Suddenly, a {thief:THIEF} took the {thing}.{SADNESS}{CHASE}",
-    ],
-    "SADNESS": [
-        " The {trait} {hero.kid} felt {sad:SAD}.",
-        " The {trait} {hero.kid} looked {sad:SAD}.",
-        " The {trait} {hero.kid} was {sad:SAD}.",
-    ],
-    "SEARCH": [
-        " {hero.He} looked by the {place.one}, {friend} by the {place.two}.{FOUND}",
-        " {hero.He} went back with {nick} to look.{FOUND_LATE}",
-    ],
-    "FOUND": [
-        " Soon {friend} found {thing.them} by the {place.two}.{owner=hero}{REWARD_FRIEND}",
-        " At the {place.one}, {hero} found {thing.them}.{owner=hero}{GLAD}",
-        " But {thing.they} {thing.was} not there.{NEW}",
-    ],
-    "FOUND_LATE": [
-        " Soon the {pet} found {thing.them} by the {place.two}.{owner=hero}{REWARD_PET}",
-        " By the {place.one}, {hero} found {thing.them}.{owner=hero}{GLAD}",
-        " But {thing.they} {thing.was} lost.{NEW}",
-    ],
-    "ANSWER": [
-        " {hero} said yes and gave {thing.them} to {friend.him}.{owner=friend}{THANKS}",
-        " {hero} said no, and {friend} felt {sad:SAD}.{SECOND_THOUGHT}",
-        " {hero} swapped {thing.them} for a new {shade:COLOR} {gift:PRESENT}.{SWAPPED}",
-    ],
-    "SECOND_THOUGHT": [
-        " But in the end {hero} let {friend.him} have {thing.them}.{owner=friend}{THANKS}",
-        " So {friend} went home, and {hero} kept {thing.them}.{owner=hero}{NIGHT}",
-    ],
-    "THANKS": [
-        " {friend.He} was {glad:GLAD} and shared some {food:FOOD} with {hero.him}.{NIGHT}",
-        " {friend.He} thanked {hero} and gave {nick} some {food:FOOD}.{NIGHT}",
-    ],
-    "SWAPPED": [
-        " So {friend} liked the {thing}, and {hero} liked the {gift}.{owner=hero}{color=shade}{thing=gift}{NIGHT}",
-        " But {hero} missed the {thing}, so they swapped again.{owner=hero}{NIGHT}",
-    ],
-    "REPAIR": [
-        " But {friend} said sorry and washed {thing.them} with care.{owner=hero}{GLAD}",
-        " At first {hero} was angry, but {friend} said sorry.{owner=hero}{REWARD_FRIEND}",
-        " So {friend} ran home and brought a new {color:COLOR} {thing:PRESENT}.{owner=hero}{GLAD}",
-    ],
-    "CHASE": [
-        " Then {nick} the {pet} chased the {thief} and got {thing.them} back.{owner=hero}{REWARD_PET}",
-        " But {friend} gave the {thief} some {food:FOOD} and got {thing.them} back.{owner=hero}{GLAD}",
-        " The {thief} ran away and did not come back.{NEW}",
-    ],
-    "NEW": [" So {hero.his} {elder} made a new {color:COLOR} {thing:PRESENT}.{owner=hero}{NIGHT}"],
-    "REWARD_FRIEND": [
-        " {hero} thanked {friend} with some {food:FOOD}.{NIGHT}",
-        " {hero} shared some {food:FOOD} with {friend}.{NIGHT}",
-    ],
-    "REWARD_PET": [
-        " {hero} thanked {nick} with some {food:FOOD}.{NIGHT}",
-        " {hero} gave the {pet} some {food:FOOD}.{NIGHT}",
-    ],
-    "GLAD": [
-        " Now {hero} was not {sad} anymore.{NIGHT}",
-        " This made the {sad} {hero.kid} {glad:GLAD} again.{NIGHT}",
-    ],
-    "NIGHT": [
-        " That night, {owner} hugged the {color} {thing}.{MORAL}",
-        " Today {owner} still has the {color} {thing}.{MORAL}",
-        " And so the {color} {thing} stayed with {owner}.{MORAL}",
-    ],
-    "MORAL": [
-        " Then {hero.his} {elder} called {hero.him} a {trait} {hero.kid}.",
-        " Even {nick} the {pet} liked that {weather} {time}.",
-        " And {friend} and {hero} stayed friends forever.",
-    ],
-}
+# A line is a template of the rule that it names, or of the one above.
+RULES = """
+STORY          |There was a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}
+               |Meet a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}
+               |Here lived a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}
+HERO           | girl named {hero:GIRL}
+               | boy named {hero:BOY}
+HOME           | {hero.He} had{BELONGINGS} of {hero.his} {elder:ELDER}.
+               | {hero.He} loved{BELONGINGS} from {hero.his} {elder:ELDER}.
+BELONGINGS     | a {pet:PET} called {nick:NICK} and the {color:COLOR} {thing:THING}
+OUTING         | One {weather:WEATHER} {time:TIME}, {hero} went to the {place:PLACE} with {hero.his}{COMPANION}.
+               | That {weather:WEATHER} {time:TIME}, {hero} played near the {place:PLACE} with {hero.his}{COMPANION}.
+COMPANION      | sister {friend:SISTER}
+               | brother {friend:BROTHER}
+               | friend {friend:FRIEND}
+PLOT           | Later, the {thing} {thing.was} gone.{SADNESS}{SEARCH}
+               | After lunch, {friend} asked for the {thing}.{ANSWER}
+               | Then {friend} dropped the {thing} in the mud.{SADNESS}{REPAIR}
+               | Suddenly, a {thief:THIEF} took the {thing}.{SADNESS}{CHASE}
+SADNESS        | The {trait} {hero.kid} felt {sad:SAD}.
+               | The {trait} {hero.kid} looked {sad:SAD}.
+               | The {trait} {hero.kid} was {sad:SAD}.
+SEARCH         | {hero.He} looked by the {place.one}, {friend} by the {place.two}.{FOUND}
+               | {hero.He} went back with {nick} to look.{FOUND_LATE}
+FOUND          | Soon {friend} found {thing.them} by the {place.two}.{owner=hero}{REWARD_FRIEND}
+               | At the {place.one}, {hero} found {thing.them}.{owner=hero}{GLAD}
+               | But {thing.they} {thing.was} not there.{NEW}
+FOUND_LATE     | Soon the {pet} found {thing.them} by the {place.two}.{owner=hero}{REWARD_PET}
+               | By the {place.one}, {hero} found {thing.them}.{owner=hero}{GLAD}
+               | But {thing.they} {thing.was} lost.{NEW}
+ANSWER         | {hero} said yes and gave {thing.them} to {friend.him}.{owner=friend}{THANKS}
+               | {hero} said no, and {friend} felt {sad:SAD}.{SECOND_THOUGHT}
+               | {hero} swapped {thing.them} for a new {shade:COLOR} {gift:PRESENT}.{SWAPPED}
+SECOND_THOUGHT | But in the end {hero} let {friend.him} have {thing.them}.{owner=friend}{THANKS}
+               | So {friend} went home, and {hero} kept {thing.them}.{owner=hero}{NIGHT}
+THANKS         | {friend.He} was {glad:GLAD} and shared some {food:FOOD} with {hero.him}.{NIGHT}
+               | {friend.He} thanked {hero} and gave {nick} some {food:FOOD}.{NIGHT}
+SWAPPED        | So {friend} liked the {thing}, and {hero} liked the {gift}.{owner=hero}{color=shade}{thing=gift}{NIGHT}
+               | But {hero} missed the {thing}, so they swapped again.{owner=hero}{NIGHT}
+REPAIR         | But {friend} said sorry and washed {thing.them} with care.{owner=hero}{GLAD}
+               | At first {hero} was angry, but {friend} said sorry.{owner=hero}{REWARD_FRIEND}
+               | So {friend} ran home and brought a new {color:COLOR} {thing:PRESENT}.{owner=hero}{GLAD}
+CHASE          | Then {nick} the {pet} chased the {thief} and got {thing.them} back.{owner=hero}{REWARD_PET}
+               | But {friend} gave the {thief} some {food:FOOD} and got {thing.them} back.{owner=hero}{GLAD}
+               | The {thief} ran away and did not come back.{NEW}
+NEW            | So {hero.his} {elder} made a new {color:COLOR} {thing:PRESENT}.{owner=hero}{NIGHT}
+REWARD_FRIEND  | {hero} thanked {friend} with some {food:FOOD}.{NIGHT}
+               | {hero} shared some {food:FOOD} with {friend}.{NIGHT}
+REWARD_PET     | {hero} thanked {nick} with some {food:FOOD}.{NIGHT}
+               | {hero} gave the {pet} some {food:FOOD}.{NIGHT}
+GLAD           | Now {hero} was not {sad} anymore.{NIGHT}
+               | This made the {sad} {hero.kid} {glad:GLAD} again.{NIGHT}
+NIGHT          | That night, {owner} hugged the {color} {thing}.{MORAL}
+               | Today {owner} still has the {color} {thing}.{MORAL}
+               | And so the {color} {thing} stayed with {owner}.{MORAL}
+MORAL          | Then {hero.his} {elder} called {hero.him} a {trait} {hero.kid}.
+               | Even {nick} the {pet} liked that {weather} {time}.
+               | And {friend} and {hero} stayed friends forever.
+"""
 
-GRAMMAR = Grammar(RULES, TABLES)
+
+def _rules(lines: str) -> dict[str, list[str]]:
+    rules: dict[str, list[str]] = {}
+    for line in lines.strip().splitlines():
+        name, _, template = line.partition("|")
+        rules.setdefault(name.strip() or next(reversed(rules)), []).append(template)
+    return rules
+
+
+GRAMMAR = Grammar(_rules(RULES), TABLES)
 
 
 def log_prob(text: str) -> float | None:

@@ -16,7 +16,6 @@ from model.gpt import MLP, GPTModel, make_norm
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
 from training.optimizer import build_optimizer
 from training.schedule import lr_scale
-from training.wandb_run import check_wandb
 
 RANDOM_TOKENS = ["--config", str(ROOT / "configs" / "random_tokens.yaml")]
 
@@ -156,7 +155,6 @@ CHOICES = {
     "data.source": lambda: load_corpus(TrainConfig(data=DataConfig(source="new"))),
     "schedule.name": lambda: lr_scale(ScheduleConfig(name="new"), 0, 10),
     "optimizer.name": lambda: build_optimizer(GPTModel(GPTConfig(8)), OptimizerConfig(name="new")),
-    "tracking.wandb": lambda: check_wandb("new"),
     "on_nonfinite": lambda: TrainConfig(on_nonfinite="new").max_skipped,
     "checkpoint.on_failure": lambda: CheckpointConfig(on_failure="new").stops_on_failure,
     "model.norm": lambda: make_norm(GPTConfig(8, norm="new")),

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from uuid import uuid4
 
-from config import ConfigError, TrainConfig, no_code_for
+from config import ConfigError, TrainConfig
 from training.provenance import provenance
 
 
@@ -16,21 +18,15 @@ def check_wandb(mode: str) -> None:
     Raises:
         ConfigError: there is no API key.
     """
-    match mode:
-        case "disabled" | "offline":
-            return
-        case "online":
-            pass
-        case other:
-            raise no_code_for("tracking.wandb", other)
-    try:
-        import wandb
-    except ImportError:
+    if mode != "online":
         return
-    if not wandb.api.api_key:
-        raise ConfigError(
-            "tracking.wandb: online needs an API key: run `wandb login` once or set WANDB_API_KEY; offline needs none"
-        )
+    with suppress(ImportError):
+        import wandb
+
+        if not wandb.api.api_key:
+            raise ConfigError(
+                "tracking.wandb: online needs an API key: run `wandb login`, or set WANDB_API_KEY; offline needs none"
+            )
 
 
 class WandbRun:
@@ -50,13 +46,8 @@ class WandbRun:
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
         """Add a table of texts."""
-
-        def log() -> None:
-            import wandb
-
-            self.run.log({"step": step, name: wandb.Table(columns=["text"], data=[[text] for text in texts])})
-
-        self._later(log)
+        rows = [[text] for text in texts]
+        self._later(lambda: self.run.log({"step": step, name: import_module("wandb").Table(["text"], rows)}))
 
     def finish(self, exit_code: int) -> None:
         """Return when all is written."""
