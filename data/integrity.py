@@ -159,11 +159,9 @@ class Verification:
 
     def _matches(self, corpus, pool: ThreadPoolExecutor) -> bool:
         """Whether all files together have the hash of the corpus; files with hashes of their own are compared first."""
-        hashes = pool.map(lambda file: self._hash(corpus, file), corpus.metadata["files"])
-        together = content_hash(
-            corpus.metadata["tokenizer"]["hash"], dict(zip(corpus.metadata["files"], hashes, strict=True))
-        )
-        return self.problem is not None or together == corpus.metadata["hash"]
+        facts = corpus.metadata
+        hashes = dict(zip(facts["files"], pool.map(partial(self._hash, corpus), facts["files"]), strict=True))
+        return self.problem is not None or content_hash(facts["tokenizer"]["hash"], hashes) == facts["hash"]
 
     def _hash(self, corpus, name: str) -> str:
         file, expected = corpus.path / name, corpus.metadata["files"][name]["sha256"]

@@ -135,9 +135,6 @@ class StepSampler:
         self.batches, self.steps = batches, range(first_step, last_step)
         self.rank, self.num_processes = rank, num_processes
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps:
             yield self.batches.indices(step, self.rank, self.num_processes)

@@ -94,14 +94,11 @@ class PrepareConfig:
 
 def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[tuple[str, bool, str | None]]:
     """The documents as (text, whether the document ends with it, its split); None where its hash decides."""
-    kind, _, share = validation.partition(":")
-    if held_out is not None:
-        yield from ((*part, "validation") for part in held_out)  # first: max_tokens ends the other
-        yield from ((*part, "train") for part in source)
-    elif kind == "tail":
-        yield from _cut_tails(source, float(share))
+    if validation.startswith("tail:"):
+        yield from _cut_tails(source, float(validation.removeprefix("tail:")))
     else:
-        yield from ((*part, None) for part in source)
+        yield from ((*part, "validation") for part in held_out or ())  # first: max_tokens ends the other
+        yield from ((*part, "train" if held_out else None) for part in source)
 
 
 def _cut_tails(source: Source, share: float) -> Iterator[tuple[str, bool, str]]:
@@ -239,9 +236,7 @@ def prepare(config: PrepareConfig) -> dict:
     if kind != "hash" and config.streaming:
         raise ConfigError(f"validation: {config.validation!r} does not go with streaming; use hash:0.005")
     if kind == "tail" and config.max_tokens:
-        problem = (
-            f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation!r} keeps"
-        )
+        problem = f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation} keeps"
         raise ConfigError(f"{problem}; use hash:0.005 or a source of its own")
     try:
         out = Path(config.out).expanduser().absolute()

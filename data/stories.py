@@ -135,9 +135,8 @@ def _rules(lines: str) -> dict[str, list[str]]:
 GRAMMAR = Grammar(_rules(RULES), TABLES)
 
 
-def log_prob(text: str) -> float | None:
-    """The exact log-probability of a story in nats; None if the grammar does not accept the text."""
-    return GRAMMAR.log_probability(text)
+log_prob = GRAMMAR.log_probability
+"""The exact log-probability of a story in nats; None if the grammar does not accept the text."""
 
 
 def verdict(text: str) -> str:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,9 +124,9 @@ def validate(path: Path) -> Manifest:
     return manifest
 
 
-def checkpoints_in(directory: Path) -> Iterator[Path]:
+def checkpoints_in(directory: Path) -> list[Path]:
     """Everything that may be a checkpoint, the newest first."""
-    yield from sorted(directory.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    return sorted(directory.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[str]]:

@@ -11,13 +11,11 @@ from config import OptimizerConfig, no_code_for
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that `config.name` says. Matrices decay, everything else does not."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    matrices = [parameter for _, parameter in named if parameter.dim() >= 2]
-    vectors = [parameter for _, parameter in named if parameter.dim() < 2]
-    hidden = []
-    if config.name == "muon":
-        hidden = [parameter for name, parameter in named if parameter.dim() == 2 and name.startswith("blocks.")]
-        matrices = [parameter for parameter in matrices if not any(parameter is other for other in hidden)]
+    hidden, matrices, vectors = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_hidden = config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks.")
+            (hidden if is_hidden else matrices if parameter.dim() >= 2 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     match config.name:
