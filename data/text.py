@@ -80,30 +80,36 @@ class TextDataset(Dataset):
 
     def batch(self, indices: list[int]) -> dict[str, np.ndarray]:
         """The samples of a batch, each array int64 [B, T]."""
-        rows = [index * self.num_rows // self.num_samples for index in indices]
-        input_ids = np.full((len(rows), self.seq_len), self.corpus.end_of_text)
+        input_ids = np.full((len(indices), self.seq_len), self.corpus.end_of_text)
+        in_document = np.zeros_like(input_ids)
+        for out, mask, index in zip(input_ids, in_document, indices, strict=True):
+            first, length = self._place(index * self.num_rows // self.num_samples)
+            self._copy(first, out[:length])
+            mask[:length] = 1
+        # Its files are verified in the background, while they are read here; a lookup outside a table must not happen.
+        if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
+            problem = f"token {largest} in {self.split} is none of the {self.corpus.vocab_size} of the tokenizer"
+            raise ConfigError(f"data: {self.corpus.path} is damaged: {problem}; {REMEDY}")
         if self.documents == "padded":
-            in_document = np.zeros_like(input_ids)
-            for out, row, mask in zip(input_ids, rows, in_document, strict=True):
-                file = bisect_right(self.first_rows, row) - 1
-                begin, end = self.offsets[file][row - self.first_rows[file] :][:2].tolist()
-                if not 0 <= begin <= end <= len(self.tokens[file]):
-                    raise ConfigError(f"data: {self.corpus.path} is damaged: row {row} of {self.split}; {REMEDY}")
-                length = min(end - begin + 1, self.seq_len)  # with the end-of-text that the next one begins with
-                self._copy(self.first_tokens[file] + begin, out[:length])
-                mask[:length] = 1
-            self._check_range(input_ids)
             labels = np.where(in_document, input_ids, -100)
             return {"input_ids": input_ids, "labels": labels, "attention_mask": in_document}
-        for out, row in zip(input_ids, rows, strict=True):
-            self._copy(row * (self.seq_len - 1), out)
-        self._check_range(input_ids)
         batch = {"input_ids": input_ids, "labels": input_ids}
         if self.documents == "isolated":
             positions = np.arange(self.seq_len)
             begins = np.where(input_ids == self.corpus.end_of_text, positions, 0)
             batch["position_ids"] = positions - np.maximum.accumulate(begins, axis=1)
         return batch
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """The first token of a row, and how many it has."""
+        if self.documents != "padded":
+            return row * (self.seq_len - 1), self.seq_len
+        file = bisect_right(self.first_rows, row) - 1
+        begin, end = self.offsets[file][row - self.first_rows[file] :][:2].tolist()
+        if not 0 <= begin <= end <= len(self.tokens[file]):
+            raise ConfigError(f"data: {self.corpus.path} is damaged: row {row} of {self.split}; {REMEDY}")
+        # With the end-of-text that the next one begins with.
+        return self.first_tokens[file] + begin, min(end - begin + 1, self.seq_len)
 
     def _copy(self, first: int, out: np.ndarray) -> None:
         """Fill `out` with the stream from token `first` on: of one file, or of several, as far as it goes."""
@@ -112,14 +118,6 @@ class TextDataset(Dataset):
             tokens = self.tokens[file][first - self.first_tokens[file] :][: len(out)]
             out[: len(tokens)] = tokens
             first, out, file = first + len(tokens), out[len(tokens) :], file + 1
-
-    def _check_range(self, input_ids: np.ndarray) -> None:
-        # Its files are verified in the background, while they are read here; a lookup outside a table must not happen.
-        if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
-            raise ConfigError(
-                f"data: {self.corpus.path} is damaged: token {largest} in {self.split} is none of the "
-                f"{self.corpus.vocab_size} of the tokenizer; {REMEDY}"
-            )
 
     @cached_property
     def num_bytes(self) -> float:
