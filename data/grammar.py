@@ -65,9 +65,7 @@ class Grammar:
         for name, entries in tables.items():
             for word, following in pairwise(sorted(entry[""] for entry in entries)):
                 if following.startswith(word):
-                    raise ValueError(
-                        f"table {name}: {following!r} begins with {word!r}; a reader could not tell them apart"
-                    )
+                    raise ValueError(f"table {name}: {following!r} begins with {word!r}: a reader would have to guess")
         self.rules: dict[str, list[list[Piece]]] = {}
         for name, templates in reversed(rules.items()):
             _check_templates(name, templates, is_start=name == self.start)

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
@@ -195,29 +196,22 @@ class Verification:
 
     def _recall(self, corpus) -> None:
         for memory in _memories(corpus.path):
-            try:
-                lines = memory.read_text().splitlines()
-            except (OSError, ValueError):
-                continue
-            for line in lines:
-                try:
-                    name, stamp, found = json.loads(line)
-                    self._known[corpus.path / name] = (stamp, str(found))
-                except (ValueError, TypeError):
-                    pass  # half a line, of a process that was killed
+            with suppress(OSError):
+                for line in memory.read_bytes().splitlines():
+                    with suppress(ValueError, TypeError):  # half a line, of a process that was killed
+                        name, stamp, found = json.loads(line)
+                        self._known[corpus.path / name] = (stamp, str(found))
 
     def _remember(self, corpus, name: str, stamp: list[int], found: str) -> None:
         with self._lock:
             self.num_bytes_read += stamp[0]
             self._known[corpus.path / name] = (stamp, found)
             for memory in _memories(corpus.path):
-                try:
+                with suppress(OSError):  # then the next start reads the file again
                     memory.parent.mkdir(parents=True, exist_ok=True)
                     with open(memory, "a") as file:  # a line at a time: several machines may write it
                         file.write(json.dumps([name, stamp, found]) + "\n")
                     return
-                except OSError:
-                    pass  # then the next start reads the file again
 
 
 def _memories(folder: Path) -> list[Path]:

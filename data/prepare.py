@@ -214,12 +214,11 @@ def _part_file(folder: Path, index: int) -> Path:
 
 def _finished_part(folder: Path, index: int) -> dict | None:
     """What make_part returned for a part whose files nothing has touched since."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         part = json.loads(_part_file(folder, index).read_bytes())
-        same = all(file_stamp(folder / part[split]["file"]) == part[split]["stamp"] for split in SPLITS)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return part if same else None
+        if all(file_stamp(folder / part[split]["file"]) == part[split]["stamp"] for split in SPLITS):
+            return part
+    return None
 
 
 def prepare(config: PrepareConfig) -> dict:

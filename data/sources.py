@@ -85,9 +85,7 @@ class Source:
             return builder.as_dataset(split=split), files
         except Exception as error:  # as many kinds as there are ways to fail at a download
             problem = f"source: there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
-            remedy = (
-                "Without a network, name a folder with the dataset's files, or a pattern such as 'folder/*.parquet'"
-            )
+            remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
             raise ConfigError(f"{problem}: {error!r}\n{remedy}") from None
 
     def _txt(self, file: str) -> Iterator[tuple[str, bool]]:
@@ -156,12 +154,11 @@ def _expand(pattern: str) -> Iterator[str]:
     entered = set()
     for top in glob(head) if head else ["."]:
         for folder, folders, _ in os.walk(top, followlinks=True):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            if (identity := _identity(folder)) in entered:
-                folders.clear()
-                continue
+            known = (identity := _identity(folder)) in entered
             entered.add(identity)
-            yield from _expand(os.path.join(escape(folder if head else folder[2:]), tail))
+            folders[:] = [] if known else sorted(name for name in folders if not name.startswith("."))
+            if not known:
+                yield from _expand(os.path.join(escape(folder if head else folder[2:]), tail))
 
 
 def _identity(file: str) -> tuple[int, int] | str:
