@@ -18,49 +18,39 @@ from data.grammar import TOKEN, Grammar
 from data.tokenizer import END_OF_TEXT
 
 
-def _words(words: str) -> list[dict[str, str]]:
-    return [{"": word} for word in words.split()]
+def _entries(words: str, **forms: str) -> list[dict[str, str]]:
+    return [{"": word, **forms} for word in words.split()]
 
 
-def _people(names: str, forms: str, **more: str) -> list[dict[str, str]]:
-    he, him, his = forms.split()
-    return [{"": name, "He": he, "him": him, "his": his, **more} for name in names.split()]
-
-
-def _things(things: str, forms: str) -> list[dict[str, str]]:
-    it, they, was = forms.split()
-    return [{"": thing, "them": it, "they": they, "was": was} for thing in things.split()]
-
-
-def _places(places: str) -> list[dict[str, str]]:
-    return [dict(zip(("", "one", "two"), place.split(), strict=True)) for place in places.split(",")]
-
-
+SHE, HE = {"He": "She", "him": "her", "his": "her"}, {"He": "He", "him": "him", "his": "his"}
+IT, THEM = {"them": "it", "they": "it", "was": "was"}, {"them": "them", "they": "they", "was": "were"}
+SISTERS = _entries("Ella Ruby Clara Maya Daisy Hazel", **SHE)
+BROTHERS = _entries("Noah Omar Hugo Theo Felix Luca", **HE)
+PLACES = """
+garden roses shed,forest oak stream,beach rocks pier,park swings bench,farm barn well,market fountain stalls,
+meadow fence hedge,river bridge reeds,school gate slide,castle tower stairs
+"""
 TABLES = {
-    "GIRL": _people("Lily Mia Anna Rosa Zoe Emma Nora Ivy", "She her her", kid="girl"),
-    "BOY": _people("Tom Ben Max Leo Sam Finn Oscar Jack", "He him his", kid="boy"),
-    "SISTER": _people("Ella Ruby Clara Maya Daisy Hazel", "She her her"),
-    "BROTHER": _people("Noah Omar Hugo Theo Felix Luca", "He him his"),
-    "FRIEND": _people("Ella Ruby Clara Maya Daisy Hazel", "She her her")
-    + _people("Noah Omar Hugo Theo Felix Luca", "He him his"),
-    "ELDER": _people("grandmother mother aunt", "She her her") + _people("grandfather father uncle", "He him his"),
-    "TRAIT": _words("brave kind curious clever shy funny gentle quiet"),
-    "PET": _words("puppy kitten parrot pony rabbit duck goat hamster"),
-    "NICK": _words("Spot Coco Biscuit Pepper Fluffy Ginger Bubbles Lucky"),
-    "THIEF": _words("fox crow squirrel monkey raccoon bear"),
-    "COLOR": _words("red blue green yellow purple orange silver golden"),
-    "THING": _things("kite ball drum doll hat scarf book flute basket clock crown robot", "it it was")
-    + _things("marbles boots gloves crayons beads skates", "them they were"),
-    "PRESENT": _things("ladder lantern puppet whistle wagon necklace", "it it was"),
-    "FOOD": _words("cake bread soup honey cheese popcorn jam pudding"),
-    "WEATHER": _words("sunny windy rainy cloudy snowy foggy"),
-    "TIME": _words("morning afternoon evening"),
-    "PLACE": _places(
-        "garden roses shed,forest oak stream,beach rocks pier,park swings bench,farm barn well,"
-        "market fountain stalls,meadow fence hedge,river bridge reeds,school gate slide,castle tower stairs"
-    ),
-    "SAD": _words("sad upset unhappy lonely worried gloomy"),
-    "GLAD": _words("happy glad proud thankful cheerful pleased"),
+    "GIRL": _entries("Lily Mia Anna Rosa Zoe Emma Nora Ivy", **SHE, kid="girl"),
+    "BOY": _entries("Tom Ben Max Leo Sam Finn Oscar Jack", **HE, kid="boy"),
+    "SISTER": SISTERS,
+    "BROTHER": BROTHERS,
+    "FRIEND": SISTERS + BROTHERS,
+    "ELDER": _entries("grandmother mother aunt", **SHE) + _entries("grandfather father uncle", **HE),
+    "TRAIT": _entries("brave kind curious clever shy funny gentle quiet"),
+    "PET": _entries("puppy kitten parrot pony rabbit duck goat hamster"),
+    "NICK": _entries("Spot Coco Biscuit Pepper Fluffy Ginger Bubbles Lucky"),
+    "THIEF": _entries("fox crow squirrel monkey raccoon bear"),
+    "COLOR": _entries("red blue green yellow purple orange silver golden"),
+    "THING": _entries("kite ball drum doll hat scarf book flute basket clock crown robot", **IT)
+    + _entries("marbles boots gloves crayons beads skates", **THEM),
+    "PRESENT": _entries("ladder lantern puppet whistle wagon necklace", **IT),
+    "FOOD": _entries("cake bread soup honey cheese popcorn jam pudding"),
+    "WEATHER": _entries("sunny windy rainy cloudy snowy foggy"),
+    "TIME": _entries("morning afternoon evening"),
+    "PLACE": [dict(zip(("", "one", "two"), place.split(), strict=True)) for place in PLACES.split(",")],
+    "SAD": _entries("sad upset unhappy lonely worried gloomy"),
+    "GLAD": _entries("happy glad proud thankful cheerful pleased"),
 }
 
 # A line is a template of the rule that it names, or of the one above.
@@ -173,14 +163,11 @@ class StoriesDataset(Dataset):
             raise ValueError(f'split must be "train" or "validation", not {split!r}')
         shortest = GRAMMAR.max_tokens + 2
         if seq_len < shortest:
+            wanted = f"at least {shortest}, the longest story and two end-of-text tokens"
             raise ValueError(
-                f"data.source stories needs seq_len of at least {shortest}, the longest story and two end-of-text "
-                f"tokens, but seq_len is {seq_len}: set seq_len to {shortest} or more"
+                f"data.source: stories needs seq_len of {wanted}, but it is {seq_len}; set it to {shortest}"
             )
-        self.split = split
-        self.num_stories = num_stories
-        self.seed = seed
-        self.seq_len = seq_len
+        self.split, self.num_stories, self.seed, self.seq_len = split, num_stories, seed, seq_len
         self._vocabulary = build_tokenizer().get_vocab()
 
     def __len__(self) -> int:
