@@ -43,8 +43,8 @@ import yaml
 
 from config import ConfigError, RunError
 from data.integrity import read_metadata
+from hub import to_transformers
 from load import Loaded, find_checkpoint, is_run, load_run, readable_checkpoints
-from model.hub import to_transformers
 from plot import save_loss_curve
 from training.manifest import Manifest
 

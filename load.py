@@ -19,8 +19,8 @@ from torch import Tensor
 from config import ConfigError, TrainConfig
 from data.corpus import Corpus
 from data.stories import END_OF_TEXT, build_tokenizer
+from hub import from_transformers
 from model.gpt import GPTModel
-from model.hub import from_transformers
 from training.compute import compute_as_any_processor
 from training.continuation import complete
 from training.manifest import InvalidCheckpoint, Manifest, checkpoints_in, newest_valid, read_manifest, validate

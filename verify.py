@@ -32,8 +32,8 @@ import train
 from config import ConfigError, TrainConfig, parse_config
 from data.corpus import load_corpus
 from data.order import GlobalBatches, derive_seed
+from hub import FAMILIES, to_transformers
 from model.gpt import GPTModel
-from model.hub import FAMILIES, to_transformers
 from training import checkpoint, launch, shards
 from training.compute import compute_as_any_processor
 from training.optimizer import build_optimizer, set_lr

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Group
+from hub import FAMILIES, to_transformers
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.hub import FAMILIES, to_transformers
 from training.compute import prepare_cpu
 
 PROMPT = 32

@@ -43,12 +43,15 @@ MAY_IMPORT = {
     "cli.py": {"config", "training"},
     "launcher.py": {"config", "model", "training"},
     "plot.py": {"training"},
-    "load.py": {"config", "data", "model", "training"},
+    "hub.py": {"model"},
+    "load.py": {"config", "data", "hub", "model", "training"},
     "evaluate.py": {"cli", "config", "data", "files", "load", "training"},
-    "export.py": {"cli", "config", "data", "load", "model", "plot", "training"},
+    "export.py": {"cli", "config", "data", "hub", "load", "model", "plot", "training"},
     "sample.py": {"cli", "config", "data", "load", "training"},
     "train.py": {"cli", "config", "data", "launcher", "load", "model", "plot", "training"},
-    "verify.py": {"cli", "config", "data", "launcher", "model", "train", "training"},
+    "verify.py": {"cli", "config", "data", "hub", "launcher", "model", "train", "training"},
+    "audit.py": {"config", "load", "train", "training"},
+    "replay.py": {"audit", "cli", "config", "data", "load", "model", "train", "training"},
     "examples": {"model", "examples"},
 }
 

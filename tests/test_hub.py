@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.qwen3 import modeling_qwen3
 
-from model.config import GPTConfig
-from model.gpt import GPTModel
-from model.hub import (
+from hub import (
     config_from_transformers,
     config_to_transformers,
     from_transformers,
     tensors_to_transformers,
     to_transformers,
 )
+from model.config import GPTConfig
+from model.gpt import GPTModel
 
 GPT2 = dict(position="learned", norm="layernorm", mlp="gelu", qk_norm=False, bias=True)
 QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False)
@@ -271,6 +271,6 @@ def test_a_transformers_model_with_other_settings_is_refused(hf_config, message)
 def test_the_config_imports_without_torch_and_the_hub_without_transformers():
     code = (
         "import sys, model.config; assert 'torch' not in sys.modules;"
-        "import model.hub; assert 'transformers' not in sys.modules"
+        "import hub; assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,8 +9,8 @@ import export
 from config import ConfigError, parse_config
 from data.corpus import load_corpus
 from export import ExportConfig
+from hub import tensors_from_transformers
 from load import load_run, take_over
-from model.hub import tensors_from_transformers
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
 
 MODELS = {
