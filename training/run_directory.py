@@ -166,17 +166,23 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         forget_after(self.metrics_file, start.step)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
-        self._record_start(start.step, now)
+        self._record_start(start, now)
         self.record_progress(start.step)
         return start
 
-    def _record_start(self, step: int, now: dict[str, Any]) -> None:
-        """Keep what this start computes with: a line of starts.jsonl, and what the commit that it names lacks."""
+    def _record_start(self, start: Start, now: dict[str, Any]) -> None:
+        """Keep what this start computes with: a line of starts.jsonl, and what the commit that it names lacks.
+
+        Of a branch also where it begins, for the checkpoint that branch_from names may be moved or deleted.
+        """
         changes = uncommitted_changes()
         name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff" if changes else None
         if name:
             write_atomically(self.path / name, changes + "\n")
-        row = {"step": step, **now, **provenance(), "uncommitted_changes": name}
+        row = {"step": start.step, **now, **provenance(), "uncommitted_changes": name}
+        if start.checkpoint and (parent := start.checkpoint.resolve().parent.parent) != self.path.resolve():
+            digest = start.metrics.get("state/digest")
+            row["branched_from"] = {"run": str(parent), "step": start.step, "digest": digest}
         with open(self.path / "starts.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
