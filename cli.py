@@ -36,12 +36,12 @@ OF_MPI = {
 OURS = [Path(__file__).parent / part for part in ("", "training")]
 
 
-def run(script: str, kind: type | None = None) -> NoReturn:
+def run(script: str, kind: type | None = None, needs_torch: bool = True) -> NoReturn:
     """End this process with what `call` returns."""
-    leave(call(script, kind))
+    leave(call(script, kind, needs_torch))
 
 
-def call(script: str, kind: type | None = None) -> int:
+def call(script: str, kind: type | None = None, needs_torch: bool = True) -> int:
     """Run `main` of the module `script` with the settings of the command line, and say what went wrong.
 
     The settings are those of a training, or a `kind`.
@@ -54,7 +54,7 @@ def call(script: str, kind: type | None = None) -> int:
     try:
         adopt(os.environ)
         config = parse_tool(kind, script) if kind else parse_config(num_processes=num_processes())
-        if is_main_process():
+        if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
         import_module(script).main(config)
     except SystemExit as exit_:  # --help and --print_config

@@ -479,13 +479,17 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
 
 
 def parse_tool(kind: type, script: str, args: list[str] | None = None) -> Any:
-    """The settings of another script than train.py, a `kind` whose fields without a default are positional.
+    """The settings of another script than train.py, a `kind` whose fields without a default are positional, and a
+    list[str] among these takes one word or more.
 
     Raises:
         ConfigError: the parser's first error.
     """
     parser = _parser(script, kind.__doc__)
-    parser.add_class_arguments(kind, as_group=False, as_positional=True)
+    lists = {setting.name for setting in fields(kind) if setting.type == list[str]}
+    parser.add_class_arguments(kind, as_group=False, as_positional=True, skip=lists)
+    for name in lists:
+        parser.add_argument(name, nargs="+")
     return kind(**_parse(parser, sys.argv[1:] if args is None else args))
 
 

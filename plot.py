@@ -1,11 +1,17 @@
 """Draws pictures of a run from its metrics.jsonl: python plot.py runs/stories [more runs]... writes loss.png there, and
-layers.png if the run has `tracking.layers`.
+layers.png if the run has `tracking.layers`. compare.py draws the curves of several runs over each other with it.
 """
 
+import json
 import sys
 from pathlib import Path
 
+from files import write_atomically
 from training.metrics_file import read_rows
+
+Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by the labels of runs and by metrics: steps and values
+PAGE = Path(__file__).with_name("plot.html")
+NUM_POINTS_DRAWN = 1000  # of a curve, in a page
 
 
 def save_loss_curve(run_directory: Path) -> Path:
@@ -30,16 +36,68 @@ def save_loss_curve(run_directory: Path) -> Path:
     floors = curve("val/floor")[1]
     if floors:
         axes.axhline(floors[-1], color="black", linestyle="--", linewidth=1, label=f"floor = {floors[-1]:.4f}")
-    lowest = min([*floors, *curve("train/loss")[1], *validation[1]], default=1.0)
-    if lowest > 0:
+    axes.set(title=run_directory.resolve().name)
+    finish_axes(axes, [*floors, *curve("train/loss")[1], *validation[1]])
+    figure.savefig(run_directory / "loss.png", dpi=150)
+    return run_directory / "loss.png"
+
+
+def finish_axes(axes, losses: list[float]) -> None:
+    """Scale, grid and legend of a picture of losses."""
+    if min(losses, default=1.0) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter("{x:.3g}")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats a token)", title=run_directory.resolve().name)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.savefig(run_directory / "loss.png", dpi=150)
-    return run_directory / "loss.png"
+    if labels := axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize="small", ncols=1 + len(labels) // 20)
+
+
+def save_curves(curves: Curves, path: Path) -> None:
+    """Write the training losses, thin, and the validation losses of runs over each other as a picture.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.4), layout="constrained")
+    axes = figure.add_subplot()
+    palette = matplotlib.colormaps["tab10" if len(curves) <= 10 else "turbo"]
+    losses = []
+    for index, (label, metrics) in enumerate(curves.items()):
+        color = palette(index if len(curves) <= 10 else index / len(curves))
+        # No label of matplotlib may begin with an underscore, and a dollar sign would begin a formula.
+        label = label.lstrip("_").replace("$", r"\$")
+        thin, dotted = {"alpha": 0.35, "linewidth": 0.8}, {"marker": "o", "markersize": 2.5}
+        for metric, style in (("train/loss", thin), ("val/loss", dotted)):
+            if points := metrics.get(metric):
+                axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
+                losses += [value for _, value in points]
+                label = None
+    finish_axes(axes, losses)
+    figure.savefig(path, dpi=150)
+
+
+def save_page(curves: Curves, path: Path) -> None:
+    """Write a page that shows every metric of the runs, to hover and to zoom; it needs nothing but a browser.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def rounded(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        few = [*points[: -1 : 1 + len(points) // NUM_POINTS_DRAWN], *points[-1:]]
+        return [(step, float(f"{value:.6g}")) for step, value in few]
+
+    data = [
+        (label, {metric: rounded(points) for metric, points in metrics.items()}) for label, metrics in curves.items()
+    ]
+    # Inside a script of a page, a name must not be able to end it.
+    written = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    write_atomically(path, PAGE.read_text().replace("CURVES_OF_RUNS", written))
 
 
 def save_layers(run_directory: Path) -> Path | None:

@@ -1,0 +1,212 @@
+"""Trains many runs one after another: python sweep.py --optimizer.lr 1e-3,3e-4 --seed 0,1,2 [train.py's settings].
+
+Every setting that is given several values, with commas between, is swept: there is a run for each combination, named by
+what differs. Started again, the sweep goes on where it was. It ends in the table of compare.py.
+"""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import compare
+from config import ConfigError, RunError, TrainConfig, parse_config
+from training.continuation import differences, flat_settings, read_settings
+from training.signals import STOP_SIGNALS
+from training.status import read_status
+
+TRAIN = str(Path(__file__).with_name("train.py"))
+NAME_THEMSELVES = ("config", "name")  # settings that give the runs their names when swept
+OPEN, CLOSE = "[{(", "]})"
+
+
+@dataclass
+class SweepConfig:
+    """Trains a run for every combination of values of train.py's settings, as --optimizer.lr 1e-3,3e-4 --seed 0,1,2."""
+
+    arguments: list[str]
+    """Settings of train.py, those to sweep with several values and commas between."""
+
+    launch: str | None = None
+    """What starts a run, as "accelerate launch --config_file X". null: python."""
+
+
+def main(config: SweepConfig) -> None:
+    """Train what is not finished, then compare all.
+
+    Raises:
+        ConfigError: a setting of one of the runs is wrong; then none was started.
+        RunError: a run has failed; the others were trained.
+        SystemExit: with 75 after a signal, or where a run was stopped as asked: the same command goes on.
+    """
+    launch = launch_command(config.launch)
+    runs = plan(config.arguments)
+    child = Child()
+    outcomes = []
+    for number, (arguments, settings) in enumerate(runs, start=1):
+        if is_finished(settings):
+            outcome = "finished before"
+        elif child.signal:
+            outcome = "not started"
+        else:
+            print(f"[run {number} / {len(runs)}] {settings.name}", flush=True)
+            outcome = child.train([*launch, TRAIN, *arguments], directory(settings))
+        outcomes.append(outcome)
+    for (_, settings), outcome in zip(runs, outcomes, strict=True):
+        print(f"{settings.name}: {outcome}")
+    trained = [str(directory(settings)) for _, settings in runs if (directory(settings) / "config.yaml").exists()]
+    if trained and not child.signal:
+        print()
+        compare.main(compare.CompareConfig(trained, out=None))
+    if "failed" in outcomes:
+        raise RunError(f"{outcomes.count('failed')} of {len(runs)} runs failed; their own messages say why")
+    if "stopped" in outcomes or child.signal:
+        print("stopped as asked; the same command goes on from there", file=sys.stderr)
+        raise SystemExit(75)
+
+
+def launch_command(launch: str | None) -> list[str]:
+    """The words to put before train.py.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
+    words = shlex.split(launch) if launch else [sys.executable]
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"launch: {launch!r} begins with no program that is found; activate the environment?")
+    return words
+
+
+def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
+    """Arguments and settings of every run, each with a name of its own.
+
+    Raises:
+        ConfigError: a combination is wrong, two have the same name, or a run of other settings lies there.
+    """
+    runs: dict[str, tuple[list[str], TrainConfig]] = {}
+    for combination, swept in combinations(arguments):
+        try:
+            settings = parse_config(combination)
+        except SystemExit:
+            raise ConfigError("arguments: --help and --print_config are train.py's own") from None
+        except ConfigError as error:
+            raise ConfigError(f"{error}\n(of {shlex.join(combination)})") from None
+        settings.name += "".join(endings(swept, flat_settings(asdict(settings))))
+        if settings.name in runs:
+            raise ConfigError(f"name: two runs of this sweep would be called {settings.name!r}; give each value once")
+        runs[settings.name] = [*combination, "--name", settings.name], settings
+        before = None if settings.resume == "never" else read_settings(directory(settings) / "config.yaml")
+        if before and (different := differences(before, settings)):
+            raise ConfigError(
+                f"{directory(settings)} holds a run with other settings:\n  "
+                + "\n  ".join(different)
+                + "\nchoose another --name or --out_dir for the sweep"
+            )
+    return list(runs.values())
+
+
+def combinations(arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """The arguments of every run, and which value each swept setting has there."""
+    choices = []
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        if word.startswith("--") and not equals:
+            choices.append([(word, None, "")])
+            continue
+        values = split(value)
+        name = option.removeprefix("--") if len(values) > 1 else None
+        choices.append([(f"{option}={one}" if equals else one, name, one) for one in values])
+    return [
+        ([word for word, _, _ in chosen], {name: value for _, name, value in chosen if name})
+        for chosen in itertools.product(*choices)
+    ]
+
+
+def split(value: str) -> list[str]:
+    """The values between commas, but for commas inside brackets, as in [0.9,0.95]."""
+    depth, parts = 0, [""]
+    for character in value:
+        depth += (character in OPEN) - (character in CLOSE)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def endings(swept: dict[str, str], settings: dict[str, object]) -> list[str]:
+    """What the name of a run ends with: each swept setting and its value, as -lr_0.001."""
+    short = {name: name.rpartition(".")[2] for name in swept if name not in NAME_THEMSELVES}
+    count = Counter(short.values())
+    return [
+        f"-{last if count[last] == 1 else name}_"
+        + re.sub(r"[^\w.+-]+", "_", str(settings.get(name, swept[name]))).strip("_")
+        for name, last in short.items()
+    ]
+
+
+def directory(settings: TrainConfig) -> Path:
+    """Where a run lies."""
+    return Path(settings.out_dir).expanduser() / settings.name
+
+
+def is_finished(settings: TrainConfig) -> bool:
+    """Whether all steps of a run are done, so that there is nothing to start."""
+    status = read_status(directory(settings) / "status.json")
+    done = status is not None and status.state == "finished" and status.step >= settings.steps
+    return done and settings.resume != "never"
+
+
+class Child:
+    """The run that is being trained. It has a process group of its own, all of which gets the signals that come here:
+    a launcher does not hand on each of them."""
+
+    def __init__(self) -> None:
+        self.signal, self.process = 0, None
+        for number in (*STOP_SIGNALS, signal.SIGHUP):
+            signal.signal(number, self._receive)
+
+    def train(self, command: list[str], path: Path) -> str:
+        """Train until the end, and say what became of it: finished, stopped or failed."""
+        self.process = subprocess.Popen(command, start_new_session=True)
+        if self.signal:  # it came just before
+            self._receive(self.signal, None)
+        code, self.process = self.process.wait(), None
+        if code == 0:
+            return "finished"
+        status = read_status(path / "status.json")  # for a launcher makes 1 of every code
+        return "stopped" if code == 75 or self.signal or (status and status.state == "preempted") else "failed"
+
+    def _receive(self, number: int, frame) -> None:
+        self.signal = number
+        if self.process:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+
+def own_arguments_first(words: list[str]) -> list[str]:
+    """The sweep's own options, and after `--` those of train.py."""
+    own, theirs, others = [], [], iter(words)
+    for word in others:
+        if word in ("-h", "--help") or word.startswith("--launch="):
+            own.append(word)
+        elif word == "--launch":
+            own += [word, *itertools.islice(others, 1)]
+        else:
+            theirs.append(word)
+    return [*own, "--", *theirs]
+
+
+if __name__ == "__main__":
+    from cli import run
+
+    sys.argv[1:] = own_arguments_first(sys.argv[1:])
+    run("sweep", SweepConfig, needs_torch=False)

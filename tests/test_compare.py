@@ -1,0 +1,384 @@
+"""compare.py: what differs between runs, which differences are noise, and the tree of branches."""
+
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import cli
+from compare import CompareConfig, main
+from records import read_records, student_t_tails, welch
+from tests.conftest import ROOT, TINY_STORIES, python, train
+
+# Student's sleep data, with which the documentation of R's t.test shows Welch's test: p-value = 0.07939.
+SLEEP = (
+    [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0],
+    [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4],
+)
+
+
+def fake_run(path, rows, branched_from=None, state="finished", seed=0, lr=0.001, **settings):
+    """A run of 30 steps of 4 x 16 tokens, as train.py would have left it; `rows` are {step: row}."""
+    settings = {"steps": 30, "global_batch_size": 4, "seq_len": 16, "seed": seed, **settings}
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(yaml.safe_dump({**settings, "data": {"seed": 0}, "optimizer": {"lr": lr}}))
+    (path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, **row}) + "\n" for s, row in rows.items()))
+    (path / "status.json").write_text(json.dumps({"state": state, "step": max(rows, default=0), "reason": ""}))
+    if branched_from:
+        start = {"step": branched_from["step"], "branched_from": branched_from}
+        (path / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    return path
+
+
+def rows_of(**curves):
+    """{step: row} of curves such as val=[5.0, 4.0, 3.0] at steps 10, 20 and 30."""
+    names = {"val": "val/loss", "train": "train/loss", "digest": "state/digest", "speed": "perf/tokens_per_second"}
+    length = max(map(len, curves.values()))
+    return {
+        10 * i + 10: {names[name]: values[i] for name, values in curves.items() if values[i] is not None}
+        for i in range(length)
+    }
+
+
+def printed(capsys, *runs, **settings):
+    main(CompareConfig([str(run) for run in runs], **{"out": None, **settings}))
+    return capsys.readouterr().out
+
+
+def table(text, first="run"):
+    """A printed table: a dictionary a line, by the titles."""
+    lines = text.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith(f"{first} "))
+    titles, *rows = [
+        re.split(r" {2,}", line) for line in lines[begin : lines.index("", begin) if "" in lines[begin:] else None]
+    ]
+    return [dict(zip(titles, row, strict=False)) for row in rows if len(row) > 1]
+
+
+# Runs beside each other
+
+
+@pytest.fixture
+def pair(tmp_path):
+    a = rows_of(val=[5.0, 4.0, 3.5], train=[5.5, 4.5, 3.9], digest=["aa", "bb", "cc"], speed=[90.0, 1000.0, 110.0])
+    b = rows_of(val=[5.0, 4.0, 2.5], train=[5.5, 4.5, 3.0], digest=["aa", "bx", "cx"], speed=[200.0, 210.0, 1.0])
+    return fake_run(tmp_path / "a", a), fake_run(tmp_path / "b", b, lr=0.01)
+
+
+def test_what_differs_and_where_it_begins(pair, capsys):
+    shown = printed(capsys, *pair)
+    assert "settings that differ:\n  optimizer.lr: 0.001 in a; 0.01 in b\n\n" in shown
+    b, a = table(shown)
+    assert (b["run"], b["val/loss"], b["train/loss"], b["tokens/s"]) == ("b", "2.5000", "3.0000", "200")
+    assert (a["run"], a["best"], a["tokens/s"], a["state"], a["step"]) == ("a", "3.5000", "110", "finished", "30")
+    assert (b["digest parts"], b["loss parts"]) == ("20", "30") and "digest parts" not in a
+
+
+def test_runs_that_are_the_same_never_part(pair, capsys, tmp_path):
+    shutil.copytree(pair[0], tmp_path / "copy")
+    shown = printed(capsys, pair[0], tmp_path / "copy")
+    assert "settings that differ: none" in shown
+    assert (table(shown)[1]["digest parts"], table(shown)[1]["loss parts"]) == ("never", "never")
+
+
+def test_tokens_are_counted_to_a_loss(pair, capsys):
+    """4 sequences of 16 tokens a step; without --loss to the lowest that both reached."""
+    b, a = table(printed(capsys, *pair))
+    assert b["tokens to 3.5000"] == a["tokens to 3.5000"] == f"{30 * 64:,d}"
+    b, a = table(printed(capsys, *pair, loss=4.2))
+    assert b["tokens to 4.2000"] == a["tokens to 4.2000"] == f"{20 * 64:,d}"
+    b, a = table(printed(capsys, *pair, loss=3.0))
+    assert (b["tokens to 3.0000"], a["tokens to 3.0000"]) == (f"{30 * 64:,d}", "-")
+
+
+def test_fifty_runs_are_a_sorted_table(tmp_path, capsys):
+    losses = {f"r{i}": (i * 37 % 50) / 10 + 1 for i in range(50)}
+    runs = [fake_run(tmp_path / name, rows_of(val=[9, 8, loss]), lr=loss) for name, loss in losses.items()]
+    diverged = fake_run(tmp_path / "diverged", rows_of(val=[9, None, None], train=[9, None, None]), state="failed")
+    shown = table(printed(capsys, diverged, *runs))
+    assert [row["run"] for row in shown[:50]] == sorted(losses, key=losses.get)
+    assert all(float(row["optimizer.lr"]) == losses[row["run"]] for row in shown[:50])
+    assert shown[50]["run"] == "diverged" and shown[50]["state"] == "failed"
+
+
+def test_what_is_no_run_is_skipped_in_a_line(pair, capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.yaml").write_text("steps: [")
+    shown = printed(capsys, tmp_path / "empty", tmp_path / "damaged", *pair)
+    assert f"skipped: {tmp_path / 'empty'} is no run: it has no config.yaml\n" in shown
+    assert re.search(r"^skipped: .*damaged", shown) or "damaged/config.yaml is damaged" in shown
+    assert [row["run"] for row in table(shown)] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: runs"),
+        (["{tmp}/nowhere"], "nowhere' does not exist"),
+        (["{tmp}"], "none of these is the directory of a run"),
+        (["{tmp}/a", "--loss", "-1"], "loss"),
+        (["{tmp}/a", "--lss", "1"], "lss"),
+        (["{tmp}/a", "--out", "{tmp}/a/config.yaml/x"], "out: '"),
+    ],
+)
+def test_a_wrong_question_is_refused(arguments, message, pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compare.py", *(word.format(tmp=tmp_path) for word in arguments)])
+    streams = sys.stdout, sys.stderr
+    assert cli.call("compare", CompareConfig, needs_torch=False) == 2
+    sys.stdout, sys.stderr = streams
+    error = capsys.readouterr().err
+    assert error.startswith("compare.py: error: ") and message in error and "Traceback" not in error
+
+
+def test_it_needs_no_torch():
+    code = "import sys, cli, compare, sweep; cli.parse_tool(compare.CompareConfig, 'compare', ['a']); "
+    subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT, check=True)
+
+
+# Noise
+
+
+def recipe(tmp_path, name, losses, lr):
+    return [
+        fake_run(
+            tmp_path / f"{name}{seed}", rows_of(val=[9, 9, loss]), seed=seed, lr=lr, tracking={"log_every": seed + 1}
+        )
+        for seed, loss in enumerate(losses)
+    ]
+
+
+def test_the_test_is_welchs():
+    assert welch(*SLEEP) == pytest.approx(0.07939, abs=5e-6)
+    # Quantiles as tables have them; one degree is Cauchy's distribution, and many are a normal one.
+    for t, freedom, p in [(12.706205, 1, 0.05), (2.228139, 10, 0.05), (63.656741, 1, 0.01), (2.749996, 30, 0.01)]:
+        assert student_t_tails(t, freedom) == pytest.approx(p, rel=1e-5) == student_t_tails(-t, freedom)
+    assert student_t_tails(1.959964, 1e8) == pytest.approx(0.05, rel=1e-5) and student_t_tails(0, 3) == 1
+    assert welch([1.0], [2.0, 3.0]) is None and welch([1.0, 1.0], [1.0, 1.0]) == 1 and welch([1, 1], [2, 2]) == 0
+
+
+def test_seeds_are_grouped_and_the_noise_is_told_from_a_difference(tmp_path, capsys):
+    good, same, bad = [1.0, 1.1, 1.2], [1.05, 1.15, 1.13], [2.0, 2.1, 2.3]
+    runs = recipe(tmp_path, "g", good, 0.1) + recipe(tmp_path, "s", same, 0.2) + recipe(tmp_path, "b", bad, 0.3)
+    first, second, third = table(printed(capsys, *runs), "recipe")
+    assert first["recipe"] == "optimizer.lr 0.1" and "p" not in first
+    assert first["seeds"] == "3" and first["val/loss"] == "1.1000"
+    assert first["deviation"] == f"{statistics.stdev(good):.4f}"
+    p = min(1.0, 2 * welch(good, same))
+    assert (second["recipe"], second["p"], second["verdict"]) == ("optimizer.lr 0.2", f"{p:.2g}", "within the noise")
+    assert (third["p"], third["verdict"]) == (f"{2 * welch(good, bad):.2g}", "beyond the noise")
+    assert third["above the best"] == f"{statistics.fmean(bad) - 1.1:.4f}"
+
+
+def test_a_repeated_run_is_no_second_sample(tmp_path, capsys):
+    runs = recipe(tmp_path, "g", [1.0], 0.1) + recipe(tmp_path, "b", [2.0, 2.1], 0.3)
+    shutil.copytree(runs[0], tmp_path / "again")
+    shown = printed(capsys, *runs, tmp_path / "again")
+    first, second = table(shown, "recipe")
+    assert (first["seeds"], first["deviation"]) == ("1", "-")
+    assert second["p"] == "-" and "cannot be told" in shown
+
+
+def test_without_a_second_seed_nothing_is_told(pair, capsys):
+    assert "what differs beyond the noise cannot be told" in printed(capsys, *pair)
+
+
+def test_a_run_that_has_not_ended_is_no_sample(tmp_path, capsys):
+    runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
+    runs.append(fake_run(tmp_path / "half", rows_of(val=[0.5]), seed=9, lr=0.1, state="running"))
+    shown = printed(capsys, *runs)
+    assert table(shown, "recipe")[0]["val/loss"] == "1.0500"
+    assert "left out, without a validation loss after the last step: half" in shown
+
+
+# Branches
+
+
+@pytest.fixture
+def family(tmp_path):
+    """A run, three branches that left it at step 10, and one that left one of these at step 20."""
+    root = tmp_path / "root"
+    fake_run(root, rows_of(val=[5, 4, 3], digest=["d10", "d20", "d30"]))
+
+    def branch(name, of, step, digest, curve, **settings):
+        begin = {"run": str(tmp_path / of), "step": step, "digest": digest}
+        rows = {
+            s: row for s, row in rows_of(val=curve, digest=[f"{name}{s}" for s in (10, 20, 30)]).items() if s > step
+        }
+        return fake_run(tmp_path / name, rows, begin, **settings)
+
+    return [
+        root,
+        branch("faster", "root", 10, "d10", [0, 3.5, 2.0], lr=0.01),
+        branch("other_seed", "root", 10, "d10", [0, 4.1, 3.2], seed=1),
+        branch("third_seed", "root", 10, "d10", [0, 4.1, 2.9], seed=2),
+        branch("twig", "faster", 20, "faster20", [0, 0, 1.5], lr=0.1),
+    ]
+
+
+def tree(shown):
+    return shown.partition("branches:\n")[2].splitlines()
+
+
+def test_branches_are_a_tree_with_the_effect_beside_the_noise(family, capsys):
+    noise = statistics.stdev([3.0, 3.2, 2.9])
+    assert tree(printed(capsys, *family)) == [
+        "root: val/loss 3.0000",
+        f"├─ step 10: faster (optimizer.lr 0.001 -> 0.01): -1 at step 30, noise {noise:.4g} by 3 seeds",
+        "│  └─ step 20: twig (optimizer.lr 0.01 -> 0.1): -0.5 at step 30",
+        f"├─ step 10: other_seed (seed 0 -> 1): +0.2 at step 30, noise {noise:.4g} by 3 seeds",
+        f"└─ step 10: third_seed (seed 0 -> 2): -0.1 at step 30, noise {noise:.4g} by 3 seeds",
+    ]
+
+
+def test_the_past_that_branches_share_is_counted_once_and_drawn_once(family, capsys, tmp_path):
+    shown = table(printed(capsys, *family, out=str(tmp_path / "new" / "picture"), loss=4.5))
+    parts = {row["run"]: row.get("digest parts") for row in shown}
+    assert parts == {"root": None, "faster": "20", "other_seed": "20", "third_seed": "20", "twig": "20"}
+    assert {row["tokens to 4.5000"] for row in shown} == {f"{20 * 64:,d}"}
+    curves = page_data(tmp_path / "new" / "picture.html")
+    assert curves["root"]["val/loss"] == [[10, 5.0], [20, 4.0], [30, 3.0]]
+    assert curves["faster"]["val/loss"] == [[10, 5.0], [20, 3.5], [30, 2.0]], "its own, and the point where it left"
+    assert curves["twig"]["val/loss"] == [[20, 3.5], [30, 1.5]]
+
+
+def test_a_parent_that_was_renamed_is_known_by_its_state(family, capsys):
+    moved = family[0].rename(family[0].with_name("moved"))
+    assert tree(printed(capsys, moved, *family[1:]))[0] == "moved: val/loss 3.0000"
+    fake_run(family[0], rows_of(val=[5, 4, 3], digest=["e10", "e20", "e30"]))
+    records, _ = read_records([family[0], moved, family[1]])
+    assert records[2].parent.path == moved, "not the other run that now has the name"
+
+
+def test_a_branch_without_its_parent_says_where_it_was(family, capsys):
+    assert tree(printed(capsys, family[1]))[0] == f"faster, from step 10 of {family[0]}, which is not among these"
+
+
+def test_branches_of_real_runs(runs, capsys):
+    recipe = [*TINY_STORIES, "--out_dir", runs]
+    train(*recipe, "--name", "base")
+    begin = ["--branch_from", runs / "base" / "checkpoints" / "step-00000004"]
+    train(*recipe, *begin, "--name", "smaller", "--optimizer.weight_decay", 0.5)
+    train(*recipe, *begin, "--name", "seed", "--seed", 1)
+    rows = [json.loads(line) for line in (runs / "base" / "metrics.jsonl").read_text().splitlines()]
+    begun = json.loads((runs / "seed" / "starts.jsonl").read_text())
+    digest = next(row["state/digest"] for row in rows if row["step"] == 4)
+    assert begun["branched_from"] == {"run": str((runs / "base").resolve()), "step": 4, "digest": digest}
+    assert "branched_from" not in json.loads((runs / "base" / "starts.jsonl").read_text())
+    shown = printed(capsys, runs / "base", runs / "seed", runs / "smaller")
+    root, seed, smaller = tree(shown)
+    assert root.startswith("base: ") and "seed (seed 0 -> 1): " in seed
+    assert re.search(
+        r"smaller \(optimizer.weight_decay 0.1 -> 0.5\): [+-][\d.e-]+ at step 8, noise [\d.]+ by 2", smaller
+    )
+    assert {row["digest parts"] for row in table(shown) if row["run"] != "base"} == {"5"}
+    # Started again, a branch goes on with its own checkpoints and is no branch of itself.
+    train(*recipe, *begin, "--name", "seed", "--seed", 1)
+    assert len(read_records([runs / "base", runs / "seed"])[0][1].rows) == 4
+
+
+# docs/comparing.md
+
+
+PAGE = (ROOT / "docs" / "comparing.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+
+
+def test_the_commands_of_the_page(runs):
+    """One seed of its sweep is enough, and the run that it branches from is a small one."""
+    train(*TINY_STORIES, "--out_dir", runs, "--name", "stories")
+    outputs = []
+    for command in COMMANDS:
+        command = (
+            command.replace("--seed 0,1 ", "").replace(" runs/", f" {runs}/").replace("step-00000500", "step-00000004")
+        )
+        if "train.py" in command:
+            command = command.replace("train.py", f"train.py --config {TINY_STORIES[1]} --out_dir {runs}")
+        if "compare.py" in command:
+            command = command.replace(f"{runs}/lr/*", " ".join(map(str, sorted((runs / "lr").iterdir()))))
+            command += f" --out {runs / 'picture'}"
+        outputs.append(python(command).stdout)
+    assert len(outputs) == 5
+    for shown in outputs[:2]:
+        assert "\n  optimizer.lr: " in shown and "tiny_stories-lr_0.001" in shown
+    assert "lower (optimizer.lr 0.01 -> 0.0005): " in outputs[4] and "other_seed (seed 0 -> 1): " in outputs[4]
+
+
+# Pictures
+
+
+def page_data(page: Path):
+    found = re.search(r"new Map\((.*)\); // by name", page.read_text())[1]
+    return dict(json.loads(found))
+
+
+def test_the_pictures_are_written_and_the_page_needs_nothing_else(pair, capsys, tmp_path):
+    printed(capsys, *pair, out=str(tmp_path / "both"))
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "both.html").read_text()
+    assert not re.search(r"(src|href)=|@import|fetch\(", page) and page.count("http") == 1, (
+        "the name space of SVG alone"
+    )
+    assert page_data(tmp_path / "both.html")["b"]["val/loss"] == [[10, 5.0], [20, 4.0], [30, 2.5]]
+
+
+def test_a_name_cannot_break_the_page_or_the_picture(tmp_path, capsys):
+    names = ["__proto__", "</script><b>", "_$\\frac", "\u2028'\"`${x}"]
+    tails = [name.replace("/", "\u2215") for name in names]
+    runs = [fake_run(tmp_path / name, rows_of(val=[3.0, 2.0, 1.0])) for name in tails]
+    labels = [read_records([run])[0][0].label for run in runs]
+    printed(capsys, *runs, out=str(tmp_path / "all"))
+    page = (tmp_path / "all.html").read_text()
+    assert page.count("<b>") == 0 and list(page_data(tmp_path / "all.html")) == labels
+
+
+DOM = """
+const made = [];
+function node(kind) {
+  const self = { kind, attributes: {}, children: [], style: {}, classList: { toggle() {} },
+    setAttribute(name, value) { self.attributes[name] = value; },
+    appendChild(child) { self.children.push(child); if (self.kind === "select") self.value ??= child.value; },
+    replaceChildren() { self.children = []; }, setPointerCapture() {},
+    getBoundingClientRect: () => ({ width: 885, height: 450, left: 0, top: 0 }) };
+  return self;
+}
+const byId = { plot: node("svg"), metric: node("select"), log: node("input"), tip: node("div"),
+  reset: node("button"), legend: node("div") };
+globalThis.document = { getElementById: (id) => byId[id], createElement: node };
+document.createElementNS = (_, kind) => node(kind);
+globalThis.window = {}; globalThis.innerWidth = 1000;
+const all = (from) => from.children.flatMap((child) => [child, ...all(child)]);
+const find = (kind) => all(byId.plot).filter((one) => one.kind === kind);
+"""
+PLAY = """
+const mouse = (x, y) => ({ clientX: x, clientY: y, pointerId: 1 });
+const lines = () => find("polyline").map((line) => line.attributes.points);
+const [first] = lines(), [x, y] = first.split(" ")[1].split(",").map(Number);
+byId.plot.onpointermove(mouse(x + 3, y + 3));
+const out = { metric: byId.metric.value, lines: lines().length, tip: byId.tip.textContent };
+byId.plot.onpointerdown(mouse(70, 10)); byId.plot.onpointerup(mouse(470, 410)); // left half, all heights
+out.zoomed = lines()[0].split(" ").map((p) => Number(p.split(",")[0]));
+byId.plot.ondblclick(); out.back = lines()[0] === first;
+byId.legend.children[0].onclick(); out.left = lines().length;
+console.log(JSON.stringify(out));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is run by node")
+def test_the_page_hovers_and_zooms(pair, capsys, tmp_path):
+    """In a document of a few lines: 800 x 400 units inside the margins."""
+    printed(capsys, *pair, out=str(tmp_path / "both"))
+    script = re.search(r"<script>(.*)</script>", (tmp_path / "both.html").read_text(), re.DOTALL)[1]
+    (tmp_path / "page.js").write_text(DOM + script.replace('"use strict";', "") + PLAY)
+    done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert (seen["metric"], seen["lines"], seen["left"], seen["back"]) == ("val/loss", 2, 1, True)
+    assert seen["tip"] == "a: val/loss = 4 at step 20"
+    assert seen["zoomed"] == [70, 870, 1670], "steps 10 to 20 fill what was 10 to 30"

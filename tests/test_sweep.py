@@ -1,0 +1,210 @@
+"""sweep.py: which runs it starts under which names, how it goes on, and what it refuses before it starts any."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+import cli
+from config import ConfigError, RunError, parse_config
+from sweep import SweepConfig, main, own_arguments_first, plan, split
+from tests.conftest import ROOT, TINY_STORIES, environment
+
+# In the place of `python train.py`: leaves what a run leaves, and fails as it is told to.
+FAKE = """
+import json, os, signal, sys, time
+sys.path.insert(0, {root!r})
+from dataclasses import asdict
+from pathlib import Path
+import yaml
+from config import parse_config
+config = parse_config(sys.argv[2:])
+config.global_batch_size, config.data.seed = config.global_batch_size or 8, 0
+run = Path(config.out_dir, config.name)
+run.mkdir(parents=True, exist_ok=True)
+with open(run.parent / "log", "a") as log:
+    print(config.name, file=log)
+told = json.loads((run.parent / "told").read_text()).get(config.name, ["finished", 0])
+def end(state, code):
+    (run / "status.json").write_text(json.dumps(dict(state=state, step=config.steps, reason="")))
+    os._exit(code)
+settings = json.loads(json.dumps(asdict(config)))
+(run / "config.yaml").write_text(yaml.safe_dump(settings))
+(run / "metrics.jsonl").write_text(json.dumps({{"step": config.steps, "val/loss": config.optimizer.lr}}))
+if told[0] == "waits":
+    signal.signal(signal.SIGTERM, lambda *_: end("preempted", 1))
+    (run / "waiting").touch()
+    time.sleep(120)
+end(*told)
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Sweeps with fake runs below tmp_path/runs; `told` says how each ends. Returns the names of those it started."""
+    (tmp_path / "fake.py").write_text(FAKE.format(root=str(ROOT)))
+    (tmp_path / "runs").mkdir()
+    handlers = {number: signal.getsignal(number) for number in range(1, 16) if number not in (9,)}
+
+    def run(*arguments, told=None, error=None):
+        (tmp_path / "runs" / "told").write_text(json.dumps(told or {}))
+        log = tmp_path / "runs" / "log"
+        log.unlink(missing_ok=True)
+        words = [*map(str, [*TINY_STORIES, "--out_dir", tmp_path / "runs", *arguments])]
+        config = SweepConfig(words, launch=f"{sys.executable} {tmp_path / 'fake.py'}")
+        if error:
+            with pytest.raises(error):
+                main(config)
+        else:
+            main(config)
+        return log.read_text().split() if log.exists() else []
+
+    run.directory = tmp_path / "runs"
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_every_combination_is_trained_and_named_by_what_differs(sweep, capsys):
+    started = sweep("--optimizer.lr", "1e-2,1e-3", "--seed=0,1", "--steps", 4)
+    assert started == [f"tiny_stories-lr_{lr}-seed_{seed}" for lr in (0.01, 0.001) for seed in (0, 1)]
+    for name, lr, seed in [(started[0], 0.01, 0), (started[3], 0.001, 1)]:
+        settings = yaml.safe_load((sweep.directory / name / "config.yaml").read_text())
+        assert (settings["optimizer"]["lr"], settings["seed"], settings["steps"]) == (lr, seed, 4)
+    shown = capsys.readouterr().out
+    rows = [line for line in shown.splitlines() if line.startswith("tiny_stories-") and "finished" in line]
+    assert [row.split()[0].rstrip(":") for row in rows] == started + [*started[2:], *started[:2]], "sorted by the loss"
+    assert "Welch's t-test" in shown
+
+
+def test_it_goes_on_where_it_was_stopped(sweep, capsys):
+    names = [f"tiny_stories-seed_{seed}" for seed in range(3)]
+    assert sweep("--seed", "0,1,2", told={names[1]: ["preempted", 75]}, error=SystemExit) == names
+    assert sweep("--seed", "0,1,2") == [names[1]]
+    assert f"{names[0]}: finished before" in capsys.readouterr().out
+    assert sweep("--seed", "0,1,2") == []
+    assert sweep("--seed", "0,1,2,3") == ["tiny_stories-seed_3"]
+    assert sweep("--seed", "0,1", "--steps", 20) == names[:2], "what has more steps to do is not finished"
+    assert sweep("--seed", "0,1", "--steps", 20, "--resume", "never") == names[:2]
+
+
+@pytest.mark.parametrize(("state", "code", "error"), [("failed", 1, RunError), ("failed", 2, RunError)])
+def test_a_run_that_fails_does_not_stop_the_others(state, code, error, sweep, capsys):
+    names = [f"tiny_stories-seed_{seed}" for seed in range(3)]
+    assert sweep("--seed", "0,1,2", told={names[0]: [state, code]}, error=error) == names
+    shown = capsys.readouterr().out
+    assert f"{names[0]}: failed" in shown and f"{names[2]}: finished" in shown and "val/loss" in shown
+    assert sweep("--seed", "0,1,2") == names[:1], "and is tried again"
+
+
+def test_a_stop_under_a_launcher_is_no_failure(sweep):
+    """It turns every exit code into 1."""
+    with pytest.raises(SystemExit) as stop:
+        sweep("--seed", "0,1", told={"tiny_stories-seed_0": ["preempted", 1]})
+    assert stop.value.code == 75
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--seed 0,1,x", "--seed x"),
+        ("--optimizer.lr=1e-3,-1", "--optimizer.lr=-1"),
+        ("--seed 0,1 --model.d_modl 3", "d_modl"),
+        ("--micro_batch_size 1,4", "global_batch_size: 6 is not a multiple"),
+        ("--optimizer.lr 1e-3,0.001", "would be called 'tiny_stories-lr_0.001'"),
+        ("--seed 0,1 --print_config", "train.py's own"),
+        ("--seed 0,", "--seed ''"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_the_first_run(arguments, message, sweep, capfd):
+    words = [*TINY_STORIES, "--out_dir", str(sweep.directory), *arguments.split()]
+    with pytest.raises(ConfigError) as refused:
+        main(SweepConfig(words))
+    assert message in str(refused.value)
+    assert not list(sweep.directory.iterdir())
+
+
+def test_runs_of_other_settings_are_not_taken_for_those_of_the_sweep(sweep):
+    sweep("--seed", "0,1")
+    assert sweep("--seed", "0,1", "--model.dropout", 0.2, error=ConfigError) == []
+
+
+@pytest.mark.parametrize("launch", ["nonsense --x", "' '"])
+def test_a_launch_that_is_none_is_refused(launch, sweep):
+    with pytest.raises(ConfigError, match="launch: "):
+        main(SweepConfig(["--seed", "0,1"], launch=launch))
+
+
+def test_values_are_split_at_commas_but_not_inside_brackets():
+    assert split("1e-3,3e-4") == ["1e-3", "3e-4"]
+    assert split("[0.9,0.95],[0.9,0.99]") == ["[0.9,0.95]", "[0.9,0.99]"]
+    assert split("{a: 1, b: [2, 3]}") == ["{a: 1, b: [2, 3]}"]
+    betas = plan([*TINY_STORIES, "--optimizer.betas", "[0.9,0.95],[0.9,0.99]"])
+    assert [settings.optimizer.betas for _, settings in betas] == [(0.9, 0.95), (0.9, 0.99)]
+    assert [settings.name for _, settings in betas] == ["tiny_stories-betas_0.9_0.95", "tiny_stories-betas_0.9_0.99"]
+
+
+def test_names_tell_settings_of_the_same_last_name_and_recipes_apart():
+    runs = plan([*TINY_STORIES, "--seed", "0,1", "--data.seed", "2,3"])
+    assert runs[0][1].name == "tiny_stories-seed_0-data.seed_2"
+    recipes = ",".join(str(ROOT / "configs" / f"{name}.yaml") for name in ("stories", "random_tokens"))
+    assert [settings.name for _, settings in plan(["--config", recipes])] == ["stories", "random_tokens"]
+
+
+def test_its_own_options_may_stand_anywhere(monkeypatch, capsys):
+    words = ["--seed", "0,1", "--launch", "accelerate launch --cpu", "--name", "x"]
+    assert own_arguments_first(words) == ["--launch", "accelerate launch --cpu", "--", "--seed", "0,1", "--name", "x"]
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *own_arguments_first(["--seed", "0,x", "--launch=python"])])
+    streams = sys.stdout, sys.stderr
+    assert cli.call("sweep", SweepConfig, needs_torch=False) == 2
+    sys.stdout, sys.stderr = streams
+    assert "sweep.py: error: " in capsys.readouterr().err
+
+
+def test_a_signal_stops_the_run_and_the_sweep(sweep, tmp_path):
+    """A process of its own, which alone is told."""
+    (sweep.directory / "told").write_text(json.dumps({"tiny_stories-seed_0": ["waits"]}))
+    command = [sys.executable, "sweep.py", *TINY_STORIES, "--out_dir", sweep.directory, "--seed", "0,1"]
+    command += ["--launch", f"{sys.executable} {tmp_path / 'fake.py'}"]
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    while not (sweep.directory / "tiny_stories-seed_0" / "waiting").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "seed_0: stopped" in shown and "seed_1: not started" in shown
+    assert (sweep.directory / "log").read_text().split() == ["tiny_stories-seed_0"]
+
+
+@pytest.mark.parametrize("learning_rate", [0.001, 1e-05, 3.1622776601683795e-05])
+def test_train_understands_what_an_agent_of_wandb_passes(learning_rate, tmp_path):
+    """The agent's own functions put the command of configs/wandb_sweep.yaml together; a fake python takes it."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    asked = yaml.safe_load((ROOT / "configs" / "wandb_sweep.yaml").read_text())
+    assert set(asked["parameters"]) == {"optimizer.lr", "seed"}
+    arguments = {"optimizer.lr": {"value": learning_rate}, "seed": {"value": 2}}
+    macros = create_sweep_command_args({"args": arguments})
+    words = [macros.get(word[2:-1], [word]) for word in create_sweep_command(asked["command"])]
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [word for several in words for word in several],
+        cwd=ROOT,
+        env={"PATH": path, "WANDB_RUN_ID": "k3v9x"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    script, *passed = done.stdout.splitlines()
+    config = parse_config(passed)
+    assert script == "train.py" and f"--optimizer.lr={learning_rate}" in passed
+    assert (config.optimizer.lr, config.seed, config.name) == (learning_rate, 2, "sweep-k3v9x")
+    assert config.tracking.wandb == "online" and (config.tracking.project == asked["project"])
