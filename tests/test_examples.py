@@ -245,7 +245,8 @@ def test_images_from_files_and_from_the_hub_are_the_same(digits, tmp_path, monke
 @pytest.mark.parametrize("steps", [GPT_STEPS, pytest.param(MORE_THAN_AN_EPOCH, marks=pytest.mark.slow)])
 def test_all_three_gpts_end_with_the_same_bits(run, steps):
     commands = [f"python -m examples.gpt_{way}" for way in ("allreduce", "ddp", "accelerate")]
-    commands.append("torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp")
+    if steps == MORE_THAN_AN_EPOCH:
+        commands.append("torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp")
     outputs = [run(command, f" --steps {steps}") for command in commands]
     digests = [re.search(r"^Training finished\. losses (\w{16}) weights (\w{16})$", o, re.MULTILINE) for o in outputs]
     assert len({digest.groups() for digest in digests}) == 1

@@ -213,7 +213,13 @@ def shortened(command, out_dir):
     return command.replace(" runs/", f" {out_dir}/").replace(" 420", " 2 --arithmetic false")
 
 
-@pytest.mark.parametrize("command", [command for command in README_COMMANDS if command != "make test"])
+def start_of_the_readme(command):
+    """What starts several real processes is slow where another of these commands goes the same way."""
+    slow = "torchrun" in command or "multi_gpu.yaml" in command
+    return pytest.param(command, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize("command", [start_of_the_readme(c) for c in README_COMMANDS if c != "make test"])
 def test_a_command_of_the_readme(command, out_dir):
     in_fork = command.startswith("python ") and "one_process" not in command
     done = (python if in_fork else shell)(shortened(command, out_dir), WANDB_MODE="disabled")
