@@ -237,12 +237,14 @@ def test_tampering_is_found(tamper, run, in_process, tmp_path, capsys):
 
 def test_an_honest_run_passes(run, in_process, tmp_path, capsys):
     audit(Run(run), 99, tmp_path)
-    assert capsys.readouterr().out.count("PASS") == 3
+    assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == [
+        f"steps {step - 1} to {step}  bit for bit" for step in (2, 4, 6)
+    ]
 
 
 def test_an_exact_run_of_two_processes_is_audited_on_one(tmp_path):
     train(*RECIPE, "--exact", "true", "--out_dir", tmp_path, "--name", "run", processes=2)
-    assert python(f"python replay.py {tmp_path / 'run'} --audit 3").stdout.count("PASS") == 3
+    assert python(f"python replay.py {tmp_path / 'run'} --audit 3").stdout.count("bit for bit\n") == 3
 
 
 def test_without_exact_another_number_of_processes_passes_but_for_rounding(tmp_path):

@@ -9,7 +9,9 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+from load import find_checkpoint, whole_tensors
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
+from training.fingerprint import digests
 
 LAUNCH_FILES = ROOT / "accelerate_configs"
 STEPS = 8
@@ -94,6 +96,9 @@ def test_a_launch_file_shards(kind, processes, runs, ddp):
     assert sum(weights) == num_weights * processes // shards and max(weights) < 1.02 * num_weights / shards
     assert moments == [2 * count for count in weights]
     assert_is_that_of_ddp(runs / "run", done, ddp)
+    checkpoint, manifest = find_checkpoint(runs / "run")
+    digest = str(digests(whole_tensors(checkpoint, manifest)))
+    assert manifest.metrics["state/digest"] == digest, "of which each process has computed its part"
 
 
 def test_hybrid_sharding_is_ddp_too_and_runs_go_on_in_every_direction(runs, ddp, fsdp2):
