@@ -90,9 +90,11 @@ def test_online_without_an_account_asks_nothing(runs, tmp_path):
 
 
 def test_every_metric_of_the_contract_is_there(runs):
-    train(*SHORT, "--out_dir", runs, "--name", "run")
+    done = train(*SHORT, "--out_dir", runs, "--name", "run")
+    assert "tokens/s = " in done.stdout and "memory" not in done.stdout
     rows = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
     training = {"step", "train/loss", "train/lr", "train/grad_norm", "train/tokens", "perf/tokens_per_second"}
+    training |= {"perf/peak_memory_bytes"}
     validation = {"val/loss", "val/perplexity", "val/bits_per_byte", "val/floor"}
     assert all(training <= row.keys() for row in rows)
     assert [validation <= row.keys() for row in rows] == [False, True, False, True]

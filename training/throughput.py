@@ -1,5 +1,7 @@
 """Speed: tokens per second of training, and the share of the device's peak that they make (MFU)."""
 
+import resource
+import sys
 import time
 
 import torch
@@ -31,6 +33,12 @@ def peak_flops(accelerator: Accelerator) -> float:
     return peak_bf16_flops(accelerator.device) * accelerator.num_processes if is_bf16_gpu else 0.0
 
 
+def peak_memory_bytes() -> int:
+    """The most that this process has held: tensors on a GPU, and without one all that is in memory."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else resident
+
+
 class Throughput:
     """A stopwatch over training steps. Restart it after an evaluation or a checkpoint: they are not training."""
 
@@ -42,12 +50,14 @@ class Throughput:
         self.step, self.seconds = step, time.perf_counter()
 
     def measure(self, step: int) -> dict[str, float]:
-        """`train/tokens` since the run began, `perf/tokens_per_second` over all processes since the last call, and
-        `perf/mfu` where the device's peak is known; begins to measure anew."""
+        """`train/tokens` since the run began, `perf/tokens_per_second` over all processes since the last call,
+        `perf/peak_memory_bytes` of this one, and `perf/mfu` where the device's peak is known; begins to measure anew.
+        """
         elapsed = time.perf_counter() - self.seconds
         tokens_per_second = (step - self.step) * self.tokens_per_step / elapsed
         self.restart(step)
         metrics = {"train/tokens": step * self.tokens_per_step, "perf/tokens_per_second": tokens_per_second}
+        metrics["perf/peak_memory_bytes"] = peak_memory_bytes()
         if self.peak_flops:
             metrics["perf/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops
         return metrics

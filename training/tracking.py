@@ -110,7 +110,7 @@ class Tracker:
         short = {
             SHORT_NAMES.get(name, name.partition("/")[2]): shown(name, value)
             for name, value in metrics.items()
-            if name != "train/tokens" and (name != "train/skipped" or value)
+            if name not in ("train/tokens", "perf/peak_memory_bytes") and (name != "train/skipped" or value)
         }
         if self.bar.disable:
             self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in short.items()))
