@@ -53,10 +53,12 @@ def call(script: str, kind: type | None = None, needs_torch: bool = True) -> int
     print_to_whoever_listens()
     try:
         adopt(os.environ)
+        if planned := script == "train" and "--plan" in sys.argv:
+            sys.argv.remove("--plan")
         config = parse_tool(kind, script) if kind else parse_config(num_processes=num_processes())
         if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
-        import_module(script).main(config)
+        import_module("plan" if planned else script).main(config)
     except SystemExit as exit_:  # --help and --print_config
         return int(exit_.code or 0)
     except (ConfigError, RunError) as error:

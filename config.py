@@ -458,7 +458,7 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     own_args = sys.argv[1:] if args is None else args
     has_config = any(arg.split("=")[0] == "--config" for arg in own_args)
     args = own_args if has_config else ["--config", str(DEFAULT_CONFIG), *own_args]
-    parser = _parser("train", "Trains a mini-GPT.")
+    parser = _parser("train", "Trains a mini-GPT. With --plan it only says what that would need.")
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
     parser.add_class_arguments(TrainConfig, as_group=False)
     settings = _parse(parser, args)

@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "sweep.py": {"cli", "compare", "config", "training"},
     "hub.py": {"model"},
     "load.py": {"config", "data", "hub", "model", "training"},
+    "plan.py": {"config", "data", "launcher", "load", "model", "train", "training"},
     "evaluate.py": {"cli", "config", "data", "files", "load", "training"},
     "export.py": {"cli", "config", "data", "hub", "load", "model", "plot", "training"},
     "sample.py": {"cli", "config", "data", "load", "training"},
