@@ -290,6 +290,7 @@ PAGE = (ROOT / "docs" / "comparing.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page(runs):
     """One seed of its sweep is enough, and the run that it branches from is a small one."""
     train(*TINY_STORIES, "--out_dir", runs, "--name", "stories")

@@ -19,7 +19,7 @@ from plot import save_loss_curve
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
 
 RECIPE = ROOT / "tests" / "old_runs" / "recipe.yaml"
-CASES = [pytest.param(seed, marks=[] if seed < 20 else pytest.mark.slow) for seed in range(200)]
+CASES = [pytest.param(seed, marks=[] if seed < 10 else pytest.mark.slow) for seed in range(200)]
 STEPS = 6
 WORDS = [
     b"null",
