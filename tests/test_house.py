@@ -215,7 +215,7 @@ def shortened(command, out_dir):
 
 
 def start_of_the_readme(command):
-    """What starts several real processes is slow where another of these commands, or verify's own test, goes that way."""
+    """What starts several real processes is slow where another test goes the same way."""
     slow = "torchrun" in command or "multi_gpu.yaml" in command or command == "make verify"
     return pytest.param(command, marks=pytest.mark.slow if slow else ())
 
