@@ -126,8 +126,10 @@ def _local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 def _hash_rows(rows: Tensor) -> Tensor:
     """int64 [rows]."""
     factors = _factors(rows.shape[1], rows.device)
-    at_once = max(1, VALUES_AT_ONCE // rows.shape[1])
-    return torch.cat([(part * factors).sum(1) for part in rows.split(at_once)])
+    if rows.shape[1] == 1:  # most tensors are vectors, and each operation on a small one costs its launch
+        return rows[:, 0] * factors
+    parts = [(part * factors).sum(1) for part in rows.split(max(1, VALUES_AT_ONCE // rows.shape[1]))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @functools.cache
