@@ -67,10 +67,7 @@ def main(config: EvaluateConfig) -> None:
     """
     loaded = load_run(config.run, config.checkpoint)
     settings = settings_of(config, loaded)
-    try:
-        corpus = load_corpus(settings)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    corpus = load_corpus(settings)
     check_tokenizer(config.run, loaded, corpus)
     accelerator = launch.start(settings)
     model = loaded.model.to(accelerator.device)

@@ -218,10 +218,7 @@ def main(config: TrainConfig) -> None:
     """
     launcher.check(config)
     take_over(config)
-    try:
-        config.model.vocab_size = load_corpus(config).vocab_size
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    config.model.vocab_size = load_corpus(config).vocab_size
     config.global_batch_size = config.global_batch_size or config.micro_batch_size * num_processes()
     if problems := config.problems(num_processes()):
         raise ConfigError("\n".join(problems))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import launcher
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from data.corpus import Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
 from load import Loaded, check_tokenizer, take_over
@@ -61,10 +61,7 @@ def main(config: TrainConfig) -> None:
         if config.data.seed is None:
             config.data.seed = run.data_seed(config)
         initial = take_over(config)
-        try:
-            corpus = load_corpus(config)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        corpus = load_corpus(config)
         if initial:
             check_tokenizer(config.init_from, initial, corpus)
         config.model.vocab_size = corpus.vocab_size

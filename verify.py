@@ -223,7 +223,7 @@ def main() -> int:
         with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
             compute_as_any_processor()
         verification = Verification(config)
-    except ValueError as error:  # ConfigError, or what load_corpus says of the corpus
+    except ConfigError as error:
         cli.let_main_process_fail_first()
         print(f"verify.py: error: {error}", file=sys.stderr)
         return 2

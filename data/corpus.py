@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from config import TrainConfig, no_code_for
+from config import ConfigError, TrainConfig, no_code_for
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset, build_tokenizer, score_stories, verdict
@@ -75,7 +75,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
     """The corpus that `config.data` names, in sequences of `config.seq_len` tokens.
 
     Raises:
-        ValueError: the settings do not fit the corpus, or it is not as it was prepared; says which and what would.
+        ConfigError: the settings do not fit the corpus, or it is not as it was prepared; says which and what would.
     """
     seed = config.data.seed or 0
     sizes = {"train": config.data.num_samples, "validation": config.evaluation.num_samples}
@@ -103,13 +103,13 @@ def _load_text(config: TrainConfig) -> Corpus:
     corpora = [TextCorpus(path) for path in data.mix or [data.path]]
     content_hash = "+".join(corpus.metadata["hash"] for corpus in corpora)
     if data.hash not in (None, content_hash):
-        raise ValueError(f"data.hash: {data.hash} is not that of the corpus now, {content_hash}; null takes that")
+        raise ConfigError(f"data.hash: {data.hash} is not that of the corpus now, {content_hash}; null takes that")
     data.hash = content_hash
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
-        raise ValueError(f"data.mix: {', '.join(data.mix)} were made with different tokenizers")
+        raise ConfigError(f"data.mix: {', '.join(data.mix)} were made with different tokenizers")
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
-        raise ValueError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
+        raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
     train = [TextDataset(corpus, "train", config.seq_len, data.documents) for corpus in corpora]
     sizes = [evaluation.num_samples and max(1, evaluation.num_samples * quota // MIX_BLOCK) for quota in quotas]
     wanted = zip(corpora, sizes, strict=True) if evaluation.every else ()
@@ -124,5 +124,5 @@ def _load_text(config: TrainConfig) -> Corpus:
 
 def _checked_vocab_size(vocab_size: int | None, num_tokens: int) -> int:
     if vocab_size is not None and vocab_size < num_tokens:
-        raise ValueError(f"model.vocab_size: {vocab_size} is less than the tokenizer's {num_tokens}; null takes that")
+        raise ConfigError(f"model.vocab_size: {vocab_size} is less than the tokenizer's {num_tokens}; null takes that")
     return vocab_size or num_tokens

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
 
+from config import ConfigError
 from data.grammar import TOKEN, Grammar
 from data.tokenizer import END_OF_TEXT
 
@@ -155,7 +156,8 @@ class StoriesDataset(Dataset):
     belongs to, so no story is in both, whatever the sizes and seeds. The hash is nothing that a model could learn, so
     the best possible model of either split is the grammar itself, and its loss is the floor.
 
-    Raises ValueError where `split` is not "train" or "validation", or `seq_len` is too short for the longest story.
+    Raises ValueError where `split` is not "train" or "validation", ConfigError where `seq_len` is too short for the
+    longest story.
     """
 
     def __init__(self, split: str, num_stories: int, seed: int, seq_len: int):
@@ -164,7 +166,7 @@ class StoriesDataset(Dataset):
         shortest = GRAMMAR.max_tokens + 2
         if seq_len < shortest:
             wanted = f"at least {shortest}, the longest story and two end-of-text tokens"
-            raise ValueError(
+            raise ConfigError(
                 f"data.source: stories needs seq_len of {wanted}, but it is {seq_len}; set it to {shortest}"
             )
         self.split, self.num_stories, self.seed, self.seq_len = split, num_stories, seed, seq_len
