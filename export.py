@@ -44,9 +44,9 @@ import yaml
 from config import ConfigError, RunError
 from data.integrity import read_metadata
 from hub import to_transformers
-from load import Loaded, find_checkpoint, is_run, load_run, readable_checkpoints
+from load import Loaded, find_checkpoint, is_run, load_run
 from plot import save_loss_curve
-from training.manifest import Manifest
+from training.manifest import Manifest, readable_checkpoints
 
 CARD = """---
 library_name: transformers
@@ -100,7 +100,7 @@ def main(config: ExportConfig) -> None:
 def newest(config: ExportConfig) -> list[tuple[Path, Manifest]]:
     """The checkpoints that are averaged."""
     path = Path(config.run).expanduser()
-    there = list(readable_checkpoints(path)) if is_run(path) else []
+    there = list(readable_checkpoints(path / "checkpoints")) if is_run(path) else []
     if config.checkpoint != "latest" or len(there) < config.average:
         raise ConfigError(
             f"average: {config.average} takes the newest checkpoints of a run, checkpoint: latest, and {path} has "

@@ -23,7 +23,7 @@ from hub import from_transformers
 from model.gpt import GPTModel
 from training.compute import compute_as_any_processor
 from training.continuation import complete
-from training.manifest import InvalidCheckpoint, Manifest, checkpoints_in, newest_valid, read_manifest, validate
+from training.manifest import InvalidCheckpoint, Manifest, newest_valid, readable_checkpoints, validate
 from training.world import num_processes
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
             raise ConfigError("\n  ".join([f"{path} has no valid checkpoint", *rejected]))
         return directory, manifest
     else:
-        manifests = readable_checkpoints(path)
+        manifests = readable_checkpoints(path / "checkpoints")
         losses = {found: manifest.val_loss for found, manifest in manifests.items() if manifest.val_loss is not None}
         chosen = [found for found, manifest in manifests.items() if manifest.step == checkpoint]
         if checkpoint == "best":
@@ -103,17 +103,6 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
         return directory, validate(directory)
     except InvalidCheckpoint as invalid:
         raise ConfigError(str(invalid)) from None
-
-
-def readable_checkpoints(path: Path) -> dict[Path, Manifest]:
-    """Every checkpoint of the run whose manifest can be read, the newest first."""
-    manifests = {}
-    for directory in checkpoints_in(path / "checkpoints"):
-        try:
-            manifests[directory] = read_manifest(directory)
-        except InvalidCheckpoint:
-            continue
-    return manifests
 
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,15 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return sorted(directory.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
 
 
+def readable_checkpoints(directory: Path) -> dict[Path, Manifest]:
+    """Every checkpoint whose manifest can be read, the newest first."""
+    manifests = {}
+    for path in checkpoints_in(directory):
+        with suppress(InvalidCheckpoint):
+            manifests[path] = read_manifest(path)
+    return manifests
+
+
 def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[str]]:
     """The newest valid checkpoint, its manifest, and why each newer one was passed over. (None, None, ...) if none."""
     rejected = []
@@ -150,14 +160,7 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     Raises:
         InvalidCheckpoint: that of `step`, just written, cannot be read back; then nothing is deleted.
     """
-    manifests = {}
-    for path in checkpoints_in(checkpoints):
-        try:
-            manifest = read_manifest(path)
-        except InvalidCheckpoint:
-            continue
-        if manifest.step <= step:
-            manifests[path] = manifest
+    manifests = {path: found for path, found in readable_checkpoints(checkpoints).items() if found.step <= step}
     losses = {path: manifest.val_loss for path, manifest in manifests.items() if manifest.val_loss is not None}
     kept = {*list(manifests)[: config.keep], *sorted(losses, key=losses.get)[:1]}
     if config.keep_every:
