@@ -5,7 +5,6 @@ Training goes on in a run of its own, in a folder that is thrown away, from a ch
 
 import contextlib
 import io
-import json
 import os
 import random
 from copy import deepcopy
@@ -16,11 +15,18 @@ import torch
 
 import train
 from config import ConfigError, RunError
-from load import config_of, readable_checkpoints, whole_tensors
+from load import config_of, whole_tensors
 from training.compute import prepare_exact
 from training.continuation import complete, differences, read_settings
 from training.fingerprint import digests
-from training.manifest import InvalidCheckpoint, Manifest, read_manifest, step_directory, validate
+from training.manifest import (
+    InvalidCheckpoint,
+    Manifest,
+    read_manifest,
+    readable_checkpoints,
+    step_directory,
+    validate,
+)
 from training.metrics_file import read_rows
 from training.signals import Preempted
 from training.world import is_main_process, num_processes
@@ -35,10 +41,16 @@ class Run:
         settings = read_settings(path / "config.yaml")
         if settings is None:
             raise ConfigError(f"run: {str(path)!r} is not the directory of a run: it has no config.yaml")
-        self.path, self.config, self.manifests = path, config_of(settings), readable_checkpoints(path)
+        self.path, self.config = path, config_of(settings)
+        self.manifests = readable_checkpoints(path / "checkpoints")
         self.rows = {row["step"]: row for row in read_rows(path / "metrics.jsonl")}
-        starts = path / "starts.jsonl"
-        self.starts = [json.loads(line) for line in starts.read_text().splitlines()] if starts.exists() else []
+        self.starts = list(read_rows(path / "starts.jsonl")) if (path / "starts.jsonl").exists() else []
+        self.origin: dict[Path, Manifest] = {}  # of a branch: the checkpoint that it began from, if it is still there
+        if self.config.branch_from is not None:
+            with contextlib.suppress(InvalidCheckpoint):
+                self.origin = {Path(self.config.branch_from): read_manifest(Path(self.config.branch_from))}
+        steps = [manifest.step for manifest in self.origin.values()] or [start["step"] for start in self.starts]
+        self.begin = steps[0] if steps else 0
         if self.config.exact:
             prepare_exact()  # before anything is computed
 
@@ -59,7 +71,7 @@ class Run:
 
     def checkpoint_before(self, step: int) -> Path | None:
         """The newest one that is whole and older than `step`."""
-        for path, manifest in self.manifests.items():
+        for path, manifest in (self.manifests | self.origin).items():
             if manifest.step < step:
                 with contextlib.suppress(InvalidCheckpoint):
                     validate(path)
@@ -71,7 +83,7 @@ class Run:
         config = deepcopy(self.config)
         config.out_dir, config.name, config.resume = str(folder), f"until-{until}", "auto"
         if checkpoint is not None:
-            config.branch_from = str(checkpoint.resolve())
+            config.branch_from, config.init_from = str(checkpoint.resolve()), None
         config.stop_after = until
         config.tracking.wandb, config.tracking.log_every, config.check_replicas_every = "disabled", 1, 0
         config.checkpoint.every = 10**9
@@ -124,7 +136,7 @@ class Retrained:
         return ""
 
 
-def found(run: Run, again: Retrained, why: str) -> str:
+def outcome(run: Run, again: Retrained, why: str) -> str:
     """What comparing with the run's log gave, in words."""
     compared = sum("state/digest" in run.rows.get(step, {}) for step in again.rows)
     if difference := again.difference(run, why):
@@ -147,19 +159,23 @@ def audit(run: Run, count: int, folder: Path) -> None:
         RunError: something is not as training again gives it.
     """
     kept = sorted(run.manifests.items(), key=lambda item: item[1].step)
-    intervals = list(zip([(None, None), *kept], kept, strict=False))
+    begins = [*run.origin, None][:1] + [path for path, _ in kept]
+    intervals = list(zip([run.begin, *(manifest.step for _, manifest in kept)], begins, kept, strict=False))
     if not intervals:
         raise ConfigError(f"audit: {run.path} has no checkpoint that can be read")
     failures = 0
-    for (begin, _), (end, manifest) in sorted(
-        random.sample(intervals, min(count, len(intervals))), key=lambda i: i[1][1].step
-    ):
-        first = read_manifest(begin).step + 1 if begin else 1
-        problem = saved_problem(run, end, manifest) or trained_problem(run, begin, end, manifest, folder)
-        failures += bool(problem)
+    chosen = random.sample(intervals, min(count, len(intervals)))
+    for before, begin, (end, manifest) in sorted(chosen, key=lambda interval: interval[0]):
         why = run.differs_here(manifest.step)
-        passed = f"but for rounding ({why})" if why else "bit for bit"
-        say(f"{'FAIL' if problem else 'PASS'}  steps {first} to {manifest.step}  {problem or passed}")
+        verdict, found = "PASS", f"but for rounding ({why})" if why else "bit for bit"
+        if problem := saved_problem(run, end, manifest):
+            verdict, found = "FAIL", problem
+        elif begin is None and run.config.branch_from is not None:
+            verdict, found = "SKIP", f"the checkpoint that it began from is gone: {run.config.branch_from}"
+        elif problem := trained_problem(run, begin, before + 1, manifest, folder):
+            verdict, found = "FAIL", problem
+        failures += verdict == "FAIL"
+        say(f"{verdict}  steps {before + 1} to {manifest.step}  {found}")
     if failures:
         raise RunError(f"{run.path} is not what its settings give: {failures} interval(s) failed")
     say(f"{run.path} is what its settings give, as far as it was trained again.")
@@ -184,13 +200,10 @@ def saved_problem(run: Run, checkpoint: Path, manifest: Manifest) -> str:
     return ""
 
 
-def trained_problem(run: Run, begin: Path | None, end: Path, manifest: Manifest, folder: Path) -> str:
-    """What training an interval again gives otherwise, in words; "" if nothing."""
-    logged = config_of(manifest.config)
-    first = read_manifest(begin).step + 1 if begin else 1
-    if missing := [
-        step for step in range(first, manifest.step + 1) if any(logged.due(step)[:2]) and step not in run.rows
-    ]:
+def trained_problem(run: Run, begin: Path | None, first: int, manifest: Manifest, folder: Path) -> str:
+    """What training an interval again, from the checkpoint `begin`, gives otherwise, in words; "" if nothing."""
+    logged, last = config_of(manifest.config), manifest.step
+    if missing := [step for step in range(first, last + 1) if any(logged.due(step)[:2]) and step not in run.rows]:
         return f"metrics.jsonl has no row of step {missing[0]}"
-    again = run.retrain(begin, manifest.step, folder)
-    return str(again.failure or again.difference(run, run.differs_here(manifest.step)))
+    again = run.retrain(begin, last, folder)
+    return str(again.failure or again.difference(run, run.differs_here(last)))

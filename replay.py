@@ -5,7 +5,7 @@ before, silently, and every fingerprint on the way is compared with the one that
 how to find what is wrong with a step, docs/audit.md what an audit proves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
@@ -56,13 +56,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import train
-from audit import Run, audit, found, say
+from audit import Run, audit, outcome, say
 from config import ConfigError, TrainConfig
 from data.corpus import Batches, load_corpus
 from data.order import derive_seed
-from load import read_weights
+from load import load_run, read_weights
 from model.gpt import GPTModel
-from training.compute import no_compiler
+from training.compute import no_compiler, prepare_network
+from training.gradients import fill_in
+from training.layers import total_norm
 from training.manifest import read_manifest
 from training.world import is_main_process
 
@@ -91,20 +93,21 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
     step, before = config.step, run.checkpoint_before(config.step)
     if step > run.config.steps:
         raise ConfigError(f"step: {step} is beyond the {run.config.steps} steps of {run.path}")
+    if step <= run.begin:
+        raise ConfigError(f"step: {step} is of the run that {run.path} branched from after step {run.begin}; open that")
     first = read_manifest(before).step if before else 0
     why = run.differs_here(step)
     if first < step - 1:
         again = run.retrain(before, step - 1, folder)
-        say(
-            f"steps {first + 1} to {step - 1}: trained again from {before or 'the beginning'}; {found(run, again, why)}"
-        )
+        begin = before or "the beginning"
+        say(f"steps {first + 1} to {step - 1}: trained again from {begin}; {outcome(run, again, why)}")
         if again.failure:
             raise again.failure
         before = again.checkpoint
     profile = (step, step) if config.profile else None
     again = run.retrain(before, step, folder, tracking__layers=True, profile=profile)
     failure = str(again.failure or "").partition(" To see what happened")[0]
-    say(failure or f"step {step}: {found(run, again, why)}")
+    say(failure or f"step {step}: {outcome(run, again, why)}")
     if not is_main_process():
         return
     if config.profile:
@@ -140,6 +143,8 @@ def show_sequences(run: Run, before: Path | None, step: int, config: ReplayConfi
     model = GPTModel(run.config.model)
     if before:
         read_weights(before, read_manifest(before), model.state_dict())
+    elif run.config.init_from:
+        model.load_state_dict(load_run(run.config.init_from).model.state_dict())
     model.to(device)
     indices = corpus.order(run.config.global_batch_size, run.config.seed).indices(step - 1)
     batch = {name: tensor.to(device) for name, tensor in Batches(corpus.train)[list(indices)].items()}
@@ -175,8 +180,7 @@ def show_arithmetic(run: Run, model: GPTModel, batch: dict[str, Tensor], step: i
             if compiled and no_compiler(targets.device):
                 continue
             fresh = deepcopy(model)
-            for block in fresh.blocks if compiled else ():
-                block.compile(options={"fallback_random": True})
+            prepare_network(fresh, replace(run.config, compile=compiled), targets.device)
             losses, norm = compute(fresh, batch, step, run.config, precision, gradients=True)
             name = precision.replace("no", "fp32") + (", compiled" if compiled else "")
             say(f"{name:>16}{torch.cat(losses).sum() / targets:>14.6f}{norm:>16.6f}")
@@ -197,5 +201,7 @@ def compute(
         if gradients:
             (losses.sum() / targets).backward()
         token_losses.append(losses.detach())
-    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
-    return token_losses, torch.stack(norms).norm().item() if norms else 0.0
+    if not gradients:
+        return token_losses, 0.0
+    fill_in(model.parameters())
+    return token_losses, total_norm(parameter.grad for parameter in model.parameters())

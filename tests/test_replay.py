@@ -60,7 +60,8 @@ def test_the_sequences_and_the_arithmetic_are_those_of_the_step(run):
     """Their losses average to what the run logged; so does the step computed anew in fp32."""
     shown = python(f"python replay.py {run} 3 --num_sequences 6", CXX="/nonexistent").stdout
     row = next(row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["step"] == 3)
-    assert re.search(rf"fp32 +{row['train/loss']:.5f}\d +{row['train/grad_norm']:.5f}\d$", shown, re.MULTILINE)
+    fp32 = [float(figure) for figure in re.search(r"fp32 +([\d.]+) +([\d.]+)$", shown, re.MULTILINE).groups()]
+    assert fp32 == pytest.approx([row["train/loss"], row["train/grad_norm"]], abs=1e-6)
     bf16 = float(re.search(r"bf16 +([\d.]+)", shown)[1])
     assert bf16 != row["train/loss"] and bf16 == pytest.approx(row["train/loss"], rel=1e-2)
 
@@ -70,6 +71,30 @@ def test_the_checkpoint_of_any_step_is_the_one_that_was_not_saved(step, run, eve
     python(f"python replay.py {run} {step} --stop {tmp_path / f'step-{step:08d}'}")
     (tmp_path / "checkpoints").symlink_to(tmp_path)
     assert_same_bits(tensors(tmp_path, step), tensors(every_step, step))
+
+
+@pytest.fixture(scope="module")
+def branch(run):
+    """Of that run after step 2, with more decay; saved at steps 4 and 6."""
+    begin = ["--branch_from", run / "checkpoints" / "step-00000002", "--optimizer.weight_decay", 0.3]
+    train(*RECIPE, *begin, "--out_dir", run.parent, "--name", "branch")
+    return run.parent / "branch"
+
+
+def test_a_step_of_a_branch_is_opened(run, branch):
+    shown = python(f"python replay.py {branch} 4 --num_sequences 1 --arithmetic false").stdout
+    assert f"steps 3 to 3: trained again from {run / 'checkpoints' / 'step-00000002'}; as in the run, by 1" in shown
+    assert "step 4: as in the run, by 1 fingerprint(s)" in shown
+
+
+def test_a_run_that_began_with_the_weights_of_another_is_replayed_and_audited(run, in_process, tmp_path, capsys):
+    train(*RECIPE, "--steps", 4, "--init_from", run, "--out_dir", tmp_path, "--name", "tuned")
+    shown = python(f"python replay.py {tmp_path / 'tuned'} 1 --num_sequences 6", CXX="/nonexistent").stdout
+    assert "step 1: as in the run, by 1 fingerprint(s)" in shown
+    row = next(row for row in map(json.loads, (tmp_path / "tuned" / "metrics.jsonl").open()) if row["step"] == 1)
+    assert float(re.search(r"fp32 +([\d.]+)", shown)[1]) == pytest.approx(row["train/loss"], abs=1e-6)
+    audit(Run(tmp_path / "tuned"), 99, tmp_path)
+    assert capsys.readouterr().out.count("bit for bit\n") == 2
 
 
 def test_nothing_in_the_run_is_touched(run):
@@ -83,11 +108,12 @@ def test_nothing_in_the_run_is_touched(run):
     [
         ("{run} 7", "step: 7 is beyond the 6 steps of"),
         ("{run}", "step: name a step of the run to open, or --audit N"),
+        ("{run}/../branch 2", "step: 2 is of the run that"),
         ("{run} 2 --audit 3", "step: name a step of the run to open, or --audit N"),
         ("{run}/checkpoints 2", "is not the directory of a run: it has no config.yaml"),
     ],
 )
-def test_a_wrong_question_is_refused(arguments, message, run, monkeypatch, capsys):
+def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["replay.py", *arguments.format(run=run).split()])
     if sys.argv[2:] and sys.argv[2].isdecimal():
         sys.argv.insert(2, "--step")
@@ -240,6 +266,23 @@ def test_an_honest_run_passes(run, in_process, tmp_path, capsys):
     assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == [
         f"steps {step - 1} to {step}  bit for bit" for step in (2, 4, 6)
     ]
+
+
+def test_an_honest_branch_passes_and_where_its_beginning_is_gone_the_rest_is_audited(
+    branch, in_process, tmp_path, capsys
+):
+    audit(Run(branch), 99, tmp_path)
+    assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == [
+        f"steps {step - 1} to {step}  bit for bit" for step in (4, 6)
+    ]
+    copy = Path(shutil.copytree(branch, tmp_path / "branch"))
+    change_settings(copy, branch_from=str(tmp_path / "gone"))
+    audit(Run(copy), 99, tmp_path / "again")
+    shown = capsys.readouterr().out
+    assert re.search("SKIP  steps 3 to 4  the checkpoint that it began from is gone: .*gone", shown)
+    assert "PASS  steps 5 to 6  bit for bit" in shown
+    with pytest.raises(ConfigError, match="branch_from: .*gone' is not the directory of a checkpoint"):
+        Run(copy).retrain(None, 4, tmp_path / "once more")
 
 
 def test_an_exact_run_of_two_processes_is_audited_on_one(tmp_path):
