@@ -222,6 +222,13 @@ def test_a_real_launch_by_a_file_of_the_questionnaire(answers, runs):
     assert ("precision: fp32" in done.stdout) == (answers == "cpu")
 
 
+@pytest.mark.slow
+def test_a_machine_whose_peer_never_comes_ends_when_it_is_told_to(runs):
+    """By torch's launcher, before any process of ours: what docs/launching.md says of it."""
+    done = launch(["--config_file", CPU, *MACHINES, "--machine_rank", "0", "--rdzv_conf", "timeout=5"], runs)
+    assert done.returncode == 1 and "1/2 clients joined" in done.stderr, done.stderr
+
+
 # Processes that no launcher of torch has started
 
 
