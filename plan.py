@@ -134,6 +134,12 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
     return dict(live.at_peak) | evaluation, moments
 
 
+def gathered_by_fsdp(network: GPTModel) -> int:
+    """Parameters that a process holds whole at once, of what FSDP2 shards: two blocks, and what is outside them."""
+    block = sum(weight.numel() for weight in network.blocks[0].parameters())
+    return 2 * block + network.num_parameters() - len(network.blocks) * block
+
+
 def memory(config: TrainConfig, accelerator: Accelerator, network: GPTModel) -> tuple[dict[str, float], int]:
     """Bytes of the tensors of a process at its peak, by part, and those of a checkpoint."""
     parts, moments = tensor_bytes(config, accelerator)
@@ -141,10 +147,7 @@ def memory(config: TrainConfig, accelerator: Accelerator, network: GPTModel) -> 
     weights = sum(weight.nbytes for weight in network.parameters())
     parts = {name: size / (sharing if name in STATE else 1) for name, size in parts.items()}
     if sharing > 1:
-        block = sum(weight.numel() for weight in network.blocks[0].parameters())
-        rest = network.num_parameters() - len(network.blocks) * block
-        number = 4 if accelerator.mixed_precision == "no" else 2
-        parts["gathered by FSDP2"] = number * (2 * block + rest)  # two blocks, and what is outside them
+        parts["gathered by FSDP2"] = gathered_by_fsdp(network) * (4 if accelerator.mixed_precision == "no" else 2)
     if config.exact:
         micro_batches = config.global_batch_size // config.micro_batch_size
         leaves = (micro_batches & -micro_batches) // processes  # as training/tree_sum.py has them

@@ -17,12 +17,13 @@ from pathlib import Path
 from benchmarks import pictures, record, tables
 from benchmarks.measure import ROOT, by_turns
 
-CASES = {  # and the module whose function of that name says what is measured, and in its docstring why
-    **dict.fromkeys(["throughput", "time_to_loss", "overhead", "scaling", "memory", "startup"], "programs"),
-    **{"growth": "growth", "gpu": "gpu", "exactness": "bits", "soak": "bits"},
-    **{"generation": "generation", "checkpoint_stall": "checkpoint_stall", "text": "text", "sharding": "sharding"},
+MODULES = {  # and their functions that say what is measured, and in their docstrings why
+    "programs": ["throughput", "time_to_loss", "overhead", "scaling", "memory", "sharding", "startup"],
+    **{name: [name] for name in ("generation", "growth", "gpu", "checkpoint_stall", "text")},
+    "bits": ["exactness", "soak"],
 }
-ON_THE_PAGE = list(CASES)[:7]  # what is measured if nothing is named; the GPU's only on request
+CASES = {name: module for module, names in MODULES.items() for name in names}
+ON_THE_PAGE = [*MODULES["programs"], "generation", "growth"]  # measured if nothing is named; the GPU's only on request
 NEED_A_TEXT = {"time_to_loss", "text"}
 STARTED = time.monotonic()
 
@@ -39,7 +40,7 @@ def measure(name: str, options: argparse.Namespace) -> record.Figures:
             print(f"{group.name}: left out, {budget_seconds:g} s are over", file=sys.stderr, flush=True)
         else:
             print(f"{group.name}:", file=sys.stderr, flush=True)
-            figures[group.name] = by_turns(group.cases, group.rounds or options.rounds)
+            figures[group.name] = by_turns(group, group.rounds or options.rounds)
         if not (options.quick or options.only):
             record.write(record.RESULTS / f"{name}.json", figures, left_out)
     return figures
@@ -75,7 +76,7 @@ def main() -> int:
     if options.quick or options.only:
         print(json.dumps(figures, indent=2))
     else:
-        tables.write()
+        tables.PAGE.write_text(tables.page())
         pictures.draw(names[0])
         print(tables.section(names[0]))
     return 1 if any("error" in case for cases in figures.values() for case in cases.values()) else 0

@@ -25,24 +25,25 @@ from examples.overlap import WAYS, average_gradients, hidden, lanes
 from model.gpt import GPTModel
 from training.compute import prepare_cpu, prepare_network
 from training.optimizer import build_optimizer
+from training.throughput import peak_memory_bytes
 
 
 def main() -> None:
     processes, peer, way = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("PEER"), os.environ.get("WAY")
     config = parse_config(num_processes=processes)
     config.model.vocab_size = load_corpus(config).vocab_size
-    before = psutil.Process().memory_info().rss
-    torch.manual_seed(config.seed)
+    after_imports = psutil.Process().memory_info().rss
     tokens = torch.randint(config.model.vocab_size, (config.micro_batch_size, config.seq_len))
+    torch.manual_seed(config.seed)
     if peer:
-        model, optimizer = build_peer(Path(peer), config.model, config.optimizer)
-        inputs = (tokens, tokens)
+        network, optimizer = build_peer(Path(peer), config.model, config.optimizer)
+        inputs = tokens, tokens
     else:
         prepare_cpu()
-        model, inputs = GPTModel(config.model), (tokens, None, tokens)
-        prepare_network(model, config, torch.device("cpu"))
-        optimizer = build_optimizer(model, config.optimizer)
-    network = model
+        network, inputs = GPTModel(config.model), (tokens, None, tokens)
+        prepare_network(network, config, torch.device("cpu"))
+        optimizer = build_optimizer(network, config.optimizer)
+    model = network
     if processes > 1:
         dist.init_process_group("gloo")
         if way is None or WAYS[way]:
@@ -56,16 +57,16 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds, every = [], config.tracking.log_every
-    for _ in range(config.steps // every):
+    def seconds_a_step(steps: int) -> float:
         start = time.perf_counter()
-        for _ in range(every):
+        for _ in range(steps):
             step()
-        seconds.append((time.perf_counter() - start) / every)
-    median = statistics.median(seconds[1:])
-    figures = {"tokens_per_second": tokens.numel() * processes / median, "seconds_a_step": median}
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    figures["peak_mib"] = int(peak.split()[1]) / 1024 - before / 2**20
+        return (time.perf_counter() - start) / steps
+
+    every = config.tracking.log_every
+    seconds = statistics.median([seconds_a_step(every) for _ in range(config.steps // every)][1:])
+    figures = {"tokens_per_second": tokens.numel() * processes / seconds, "seconds_a_step": seconds}
+    figures["peak_mib"] = (peak_memory_bytes() - after_imports) / 2**20
     if not peer:
         figures["flops_per_token"] = network.flops_per_token(config.seq_len)
         figures["attention_flops_per_token"] = figures["flops_per_token"] - network.flops_per_token(0)

@@ -1,21 +1,21 @@
 """Which bits a run ends with: on other numbers of processes, and after its processes were killed."""
 
-import os
 import random
-import signal
 import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.measure import ROOT, Group, environment, launch, rows, train, words
+from benchmarks.measure import Group, Program, launch, rows, train, words
 
 QUIET = {"tracking.wandb": "disabled", "evaluation.every": 0}
 STORIES = QUIET | {"micro_batch_size": 4, "tracking.log_every": 1, "model.dropout": 0.1}
@@ -70,20 +70,15 @@ def exactness(options: Namespace) -> Iterator[Group]:
         settings = LARGE | {"exact": MODES[mode], "global_batch_size": 8 * processes, "steps": 20}
         measured = train(settings, processes, OMP_NUM_THREADS="1")
         seconds = 8 * processes * LARGE["seq_len"] / measured["tokens_per_second"]
-        return {"seconds_a_step": seconds, "peak_mib": measured["peak_mib"], "against": "default"}
+        return {"seconds_a_step": seconds, "peak_mib": measured["peak_mib"]}
 
     for processes in (1, 2):
-        yield Group(f"cost, {processes} process(es)", {mode: partial(cost, mode, processes) for mode in MODES})
+        cases = {mode: partial(cost, mode, processes) for mode in MODES}
+        yield Group(f"cost, {processes} process(es)", cases, "default")
 
 
 RECIPE = {"config": "tests/tiny_stories.yaml", "global_batch_size": 12, "evaluation.every": 0}
 RECIPE |= {"checkpoint.every": 3, "checkpoint.keep": 2}
-
-
-def start(out_dir: Path, name: str, steps: int, max_restarts: int = 0) -> psutil.Popen:
-    command = launch(2, "train.py", max_restarts) + words(RECIPE | {"out_dir": out_dir, "name": name, "steps": steps})
-    log = open(out_dir / f"{name}.log", "w")
-    return psutil.Popen(command, cwd=ROOT, env=environment({"OMP_NUM_THREADS": "1"}), stdout=log, stderr=log)
 
 
 def phase(run: Path, since: float) -> str:
@@ -95,33 +90,39 @@ def phase(run: Path, since: float) -> str:
 
 
 def kill_at_random(out_dir: Path, kills: int, steps: int, minutes: float) -> dict:
-    chance, begin = random.Random(0), time.perf_counter()
-    if start(out_dir, "left_alone", steps).wait():
-        raise RuntimeError((out_dir / "left_alone.log").read_text())
-    expected, seconds_alone = tensors(out_dir / "left_alone"), time.perf_counter() - begin
-    tally, runs = Counter(kills=0, starting=0, training=0, saving=0), 0
+    chance, begin, tally, runs = random.Random(0), time.perf_counter(), Counter(), 0
+
+    def job(name: str) -> Program:
+        settings = RECIPE | {"out_dir": out_dir, "name": name, "steps": steps}
+        return Program([*launch(2, "train.py", kills), *words(settings)], OMP_NUM_THREADS="1")
 
     def more() -> bool:
         return tally["kills"] < kills and time.perf_counter() - begin < 60 * minutes
 
+    def keep_killing(launcher: psutil.Popen, path: Path) -> None:
+        last_kill = time.time()
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            while more():
+                time.sleep(chance.uniform(0, min(10.0, 1.2 * seconds_alone)))
+                if victims := [child for child in launcher.children() if "train.py" in " ".join(child.cmdline())]:
+                    victim = chance.choice(victims)
+                    tally.update(["kills", phase(path, last_kill)])
+                    victim.kill()
+                    last_kill = time.time()
+
+    with job("left_alone") as program:
+        seconds_alone = list(program.lines())[-1][0]
+    expected = tensors(out_dir / "left_alone")
     while more():
         runs += 1
-        run = out_dir / f"run{runs}"
-        job, last_kill = start(out_dir, run.name, steps, kills), time.time()
-        while job.poll() is None:
-            if more():
-                time.sleep(chance.uniform(0, min(10.0, 1.2 * seconds_alone)))
-                victims = [child for child in job.children() if "train.py" in " ".join(child.cmdline())]
-                if job.poll() is None and victims:
-                    tally.update(["kills", phase(run, last_kill)])
-                    last_kill = time.time()
-                    os.kill(chance.choice(victims).pid, signal.SIGKILL)
-            time.sleep(0.05)
-        ended = tensors(run) if job.returncode == 0 else {}
+        with job(f"run{runs}") as program:
+            killer = Thread(target=keep_killing, args=(program.process, out_dir / f"run{runs}"))
+            killer.start()
+            list(program.lines())
+            killer.join()
+        ended = tensors(out_dir / f"run{runs}")
         if ended.keys() != expected.keys() or not all(ended[key].equal(expected[key]) for key in expected):
-            raise RuntimeError(
-                f"{(out_dir / run.name).with_suffix('.log').read_text()}\n{dict(tally)}, then other bits"
-            )
+            raise RuntimeError(f"other bits after {dict(tally)}")
     if tally["kills"] < kills:
         raise RuntimeError(f"only {tally['kills']} kills in {minutes} minutes")
     return {**tally, "runs_with_the_same_bits": runs, "minutes": (time.perf_counter() - begin) / 60}

@@ -57,13 +57,10 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
             saver.wait()
             total = time.perf_counter() - start
             shutil.rmtree(checkpoint.step_directory(Path(folder), number))
-            seconds = {"call_seconds": call, "lost_seconds": lost, "total_seconds": total}
             return {
-                **seconds,
-                "step_seconds": undisturbed,
+                **{"call_seconds": call, "lost_seconds": lost, "total_seconds": total, "step_seconds": undisturbed},
                 "parameters": network.num_parameters(),
-                "against": "synchronous",
             }
 
         cases = {"synchronous": lambda: case(False), "asynchronous": lambda: case(True)}
-        yield Group("100 million parameters", cases)
+        yield Group("100 million parameters", cases, "synchronous")

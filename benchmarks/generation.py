@@ -7,6 +7,7 @@ framework does around its products, so two sizes are measured, one text at a tim
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,15 @@ from model.gpt import GPTModel
 from training.compute import prepare_cpu
 
 PROMPT = 32
+
+
+def case(write: Callable[[], Tensor], expected: Tensor) -> dict[str, float]:
+    start = time.perf_counter()
+    written = write()
+    seconds = time.perf_counter() - start
+    if not torch.equal(written, expected):
+        raise RuntimeError("other tokens than transformers writes")
+    return {"tokens_per_second": (expected.numel() - len(expected) * PROMPT) / seconds}
 
 
 def generation(options: Namespace) -> Iterator[Group]:
@@ -33,24 +43,11 @@ def generation(options: Namespace) -> Iterator[Group]:
             greedy = {"do_sample": False, "max_new_tokens": length, "min_new_tokens": length, "pad_token_id": 0}
             for batch in (1, 16):
                 prompts = torch.randint(8192, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
-                mask = torch.ones_like(prompts)
-                expected = ours.generate(prompts, length, temperature=0)
-
-                def timed(write: Callable[[], Tensor], expected: Tensor = expected) -> dict[str, float]:
-                    start = time.perf_counter(), time.process_time()
-                    written = write()
-                    seconds, processor_seconds = time.perf_counter() - start[0], time.process_time() - start[1]
-                    if not torch.equal(written, expected):
-                        raise RuntimeError("other tokens than the other writes")
-                    tokens = expected.numel() - len(expected) * PROMPT
-                    return {"tokens_per_second": tokens / seconds, "processor_seconds": processor_seconds}
-
-                def own(model=ours, prompts=prompts, length=length, timed=timed) -> dict:
-                    figures = timed(lambda: model.generate(prompts, length, temperature=0))
-                    return figures | {"against": "transformers"}
-
-                def peer(model=theirs, prompts=prompts, mask=mask, greedy=greedy, timed=timed) -> dict:
-                    return timed(lambda: model.generate(prompts, attention_mask=mask, **greedy))
-
-                cases = {"ours": own, "transformers": peer}
-                yield Group(f"{family}, {layers} x {width}, batch {batch}", cases, options.rounds + 1)
+                greedy["attention_mask"] = torch.ones_like(prompts)
+                writers = {
+                    "ours": partial(ours.generate, prompts, length, temperature=0),
+                    "transformers": partial(theirs.generate, prompts, **greedy),
+                }
+                _, expected = [write() for write in writers.values()]  # to warm both
+                cases = {name: partial(case, write, expected) for name, write in writers.items()}
+                yield Group(f"{family}, {layers} x {width}, batch {batch}", cases, "transformers")

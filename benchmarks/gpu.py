@@ -7,7 +7,7 @@ slows all.
 
 Beside the data sheet's MFU, FLOP/s are set against a bf16 product of large matrices that takes its turn too. Peak
 memory is a variant's own: what the others hold is taken off. The pieces of a step come from CUDA events in steps of
-their own, in which hooks tell the loss from the blocks. --quick runs it all on the CPU in miniature, to test it.
+their own. --quick runs it all on the CPU in miniature, to test it.
 """
 
 import gc
@@ -17,8 +17,9 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -92,6 +93,22 @@ class Scale:
 MINIATURE = Scale("cpu", ((1, 2, 32, 64), (2, 2, 32, 64)), "eager", 64, 0.0, 2, context=340)
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def allocated(peak: bool = False) -> int:
+    read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+    return read() if torch.cuda.is_available() else 0
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class Marks:
     """A stopwatch on the device: each mark ends the piece that it names and begins the next."""
 
@@ -106,7 +123,7 @@ class Marks:
 
     def seconds(self) -> dict[str, float]:
         """The median time of each piece; the one named "begin" is what lay between the others."""
-        synchronize(self.on_cuda)
+        synchronize()
         durations: dict[str, list[float]] = {}
         for (_, before), (name, after) in pairwise(self.marks):
             elapsed = before.elapsed_time(after) / 1000 if self.on_cuda else after - before
@@ -118,37 +135,26 @@ def unmarked(name: str) -> None:
     """In place of Marks where nothing is timed."""
 
 
-def synchronize(on_cuda: bool) -> None:
-    if on_cuda:
-        torch.cuda.synchronize()
-
-
 class Variant:
     """A case: a model and its step, built at the first call; every call times a window of steps on end."""
 
-    def __init__(self, config: GPTConfig, tokens: Tensor, scale: Scale, against: list[str], **settings):
+    def __init__(self, config: GPTConfig, tokens: Tensor, scale: Scale, **settings):
         self.config, self.tokens, self.scale, self.on_cuda = config, tokens, scale, scale.device == "cuda"
-        self.facts, self.settings, self.window = {"against": against}, settings, 0
-        with torch.device("meta"):
-            self.flops_per_token = GPTModel(config).flops_per_token(tokens.shape[1])
-
-    def allocated(self, peak: bool = False) -> int:
-        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-        return read() if self.on_cuda else 0
+        self.facts, self.settings, self.window = {}, settings, 0
 
     def timed(self, steps: int) -> float:
         """Seconds a step, without a wait in between."""
-        synchronize(self.on_cuda)
+        synchronize()
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
-        synchronize(self.on_cuda)
+        synchronize()
         return (time.perf_counter() - start) / steps
 
     def prepare(self) -> None:
         """Until it is compiled and its optimizer has its moments."""
         free_memory()
-        before, start = self.allocated(), time.perf_counter()
+        before, start = allocated(), time.perf_counter()
         torch.manual_seed(0)
         self.build(**self.settings)
         self.facts["parameters"] = sum(parameter.numel() for parameter in self.network.parameters())
@@ -157,25 +163,26 @@ class Variant:
         for _ in range(self.scale.warm_up_steps):
             seconds = self.timed(1)
         self.window, self.facts["kernels"] = max(1, round(self.scale.window_seconds / seconds)), self.kernels()
+        with torch.device("meta"):
+            self.flops_per_token = GPTModel(self.config).flops_per_token(self.tokens.shape[1])
         free_memory()
-        self.resting = self.allocated() - before
+        self.resting = allocated() - before
 
     def __call__(self) -> dict:
         if not self.window:
             self.prepare()
-        others = self.allocated() - self.resting
+        others = allocated() - self.resting
         if self.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         speed = self.tokens.numel() / self.timed(self.window)
         measured = {"tokens_per_second": speed, "flops_per_second": speed * self.flops_per_token}
         if self.on_cuda:
-            measured["peak_gib"] = (self.allocated(peak=True) - others) / 2**30
+            measured["peak_gib"] = (allocated(peak=True) - others) / 2**30
             if data_sheet := peak_bf16_flops(torch.device("cuda")):
                 measured["mfu"] = speed * self.flops_per_token / data_sheet
         marks = Marks(self.on_cuda)
-        with self.splitting(marks):
-            for _ in range(5):
-                loss = self.step(marks)
+        for _ in range(5):
+            loss = self.step(marks)
         pieces = {f"{name}_seconds": seconds for name, seconds in marks.seconds().items()}
         return measured | pieces | {"loss": loss.item()} | self.facts
 
@@ -231,7 +238,7 @@ class Ours(Variant):
         set_lr(self.optimizer, OPTIMIZER.lr)
         torch.manual_seed(derive_seed(0, "dropout", self.done, 0))
         loss = self.model(**self.batch, num_items_in_batch=self.target_tokens)[1]
-        mark("loss_forward")
+        mark("forward")
         self.accelerator.backward(loss)
         mark("backward")
         self.totals.add(loss)
@@ -246,23 +253,9 @@ class Ours(Variant):
         self.optimizer.zero_grad()
         return loss.detach()
 
-    @contextmanager
-    def splitting(self, mark: Callable[[str], None]) -> Iterator[None]:
-        """Mark where the blocks end and the loss begins, in the forward and in the backward pass."""
-
-        def at_hidden_states(module, inputs, hidden):
-            mark("forward")
-            hidden.register_hook(lambda gradient: mark("loss_backward"))
-
-        handle = self.network.final_norm.register_forward_hook(at_hidden_states)
-        yield
-        handle.remove()
-
 
 class Peer(Variant):
     """nanoGPT's model and step, from its own files."""
-
-    splitting = nullcontext  # the model is compiled as one: its loss cannot be told from its forward pass
 
     def build(self, path: Path) -> None:
         self.network, self.optimizer = build_peer(path, self.config, OPTIMIZER, self.scale.device)
@@ -287,12 +280,6 @@ class Peer(Variant):
         return loss.detach()
 
 
-def free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def product(scale: Scale) -> dict[str, float]:
     """The rate of a product of two random bf16 matrices: the most that a step can hope for on this card."""
     size, marks = scale.product_size, Marks(scale.device == "cuda")
@@ -306,18 +293,16 @@ def product(scale: Scale) -> dict[str, float]:
     return {"flops_per_second": 2 * size**3 / marks.seconds()["product"]}
 
 
-def variants(name: str, scale: Scale, peer: Path | None) -> dict[str, Variant]:
+def group(name: str, scale: Scale, peer: Path | None) -> Group:
     shape, context, batch, names, _ = CASES[name]
     config, batch = scale.config(shape, context), 1 if scale.context else batch
     tokens = torch.randint(config.vocab_size, (batch, config.max_position_embeddings), device=scale.device)
-    cases = {}
-    for variant in names:
-        if variant == PEER and peer:
-            cases[variant] = Peer(config, tokens, scale, [PRODUCT], path=peer)
-        elif variant != PEER:
-            over = [other for other in (PEER, "ours") if other in names and other != variant]
-            cases[variant] = Ours(config, tokens, scale, [PRODUCT, *over], **SETTINGS[variant])
-    return cases
+    names = [variant for variant in names if variant != PEER or peer]
+    cases = {variant: Ours(config, tokens, scale, **SETTINGS[variant]) for variant in names if variant != PEER}
+    if PEER in names:
+        cases[PEER] = Peer(config, tokens, scale, path=peer)
+    against = {variant: [PRODUCT, PEER, "ours"] if variant != PEER else [PRODUCT] for variant in names}
+    return Group(name, {PRODUCT: partial(product, scale), **cases}, against)
 
 
 def gpu(options: Namespace) -> Iterator[Group]:
@@ -330,9 +315,9 @@ def gpu(options: Namespace) -> Iterator[Group]:
     # Its key does not name the backend of attention, so that one group would be given the code of another.
     torch._functorch.config.enable_autograd_cache = False
     for name, (*_, backend) in CASES.items():
-        cases = {PRODUCT: lambda: product(scale), **variants(name, scale, options.nanogpt)}
+        members = group(name, scale, options.nanogpt)
         with sdpa_kernel(BACKENDS[backend]) if backend else nullcontext():
-            yield Group(name, cases)
-        cases.clear()
+            yield members
+        members.cases.clear()
         torch.compiler.reset()  # which finds compiled code by function, and gives up on one after eight shapes
         free_memory()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -15,33 +16,59 @@ from typing import NamedTuple
 import psutil
 
 ROOT = Path(__file__).parent.parent
-Case = Callable[[], dict]
+Case = Callable[[], dict | None]
 
 
 class Group(NamedTuple):
-    """Cases that are compared with each other. Each returns {quantity: value}."""
+    """Cases that are compared with each other. What a case returns is beside what by_turns measures of every case."""
 
     name: str
     cases: dict[str, Case]
+    against: str | dict[str, str | list[str]] = ""
+    """What cases are set against: one for all others, or for each case that is named the one or more of its own."""
     rounds: int | None = None  # None: as many as are asked for
 
+    def references(self, name: str) -> list[str]:
+        one = self.against if isinstance(self.against, str) else self.against.get(name, "")
+        return [other for other in ([one] if isinstance(one, str) else one) if other in self.cases and other != name]
 
-def by_turns(cases: dict[str, Case], rounds: int) -> dict[str, dict]:
-    """What the cases return, called by turns: A B C A B C ..., so that another load slows all of them, not one.
+
+def clocks() -> tuple[float, float, float]:
+    """Seconds by the clock, those that processors worked for this process and its ended children, and for anybody."""
+    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    machine = psutil.cpu_times()
+    idle = machine.idle + getattr(machine, "iowait", 0.0)
+    guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # these are user's and nice's too
+    busy = sum(machine) - idle - guests
+    return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in own), busy
+
+
+def watched(case: Case) -> dict:
+    """What a case returns, and how long it took unless it says so itself: by the clock, in processors' time, and how
+    many cores were busy with something else meanwhile."""
+    before = clocks()
+    values = case() or {}
+    seconds, own, busy = (now - then for now, then in zip(clocks(), before, strict=True))
+    others = max(0.0, busy - own) / seconds
+    return {"seconds": seconds, "processor_seconds": own, "others_cores": others} | values
+
+
+def by_turns(group: Group, rounds: int) -> dict[str, dict]:
+    """What the cases of a group return, called by turns: A B C A B C ..., so that another load slows all, not one.
 
     A float is measured, and kept of every round; anything else is said once. A case that fails is recorded as its
-    "error" and taken out of `cases`; the others go on.
+    "error" and left out of later rounds; the others go on.
     """
-    figures = {name: {} for name in cases}
+    figures = {name: {"against": others} if (others := group.references(name)) else {} for name in group.cases}
     for number in range(rounds):
-        for name in list(cases):
+        for name, case in list(group.cases.items()):
             try:
-                values = cases[name]()
+                values = watched(case)
             except Exception as error:
                 traceback.print_exc()
                 lines = str(error).strip().splitlines() or [""]
                 figures[name]["error"] = f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}"
-                del cases[name]
+                del group.cases[name]
                 continue
             measured = {quantity: float(f"{value:.6g}") for quantity, value in values.items() if type(value) is float}
             figures[name] |= {quantity: value for quantity, value in values.items() if quantity not in measured}
@@ -66,39 +93,14 @@ def launch(processes: int, script: str, max_restarts: int = 0, launch_file: str 
     return [*command, "--mixed_precision", "no", "--max_restarts", str(max_restarts), script]
 
 
-def environment(env: dict[str, str]) -> dict[str, str]:
-    """That of a shell in which the number of threads is not set, and `env`."""
-    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | env
-
-
-def run(command: list[str], exit_code: int = 0, **env: str) -> tuple[str, dict[str, float]]:
-    """Run a command to its end; returns what it printed, and what it took: seconds, those of processors in all of its
-    processes, and the resident memory of the largest of these.
-
-    Raises:
-        RuntimeError: it ends with another exit code; the message is what it printed.
-    """
-    with tempfile.TemporaryFile("w+") as output:
-        start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(env), stdout=output, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        measured = {"seconds": time.perf_counter() - start, "processor_seconds": usage.ru_utime + usage.ru_stime}
-        process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        printed = output.read()
-    if process.returncode != exit_code:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}\n{printed}")
-    return printed, measured | {"peak_mib": usage.ru_maxrss / 1024}
-
-
 class Program:
-    """A command that runs meanwhile, and whose lines are read."""
+    """A command that runs meanwhile, as in a shell that sets no number of threads, and whose lines are read."""
 
-    def __init__(self, command: list[str], cwd: Path = ROOT, **env: str):
-        self.start, self.printed = time.perf_counter(), []
+    def __init__(self, command: list[str], cwd: Path = ROOT, exit_code: int = 0, **env: str):
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        env = environment({"PYTHONUNBUFFERED": "1", **env})
-        self.process = psutil.Popen(command, cwd=cwd, env=env, **pipes)
+        self.exit_code, self.start, self.printed = exit_code, time.perf_counter(), []
+        self.process = psutil.Popen(command, cwd=cwd, env=inherited | {"PYTHONUNBUFFERED": "1"} | env, **pipes)
 
     def __enter__(self) -> "Program":
         return self
@@ -114,11 +116,11 @@ class Program:
         return time.perf_counter() - self.start, sum(sum(process.cpu_times()[:4]) for process in alive)
 
     def lines(self) -> Iterator[tuple[float, str]]:
-        """Every line that it prints, with the seconds since the launch; an exit code other than 0 is an error."""
+        """Every line that it prints, with the seconds since the launch; another exit code than its own is an error."""
         for line in self.process.stdout:
             self.printed.append(line)
             yield time.perf_counter() - self.start, line.rstrip()
-        if self.process.wait():
+        if self.process.wait() != self.exit_code:
             raise RuntimeError(f"exit code {self.process.returncode}\n{''.join(self.printed)}")
 
     def wait_for(self, beginning: str) -> tuple[float, float]:
@@ -129,17 +131,25 @@ class Program:
         raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
 
 
+def run(command: list[str], exit_code: int = 0, **env: str) -> list[str]:
+    """What a command prints, to its end."""
+    with Program(command, exit_code=exit_code, **env) as program:
+        return [line for _, line in program.lines()]
+
+
 def train(
     settings: dict, processes: int = 0, folder: Path | None = None, launch_file: str = "cpu.yaml", **env: str
 ) -> dict[str, float]:
-    """Run train.py to its end, in `folder`/run if that is to be kept; what it took, and its tokens per second: the
-    median of what it logs without the first line, in which it warms up."""
+    """Run train.py to its end, in `folder`/run if that is to be kept; its tokens per second, the median of what it logs
+    without the first line, in which it warms up, and the peak of its memory in training."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary)
         fixed = {"out_dir": folder, "name": "run", "evaluation.num_story_samples": 0}
-        _, measured = run([*launch(processes, "train.py", launch_file=launch_file), *words(settings | fixed)], **env)
-        speeds = [row["perf/tokens_per_second"] for row in rows(folder) if "perf/tokens_per_second" in row]
-    return {"tokens_per_second": statistics.median(speeds[1:] or speeds), **measured}
+        run([*launch(processes, "train.py", launch_file=launch_file), *words(settings | fixed)], **env)
+        logged = [row for row in rows(folder) if "perf/tokens_per_second" in row]
+    speeds = [row["perf/tokens_per_second"] for row in logged]
+    peak_mib = logged[-1]["perf/peak_memory_bytes"] / 2**20
+    return {"tokens_per_second": statistics.median(speeds[1:] or speeds), "peak_mib": peak_mib}
 
 
 def rows(folder: Path) -> list[dict]:

@@ -60,11 +60,10 @@ class NanoGPT:
     """Its training runs, on the characters of a text, or on random tokens where there is none."""
 
     def __init__(self, path: Path, text: Path | None = None):
-        self.path = path.resolve()
-        self.directory = Path(tempfile.mkdtemp())  # it reads data/ and configurator.py where it is started
-        (self.directory / "configurator.py").symlink_to(self.path / "configurator.py")
-        data = self.directory / "data" / "text"
-        data.mkdir(parents=True)
+        self.path, self.folder = path.resolve(), tempfile.TemporaryDirectory()
+        # It reads data/ and configurator.py where it is started.
+        Path(self.folder.name, "configurator.py").symlink_to(self.path / "configurator.py")
+        (data := Path(self.folder.name, "data", "text")).mkdir(parents=True)
         if text is None:
             vocab_size, tokens = 65, np.random.default_rng(0).integers(0, 65, 1_000_000)
         else:
@@ -81,12 +80,13 @@ class NanoGPT:
         command = [sys.executable, *runner, str(self.path / "train.py")]
         command += [str(self.path / "config" / "train_shakespeare_char.py"), "--dataset=text"]
         settings = RECIPE_FOR_A_CPU | settings | {"dtype": precision}
-        with Program([*command, *(f"--{name}={value}" for name, value in settings.items())], self.directory) as program:
+        command += [f"--{name}={value}" for name, value in settings.items()]
+        with Program(command, Path(self.folder.name)) as program:
             return list(program.lines())
 
     def tokens_per_second(self, precision: str, **settings) -> dict[str, float]:
-        """The median over its steps, without the first five."""
+        """The median over its steps, without the first two."""
         lines = self.train(precision, **settings, log_interval=1, eval_iters=1)
         times = [re.search(r"iter (\d+): .*time ([\d.]+)ms", line) for _, line in lines]
-        seconds = [float(match[2]) / 1000 for match in times if match and int(match[1]) >= 5]
+        seconds = [float(match[2]) / 1000 for match in times if match and int(match[1]) >= 2]
         return {"tokens_per_second": settings["batch_size"] * settings["block_size"] / statistics.median(seconds)}

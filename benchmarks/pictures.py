@@ -7,7 +7,6 @@ from benchmarks.measure import ROOT
 from benchmarks.record import RESULTS
 from benchmarks.tables import Measured
 
-MICRO, CPU = "microseconds_per_token", "cpu_microseconds_per_token"
 LABELS = {"context": "context, tokens", "width": "d_model", "depth": "layers", "processes": "processes"}
 LABELS |= {"vocabulary": "tokens of the vocabulary", "corpus": "tokens of the corpus"}
 # The point whose speed theory takes over. Where few FLOPs are done slowly, in small models, it is the largest; where
@@ -15,38 +14,30 @@ LABELS |= {"vocabulary": "tokens of the vocabulary", "corpus": "tokens of the co
 STARTS = {"context": 0, "width": -1, "depth": -1, "vocabulary": -1}
 
 
-def lines(axis: str, cases: list[dict], points: list[int]) -> list[tuple[str, str | list[float], str]]:
-    """What is drawn over an axis: a name, a measured quantity or theory's values, and matplotlib's format."""
+def lines(axis: str, cases: list[dict], points: list[int]) -> tuple[dict[str, list[Measured]], dict[str, list[float]]]:
+    """What was measured and what theory says, by legend, at each point of an axis."""
 
-    def first(quantity: str, index: int = 0) -> float:
-        return Measured.of(cases[index][quantity]).median
+    def measured(quantity: str) -> list[Measured]:
+        return [Measured.of(case[quantity]) for case in cases]
 
-    if axis in STARTS:
-        start = STARTS[axis]
-        a_flop = first(MICRO, start) / cases[start]["flops_per_token"]
-        by_flops, attention = (
-            [a_flop * case[f"{kind}flops_per_token"] for case in cases] for kind in ("", "attention_")
-        )
-        by = f"by FLOPs, at the speed of {points[start]:,}"
-        return [
-            ("measured", MICRO, "o-C0"),
-            (by, by_flops, "--C1"),
-            ("of that for attention's scores", attention, ":C1"),
-        ]
+    def constant(values: list[Measured]) -> list[float]:
+        return [values[0].median] * len(values)
+
     if axis == "corpus":
-        found = []
-        for kind, color in (("order", "C0"), ("windows", "C1")):
-            quantity = f"{kind}_nanoseconds_per_token"
-            found += [(f"{kind}, measured", quantity, f"o-{color}")]
-            found += [(f"{kind}, constant", [first(quantity)] * len(points), f"--{color}")]
-        return found
-    cores = cases[0]["cores"]
-    return [
-        ("by the clock, measured", MICRO, "o-C0"),
-        (f"by the clock, shared by {cores} cores", [first(MICRO) / min(n, cores) for n in points], "--C0"),
-        ("processor time, measured", CPU, "o-C1"),
-        ("processor time, constant", [first(CPU)] * len(points), "--C1"),
-    ]
+        order, windows = (measured(f"{kind}_nanoseconds_per_token") for kind in ("order", "windows"))
+        theory = {"order, constant": constant(order), "windows, constant": constant(windows)}
+        return {"order, measured": order, "windows, measured": windows}, theory
+    clock = measured("microseconds_per_token")
+    if axis == "processes":
+        processors, cores = measured("cpu_microseconds_per_token"), cases[0]["cores"]
+        shared = [clock[0].median / min(number, cores) for number in points]
+        theory = {f"by the clock, shared by {cores} cores": shared, "processor time, constant": constant(processors)}
+        return {"by the clock, measured": clock, "processor time, measured": processors}, theory
+    start = STARTS[axis]
+    of_a_flop = clock[start].median / cases[start]["flops_per_token"]
+    legends = {f"by FLOPs, at the speed of {points[start]:,}": "", "of that for attention's scores": "attention_"}
+    theory = {name: [of_a_flop * case[f"{kind}flops_per_token"] for case in cases] for name, kind in legends.items()}
+    return {"measured": clock}, theory
 
 
 def draw_growth(file: Path, axis: str, cases: dict[str, dict]) -> None:
@@ -57,13 +48,14 @@ def draw_growth(file: Path, axis: str, cases: dict[str, dict]) -> None:
     unit = "nanoseconds" if axis == "corpus" else "microseconds"
     figure = Figure(figsize=(6, 3.75), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel=LABELS[axis], ylabel=f"{unit} per token")
-    for name, values, style in lines(axis, list(cases.values()), points):
-        if isinstance(values, str):
-            measured = [Measured.of(case[values]) for case in cases.values()]
-            values = [each.median for each in measured]
-            for point, each in zip(points, measured, strict=True):
-                axes.plot([point, point], [min(each.values), max(each.values)], f"_-{style[-2:]}")
-        axes.plot(points, values, style, label=name)
+    measurements, theory = lines(axis, list(cases.values()), points)
+    for index, (name, values) in enumerate(measurements.items()):
+        medians = [each.median for each in values]
+        below = [each.median - min(each.values) for each in values]
+        above = [max(each.values) - each.median for each in values]
+        axes.errorbar(points, medians, [below, above], fmt=f"o-C{index}", capsize=3, label=name)
+    for index, (name, values) in enumerate(theory.items()):
+        axes.plot(points, values, f"--C{index}", label=name)
     if axis in STARTS:
         axes.set_yscale("log")
     else:

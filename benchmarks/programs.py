@@ -14,9 +14,11 @@ from pathlib import Path
 from benchmarks.measure import Case, Group, Program, launch, rows, run, train, words
 from benchmarks.nanogpt import RECIPE_FOR_A_CPU, NanoGPT
 from examples.overlap import WAYS
+from model.config import GPTConfig
+from training.compute import available_cores
 
 RANDOM = {"config": "configs/random_tokens.yaml", "model.dropout": 0.0, "data.num_samples": 10_000}
-STORIES = {"config": "configs/stories.yaml"}
+STORIES = {"config": "configs/stories.yaml", "evaluation.every": 0}
 QUIET = {"tracking.wandb": "disabled"}
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
 QWEN3 = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False, "dropout": 0.0}
@@ -27,15 +29,15 @@ def model(**sizes: int) -> dict[str, int]:
     return {f"model.{name}": value for name, value in ({"d_ff": 4 * sizes["d_model"]} | sizes).items()}
 
 
+def logged(steps: int, every: int) -> dict[str, int]:
+    """So many steps, of which the first `every` are to warm up."""
+    return {"steps": steps, "tracking.log_every": every}
+
+
 def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    printed, _ = run([sys.executable, *launcher, "-m", "benchmarks.bare_loop", *words(settings)], **env)
-    return json.loads(next(line for line in printed.splitlines() if line.startswith('{"tokens')))
-
-
-def against(reference: str | list[str], case: Case) -> Case:
-    """A case whose figures are also shown over those of another of its group."""
-    return lambda: case() | {"against": reference}
+    printed = run([sys.executable, *launcher, "-m", "benchmarks.bare_loop", *words(settings)], **env)
+    return json.loads(next(line for line in printed if line.startswith('{"tokens')))
 
 
 def throughput(options: Namespace) -> Iterator[Group]:
@@ -44,24 +46,23 @@ def throughput(options: Namespace) -> Iterator[Group]:
     Two shapes of nanoGPT: its recipe for a CPU and its small model for a GPU. Each one's real train.py is launched, and
     the median of its steps taken. On a CPU nanoGPT computes in float32; here it is also put under autocast.
     """
-    shapes = [(4, 4, 128, 64, 12, 200), (6, 6, 384, 256, 16, 12)]
+    shapes = [(4, 4, 128, 64, 12, 120), (6, 6, 384, 256, 16, 8)]
     for layers, heads, width, context, batch, steps in [(1, 2, 32, 32, 4, 10)] if options.quick else shapes:
         settings = RANDOM | QUIET | GPT2 | model(n_layers=layers, n_heads=heads, d_model=width, vocab_size=65)
         settings |= {"seq_len": context, "model.max_position_embeddings": context, "micro_batch_size": batch}
-        settings |= {"steps": steps, "tracking.log_every": max(2, steps // 20)}
+        settings |= logged(steps, max(2, steps // 20))
         theirs = dict(n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=batch, max_iters=steps)
-        ours, peer = {}, {}
+        ours, peer, against = {}, {}, {}
         for precision, written in (("no", "float32"), ("bf16", "bfloat16")):
-            references = [f"nanoGPT, {name}" for name in ("bfloat16", "float32") if name in (written, "float32")]
             for compiled in (False,) if options.quick else (False, True):
                 label = f"{written}{', compiled' if compiled else ''}"
-                mixed = {"ACCELERATE_MIXED_PRECISION": precision}
-                case = partial(train, settings | {"compile": compiled}, **mixed)
-                ours[f"ours, {label}"] = against(references, case)
+                how = settings | {"compile": compiled}
+                ours[f"ours, {label}"] = partial(train, how, ACCELERATE_MIXED_PRECISION=precision)
+                against[f"ours, {label}"] = [f"nanoGPT, {name}" for name in dict.fromkeys((written, "float32"))]
                 if options.nanogpt:
-                    case = partial(NanoGPT(options.nanogpt).tokens_per_second, written, compile=compiled, **theirs)
-                    peer[f"nanoGPT, {label}"] = case
-        yield Group(f"{layers} x {width}, context {context}, batch {batch}", ours | peer)
+                    nanogpt = NanoGPT(options.nanogpt)
+                    peer[f"nanoGPT, {label}"] = partial(nanogpt.tokens_per_second, written, compile=compiled, **theirs)
+        yield Group(f"{layers} x {width}, context {context}, batch {batch}", ours | peer, against)
 
 
 def time_to_loss(options: Namespace) -> Iterator[Group]:
@@ -93,34 +94,39 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
             return {"seconds": reached[0], "val/loss": last["val/loss"], "tokens": last["train/tokens"]}
 
         def theirs() -> dict:
-            seconds, line = [(seconds, line) for seconds, line in peer.train() if "val loss" in line][-1]
-            tokens = math.prod(RECIPE_FOR_A_CPU[name] for name in ("max_iters", "batch_size", "block_size"))
+            recipe = {"max_iters": 10} if options.quick else {}
+            lines = [(seconds, line) for seconds, line in peer.train(**recipe) if "val loss" in line]
+            sizes = RECIPE_FOR_A_CPU | recipe
+            tokens = math.prod(sizes[name] for name in ("max_iters", "batch_size", "block_size"))
+            seconds, line = lines[-1]
             return {"seconds": seconds, "val/loss": float(line.split("val loss ")[1]), "tokens": tokens}
 
         peer = options.nanogpt and NanoGPT(options.nanogpt, text)
-        cases = {"ours": against("nanoGPT", ours), **({"nanoGPT": theirs} if peer else {})}
-        yield Group("to 1.88 nats a character", cases)
+        cases = {"ours": ours, **({"nanoGPT": theirs} if peer else {})}
+        yield Group("to 1.88 nats a character", cases, "nanoGPT")
 
 
 def overhead(options: Namespace) -> Iterator[Group]:
     """What train.py costs over a hand-written loop, with its data loading, logging, W&B (offline), clipping and checks.
 
     In 1 process, and in 2 with DDP; on stories, where steps are short and a grammar writes the data meanwhile, and on
-    random tokens, with a model of 3 million parameters.
+    random tokens, with a model of 3 million parameters. Both begin with the same weights and have as many threads:
+    together one for each core.
     """
     larger = model(n_layers=4, d_model=256, vocab_size=512) | {"seq_len": 128}
     recipes = {
-        "stories, 0.46M parameters": STORIES | {"evaluation.every": 0, "steps": 400, "tracking.log_every": 20},
-        "random tokens, 3.4M parameters": RANDOM | larger | {"steps": 120, "tracking.log_every": 6},
+        "stories, 0.46M parameters": STORIES | logged(160, 10),
+        "random tokens, 3.4M parameters": RANDOM | larger | logged(32, 2),
     }
     if options.quick:
-        recipes = {"random tokens": RANDOM | model(**TINY, vocab_size=64) | {"steps": 6, "tracking.log_every": 2}}
+        recipes = {"random tokens": RANDOM | model(**TINY, vocab_size=64) | logged(6, 2)}
     for name, settings in recipes.items():
-        for processes in (0,) if options.quick else (0, 2):
-            settings = settings | {"micro_batch_size": 16 // max(1, processes)}
-            ours, bare = (partial(measure, settings, processes) for measure in (train, bare_loop))
-            cases = {"train.py": against("bare loop", ours), "bare loop": bare}
-            yield Group(f"{name}, {max(1, processes)} process(es)", cases)
+        for launched, processes in ((0, 1),) if options.quick else ((0, 1), (2, 2)):
+            how = settings | {"micro_batch_size": 16 // processes}, launched
+            threads = str(max(1, available_cores() // processes))
+            both = {"train.py": train, "bare loop": bare_loop}
+            cases = {label: partial(measure, *how, OMP_NUM_THREADS=threads) for label, measure in both.items()}
+            yield Group(f"{name}, {processes} process(es)", cases, "bare loop")
 
 
 def scaling(options: Namespace) -> Iterator[Group]:
@@ -131,20 +137,19 @@ def scaling(options: Namespace) -> Iterator[Group]:
     of the communication is hidden behind computation. By hand each tensor is sent on its own; DDP with one bucket for
     all sends as late, but at once, so it tells what sending together gives from what sending early gives.
     """
-    sizes = [(1, 16, 2, 10)] if options.quick else [(2, 128, 4, 100), (4, 256, 4, 25), (6, 384, 6, 10)]
+    sizes = [(1, 16, 2, 10)] if options.quick else [(2, 128, 4, 80), (4, 256, 4, 20), (6, 384, 6, 10)]
     for layers, width, heads, steps in sizes:
         settings = RANDOM | QUIET | model(n_layers=layers, d_model=width, n_heads=heads, vocab_size=512)
-        settings |= {"steps": steps, "tracking.log_every": steps // 5, "seq_len": 128}
-        halves, one = settings | {"micro_batch_size": 4}, "train.py, 1 process x 2 threads"
-        two = against(one, partial(train, halves, 2, OMP_NUM_THREADS="1"))
+        settings |= {"seq_len": 128} | logged(steps, steps // 5)
+        halves, one, two = settings | {"micro_batch_size": 4}, "1 process x 2 threads", "2 processes x 1 thread"
         cases = {
-            one: partial(train, settings | {"micro_batch_size": 8}, OMP_NUM_THREADS="2"),
-            "train.py, 2 processes x 1 thread": two,
+            f"train.py, {one}": partial(train, settings | {"micro_batch_size": 8}, OMP_NUM_THREADS="2"),
+            f"train.py, {two}": partial(train, halves, 2, OMP_NUM_THREADS="1"),
         }
-        for way in WAYS:
-            case = partial(bare_loop, halves, 2, OMP_NUM_THREADS="1", WAY=way)
-            cases[f"2 x 1, {way}"] = against(f"2 x 1, {list(WAYS)[-1]}", case)
-        yield Group(f"{layers} x {width}", cases)
+        cases |= {f"2 x 1, {way}": partial(bare_loop, halves, 2, OMP_NUM_THREADS="1", WAY=way) for way in WAYS}
+        ways = [f"2 x 1, {way}" for way in WAYS]
+        against = {f"train.py, {two}": f"train.py, {one}", **dict.fromkeys(ways, ways[-1])}
+        yield Group(f"{layers} x {width}", cases, against)
 
 
 def memory(options: Namespace) -> Iterator[Group]:
@@ -155,15 +160,49 @@ def memory(options: Namespace) -> Iterator[Group]:
     """
     settings = RANDOM | GPT2 | model(n_layers=4, n_heads=4, d_model=256, vocab_size=512 if options.quick else 50_257)
     settings |= {"model.max_position_embeddings": 256, "seq_len": 256, "micro_batch_size": 1 if options.quick else 8}
-    settings |= {"steps": 4, "tracking.log_every": 1, "optimizer.lr": 1e-3}
+    settings |= {"optimizer.lr": 1e-3} | logged(4, 1)
+    whole, chunked = settings | {"chunked_loss": False}, settings | {"chunked_loss": True}
+    cases = {
+        "logits at once": partial(bare_loop, whole),
+        "loss in chunks": partial(bare_loop, chunked),
+        "loss in chunks, activation checkpointing": partial(bare_loop, chunked | {"activation_checkpointing": True}),
+    }
+    if options.nanogpt:
+        cases["nanoGPT"] = partial(bare_loop, settings, PEER=str(options.nanogpt.resolve()))
+    yield Group("a step of 2,048 tokens", cases, "nanoGPT")
 
-    def ours(chunked: bool, checkpointing: bool = False) -> Case:
-        own = settings | {"chunked_loss": chunked, "activation_checkpointing": checkpointing}
-        return against("nanoGPT", partial(bare_loop, own))
 
-    chunks = {"loss in chunks": ours(True), "loss in chunks, activation checkpointing": ours(True, True)}
-    peer = {"nanoGPT": partial(bare_loop, settings, PEER=str(options.nanogpt))} if options.nanogpt else {}
-    yield Group("a step of 2,048 tokens", {"logits at once": ours(False), **chunks, **peer})
+def sharding(options: Namespace) -> Iterator[Group]:
+    """Memory of a process against the number of processes, and FSDP2's step against DDP's, for 26 million weights.
+
+    On CPUs joined by gloo: the memory of a process, over that of one that trains next to nothing. Predicted: the
+    weights, gradients and two moments of float32 alone, 16 bytes a weight, shared by all processes or not.
+    """
+    nothing = TINY | {"vocab_size": 64}
+    sizes = nothing if options.quick else {"n_layers": 8, "n_heads": 8, "d_model": 512, "d_ff": 2048, "vocab_size": 512}
+    settings = RANDOM | QUIET | {"seq_len": 64, "micro_batch_size": 1, "checkpoint.asynchronous": False}
+    num_weights = GPTConfig(**sizes, max_position_embeddings=128).num_weights
+    of_nothing: dict[str, float] = {}
+
+    def case(kind: str, processes: int) -> dict:
+        launch_file = {"DDP": "cpu.yaml", "FSDP2": "fsdp2.yaml"}[kind]
+
+        def trained(of: dict, steps: int) -> dict[str, float]:
+            how = settings | model(**of) | logged(steps, steps // 2)
+            return train(how, processes, launch_file=launch_file, OMP_NUM_THREADS="1")
+
+        if kind not in of_nothing:
+            of_nothing[kind] = trained(nothing, 2)["peak_mib"]
+        took, shards = trained(sizes, 2 if options.quick else 8), processes if kind == "FSDP2" else 1
+        return {
+            "peak_mib": took["peak_mib"] - of_nothing[kind],
+            "predicted_mib": str(round(16 * num_weights / shards / 2**20)),
+            "seconds_a_step": processes * settings["seq_len"] / took["tokens_per_second"],
+        }
+
+    counts = (2,) if options.quick else (1, 2, 4)
+    cases = {f"{kind}, {number}": partial(case, kind, number) for number in counts for kind in ("DDP", "FSDP2")}
+    yield Group("processes", cases, {f"FSDP2, {number}": f"DDP, {number}" for number in counts})
 
 
 FIRST_STEP = "[step 1 /"
@@ -188,40 +227,48 @@ def startup(options: Namespace) -> Iterator[Group]:
     take to load, and a bare script that imports torch, builds the same small model and takes a step.
     """
 
-    def to_its_end(*arguments: str, exit_code: int = 0) -> Case:
-        return lambda: run([sys.executable, *arguments], exit_code)[1]
+    def ended(*arguments: str, exit_code: int = 0) -> None:
+        run([sys.executable, *arguments], exit_code)
 
-    def to_first_step(command: list[str], **env: str) -> Case:
+    def stepped(command: list[str], **env: str) -> dict:
+        with Program(command, **env) as program:
+            seconds, processor_seconds = program.wait_for(FIRST_STEP)  # and is stopped then
+        return {"seconds": seconds, "processor_seconds": processor_seconds}
+
+    def first_step(settings: dict, processes: int = 0, **env: str) -> Case:
         def case() -> dict:
             with tempfile.TemporaryDirectory() as folder:
-                here = [] if BARE_SCRIPT in command else words({"out_dir": folder, "tracking.log_every": 1})
-                with Program([*command, *here], **env) as program:
-                    seconds, processor_seconds = program.wait_for(FIRST_STEP)  # and is stopped then
-            return {"seconds": seconds, "processor_seconds": processor_seconds}
+                here = {"out_dir": folder, "tracking.log_every": 1}
+                return stepped([*launch(processes, "train.py"), *words(settings | here)], **env)
 
         return case
 
-    small = STORIES | {"data.num_samples": 50} | model(**TINY)
-    recipe, bare = small if options.quick else STORIES, "a bare script to its first step"
+    small = {"config": "configs/stories.yaml", "data.num_samples": 50} | model(**TINY)
+    recipe = small if options.quick else {"config": "configs/stories.yaml"}
     # Compiling the smallest model takes half a minute; without a compiler train.py says so and goes on.
     env = {"CXX": "no-such-compiler"} if options.quick else {}
-    one, two = (partial(lambda n, own: [*launch(n, "train.py"), *words(own)], n) for n in (0, 2))
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder, "cache")
-        compiled = to_first_step(one(recipe | {"compile": True}), TORCHINDUCTOR_CACHE_DIR=str(cache), **env)
+        compiled = first_step(recipe | {"compile": True}, TORCHINDUCTOR_CACHE_DIR=str(cache), **env)
         cases = {
-            "import torch": to_its_end("-c", "import torch"),
-            "import torch, accelerate": to_its_end("-c", "import torch; import accelerate"),
-            "import train": against("import torch, accelerate", to_its_end("-c", "import train")),
-            "train.py --help": against("import torch", to_its_end("train.py", "--help")),
-            "a refused setting": against("import torch", to_its_end("train.py", "--steps", "-1", exit_code=2)),
-            bare: to_first_step([sys.executable, "-c", BARE_SCRIPT]),
-            "first step, the same model, without W&B": against(bare, to_first_step(one(small | QUIET))),
-            "first step": to_first_step(one(recipe)),
-            "first step, without W&B": to_first_step(one(recipe | QUIET)),
-            "first step, 2 processes": to_first_step(two(recipe)),
-            "first step, 2 processes, without W&B": to_first_step(two(recipe | QUIET)),
+            "import torch": partial(ended, "-c", "import torch"),
+            "import torch, accelerate": partial(ended, "-c", "import torch; import accelerate"),
+            "import train": partial(ended, "-c", "import train"),
+            "train.py --help": partial(ended, "train.py", "--help"),
+            "a refused setting": partial(ended, "train.py", "--steps", "-1", exit_code=2),
+            "a bare script to its first step": partial(stepped, [sys.executable, "-c", BARE_SCRIPT]),
+            "first step, the same model, without W&B": first_step(small | QUIET),
+            "first step": first_step(recipe),
+            "first step, without W&B": first_step(recipe | QUIET),
+            "first step, 2 processes": first_step(recipe, 2),
+            "first step, 2 processes, without W&B": first_step(recipe | QUIET, 2),
             "first step, compiled, empty cache": lambda: shutil.rmtree(cache, ignore_errors=True) or compiled(),
             "first step, compiled, filled cache": compiled,
         }
-        yield Group("from launch to", cases)
+        against = {
+            "import train": "import torch, accelerate",
+            "train.py --help": "import torch",
+            "a refused setting": "import torch",
+            "first step, the same model, without W&B": "a bare script to its first step",
+        }
+        yield Group("from launch to", cases, against)

@@ -10,11 +10,17 @@ slow machines, other traffic on the network, and the part of a GPU that communic
 
 import argparse
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
+import torch
+
 from benchmarks.measure import ROOT
 from benchmarks.tables import markdown, renewed
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from plan import gathered_by_fsdp
 
 PAGE, MARKER = ROOT / "docs" / "scaling.md", "python -m benchmarks.scaling_model"
 COUNTS = (8, 16, 64, 1024)
@@ -83,37 +89,21 @@ class Constants:
         return replace(self, gpus_per_machine=1).all_reduce_seconds(size_bytes, self.machines(gpus))
 
 
-@dataclass(frozen=True)
 class Shape:
-    """A decoder-only transformer with 12 d_model^2 weights a layer."""
+    """A model of the GPT-2 kind."""
 
-    name: str
-    layers: int
-    d_model: int
-    vocab_size: int
-    context: int
-    tied: bool
-    batch_tokens: float  # of a step of GPT-3 at this size (Brown et al. 2020, arXiv:2005.14165, table 2.1)
-    recompute: bool = False  # whether the backward runs each block's forward again (activation checkpointing)
-
-    @property
-    def layer_parameters(self) -> int:
-        return 12 * self.d_model**2
-
-    @property
-    def root_parameters(self) -> int:
-        """Those outside the blocks."""
-        return self.vocab_size * self.d_model * (1 if self.tied else 2)
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.root_parameters
-
-    @property
-    def flops_per_token(self) -> int:
-        """PaLM, appendix B (arXiv:2204.02311), as GPTModel.flops_per_token; what is recomputed does not count."""
-        multiplied = self.layers * self.layer_parameters + self.vocab_size * self.d_model
-        return 6 * multiplied + 12 * self.layers * self.d_model * self.context
+    def __init__(self, name: str, config: GPTConfig, batch_tokens: int, recompute: bool = False):
+        """`batch_tokens`: of a step of GPT-3 at this size (Brown et al. 2020, arXiv:2005.14165, table 2.1).
+        `recompute`: whether the backward runs each block's forward again (activation checkpointing)."""
+        self.name, self.batch_tokens, self.recompute = name, batch_tokens, recompute
+        self.layers, self.d_model, self.vocab_size = config.n_layers, config.d_model, config.vocab_size
+        self.context = config.max_position_embeddings
+        with torch.device("meta"):
+            network = GPTModel(replace(config, n_heads=self.d_model // 64, d_ff=4 * self.d_model, bias=False))
+        self.parameters, self.flops_per_token = network.num_parameters(), network.flops_per_token(self.context)
+        self.layer_parameters = sum(parameter.numel() for parameter in network.blocks[0].parameters())
+        self.root_parameters = self.parameters - self.layers * self.layer_parameters
+        self.gathered_parameters = gathered_by_fsdp(network)
 
     def compute_seconds(self, tokens: int, constants: Constants) -> tuple[float, float]:
         """Forward and backward of a step on one GPU. The backward has two thirds of the operations, and a forward more
@@ -123,9 +113,9 @@ class Shape:
 
 
 SHAPES = (
-    Shape("124M", 12, 768, 50304, 1024, tied=True, batch_tokens=2**19),
-    Shape("1.3B", 24, 2048, 50304, 4096, tied=True, batch_tokens=2**20),
-    Shape("7B", 32, 4096, 32000, 4096, tied=False, batch_tokens=2**21, recompute=True),
+    Shape("124M", GPTConfig(50304, 1024, n_layers=12, d_model=768, tie_embeddings=True), 2**19),
+    Shape("1.3B", GPTConfig(50304, 4096, n_layers=24, d_model=2048, tie_embeddings=True), 2**20),
+    Shape("7B", GPTConfig(32000, 4096, n_layers=32, d_model=4096, tie_embeddings=False), 2**21, recompute=True),
 )
 
 
@@ -212,21 +202,16 @@ def efficiency(strategy: str, shape: Shape, gpus: int, tokens: int, constants: C
 
 def tokens_that_pay(strategy: str, shape: Shape, gpus: int, constants: Constants, wanted: float = 0.9) -> int | None:
     """The fewest tokens of a GPU and step, in whole sequences, that reach the `wanted` efficiency; None above 2**24."""
-    too_few, enough = 0, 2**24 // shape.context
-    if efficiency(strategy, shape, gpus, 2**24, constants) < wanted:
-        return None
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        pays = efficiency(strategy, shape, gpus, middle * shape.context, constants) >= wanted
-        too_few, enough = (too_few, middle) if pays else (middle, enough)
-    return enough * shape.context
+    counts = range(shape.context, 2**24 + 1, shape.context)
+    index = bisect_left(counts, wanted, key=lambda tokens: efficiency(strategy, shape, gpus, tokens, constants))
+    return counts[index] if index < len(counts) else None
 
 
 def state_bytes(strategy: str, shape: Shape, gpus: int, constants: Constants) -> float:
     """Weights, gradients and two moments in float32 (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054), and for FSDP
-    what is gathered: two blocks, and what is outside the blocks."""
+    what is gathered."""
     split = {"DDP": 1, "FSDP": gpus, "hybrid": min(gpus, constants.gpus_per_machine)}[strategy]
-    gathered = 0 if strategy == "DDP" else constants.gather_bytes * (2 * shape.layer_parameters + shape.root_parameters)
+    gathered = 0 if strategy == "DDP" else constants.gather_bytes * shape.gathered_parameters
     return 16 * shape.parameters / split + gathered
 
 
@@ -246,32 +231,32 @@ def shapes_table(constants: Constants) -> Rows:
     header = "model, layers x width, context, parameters, GFLOP a token, recomputes, ms a step, in the last bucket"
     rows = [header.split(", ")]
     for shape in SHAPES:
-        size, flops = f"{shape.parameters / 1e6:,.0f}M", f"{shape.flops_per_token / 1e9:.3g}"
-        milliseconds = f"{1e3 * sum(shape.compute_seconds(constants.tokens, constants)):,.0f}"
-        last = f"{shape.vocab_size * shape.d_model / shape.parameters:.0%}"
-        rows.append([shape.name, f"{shape.layers} x {shape.d_model}", f"{shape.context:,}", size, flops])
-        rows[-1] += ["yes" if shape.recompute else "no", milliseconds, last]
+        milliseconds = 1e3 * sum(shape.compute_seconds(constants.tokens, constants))
+        last = shape.vocab_size * shape.d_model / shape.parameters
+        rows.append([shape.name, f"{shape.layers} x {shape.d_model}", f"{shape.context:,}"])
+        rows[-1] += [f"{shape.parameters / 1e6:,.0f}M", f"{shape.flops_per_token / 1e9:.3g}"]
+        rows[-1] += ["yes" if shape.recompute else "no", f"{milliseconds:,.0f}", f"{last:.0%}"]
     return rows
 
 
-def by_strategy(constants: Constants, cell: Callable[[str, Shape, int], str]) -> Rows:
+def by_strategy(cell: Callable[[str, Shape, int], str]) -> Rows:
     """A row for each shape and strategy, a column for each number of GPUs."""
     rows = [["model", "strategy", *(f"{gpus:,}" for gpus in COUNTS)]]
     return rows + [[s.name, name, *(cell(name, s, gpus) for gpus in COUNTS)] for s in SHAPES for name in STRATEGIES]
 
 
 def efficiency_table(constants: Constants) -> Rows:
+    def gigabytes(strategy: str, shape: Shape, gpus: int) -> float:
+        return memory_bytes(strategy, shape, gpus, constants.tokens, constants) / 1e9
+
     def cell(strategy: str, shape: Shape, gpus: int) -> str:
         step = STRATEGIES[strategy](shape, gpus, constants.tokens, constants)
-        fits = memory_bytes(strategy, shape, gpus, constants.tokens, constants) <= constants.memory_bytes
+        fits = gigabytes(strategy, shape, gpus) <= constants.memory_bytes / 1e9
         return f"{step.efficiency:.0%} ({step.efficiency_without_overlap:.0%})" if fits else "-"
 
-    rows = by_strategy(constants, cell)
-    rows[0].append(f"GB at {COUNTS[0]} / {COUNTS[-1]:,}")
-    for row, (shape, name) in zip(rows[1:], [(s, name) for s in SHAPES for name in STRATEGIES], strict=True):
-        need = [memory_bytes(name, shape, gpus, constants.tokens, constants) for gpus in (COUNTS[0], COUNTS[-1])]
-        row.append(" / ".join(f"{size / 1e9:,.0f}" for size in need))
-    return rows
+    few, many = COUNTS[0], COUNTS[-1]
+    sizes = [f"{gigabytes(name, s, few):,.0f} / {gigabytes(name, s, many):,.0f}" for s in SHAPES for name in STRATEGIES]
+    return [[*row, size] for row, size in zip(by_strategy(cell), [f"GB at {few} / {many:,}", *sizes], strict=True)]
 
 
 def batch_table(constants: Constants) -> Rows:
@@ -282,14 +267,14 @@ def batch_table(constants: Constants) -> Rows:
         total = tokens * gpus
         return f"{tokens // shape.context} ({f'{total / 1e6:.1f}M' if total >= 1e6 else f'{total / 1e3:.0f}k'})"
 
-    return by_strategy(constants, cell)
+    return by_strategy(cell)
 
 
 def limit_table(constants: Constants, wanted: float = 0.9) -> Rows:
     """The largest power of two of GPUs that share a step of `batch_tokens`, in whole sequences, that efficiently."""
     rows = [["model", "tokens a step", "sequences a step", *STRATEGIES]]
     for shape in SHAPES:
-        tokens = int(shape.batch_tokens)
+        tokens = shape.batch_tokens
         counts = [2**power for power in range(21) if tokens >= 2**power * shape.context]
         rows.append([shape.name, f"{tokens / 2**20:g} x 2^20", f"{tokens // shape.context:,}"])
         for name in STRATEGIES:

@@ -1,13 +1,11 @@
-"""The tables of docs/performance.md from benchmarks/results/*.json: python -m benchmarks.tables [--check]
+"""The tables of docs/performance.md from benchmarks/results/*.json: python -m benchmarks.tables
 
-Each replaces what stands between `<!-- NAME -->` and `<!-- end -->`. --check changes nothing and exits 1 if the page is
-not what the files give.
+Each replaces what stands between `<!-- NAME -->` and `<!-- end -->`.
 """
 
 import json
 import re
 import statistics
-import sys
 from dataclasses import dataclass
 
 from benchmarks.measure import ROOT
@@ -75,13 +73,10 @@ def cell(value: object) -> str:
 
 def ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
     """A case's figure over that of each one that it is set against."""
-    references = case.get("against", [])
-    both = [
-        (name, cases.get(name, {}).get(quantity))
-        for name in ([references] if isinstance(references, str) else references)
-    ]
-    own = Measured.of(case.get(quantity))
-    return "; ".join(f"{own / Measured.of(other):x {name}}" for name, other in both if own and other)
+    own, references = Measured.of(case.get(quantity)), case.get("against", [])
+    references = [references] if isinstance(references, str) else references
+    others = {name: Measured.of(cases.get(name, {}).get(quantity)) for name in references}
+    return "; ".join(f"{own / other:x {name}}" for name, other in others.items() if own and other)
 
 
 def table(groups: Figures, quantities: dict[str, str]) -> list[list[str]]:
@@ -103,13 +98,16 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def section(name: str) -> str:
-    """The table of one result, and what it was measured on."""
+    """The table of one result, what it was measured on, and what else was running."""
     record = json.loads((RESULTS / f"{name}.json").read_text())
     machine, versions = record["machine"], record["versions"]
     hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
     where = f"`{record['command']}`: {hardware}, torch {versions['torch']}, {record['date']}."
-    every = [quantity for cases in record["figures"].values() for case in cases.values() for quantity in case]
-    measured = {quantity: quantity for quantity in every if quantity not in FACTS}
+    cases = [case for cases in record["figures"].values() for case in cases.values()]
+    if others := [cores for case in cases for cores in case.get("others_cores", [])]:
+        most = f"{statistics.median(others):.2f} in the median and {max(others):.2f} at most"
+        where += f" Cores that other work kept busy meanwhile: {most}."
+    measured = {quantity: quantity for case in cases for quantity in case if quantity not in FACTS}
     return f"{markdown(table(record['figures'], TABLES.get(name, measured)))}\n\n{where}"
 
 
@@ -128,11 +126,5 @@ def page() -> str:
     return text
 
 
-def write() -> None:
-    PAGE.write_text(page())
-
-
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(page() != PAGE.read_text())
-    write()
+    PAGE.write_text(page())

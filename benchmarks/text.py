@@ -5,11 +5,10 @@ which other work on the machine changes less.
 """
 
 import json
-import resource
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,18 +25,6 @@ from data.tokenizer import load_tokenizer, save_tokenizer
 from training.compute import available_cores
 
 DOCUMENT = 4000  # characters
-
-
-def timed(work: Callable[[], dict]) -> dict:
-    """By the clock, and in what processors worked for this process and its children that have ended."""
-
-    def clocks() -> tuple[float, float]:
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-    before, facts = clocks(), work()
-    seconds, processor_seconds = (now - then for now, then in zip(clocks(), before, strict=True))
-    return {"seconds": seconds, "processor_seconds": processor_seconds, **facts}
 
 
 def text(options: Namespace) -> Iterator[Group]:
@@ -61,19 +48,17 @@ def text(options: Namespace) -> Iterator[Group]:
             out = str(folder / f"out{next(numbers)}")
             config = PrepareConfig(str(source), str(tokenizer_folder), out, num_workers=available_cores())
             metadata = prepare(config)
-            tokens = metadata["train"]["tokens"] + metadata["validation"]["tokens"]
-            return {"tokens": tokens, "against": "bare encode"}
+            return {"tokens": metadata["train"]["tokens"] + metadata["validation"]["tokens"]}
 
-        yield Group("encoding", {"bare encode": partial(timed, bare_encode), "data.prepare": partial(timed, prepared)})
+        yield Group("encoding", {"bare encode": bare_encode, "data.prepare": prepared}, "bare encode")
 
         def loaded(seq_len: int) -> dict[str, float]:
             start = time.perf_counter()
             dataset = TextDataset(TextCorpus(str(folder / "out0")), "train", seq_len, "concat")
             opened = time.perf_counter()
             sampler = StepSampler(GlobalBatches(len(dataset), 16384 // seq_len, seed=0), 0, 3000, 0, 1)
-            tokens = sum(
-                batch["input_ids"].numel() for batch in DataLoader(Batches(dataset), batch_size=None, sampler=sampler)
-            )
+            batches = DataLoader(Batches(dataset), batch_size=None, sampler=sampler)
+            tokens = sum(batch["input_ids"].numel() for batch in batches)
             return {"open_seconds": opened - start, "tokens_per_second": tokens / (time.perf_counter() - opened)}
 
         torch.set_num_threads(1)

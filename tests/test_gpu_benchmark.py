@@ -62,8 +62,8 @@ def test_every_variant_is_measured_and_one_that_fails_is_recorded(groups):
 @pytest.mark.slow
 def test_pieces_are_told_apart_and_settings_change_what_runs(groups):
     ours = groups["124m_1024"]["ours"]
-    pieces = ["forward", "loss_forward", "loss_backward", "backward", "clip_and_totals", "optimizer"]
-    assert [name for name in ours if name.endswith("_seconds") and name != "first"] == [f"{p}_seconds" for p in pieces]
+    pieces = ["forward", "backward", "clip_and_totals", "optimizer"]
+    assert {f"{piece}_seconds" for piece in pieces} <= ours.keys()
 
     def calls(variant):
         kernels = groups["1.3b_4096_settings"][variant]["kernels"]
@@ -94,8 +94,6 @@ def test_a_spent_budget_names_what_was_left_out_and_without_a_gpu_nothing_begins
 class Stub(gpu.Variant):
     """In place of a model and its step."""
 
-    splitting = gpu.Peer.splitting
-
     def build(self, chunked_loss=None, foreach=False):
         if chunked_loss:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
@@ -113,8 +111,9 @@ class Stub(gpu.Variant):
 def test_a_variant_that_fails_ends_alone(monkeypatch):
     monkeypatch.setattr(gpu, "Ours", Stub)
     monkeypatch.setattr(Stub, "kernels", lambda self: {})
-    figures = by_turns(gpu.variants("124m_1024_settings", gpu.MINIATURE, None), rounds=2)
-    assert figures["chunked_loss"] == {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."}
+    figures = by_turns(gpu.group("124m_1024_settings", gpu.MINIATURE, None), rounds=2)
+    assert figures["chunked_loss"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
+    assert "tokens_per_second" not in figures["chunked_loss"]
     assert figures["foreach_adamw"]["error"] == "RuntimeError: it breaks ... while it runs"
     assert len(figures["ours"]["tokens_per_second"]) == len(figures["whole_loss"]["tokens_per_second"]) == 2
     assert figures["whole_loss"]["against"] == [gpu.PRODUCT, "ours"]
@@ -127,7 +126,7 @@ def test_settings_reach_the_model_and_the_optimizer(monkeypatch):
     scale = gpu.MINIATURE
 
     def facts(name):
-        ours = gpu.Ours(scale.config("124M", 48), torch.zeros(1, 16, dtype=torch.long), scale, [])
+        ours = gpu.Ours(scale.config("124M", 48), torch.zeros(1, 16, dtype=torch.long), scale)
         ours.build(**gpu.SETTINGS[name])
         (group, _) = ours.optimizer.param_groups
         checkpointed = "forward" in vars(ours.network.blocks[0])
@@ -158,7 +157,7 @@ def test_a_small_model_is_measured_on_the_gpu(name):
     scale = gpu.Scale(shapes=small, product_size=512, window_seconds=0.0, warm_up_steps=1, context=256)
     shape, *_, backend = gpu.CASES[name]
     with gpu.sdpa_kernel(gpu.BACKENDS[backend]) if backend else gpu.nullcontext():
-        figures = by_turns(gpu.variants(name, scale, NANOGPT and Path(NANOGPT)), rounds=2)
+        figures = by_turns(gpu.group(name, scale, NANOGPT and Path(NANOGPT)), rounds=2)
     for case in figures.values():
         assert "error" not in case and case["kernels"]["compiled_regions_a_step"] >= 1
         assert min(case["tokens_per_second"]) > 0 and 0 < min(case["peak_gib"]) < 10
