@@ -33,15 +33,13 @@ def measure(name: str, options: argparse.Namespace) -> record.Figures:
     module, figures, left_out = importlib.import_module(f"benchmarks.{CASES[name]}"), {}, []
     budget_seconds = options.budget_seconds or getattr(module, "BUDGET_SECONDS", math.inf)
     for group in getattr(module, name)(options):
-        if options.only and options.only not in group.name:
-            continue
         if time.monotonic() - STARTED > budget_seconds:
             left_out.append(group.name)
             print(f"{group.name}: left out, {budget_seconds:g} s are over", file=sys.stderr, flush=True)
         else:
             print(f"{group.name}:", file=sys.stderr, flush=True)
             figures[group.name] = by_turns(group, group.rounds or options.rounds)
-        if not (options.quick or options.only):
+        if not options.quick:
             record.write(record.RESULTS / f"{name}.json", figures, left_out)
     return figures
 
@@ -52,7 +50,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
     parser.add_argument("--text", type=Path, help="a text file, tinyshakespeare for the published figures")
-    parser.add_argument("--only", default="", metavar="WORD", help="groups whose name has this word; only prints")
     parser.add_argument("--quick", action="store_true", help="a trial of seconds, in the smallest sizes; only prints")
     parser.add_argument("--budget_seconds", type=float, help="no group starts later than this; gpu: 420")
     options = parser.parse_args()
@@ -73,7 +70,7 @@ def main() -> int:
         print(f"failed: {', '.join(failed)}" if failed else "All done; docs/performance.md has the tables.")
         return 1 if failed else 0
     figures = measure(names[0], options)
-    if options.quick or options.only:
+    if options.quick:
         print(json.dumps(figures, indent=2))
     else:
         tables.PAGE.write_text(tables.page())

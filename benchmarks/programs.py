@@ -227,36 +227,34 @@ def startup(options: Namespace) -> Iterator[Group]:
     take to load, and a bare script that imports torch, builds the same small model and takes a step.
     """
 
-    def ended(*arguments: str, exit_code: int = 0) -> None:
+    def to_its_end(*arguments: str, exit_code: int = 0) -> None:
         run([sys.executable, *arguments], exit_code)
 
-    def stepped(command: list[str], **env: str) -> dict:
+    def to_first_step(command: list[str], **env: str) -> dict:
         with Program(command, **env) as program:
             seconds, processor_seconds = program.wait_for(FIRST_STEP)  # and is stopped then
         return {"seconds": seconds, "processor_seconds": processor_seconds}
 
-    def first_step(settings: dict, processes: int = 0, **env: str) -> Case:
-        def case() -> dict:
-            with tempfile.TemporaryDirectory() as folder:
-                here = {"out_dir": folder, "tracking.log_every": 1}
-                return stepped([*launch(processes, "train.py"), *words(settings | here)], **env)
-
-        return case
-
-    small = {"config": "configs/stories.yaml", "data.num_samples": 50} | model(**TINY)
-    recipe = small if options.quick else {"config": "configs/stories.yaml"}
-    # Compiling the smallest model takes half a minute; without a compiler train.py says so and goes on.
-    env = {"CXX": "no-such-compiler"} if options.quick else {}
+    stories = {"config": "configs/stories.yaml"}
+    small = stories | {"data.num_samples": 50} | model(**TINY)
+    recipe = small if options.quick else stories
     with tempfile.TemporaryDirectory() as folder:
+
+        def first_step(settings: dict, processes: int = 0, **env: str) -> Case:
+            here = {"out_dir": folder, "resume": "never", "tracking.log_every": 1}
+            return partial(to_first_step, [*launch(processes, "train.py"), *words(settings | here)], **env)
+
         cache = Path(folder, "cache")
-        compiled = first_step(recipe | {"compile": True}, TORCHINDUCTOR_CACHE_DIR=str(cache), **env)
+        # Compiling the smallest model takes half a minute; without a compiler train.py says so and goes on.
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | ({"CXX": "no-such-compiler"} if options.quick else {})
+        compiled = first_step(recipe | {"compile": True}, **env)
         cases = {
-            "import torch": partial(ended, "-c", "import torch"),
-            "import torch, accelerate": partial(ended, "-c", "import torch; import accelerate"),
-            "import train": partial(ended, "-c", "import train"),
-            "train.py --help": partial(ended, "train.py", "--help"),
-            "a refused setting": partial(ended, "train.py", "--steps", "-1", exit_code=2),
-            "a bare script to its first step": partial(stepped, [sys.executable, "-c", BARE_SCRIPT]),
+            "import torch": partial(to_its_end, "-c", "import torch"),
+            "import torch, accelerate": partial(to_its_end, "-c", "import torch; import accelerate"),
+            "import train": partial(to_its_end, "-c", "import train"),
+            "train.py --help": partial(to_its_end, "train.py", "--help"),
+            "a refused setting": partial(to_its_end, "train.py", "--steps", "-1", exit_code=2),
+            "a bare script to its first step": partial(to_first_step, [sys.executable, "-c", BARE_SCRIPT]),
             "first step, the same model, without W&B": first_step(small | QUIET),
             "first step": first_step(recipe),
             "first step, without W&B": first_step(recipe | QUIET),
@@ -267,8 +265,7 @@ def startup(options: Namespace) -> Iterator[Group]:
         }
         against = {
             "import train": "import torch, accelerate",
-            "train.py --help": "import torch",
-            "a refused setting": "import torch",
+            **dict.fromkeys(["train.py --help", "a refused setting"], "import torch"),
             "first step, the same model, without W&B": "a bare script to its first step",
         }
         yield Group("from launch to", cases, against)

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -110,11 +111,14 @@ def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch
     written = []
     monkeypatch.setattr(importlib.import_module("benchmarks.bits"), "soak", groups)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    options = argparse.Namespace(rounds=2, only="", quick=False, budget_seconds=1000.0)
+    options = argparse.Namespace(rounds=2, quick=False, budget_seconds=1000.0)
     figures = command_line.measure("soak", options)
     assert [list(each["figures"]) for each in written] == [["first"], ["first", "second"], ["first", "second"]]
     assert figures["second"]["case"]["seconds"] == [1.0, 1.0] and written[-1]["left_out"] == ["third"]
-    assert command_line.measure("soak", argparse.Namespace(**{**vars(options), "only": "second", "quick": True})) == {}
+    monkeypatch.setattr(command_line, "STARTED", time.monotonic())
+    options.quick = True
+    assert list(command_line.measure("soak", options)) == ["first", "second"]
+    assert json.loads((tmp_path / "soak.json").read_text()) == written[2], "a trial writes nothing"
 
 
 def test_pictures_are_drawn_from_the_records(tmp_path):
