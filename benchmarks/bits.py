@@ -90,7 +90,8 @@ def phase(run: Path, since: float) -> str:
 
 
 def kill_at_random(out_dir: Path, kills: int, steps: int, minutes: float) -> dict:
-    chance, begin, tally, runs = random.Random(0), time.perf_counter(), Counter(), 0
+    chance, begin, runs = random.Random(0), time.perf_counter(), 0
+    tally = Counter(kills=0, starting=0, training=0, saving=0)
 
     def job(name: str) -> Program:
         settings = RECIPE | {"out_dir": out_dir, "name": name, "steps": steps}
@@ -101,8 +102,8 @@ def kill_at_random(out_dir: Path, kills: int, steps: int, minutes: float) -> dic
 
     def keep_killing(launcher: psutil.Popen, path: Path) -> None:
         last_kill = time.time()
-        with suppress(psutil.NoSuchProcess):  # it has ended
-            while more():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            while more() and launcher.is_running():
                 time.sleep(chance.uniform(0, min(10.0, 1.2 * seconds_alone)))
                 if victims := [child for child in launcher.children() if "train.py" in " ".join(child.cmdline())]:
                     victim = chance.choice(victims)
@@ -137,6 +138,5 @@ def soak(options: Namespace) -> Iterator[Group]:
     """
     kills, steps = (1, 20) if options.quick else (50, 400)
     with tempfile.TemporaryDirectory() as folder:
-        yield Group(
-            "two processes", {"killed": lambda: kill_at_random(Path(folder), kills, steps, minutes=15)}, rounds=1
-        )
+        cases = {"killed": partial(kill_at_random, Path(folder), kills, steps, minutes=15)}
+        yield Group("two processes", cases, rounds=1)
