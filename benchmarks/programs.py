@@ -74,13 +74,14 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
     """
     target, seeds = math.inf if options.quick else 1.88, count()
     with tempfile.TemporaryDirectory() as folder:
-        text, corpus = options.text, Path(folder, "corpus")
-        if options.quick:
-            (text := Path(folder, "text.txt")).write_text("To be, or not to be, that is the question.\n" * 200)
-        prepare = {"source": text.resolve(), "out": corpus, "tokenizer": "byte", "validation": "tail:0.1"}
+        corpus = Path(folder, "corpus")
+        prepare = {"source": options.text.resolve(), "out": corpus, "tokenizer": "byte", "validation": "tail:0.1"}
         run([sys.executable, "-m", "data.prepare", *words(prepare)])
         settings = {"config": "configs/shakespeare_cpu.yaml", "data.path": corpus, **QUIET}
-        settings |= {"steps": 4, "schedule.warmup_steps": 0, "schedule.decay_steps": 2} if options.quick else {}
+        recipe = RECIPE_FOR_A_CPU
+        if options.quick:
+            settings |= {"steps": 4, "schedule.warmup_steps": 0, "schedule.decay_steps": 2}
+            recipe = recipe | {"max_iters": 4, "eval_iters": 1}
 
         def ours() -> dict:
             with tempfile.TemporaryDirectory() as out_dir:
@@ -94,14 +95,11 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
             return {"seconds": reached[0], "val/loss": last["val/loss"], "tokens": last["train/tokens"]}
 
         def theirs() -> dict:
-            recipe = {"max_iters": 10} if options.quick else {}
-            lines = [(seconds, line) for seconds, line in peer.train(**recipe) if "val loss" in line]
-            sizes = RECIPE_FOR_A_CPU | recipe
-            tokens = math.prod(sizes[name] for name in ("max_iters", "batch_size", "block_size"))
-            seconds, line = lines[-1]
+            seconds, line = [(seconds, line) for seconds, line in peer.train(**recipe) if "val loss" in line][-1]
+            tokens = math.prod(recipe[name] for name in ("max_iters", "batch_size", "block_size"))
             return {"seconds": seconds, "val/loss": float(line.split("val loss ")[1]), "tokens": tokens}
 
-        peer = options.nanogpt and NanoGPT(options.nanogpt, text)
+        peer = options.nanogpt and NanoGPT(options.nanogpt, options.text)
         cases = {"ours": ours, **({"nanoGPT": theirs} if peer else {})}
         yield Group("to 1.88 nats a character", cases, "nanoGPT")
 

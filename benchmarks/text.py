@@ -28,8 +28,7 @@ DOCUMENT = 4000  # characters
 
 
 def text(options: Namespace) -> Iterator[Group]:
-    characters = 10**6 if options.quick else 10**8
-    content = "To be, or not to be, that is the question.\n" if options.quick else options.text.read_text()
+    characters, content = 10**6 if options.quick else 10**8, options.text.read_text()
     content *= characters // len(content) + 1
     documents = [content[i : i + DOCUMENT] for i in range(0, characters, DOCUMENT)]
     with tempfile.TemporaryDirectory() as directory:
