@@ -155,7 +155,6 @@ def memory(config: TrainConfig, accelerator: Accelerator, network: GPTModel) -> 
     if accelerator.device.type == "cpu":
         if config.checkpoint.asynchronous:
             parts["copy for a checkpoint"] = (weights + moments) / sharing
-        parts["writing a checkpoint"] = 2 * (weights + moments) / processes  # safetensors: of each tensor, and of all
     return parts, weights + moments
 
 

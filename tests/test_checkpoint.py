@@ -6,16 +6,20 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import training.manifest
 from config import CheckpointConfig
 from files import sha256
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+from training import shards
 from training.manifest import (
     MANIFEST,
     File,
@@ -167,6 +171,21 @@ def checkpoint_of(directory, step, loss=None):
 
 def left_in(directory):
     return sorted(int(path.name[-1]) for path in directory.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was in use")
+def test_writing_takes_no_memory_of_its_own(tmp_path):
+    """A copy would also stop training while it is made: that takes one call, during which no Python runs."""
+    weights = {f"model.{i}": torch.ones(2**20) for i in range(32)}
+
+    def resident_mib(name):
+        return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**10
+
+    shards.write(tmp_path, {"model.0": weights["model.0"]}, None)  # which imports
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_mib("VmRSS")
+    shards.write(tmp_path, weights, None)
+    assert resident_mib("VmHWM") - before < 64, "MiB, of 128"
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):

@@ -4,6 +4,7 @@ Any number of processes reads what any other number wrote, and under DDP every f
 DCP takes as long to import as half of torch: training/checkpoint.py imports this module when it is first needed.
 """
 
+import json
 import warnings
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.futures import Future
 
 from config import ConfigError
+from files import fsync
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 ON_GPU = torch.cuda.is_available()  # where pinned memory, and copies that are waited for together, are fast
@@ -38,6 +42,23 @@ def copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return STAGER.stage(tensors)
 
 
+class Writer(HuggingFaceStorageWriter):
+    """Writes tensors from where they lie. Its base copies all of them, and until that is done no other Python runs."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list]:
+        """The file of this process, as the base would write it."""
+        tensors = {item.index.fqn: planner.resolve_data(item).detach().cpu().contiguous() for item in plan.items}
+        begins = {item.index.fqn: {"saved_offsets": item.tensor_data.chunk.offsets} for item in plan.items}
+        if tensors:
+            file = Path(self.path, f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors")
+            facts = {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
+            save_file(tensors, file, facts)
+            fsync(file)
+        written = Future()
+        written.set_result([])
+        return written
+
+
 def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Write this process's part as shard-RANK-*.safetensors, ranks counted from 1; called by all processes together.
 
@@ -47,8 +68,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.Process
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is one process
-            writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=group)
+            dcp.save(tensors, storage_writer=Writer(str(directory), save_distributed=True), process_group=group)
     except CheckpointException as exception:
         raise OSError("; ".join(sorted({str(cause) for cause, _ in exception.failures.values()}))) from None
     except SafetensorError as error:
