@@ -46,7 +46,7 @@ def throughput(options: Namespace) -> Iterator[Group]:
     Two shapes of nanoGPT: its recipe for a CPU and its small model for a GPU. Each one's real train.py is launched, and
     the median of its steps taken. On a CPU nanoGPT computes in float32; here it is also put under autocast.
     """
-    shapes = [(4, 4, 128, 64, 12, 120), (6, 6, 384, 256, 16, 8)]
+    shapes = [(4, 4, 128, 64, 12, 80), (6, 6, 384, 256, 16, 6)]
     for layers, heads, width, context, batch, steps in [(1, 2, 32, 32, 4, 10)] if options.quick else shapes:
         settings = RANDOM | QUIET | GPT2 | model(n_layers=layers, n_heads=heads, d_model=width, vocab_size=65)
         settings |= {"seq_len": context, "model.max_position_embeddings": context, "micro_batch_size": batch}
@@ -113,8 +113,8 @@ def overhead(options: Namespace) -> Iterator[Group]:
     """
     larger = model(n_layers=4, d_model=256, vocab_size=512) | {"seq_len": 128}
     recipes = {
-        "stories, 0.46M parameters": STORIES | logged(160, 10),
-        "random tokens, 3.4M parameters": RANDOM | larger | logged(32, 2),
+        "stories, 0.46M parameters": STORIES | logged(120, 10),
+        "random tokens, 3.4M parameters": RANDOM | larger | logged(24, 2),
     }
     if options.quick:
         recipes = {"random tokens": RANDOM | model(**TINY, vocab_size=64) | logged(6, 2)}
@@ -135,7 +135,7 @@ def scaling(options: Namespace) -> Iterator[Group]:
     of the communication is hidden behind computation. By hand each tensor is sent on its own; DDP with one bucket for
     all sends as late, but at once, so it tells what sending together gives from what sending early gives.
     """
-    sizes = [(1, 16, 2, 10)] if options.quick else [(2, 128, 4, 80), (4, 256, 4, 20), (6, 384, 6, 10)]
+    sizes = [(1, 16, 2, 10)] if options.quick else [(2, 128, 4, 60), (4, 256, 4, 15), (6, 384, 6, 10)]
     for layers, width, heads, steps in sizes:
         settings = RANDOM | QUIET | model(n_layers=layers, d_model=width, n_heads=heads, vocab_size=512)
         settings |= {"seq_len": 128} | logged(steps, steps // 5)
@@ -186,12 +186,12 @@ def sharding(options: Namespace) -> Iterator[Group]:
         launch_file = {"DDP": "cpu.yaml", "FSDP2": "fsdp2.yaml"}[kind]
 
         def trained(of: dict, steps: int) -> dict[str, float]:
-            how = settings | model(**of) | logged(steps, steps // 2)
+            how = settings | model(**of) | logged(steps, steps // 3)
             return train(how, processes, launch_file=launch_file, OMP_NUM_THREADS="1")
 
         if kind not in of_nothing:
-            of_nothing[kind] = trained(nothing, 2)["peak_mib"]
-        took, shards = trained(sizes, 2 if options.quick else 8), processes if kind == "FSDP2" else 1
+            of_nothing[kind] = trained(nothing, 3)["peak_mib"]
+        took, shards = trained(sizes, 3 if options.quick else 9), processes if kind == "FSDP2" else 1
         return {
             "peak_mib": took["peak_mib"] - of_nothing[kind],
             "predicted_mib": str(round(16 * num_weights / shards / 2**20)),
