@@ -57,13 +57,13 @@ def by_turns(group: Group, rounds: int) -> dict[str, dict]:
     """What the cases of a group return, called by turns: A B C A B C ..., so that another load slows all, not one.
 
     A float is measured, and kept of every round; anything else is said once. A case that fails is recorded as its
-    "error" and left out of later rounds; the others go on.
+    "error" and dropped, with the memory that it holds; the others go on.
     """
     figures = {name: {"against": others} if (others := group.references(name)) else {} for name in group.cases}
     for number in range(rounds):
-        for name, case in list(group.cases.items()):
+        for name in list(group.cases):
             try:
-                values = watched(case)
+                values = watched(group.cases[name])
             except Exception as error:
                 traceback.print_exc()
                 lines = str(error).strip().splitlines() or [""]

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 
@@ -98,6 +99,16 @@ def test_cases_take_turns_and_one_that_fails_ends_alone():
     assert a["seconds"] == [1.0, 2.0, 3.0] and a["tokens"] == 7 and "against" not in a
     assert len(a["others_cores"]) == len(a["processor_seconds"]) == 3
     assert b["seconds"] == [4.0] and b["error"] == "ValueError: out of luck ... and more" and b["against"] == ["a"]
+
+
+def test_a_case_that_fails_holds_no_memory_when_the_next_one_begins():
+    def out_of_memory():
+        raise MemoryError
+
+    dropped = weakref.ref(out_of_memory)
+    group = Group("a group", {"fails": out_of_memory, "goes on": lambda: {"dropped": dropped() is None}})
+    del out_of_memory
+    assert by_turns(group, 1)["goes on"]["dropped"]
 
 
 def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch, tmp_path):
