@@ -6,13 +6,12 @@ read random tokens that lie on the device. Variants live at the same time and ta
 slows all.
 
 Beside the data sheet's MFU, FLOP/s are set against a bf16 product of large matrices that takes its turn too. Peak
-memory is a variant's own: what the others hold is taken off. The pieces of a step come from CUDA events in steps of
-their own. --quick runs it all on the CPU in miniature, to test it.
+memory is a variant's own: what the others hold is taken off. What a step consists of is told by its kernels, in steps
+of their own. --quick runs it all on the CPU in miniature, to test it.
 """
 
 import gc
 import re
-import statistics
 import sys
 import time
 from argparse import Namespace
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -98,41 +96,19 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def allocated(peak: bool = False) -> int:
-    read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-    return read() if torch.cuda.is_available() else 0
-
-
 def free_memory() -> None:
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
-class Marks:
-    """A stopwatch on the device: each mark ends the piece that it names and begins the next."""
-
-    def __init__(self, on_cuda: bool):
-        self.on_cuda, self.marks = on_cuda, []
-
-    def __call__(self, name: str) -> None:
-        stamp = torch.cuda.Event(enable_timing=True) if self.on_cuda else time.perf_counter()
-        if self.on_cuda:
-            stamp.record()
-        self.marks.append((name, stamp))
-
-    def seconds(self) -> dict[str, float]:
-        """The median time of each piece; the one named "begin" is what lay between the others."""
-        synchronize()
-        durations: dict[str, list[float]] = {}
-        for (_, before), (name, after) in pairwise(self.marks):
-            elapsed = before.elapsed_time(after) / 1000 if self.on_cuda else after - before
-            durations.setdefault(name, []).append(elapsed)
-        return {name: statistics.median(values) for name, values in durations.items() if name != "begin"}
-
-
-def unmarked(name: str) -> None:
-    """In place of Marks where nothing is timed."""
+def seconds_of(work: Callable[[], object], times: int) -> float:
+    """Of one time that it is done, without a wait in between."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    synchronize()
+    return (time.perf_counter() - start) / times
 
 
 class Variant:
@@ -142,55 +118,41 @@ class Variant:
         self.config, self.tokens, self.scale, self.on_cuda = config, tokens, scale, scale.device == "cuda"
         self.facts, self.settings, self.window = {}, settings, 0
 
-    def timed(self, steps: int) -> float:
-        """Seconds a step, without a wait in between."""
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        synchronize()
-        return (time.perf_counter() - start) / steps
-
     def prepare(self) -> None:
         """Until it is compiled and its optimizer has its moments."""
         free_memory()
-        before, start = allocated(), time.perf_counter()
+        before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
         self.build(**self.settings)
         self.facts["parameters"] = sum(parameter.numel() for parameter in self.network.parameters())
         self.facts["first_loss"] = str(self.step().item())
-        self.facts["seconds_to_first_step"] = str(round(time.perf_counter() - start, 1))
         for _ in range(self.scale.warm_up_steps):
-            seconds = self.timed(1)
+            seconds = seconds_of(self.step, 1)
         self.window, self.facts["kernels"] = max(1, round(self.scale.window_seconds / seconds)), self.kernels()
         with torch.device("meta"):
             self.flops_per_token = GPTModel(self.config).flops_per_token(self.tokens.shape[1])
         free_memory()
-        self.resting = allocated() - before
+        self.resting = torch.cuda.memory_allocated() - before
 
     def __call__(self) -> dict:
         if not self.window:
             self.prepare()
-        others = allocated() - self.resting
+        others = torch.cuda.memory_allocated() - self.resting
         if self.on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        speed = self.tokens.numel() / self.timed(self.window)
+        speed = self.tokens.numel() / seconds_of(self.step, self.window)
         measured = {"tokens_per_second": speed, "flops_per_second": speed * self.flops_per_token}
         if self.on_cuda:
-            measured["peak_gib"] = (allocated(peak=True) - others) / 2**30
+            measured["peak_gib"] = (torch.cuda.max_memory_allocated() - others) / 2**30
             if data_sheet := peak_bf16_flops(torch.device("cuda")):
                 measured["mfu"] = speed * self.flops_per_token / data_sheet
-        marks = Marks(self.on_cuda)
-        for _ in range(5):
-            loss = self.step(marks)
-        pieces = {f"{name}_seconds": seconds for name, seconds in marks.seconds().items()}
-        return measured | pieces | {"loss": loss.item()} | self.facts
+        return measured | {"loss": self.step().item()} | self.facts
 
     def kernels(self, steps: int = 3, top: int = 15) -> dict:
         """The kernels that take the most time on the device; on a CPU, operators."""
         activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * self.on_cuda]
         with torch.profiler.profile(activities=activities) as profile:
-            self.timed(steps)
+            seconds_of(self.step, steps)
         where, time_of = DeviceType.CPU, "self_cpu_time_total"
         if self.on_cuda:
             where, time_of = DeviceType.CUDA, "self_device_time_total"
@@ -232,24 +194,19 @@ class Ours(Variant):
     def count_targets(self) -> Tensor:
         return (self.batch["labels"][:, 1:] != -100).sum()
 
-    def step(self, mark: Callable[[str], None] = unmarked) -> Tensor:
+    def step(self) -> Tensor:
         """One turn of the loop in train.py; returns the loss."""
-        mark("begin")
         set_lr(self.optimizer, OPTIMIZER.lr)
         torch.manual_seed(derive_seed(0, "dropout", self.done, 0))
         loss = self.model(**self.batch, num_items_in_batch=self.target_tokens)[1]
-        mark("forward")
         self.accelerator.backward(loss)
-        mark("backward")
         self.totals.add(loss)
         grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), OPTIMIZER.grad_clip)
         self.done += 1
         self.target_tokens = self.totals.exchange(self.done, grad_norm, self.count_targets(), stop=False)
         self.totals.read(at_once=False)
-        mark("clip_and_totals")
         if self.totals.finite:
             self.optimizer.step()
-        mark("optimizer")
         self.optimizer.zero_grad()
         return loss.detach()
 
@@ -263,34 +220,24 @@ class Peer(Variant):
         self.autocast = torch.autocast(self.scale.device, torch.bfloat16)
         self.targets = self.tokens.roll(-1, dims=1)
 
-    def step(self, mark: Callable[[str], None] = unmarked) -> Tensor:
+    def step(self) -> Tensor:
         """One turn of the loop in nanoGPT's train.py, whose gradient scaler does nothing in bf16; returns the loss."""
-        mark("begin")
         set_lr(self.optimizer, OPTIMIZER.lr)
         with self.autocast:
             _logits, loss = self.model(self.tokens, self.targets)
-        mark("forward")
         loss.backward()
-        mark("backward")
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.grad_clip)
-        mark("clip")
         self.optimizer.step()
-        mark("optimizer")
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
 
 def product(scale: Scale) -> dict[str, float]:
     """The rate of a product of two random bf16 matrices: the most that a step can hope for on this card."""
-    size, marks = scale.product_size, Marks(scale.device == "cuda")
+    size = scale.product_size
     one, other = (torch.randn(size, size, device=scale.device, dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(5):
-        one @ other
-    for _ in range(20):
-        marks("begin")
-        one @ other
-        marks("product")
-    return {"flops_per_second": 2 * size**3 / marks.seconds()["product"]}
+    seconds_of(lambda: one @ other, 5)
+    return {"flops_per_second": 2 * size**3 / seconds_of(lambda: one @ other, 20)}
 
 
 def group(name: str, scale: Scale, peer: Path | None) -> Group:

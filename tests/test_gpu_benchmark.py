@@ -60,11 +60,7 @@ def test_every_variant_is_measured_and_one_that_fails_is_recorded(groups):
 
 
 @pytest.mark.slow
-def test_pieces_are_told_apart_and_settings_change_what_runs(groups):
-    ours = groups["124m_1024"]["ours"]
-    pieces = ["forward", "backward", "clip_and_totals", "optimizer"]
-    assert {f"{piece}_seconds" for piece in pieces} <= ours.keys()
-
+def test_settings_change_what_runs(groups):
     def calls(variant):
         kernels = groups["1.3b_4096_settings"][variant]["kernels"]
         return kernels["attention_calls_a_step"]["aten::scaled_dot_product_attention"]
@@ -97,14 +93,12 @@ class Stub(gpu.Variant):
     def build(self, chunked_loss=None, foreach=False):
         if chunked_loss:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-        self.network, self.left = torch.nn.Linear(1, 1), 11 if foreach else 1000
+        self.network, self.left = torch.nn.Linear(1, 1), 6 if foreach else 1000
 
-    def step(self, mark=gpu.unmarked):
+    def step(self):
         self.left -= 1
         if self.left == 0:
             raise RuntimeError("it breaks\nwhile it runs")
-        mark("begin")
-        mark("optimizer")
         return torch.zeros(())
 
 
