@@ -65,8 +65,9 @@ def main() -> None:
 
     every = config.tracking.log_every
     seconds = statistics.median([seconds_a_step(every) for _ in range(config.steps // every)][1:])
-    figures = {"tokens_per_second": tokens.numel() * processes / seconds, "seconds_a_step": seconds}
-    figures["peak_mib"] = (peak_memory_bytes() - after_imports) / 2**20
+    figures = {"seconds_a_step": seconds, "peak_mib": (peak_memory_bytes() - after_imports) / 2**20}
+    if not way:
+        figures["tokens_per_second"] = tokens.numel() * processes / seconds
     if not peer:
         figures["flops_per_token"] = network.flops_per_token(config.seq_len)
         figures["attention_flops_per_token"] = figures["flops_per_token"] - network.flops_per_token(0)

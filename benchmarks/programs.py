@@ -37,7 +37,7 @@ def logged(steps: int, every: int) -> dict[str, int]:
 def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
     printed = run([sys.executable, *launcher, "-m", "benchmarks.bare_loop", *words(settings)], **env)
-    return json.loads(next(line for line in printed if line.startswith('{"tokens')))
+    return json.loads(next(line for line in printed if line.startswith('{"seconds')))
 
 
 def throughput(options: Namespace) -> Iterator[Group]:
