@@ -4,7 +4,10 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -17,6 +20,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync(path.parent)
+
+
+@contextmanager
+def folder_written_atomically(path: Path) -> Iterator[Path]:
+    """The name of a folder to make, with files in it, which then becomes `path`: there whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    yield temporary
+    for written in (*temporary.iterdir(), temporary):
+        fsync(written)
     os.replace(temporary, path)
     fsync(path.parent)
 

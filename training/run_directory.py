@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from shutil import copytree
 from typing import Any, TextIO
 
 import yaml
@@ -17,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from config import ConfigError, RunError, TrainConfig
-from files import write_atomically
+from files import folder_written_atomically, write_atomically
 from training.continuation import check_foreign, check_learning_rates, complete, differences, read_settings
 from training.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
 from training.metrics_file import forget_after
@@ -166,6 +167,10 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         forget_after(self.metrics_file, start.step)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
+        if config.data.source == "text" and not (self.path / "tokenizer").exists():
+            theirs = [Path(corpus).expanduser() / "tokenizer" for corpus in config.data.mix or [config.data.path]]
+            with folder_written_atomically(self.path / "tokenizer") as folder:
+                copytree(max(theirs, key=lambda place: (place / "chat_template.jinja").exists()), folder)
         self._record_start(start, now)
         self.record_progress(start.step)
         return start
