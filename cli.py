@@ -55,7 +55,7 @@ def call(script: str, kind: type | None = None, needs_torch: bool = True) -> int
         adopt(os.environ)
         if planned := script == "train" and "--plan" in sys.argv:
             sys.argv.remove("--plan")
-        config = parse_tool(kind, script) if kind else parse_config(num_processes=num_processes())
+        config = parse_tool(kind, f"{script}.py") if kind else parse_config(num_processes=num_processes())
         if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
         import_module("plan" if planned else script).main(config)

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -46,7 +47,8 @@ class DataConfig:
     documents: Literal["concat", "isolated", "padded"] = "concat"
     """source text: what a sequence is. concat: a window of the stream of documents; isolated: the same, but attention
     does not cross the boundary of a document and positions begin again there; padded: one document, cut off at seq_len
-    or padded to it."""
+    or padded to it. Of a corpus of conversations a sequence is as many whole ones as fit, isolated (which concat then
+    becomes), or with padded always one."""
 
     hash: str | None = None
     """source text: of the tokens and the tokenizer. Default null: filled in at the start, so that a run never goes on
@@ -458,7 +460,7 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     own_args = sys.argv[1:] if args is None else args
     has_config = any(arg.split("=")[0] == "--config" for arg in own_args)
     args = own_args if has_config else ["--config", str(DEFAULT_CONFIG), *own_args]
-    parser = _parser("train", "Trains a mini-GPT. With --plan it only says what that would need.")
+    parser = _parser("train.py", "Trains a mini-GPT. With --plan it only says what that would need.")
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
     parser.add_class_arguments(TrainConfig, as_group=False)
     settings = _parse(parser, args)
@@ -478,26 +480,30 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     return config
 
 
-def parse_tool(kind: type, script: str, args: list[str] | None = None) -> Any:
-    """The settings of another script than train.py, a `kind` whose fields without a default are positional, and a
-    list[str] among these takes one word or more.
+def parse_tool(kind: type, program: str, args: list[str] | None = None, positional: bool = True) -> Any:
+    """The settings of another program than train.py, a `kind` whose fields without a default are positional unless
+    told, and a list[str] among these takes one word or more. A bool that is named is true.
 
     Raises:
         ConfigError: the parser's first error.
     """
-    parser = _parser(script, kind.__doc__)
+    parser = _parser(program, kind.__doc__)
     lists = {setting.name for setting in fields(kind) if setting.type == list[str]}
-    parser.add_class_arguments(kind, as_group=False, as_positional=True, skip=lists)
+    parser.add_class_arguments(kind, as_group=False, as_positional=positional, skip=lists)
     for name in lists:
         parser.add_argument(name, nargs="+")
-    return kind(**_parse(parser, sys.argv[1:] if args is None else args))
+    args = sys.argv[1:] if args is None else args
+    flags = {f"--{setting.name}" for setting in fields(kind) if setting.type is bool}
+    words = pairwise([*args, ""])
+    args = [f"{word}=true" if word in flags and value not in ("true", "false") else word for word, value in words]
+    return kind(**_parse(parser, args))
 
 
-def _parser(script: str, description: str) -> _Parser:
+def _parser(program: str, description: str) -> _Parser:
     # Some types take a class_path, and would import it before they find that it is none of them.
     set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
     set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
-    return _Parser(prog=f"{script}.py", description=description, allow_abbrev=False)
+    return _Parser(prog=program, description=description, allow_abbrev=False)
 
 
 def _parse(parser: _Parser, args: list[str]) -> dict[str, Any]:

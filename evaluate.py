@@ -78,6 +78,7 @@ def main(config: EvaluateConfig) -> None:
     positions = {name: metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")}
     if accelerator.is_main_process:
         metrics |= {"windows": len(corpus.validation), "seq_len": settings.seq_len}
+        metrics |= {"targets": "answers"} if corpus.conversations else {}
         print(json.dumps(finite_or_null(metrics), indent=1))
         try:
             save(output_directory(config), metrics, list(positions.values()))

@@ -41,6 +41,7 @@ from pathlib import Path
 import torch
 import yaml
 
+import chat
 from config import ConfigError, RunError
 from data.integrity import read_metadata
 from hub import to_transformers
@@ -138,6 +139,8 @@ def write(folder: Path, loaded: Loaded) -> None:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         for settings in (hf_model.config, hf_model.generation_config):
             settings.bos_token_id, settings.eos_token_id = begin, tokenizer.eos_token_id
+        if len(ends := chat.ends_of_answer(tokenizer)) > 1:
+            hf_model.generation_config.eos_token_id = sorted(ends)
         hf_model.generation_config.pad_token_id = tokenizer.eos_token_id
         for where_from in ("is_local", "local_files_only"):  # it was opened; no fact of a tokenizer
             tokenizer.init_kwargs.pop(where_from, None)

@@ -1,4 +1,4 @@
-"""Lets a trained model write: python sample.py RUN [--prompt TEXT] [--temperature 0.8] ...
+"""Lets a trained model write: python sample.py RUN [--prompt TEXT | --chat] [--temperature 0.8] ...
 
 RUN is the directory of a run, a folder in transformers' format, or a name on the Hub.
 """
@@ -17,7 +17,11 @@ class SampleConfig:
     """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
 
     prompt: str | None = None
-    """What the text begins with. Default null: on a terminal it is asked for, again and again; elsewhere, nothing."""
+    """What the text begins with. Default null: on a terminal it is asked for, again and again; elsewhere, nothing, or
+    with chat the lines of the input."""
+
+    chat: bool = False
+    """Talk: a line is what the user says, and the model answers all that was said, by its tokenizer's chat template."""
 
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
     """Of a run: latest, best (by validation loss), or a step."""
@@ -26,7 +30,7 @@ class SampleConfig:
     """Texts for each prompt."""
 
     max_new_tokens: PositiveInt = 200
-    """Tokens that a text gets at most; it ends earlier at an end-of-text token."""
+    """Tokens that a text gets at most; it ends earlier at an end-of-text token, or where an answer is over."""
 
     temperature: NonNegativeFloat = 0.8
     """0 takes the likeliest token; 1 draws with the model's probabilities; above, likelier ones are preferred less."""
@@ -47,12 +51,13 @@ if __name__ == "__main__":  # before anything slow is imported
     run("sample", SampleConfig)
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 import torch
 from tokenizers.decoders import DecodeStream
 
+import chat
 from config import ConfigError
 from data.order import derive_seed
 from data.stories import verdict
@@ -73,6 +78,9 @@ def main(config: SampleConfig) -> None:
     if loaded.tokenizer is None:
         raise ConfigError(f"run: {config.run!r} has no tokenizer: its model was trained on random tokens")
     loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if config.chat:
+        converse(loaded, config)
+        return
     for prompt in prompts(config.prompt):
         try:
             tokens = encode(loaded, prompt)
@@ -88,10 +96,46 @@ def main(config: SampleConfig) -> None:
             print()
 
 
-def prompts(given: str | None) -> Iterator[str]:
-    """The given prompt; without one, those that are typed, or none where nobody types."""
-    if given is not None or not sys.stdin.isatty():
+def converse(loaded: Loaded, config: SampleConfig) -> None:
+    """Answer what is said, line by line. What has no room any more is forgotten, the oldest line and answer first.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or a setting does not fit.
+    """
+    if loaded.tokenizer.chat_template is None:
+        raise ConfigError(
+            f"chat: the tokenizer of {config.run!r} has no chat template; train on conversations (docs/data.md), or "
+            "leave --chat out"
+        )
+    if config.num_samples > 1:
+        raise ConfigError(f"num_samples: {config.num_samples}, but chat gives one answer; leave it out")
+    limit = loaded.model.config.max_position_embeddings
+    room = max(limit - config.max_new_tokens, limit // 2)
+    ends, said = chat.ends_of_answer(loaded.tokenizer), []
+    for turn, line in enumerate(prompts(config.prompt, config.chat)):
+        said.append({"role": "user", "content": line})
+        try:
+            while len(tokens := chat.prompt(loaded.tokenizer, said)) > room and len(said) > 2:
+                del said[:2]
+            answer = write(loaded, "", tokens, turn, config, ends)
+            said.append({"role": "assistant", "content": answer})
+        except ConfigError as error:
+            if config.prompt is not None:
+                raise
+            print(error, file=sys.stderr)
+            said.pop()
+        except KeyboardInterrupt:  # of the answer, not of the conversation
+            print()
+            said.pop()
+
+
+def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
+    """The given prompt; without one, what is typed; where nobody types, none or, in a chat, the lines of the input."""
+    if given is not None or not (chat or sys.stdin.isatty()):
         yield given or ""
+        return
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
         return
     with suppress(ImportError):
         import readline  # noqa: F401 -- lines can be edited and called back
@@ -119,10 +163,13 @@ def encode(loaded: Loaded, prompt: str) -> list[int]:
 
 
 @torch.no_grad()
-def write(loaded: Loaded, prompt: str, tokens: list[int], index: int, config: SampleConfig) -> str:
-    """Write text `index` of a prompt and return it; of stories, with the grammar's verdict and log-probabilities."""
+def write(
+    loaded: Loaded, prompt: str, tokens: list[int], index: int, config: SampleConfig, ends: Collection[int] = ()
+) -> str:
+    """Write text `index` of a prompt, up to an end of text or one of the tokens `ends`, and return it; of stories, with
+    the grammar's verdict and log-probabilities."""
     model, tokenizer = loaded.model, loaded.tokenizer
-    device, end = model.token_embedding.weight.device, tokenizer.eos_token_id
+    device, ends = model.token_embedding.weight.device, {tokenizer.eos_token_id, *ends}
     generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "samples", index))
     decoder, written, ids = DecodeStream(skip_special_tokens=True), [prompt], list(tokens)
     print(prompt, end="", flush=True)
@@ -130,10 +177,12 @@ def write(loaded: Loaded, prompt: str, tokens: list[int], index: int, config: Sa
     for token in tokens:  # so that what follows is decoded as its continuation
         decoder.step(tokenizer.backend_tokenizer, token)
     for next_11 in model.stream(
-        torch.tensor([tokens], device=device), config.max_new_tokens, generator=generator, eos_token_id=end, **settings
+        torch.tensor([tokens], device=device), config.max_new_tokens, generator=generator, **settings
     ):
         ids.append(next_11.item())
-        if ids[-1] != end and (piece := decoder.step(tokenizer.backend_tokenizer, ids[-1])):
+        if ids[-1] in ends:
+            break
+        if piece := decoder.step(tokenizer.backend_tokenizer, ids[-1]):
             written.append(piece)
             print(piece, end="", flush=True)
     text = "".join(written)

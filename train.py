@@ -135,7 +135,7 @@ def train(
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
         verified = corpus_check.begin()
-        tracker.say(summary(config, accelerator, network, run.path, start, verified))
+        tracker.say(summary(config, accelerator, network, run.path, start, verified, corpus.conversations))
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
         # So that number comes first: here for the first step, and later with the totals of the step before.
         batch = next(batches)

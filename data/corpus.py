@@ -61,6 +61,8 @@ class Corpus:
     """The token that texts begin and end with; None: the tokenizer's <|endoftext|>."""
     verdict: Callable[[str], str] | None = None
     """What is said of a text that the model writes, for whoever looks at it."""
+    conversations: str = ""
+    """How the conversations that it has became training samples, for whoever starts a run."""
     score_texts: Callable[[list[str]], Sums] | None = None
     """What texts are scored by that the trained model writes between two end-of-text tokens, as sample/NAME."""
 
@@ -107,6 +109,8 @@ def _load_text(config: TrainConfig) -> Corpus:
     data.hash = content_hash
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
         raise ConfigError(f"data.mix: {', '.join(data.mix)} were made with different tokenizers")
+    if any(corpus.has_conversations for corpus in corpora) and data.documents == "concat":
+        data.documents = "isolated"
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
@@ -115,10 +119,11 @@ def _load_text(config: TrainConfig) -> Corpus:
     wanted = zip(corpora, sizes, strict=True) if evaluation.every else ()
     validation = [TextDataset(corpus, "validation", config.seq_len, data.documents, size) for corpus, size in wanted]
     vocab_size = _checked_vocab_size(config.model.vocab_size, corpora[0].vocab_size)
+    facts = {"verification": Verification(corpora), "end_of_text": corpora[0].end_of_text}
+    facts["conversations"] = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
     if data.mix:
         train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
     quotas = quotas if data.mix else None
-    facts = {"verification": Verification(corpora), "end_of_text": corpora[0].end_of_text}
     return Corpus(train[0], *validation or [None], corpora[0].tokenizer, vocab_size, quotas, **facts)
 
 

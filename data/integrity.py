@@ -86,8 +86,9 @@ def _check(metadata: dict) -> None:
         raise ValueError("it does not match its own digest")
 
 
-def open_tokens(file: Path) -> pa.ListArray:
-    """The column of a file of tokens, memory-mapped, with nothing read of it but the lengths that it claims.
+def open_columns(file: Path) -> list[pa.ListArray]:
+    """The tokens of a file and, of conversations, the masks of answers, memory-mapped, with nothing read of them but
+    the lengths that they claim.
 
     They are checked against the file's, so that no use of its `values` and `offsets` reads beyond it.
 
@@ -96,14 +97,16 @@ def open_tokens(file: Path) -> pa.ListArray:
     """
     try:
         reader = pa.ipc.open_stream(pa.memory_map(str(file)))
-        types = [pa.list_(pa.uint16()), pa.list_(pa.uint32())]
-        if reader.schema.names != ["input_ids"] or reader.schema.types[0] not in types:
+        tokens = [{"input_ids": pa.list_(kind)} for kind in (pa.uint16(), pa.uint32())]
+        masks = {}, {"assistant_masks": pa.list_(pa.uint8())}
+        if reader.schema not in [pa.schema(ids | mask) for ids in tokens for mask in masks]:
             raise ValueError("it has other columns than data.prepare writes")
-        column = reader.read_next_batch().column(0)
-        column.validate()
-        if column.null_count or column.values.null_count:
-            raise ValueError("it has nulls")
-        return column
+        columns = reader.read_next_batch().columns
+        for column in columns:
+            column.validate()
+            if column.null_count or column.values.null_count or len(column.values) != len(columns[0].values):
+                raise ValueError("it has nulls, or tokens without a mask")
+        return columns
     except (pa.ArrowException, ValueError, OSError, StopIteration) as error:
         raise ConfigError(f"data: {file} is damaged: {error or 'it is empty'}; {REMEDY}") from None
 
@@ -181,9 +184,10 @@ class Verification:
     def _has_tokens_of(self, corpus, file: Path) -> bool:
         """Whether all in it is in range, by whoever it was made: a hostile author knows how to compute a hash."""
         try:
-            column = open_tokens(file)
-            column.validate(full=True)
-            largest = np.max(column.values.to_numpy(), initial=0)
+            columns = open_columns(file)
+            for column in columns:
+                column.validate(full=True)
+            largest = np.max(columns[0].values.to_numpy(), initial=0)
         except (pa.ArrowException, ValueError) as error:
             self._fail(f"{file} is damaged: {error}")
             return False

@@ -8,6 +8,9 @@ parts. The result is DIR/train/*.arrow, DIR/validation/*.arrow, DIR/tokenizer an
 A row of column input_ids is a document with an end-of-text token before it; of a document of more than a million
 characters each further piece is a row of its own, without that token. So the flat buffer of the column is the stream
 of tokens, and an end-of-text token in it is always the beginning of a document: none comes from the text.
+
+Of conversations a row is one of them, as the tokenizer's chat template writes it, and a second column, assistant_masks,
+is 1 at the tokens of answers (chat.py).
 """
 
 import fcntl
@@ -32,16 +35,16 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from jsonargparse import ArgumentParser, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from config import ConfigError
+import chat
+from config import ConfigError, parse_tool
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
 from data.sources import Source, find_files, source_stamp
 from data.tokenizer import load_tokenizer, save_tokenizer
-from files import fsync, write_atomically
+from files import folder_written_atomically, fsync, write_atomically
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; documents of more than two are encoded in pieces
@@ -54,7 +57,7 @@ Part = tuple[list[tuple[str, bool, str]], dict | None]
 
 @dataclass
 class PrepareConfig:
-    """What to make of which text."""
+    """Makes a corpus of text."""
 
     source: str
     """A .txt, .jsonl or .parquet file (.gz and .zst are read), a pattern of such files in quotes ('texts/**/*.txt'), a
@@ -150,7 +153,7 @@ def cut_parts(
         pieces = []
         for start in range(0, len(text), PIECE):
             buffer += text[start : start + PIECE]
-            while len(buffer) > 2 * PIECE:
+            while len(buffer) > 2 * PIECE and not source.conversations:
                 cut = cut_point(buffer, tokenizer, PIECE)
                 pieces.append((buffer[:cut], False))
                 buffer = buffer[cut:]
@@ -169,43 +172,50 @@ def cut_parts(
         yield part, source.dataset.state_dict() if streaming else None
 
 
-def make_part(folder: Path, tokenizer: Tokenizer, facts: dict, index: int, texts: Part) -> dict:
+def make_part(folder: Path, encode: Callable, types: dict[str, str], index: int, texts: Part) -> dict:
     """Encode and write a part, and last a JSON file with what is returned: its counts, and the state given.
 
     A part that a killed process has completed is only read.
+
+    Args:
+        encode: of a piece, and whether a document begins with it: what is said in it, and its row, as lists of numbers
+            by the names of columns, or {} where there is nothing.
+        types: of the columns.
     """
     if done := _finished_part(folder, index):
         return done
     pieces, state = texts
-    dtype = "uint16" if facts["vocab_size"] <= 2**16 else "uint32"
     part = {"state": state}
     for split in SPLITS:
         rows, counts = [], Counter()
         for text, begins, _ in (piece for piece in pieces if piece[2] == split):
-            counts.update(documents=begins and text != "", empty_documents=text == "", bytes=len(text.encode()))
+            text, columns = encode(text, begins)
+            counts.update(documents=begins and columns != {}, empty_documents=columns == {}, bytes=len(text.encode()))
             counts.update(replacement_characters=text.count("\ufffd"))
-            if text:
-                rows.append(np.array([facts["end_of_text"]] * begins + _encode(tokenizer, text), dtype))
-        values = np.concatenate([np.empty(0, dtype), *rows])
-        column = pa.ListArray.from_arrays(np.cumsum([0, *map(len, rows)], dtype=np.int32), pa.array(values))
-        batch, stream = pa.record_batch({"input_ids": column}), pa.BufferOutputStream()
+            if columns:
+                rows.append({name: np.array(columns[name], dtype) for name, dtype in types.items()})
+        offsets = pa.array(np.cumsum([0, *(len(row["input_ids"]) for row in rows)], dtype=np.int32))
+        values = {name: np.concatenate([np.empty(0, t), *(row[name] for row in rows)]) for name, t in types.items()}
+        columns = {name: pa.ListArray.from_arrays(offsets, pa.array(column)) for name, column in values.items()}
+        batch, stream = pa.record_batch(columns), pa.BufferOutputStream()
         with pa.ipc.new_stream(stream, batch.schema) as writer:
             writer.write_batch(batch)
         name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
         write_atomically(folder / name, content)
         written = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
-        part[split] = {**counts, "tokens": len(values), **written}
+        part[split] = {**counts, "tokens": len(values["input_ids"]), **written}
     write_atomically(_part_file(folder, index), json.dumps(part).encode())
     return part
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool) -> tuple[str, dict[str, list[int]]]:
+    """A piece of text, and its row; for make_part."""
     try:
         # Unlike `encode`, it leaves Python to the other threads.
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     except Exception as error:  # tokenizers raises nothing more special
         raise ConfigError(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}: {error}") from None
-    return encoding.ids
+    return text, {"input_ids": [end_of_text] * begins + encoding.ids} if text else {}
 
 
 def _part_file(folder: Path, index: int) -> Path:
@@ -254,6 +264,11 @@ def prepare(config: PrepareConfig) -> dict:
             if (metadata := read_metadata(out)).get("request") == request:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
+    for each in (source, held_out or source):
+        next(iter(each), None)  # the first row says whether it is of conversations
+    if (held_out or source).conversations != source.conversations or (source.conversations and kind == "tail"):
+        problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
+        raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
     for name in ("parts", *SPLITS):
         (work / name).mkdir(parents=True, exist_ok=True)
     with open(work / "parts" / "lock", "w") as lock:
@@ -277,11 +292,14 @@ def prepare(config: PrepareConfig) -> dict:
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
     kind, _, share = config.validation.partition(":")
     if not (work / "tokenizer").exists():
-        save_tokenizer(config.tokenizer, work / "tokenizer.tmp", (text for text, _ in islice(source, TRAINING_TEXTS)))
-        for path in (*(work / "tokenizer.tmp").iterdir(), work / "tokenizer.tmp"):
-            fsync(path)
-        os.replace(work / "tokenizer.tmp", work / "tokenizer")
+        said = (chat.content_of(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
+        with folder_written_atomically(work / "tokenizer") as folder:
+            save_tokenizer(config.tokenizer, folder, said)
     tokenizer, facts = load_tokenizer(work / "tokenizer")
+    types = {"input_ids": "uint16" if facts["vocab_size"] <= 2**16 else "uint32"}
+    encode = partial(encode_text, tokenizer, facts["end_of_text"])
+    if source.conversations:
+        encode, types["assistant_masks"] = partial(chat.encode_row, chat.open_tokenizer(work / "tokenizer")), "uint8"
 
     parts, most = [], config.max_tokens or math.inf
     if config.streaming:  # what is done need not be downloaded again
@@ -291,7 +309,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     documents = split_documents(source, config.validation, held_out)
     texts = cut_parts(documents, tokenizer, float(share) if kind == "hash" else 0.0, source)
     with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
-        for part in _make_parts(partial(make_part, work, tokenizer, facts), len(parts), texts, config.num_workers):
+        for part in _make_parts(partial(make_part, work, encode, types), len(parts), texts, config.num_workers):
             if _total(parts, "tokens", ["train"]) >= most:
                 break
             parts.append(part)
@@ -302,6 +320,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     return {
         "tokenizer": {"name": config.tokenizer, **facts},
         **{split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS},
+        **({"conversations": True} if source.conversations else {}),
         "hash": content_hash(facts["hash"], hashes),
         "files": {file: {"bytes": (work / file).stat().st_size, "sha256": sha} for file, sha in hashes.items()},
         "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
@@ -326,12 +345,8 @@ def _total(parts: list[dict], name: str, splits: Iterable[str] = SPLITS) -> int:
 
 def cli() -> int:
     """Run from the command line; returns the exit code."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog="python -m data.prepare", description="Makes a corpus of text.")
-    parser.add_class_arguments(PrepareConfig, as_group=False)
-    arguments = ["--streaming=true" if word == "--streaming" else word for word in sys.argv[1:]]
-    config = PrepareConfig(**vars(parser.parse_args(arguments)))
     try:
+        config = parse_tool(PrepareConfig, "python -m data.prepare", positional=False)
         metadata = prepare(config)
     except (ConfigError, OSError) as error:
         print(f"prepare: error: {error}", file=sys.stderr)

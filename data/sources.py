@@ -5,13 +5,14 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import escape, glob
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 
+import chat
 from config import ConfigError
 
 CHUNK = 2**19  # characters of a txt file that are read at once
@@ -20,6 +21,8 @@ CHUNK = 2**19  # characters of a txt file that are read at once
 @dataclass
 class Source:
     """The documents of files or a data set in their order, as pairs (text, whether the document ends with it).
+
+    A conversation is a text, too: its messages as JSON.
 
     Args: as data.prepare explains them.
 
@@ -32,6 +35,8 @@ class Source:
     document_separator: str | None = None
     invalid_utf8: str = "replace"
     streaming: bool = False
+    conversations: bool | None = field(default=None, init=False)
+    """Whether all documents are conversations; None before the first row is read, and of txt files."""
 
     def __post_init__(self) -> None:
         self.separator = (self.document_separator or "").replace("\\n", "\n")
@@ -101,16 +106,13 @@ class Source:
         yield rest, True
 
     def _rows(self, place: str) -> Iterator[tuple[str, bool]]:
-        column = self.text_column
         for row in self._records(place):
-            if not isinstance(row, dict):
-                raise ValueError(f"{row!r:.60} is not a row, an object with the key {column!r}")
-            if column not in row:
-                raise ValueError(f"no text_column {column!r}; there are {list(row)!r:.200}")
-            if not isinstance(text := row[column], str | None):
-                raise ValueError(f"{column!r} is {text!r:.60}, which is not a text")
-            # Half of a surrogate pair is valid in JSON, but no text; null is an empty document.
-            yield (text or "").encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
+            text, is_conversation = chat.document_in(row, self.text_column)
+            if self.conversations is (not is_conversation):
+                raise ValueError("conversations and texts are in one source; take them apart")
+            self.conversations = is_conversation
+            # Half of a surrogate pair is valid in JSON, but no text.
+            yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
 
     def _records(self, place: str) -> Iterator[dict]:
         if self.dataset is not None:
@@ -120,9 +122,8 @@ class Source:
                 yield from (json.loads(line) for line in lines if not line.isspace())
         else:
             with pyarrow.parquet.ParquetFile(place) as file:
-                if self.text_column not in (names := file.schema_arrow.names):
-                    raise ValueError(f"no text_column {self.text_column!r}; there are {names!r:.200}")
-                for batch in file.iter_batches(256, columns=[self.text_column]):
+                names = [name for name in file.schema_arrow.names if name in (self.text_column, *chat.COLUMNS)]
+                for batch in file.iter_batches(256, columns=names or None):
                     yield from batch.to_pylist()
 
     def _open(self, file: str) -> io.TextIOWrapper:

@@ -12,12 +12,13 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset
 
 from config import ConfigError
-from data.integrity import REMEDY, open_tokens, read_metadata
+from data.integrity import REMEDY, open_columns, read_metadata
 from data.tokenizer import load_tokenizer
 
 
 class TextCorpus:
-    """A corpus that data.prepare has completed: its `tokenizer`, `vocab_size`, `end_of_text` token and `metadata`.
+    """A corpus that data.prepare has completed: its `tokenizer`, `vocab_size`, `end_of_text` token and `metadata`, and
+    whether it has conversations.
 
     Raises:
         ConfigError: there is no such corpus, a file of it is damaged, or its tokenizer is another one now.
@@ -28,10 +29,10 @@ class TextCorpus:
         self.metadata = read_metadata(self.path)
         self.tokenizer, facts = load_tokenizer(self.path / "tokenizer")
         if different := [name for name in facts if facts[name] != self.metadata["tokenizer"].get(name)]:
-            raise ConfigError(
-                f"data: {path!r}: another tokenizer lies in it than it was made with ({different[0]}); {REMEDY}"
-            )
+            problem = f"another tokenizer lies in it than it was made with ({different[0]})"
+            raise ConfigError(f"data: {path!r}: {problem}; {REMEDY}")
         self.vocab_size, self.end_of_text = facts["vocab_size"], facts["end_of_text"]
+        self.has_conversations = "conversations" in self.metadata
 
 
 class TextDataset(Dataset):
@@ -44,6 +45,9 @@ class TextDataset(Dataset):
     padded: row i of the Arrow files, a document (or a piece of one of more than a million characters) between two
         end-of-text tokens, cut off at seq_len or padded to it: there `attention_mask` is 0 and the label -100.
 
+    Of conversations a row is as many whole ones as fit, in their order, or one that is cut off; padded: always one. The
+    label is -100 outside answers, and a row without an answer is left out.
+
     Args:
         num_samples: use so many rows, evenly spread; None or more than there are: all.
 
@@ -51,21 +55,50 @@ class TextDataset(Dataset):
         ConfigError: there is not one row.
     """
 
+    conversations: str | None = None
+    """Of conversations: what became of them."""
+    rows: np.ndarray | None = None
+    """The first document of each, where rows are made of whole documents."""
+
     def __init__(self, corpus: TextCorpus, split: str, seq_len: int, documents: str, num_samples: int | None = None):
         self.corpus, self.split, self.seq_len, self.documents = corpus, split, seq_len, documents
         files = [corpus.path / file for file in corpus.metadata["files"] if file.startswith(split)]
-        columns = [open_tokens(file) for file in files]
-        self.tokens = [column.values.to_numpy() for column in columns]  # views of the files, as are the offsets
-        self.offsets = [column.offsets.to_numpy() for column in columns]
-        self.first_tokens = [0, *accumulate(map(len, self.tokens))]
-        self.first_rows = [0, *accumulate(map(len, columns))]
+        columns = [open_columns(file) for file in files]
+        # Views of the files: the tokens, and of conversations the masks of answers.
+        self.values = [[column.values.to_numpy() for column in file] for file in columns]
+        self.first_tokens = [0, *accumulate(len(tokens) for tokens, *_ in self.values)]
         if self.first_tokens[-1] != corpus.metadata[split]["tokens"]:
             raise ConfigError(f"data: {corpus.path} is damaged: not all tokens of {split} are there; {REMEDY}")
-        self.num_rows = self.first_rows[-1] if documents == "padded" else (self.first_tokens[-1] - 1) // (seq_len - 1)
+        self.num_rows = (self.first_tokens[-1] - 1) // (seq_len - 1)
+        if corpus.has_conversations or documents == "padded":
+            self._find_rows([tokens.offsets.to_numpy() for tokens, *_ in columns])
         self.num_samples = min(num_samples or self.num_rows, self.num_rows)
         if self.num_rows < 1:
-            problem = f"data: the {split} split of {corpus.path} has {self.first_tokens[-1]} tokens, less than a window"
+            problem = f"data: the {split} split of {corpus.path}, of {self.first_tokens[-1]} tokens, has not one row"
             raise ConfigError(f"{problem} of seq_len {seq_len}; use more text, or for one file --validation tail:0.1")
+
+    def _find_rows(self, offsets: list[np.ndarray]) -> None:
+        """Where the documents of each row begin and end: a function of their lengths and of seq_len alone."""
+        firsts = zip(self.first_tokens, offsets, strict=False)
+        self.begins = np.concatenate([*(first + of_file[:-1] for first, of_file in firsts), self.first_tokens[-1:]])
+        lengths = np.diff(self.begins)
+        if (lengths < 0).any():
+            raise ConfigError(f"data: {self.corpus.path} is damaged: the documents of {self.split}; {REMEDY}")
+        self.after = np.arange(1, len(self.begins))  # of a row that begins with a document, the first of the next row
+        if self.documents != "padded":
+            fitting = np.searchsorted(self.begins, self.begins[:-1] + self.seq_len, side="right") - 1
+            self.after = np.maximum(self.after, fitting)
+        rows = [0]
+        while rows[-1] < len(lengths):
+            rows.append(int(self.after[rows[-1]]))
+        self.rows = rows = np.array(rows[:-1], int)
+        if self.corpus.has_conversations:
+            cut = rows[lengths[rows] > self.seq_len]
+            lost = [row for row in cut if not self._copy(int(self.begins[row]), np.zeros(self.seq_len), column=1).any()]
+            self.rows = np.setdiff1d(rows, lost)
+            said = "{:,} in {:,} rows; {:,} cut off at seq_len, {:,} of them left out; targets are the answers alone"
+            self.conversations = said.format(*map(len, (lengths, self.rows, cut, lost)))
+        self.num_rows = len(self.rows)
 
     def __reduce__(self):
         # Loader processes that are not forked open the files themselves, instead of being sent what is in them.
@@ -81,43 +114,47 @@ class TextDataset(Dataset):
     def batch(self, indices: list[int]) -> dict[str, np.ndarray]:
         """The samples of a batch, each array int64 [B, T]."""
         input_ids = np.full((len(indices), self.seq_len), self.corpus.end_of_text)
-        in_document = np.zeros_like(input_ids)
-        for out, mask, index in zip(input_ids, in_document, indices, strict=True):
-            first, length = self._place(index * self.num_rows // self.num_samples)
-            self._copy(first, out[:length])
-            mask[:length] = 1
+        in_row, in_answer, begins = (np.zeros_like(input_ids) for _ in range(3))
+        for b, index in enumerate(indices):
+            first, (*inner, end) = self._place(index * self.num_rows // self.num_samples)
+            self._copy(first, input_ids[b, :end])
+            in_row[b, :end] = 1
+            if self.conversations:
+                self._copy(first, in_answer[b, :end], column=1)
+                begins[b, inner] = inner
         # Its files are verified in the background, while they are read here; a lookup outside a table must not happen.
         if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
             problem = f"token {largest} in {self.split} is none of the {self.corpus.vocab_size} of the tokenizer"
             raise ConfigError(f"data: {self.corpus.path} is damaged: {problem}; {REMEDY}")
+        labels = np.where(in_answer if self.conversations else in_row, input_ids, -100)
+        batch = {"input_ids": input_ids, "labels": labels}
         if self.documents == "padded":
-            labels = np.where(in_document, input_ids, -100)
-            return {"input_ids": input_ids, "labels": labels, "attention_mask": in_document}
-        batch = {"input_ids": input_ids, "labels": input_ids}
-        if self.documents == "isolated":
+            batch["attention_mask"] = in_row
+        elif self.documents == "isolated":
             positions = np.arange(self.seq_len)
-            begins = np.where(input_ids == self.corpus.end_of_text, positions, 0)
+            if not self.conversations:
+                begins = np.where(input_ids == self.corpus.end_of_text, positions, 0)
             batch["position_ids"] = positions - np.maximum.accumulate(begins, axis=1)
         return batch
 
-    def _place(self, row: int) -> tuple[int, int]:
-        """The first token of a row, and how many it has."""
-        if self.documents != "padded":
-            return row * (self.seq_len - 1), self.seq_len
-        file = bisect_right(self.first_rows, row) - 1
-        begin, end = self.offsets[file][row - self.first_rows[file] :][:2].tolist()
-        if not 0 <= begin <= end <= len(self.tokens[file]):
-            raise ConfigError(f"data: {self.corpus.path} is damaged: row {row} of {self.split}; {REMEDY}")
-        # With the end-of-text that the next one begins with.
-        return self.first_tokens[file] + begin, min(end - begin + 1, self.seq_len)
+    def _place(self, row: int) -> tuple[int, np.ndarray]:
+        """The first token of a row, and where in it its documents begin, and the last one ends."""
+        if self.rows is None:
+            return row * (self.seq_len - 1), np.array([0, self.seq_len])
+        first = self.rows[row]
+        begins = self.begins[first : self.after[first] + 1] - self.begins[first]
+        # Of text with the end-of-text that the next document begins with.
+        begins[-1] = min(begins[-1] + (not self.corpus.has_conversations), self.seq_len)
+        return int(self.begins[first]), begins
 
-    def _copy(self, first: int, out: np.ndarray) -> None:
-        """Fill `out` with the stream from token `first` on: of one file, or of several, as far as it goes."""
-        file = bisect_right(self.first_tokens, first) - 1
-        while len(out) and file < len(self.tokens):
-            tokens = self.tokens[file][first - self.first_tokens[file] :][: len(out)]
-            out[: len(tokens)] = tokens
-            first, out, file = first + len(tokens), out[len(tokens) :], file + 1
+    def _copy(self, first: int, out: np.ndarray, column: int = 0) -> np.ndarray:
+        """Fill `out` with the stream from token `first` on, of one file or of several as far as it goes; returns it."""
+        file, rest = bisect_right(self.first_tokens, first) - 1, out
+        while len(rest) and file < len(self.values):
+            values = self.values[file][column][first - self.first_tokens[file] :][: len(rest)]
+            rest[: len(values)] = values
+            first, rest, file = first + len(values), rest[len(values) :], file + 1
+        return out
 
     @cached_property
     def num_bytes(self) -> float:
@@ -132,7 +169,8 @@ class TextDataset(Dataset):
             added = tokenizer.get_added_tokens_decoder()  # written as they are, not with a character a byte
             for token, index in tokenizer.get_vocab().items():
                 token_bytes[index] = len(token.encode() if index in added else token)
-            token_bytes[self.corpus.end_of_text] = 0
+            special = [index for index, token in added.items() if token.special]  # these no text can give
+            token_bytes[[self.corpus.end_of_text, *special]] = 0
         targets = (self.batch([index])["labels"][:, 1:] for index in range(len(self)))
         return float(sum(token_bytes[ids[ids != -100]].sum() for ids in targets))
 

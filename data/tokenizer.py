@@ -19,6 +19,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
         ConfigError: there is no such tokenizer, or it has no end-of-text token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     kind, _, size = name.partition(":")
     trained = kind == "train" and size.isdecimal() and int(size) > 256
@@ -32,10 +33,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
             raise ConfigError(f"tokenizer: {name!r} is not a fast one with an end-of-text (eos) token")
         tokenizer.save_pretrained(folder)
         return
-    # As GPT-2 writes bytes: a printable one as its character, the others as characters 256, 257, ....
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocabulary = {chr(b if b in printable else 256 + others.index(b)): b for b in range(256)}
+    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=trained)
     tokenizer.decoder = decoders.ByteLevel()

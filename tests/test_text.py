@@ -25,7 +25,7 @@ import data.prepare
 from benchmarks.growth import sparse_corpus
 from config import ConfigError, parse_config
 from data.corpus import load_corpus
-from data.integrity import Verification, content_hash, metadata_digest, open_tokens
+from data.integrity import Verification, content_hash, metadata_digest, open_columns
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import save_tokenizer
@@ -99,7 +99,7 @@ def test_a_part_of_the_windows_is_spread_over_all(folder):
 def test_loader_processes_read_the_same(folder):
     dataset = open_split(folder / "a", documents="isolated")
     again = pickle.loads(pickle.dumps(dataset))
-    assert dataset.tokens[0].tobytes() not in pickle.dumps(dataset), "the tokens are not sent, but opened again"
+    assert dataset.values[0][0].tobytes() not in pickle.dumps(dataset), "the tokens are not sent, but opened again"
     sampler = StepSampler(GlobalBatches(len(dataset), 4, seed=1), 0, 5, 0, 1)
     for workers in (0, 2):
         for ours, theirs in zip(DataLoader(dataset, batch_sampler=sampler, num_workers=workers), sampler, strict=True):
@@ -489,7 +489,7 @@ def test_a_hostile_corpus_does_not_make_the_loader_read_out_of_bounds(corpus, fo
             mutated[place] ^= value
             (corpus / "train" / "000000.arrow").write_bytes(mutated)
             try:
-                column = open_tokens(corpus / "train" / "000000.arrow")
+                [column] = open_columns(corpus / "train" / "000000.arrow")
                 assert int(column.values.to_numpy().sum()) + int(column.offsets.to_numpy().sum()) >= -(2**40)
             except ConfigError:
                 refused += 1

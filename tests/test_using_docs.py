@@ -32,6 +32,8 @@ def folder(tmp_path_factory):
         if path.suffix == ".py" or path.name in ("data", "model", "training", "configs", "accelerate_configs", "docs"):
             (folder / path.name).symlink_to(path)
     (folder / "input.txt").write_text(TEXT)
+    pairs = [{"prompt": f"{i}?", "response": f"It is {i}."} for i in range(40)]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     prepare = "--source input.txt --tokenizer byte --out corpora/mine --validation tail:0.3 --num_workers 1"
     python(f"python -m data.prepare {prepare}", folder)
     train(*TINY_STORIES, "--steps", "4", "--out_dir", folder / "runs", "--name", "stories")
@@ -44,6 +46,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("command", USING)
 def test_using(command, folder):
     more = SHORT if "train.py" in command else "--num_workers 1" if "data.prepare" in command else ""
+    if "corpora/answers" in command:
+        more = more.replace("--seq_len 32", "--seq_len 96")
     done = python(f"{command} {more}", folder)
     if "sample.py runs/stories" in command:
         assert done.stdout.count("Meet a brave girl") == 2 and done.stdout.count("the model's -") == 2

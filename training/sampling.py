@@ -34,13 +34,13 @@ def sample_texts(
     """Sample texts from the model, show some, and score all if that is the trained one; called by all processes.
 
     Returns:
-        Nothing before the last step, and where the corpus scores no texts. Otherwise `sample/NAME` of what it scores,
-        `sample/distinct`, and `sample/in_training_set` where that has texts: shares of the samples, which are the same
-        ones on any number of processes.
+        Nothing before the last step, where the corpus scores no texts, and of conversations. Otherwise `sample/NAME`
+        of what it scores, `sample/distinct`, and `sample/in_training_set` where that has texts: shares of the samples,
+        which are the same ones on any number of processes.
     """
     scored = corpus.score_texts is not None and step == config.steps
     num_texts = config.evaluation.num_story_samples if scored else config.evaluation.num_samples_shown
-    if corpus.tokenizer is None or num_texts == 0:
+    if corpus.tokenizer is None or num_texts == 0 or corpus.conversations:  # an answer needs a question
         return {}
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     network = unsharded(accelerator.unwrap_model(model)).eval()
