@@ -8,7 +8,6 @@ import sys
 import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -35,19 +34,14 @@ RECIPE_FOR_A_CPU = {  # of its README
 }
 
 
-def load_model_file(path: str | Path) -> ModuleType:
-    """Its model.py as a module, which is not in the way of our own package of that name."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path, "model.py"))
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def build_peer(
     path: Path, config: GPTConfig, optimizer: OptimizerConfig, device: str = "cpu"
 ) -> tuple[nn.Module, Optimizer]:
     """Its model of the sizes of one of ours of the GPT-2 kind, without biases and dropout, and its optimizer."""
-    theirs = load_model_file(path)
+    # By a name of its own, not to be in the way of our package `model`.
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path / "model.py")
+    theirs = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
     sizes = dict(n_layer=config.n_layers, n_head=config.n_heads, n_embd=config.d_model, vocab_size=config.vocab_size)
     peer = theirs.GPTConfig(block_size=config.max_position_embeddings, dropout=0.0, bias=False, **sizes)
     # On the device, because random numbers for a billion weights take a CPU many seconds. It prints what it makes.
