@@ -13,10 +13,11 @@ import weakref
 import pytest
 
 from benchmarks import __main__ as command_line
-from benchmarks import measure, pictures, record, tables
+from benchmarks import measure, pictures, programs, record, tables
 from benchmarks.measure import Group, Program, by_turns, run, watched
 from benchmarks.tables import Measured
 from tests.conftest import ROOT, environment
+from training.compute import available_cores
 
 
 def test_the_page_is_that_of_the_results():
@@ -109,6 +110,23 @@ def test_a_case_that_fails_holds_no_memory_when_the_next_one_begins():
     group = Group("a group", {"fails": out_of_memory, "goes on": lambda: {"dropped": dropped() is None}})
     del out_of_memory
     assert by_turns(group, 1)["goes on"]["dropped"]
+
+
+def test_the_framework_and_the_bare_loop_have_the_same_settings_and_together_a_thread_for_each_core(monkeypatch):
+    def run(command, **env):
+        script = next(index for index, word in enumerate(command) if word in ("train.py", "benchmarks.bare_loop"))
+        started.append((command[script + 1 :], int(env["OMP_NUM_THREADS"])))
+        raise RuntimeError("it is enough to know what would be started")
+
+    for module in (measure, programs):
+        monkeypatch.setattr(module, "run", run)
+    for group in programs.overhead(argparse.Namespace(quick=False)):
+        started = []
+        assert all("enough" in case["error"] for case in by_turns(group, 1).values())
+        (ours, threads), (bare, threads_of_bare) = started
+        assert ours[: len(bare)] == bare
+        assert ours[len(bare) :: 2] == ["--out_dir", "--name", "--evaluation.num_story_samples"]
+        assert threads == threads_of_bare == max(1, available_cores() // (2 if "2 process" in group.name else 1))
 
 
 def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch, tmp_path):
