@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -460,9 +461,7 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     own_args = sys.argv[1:] if args is None else args
     has_config = any(arg.split("=")[0] == "--config" for arg in own_args)
     args = own_args if has_config else ["--config", str(DEFAULT_CONFIG), *own_args]
-    parser = _parser("train.py", "Trains a mini-GPT. With --plan it only says what that would need.")
-    parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
-    parser.add_class_arguments(TrainConfig, as_group=False)
+    parser = _train_parser()
     settings = _parse(parser, args)
     config_files = settings.pop("config")
     config = TrainConfig(**settings)
@@ -478,6 +477,14 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     if problems := config.problems(num_processes):
         raise ConfigError("\n".join(problems))
     return config
+
+
+@cache  # it reads the source for the docstrings, which takes longer than to parse
+def _train_parser() -> _Parser:
+    parser = _parser("train.py", "Trains a mini-GPT. With --plan it only says what that would need.")
+    parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
+    parser.add_class_arguments(TrainConfig, as_group=False)
+    return parser
 
 
 def parse_tool(kind: type, program: str, args: list[str] | None = None, positional: bool = True) -> Any:

@@ -2,18 +2,22 @@
 
 import json
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes, which torch reads when it is imported
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests import forked
+
+if TYPE_CHECKING:  # the process that deals the tests out reads this file too, and needs no torch
+    import torch
 
 ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
@@ -48,9 +52,9 @@ def train_command(
 def train(
     *arguments: str | Path,
     processes: int = 0,
-    launched: bool = False,
     launch_file: Path = CPU_LAUNCH,
     max_restarts: int = 0,
+    pictures: bool = False,
     faults: str = "",
     exit_code: int = 0,
     cwd: Path = ROOT,
@@ -58,27 +62,57 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """Run train.py to its end and check its exit code; with `faults`, those of tests/faulty_train.py.
 
-    In forked processes (tests/forked.py), unless `launched` or something else asks for a real launcher.
+    In forked processes (tests/forked.py), unless something asks for a real launcher. A fork draws no loss curve unless
+    the test looks at `pictures`.
     """
     script, env = ("tests/faulty_train.py", {**env, "FAULTS": faults}) if faults else ("train.py", env)
-    if launched or max_restarts or launch_file != CPU_LAUNCH or cwd != ROOT:
+    if max_restarts or launch_file != CPU_LAUNCH or cwd != ROOT:
         command = train_command(
             *arguments, processes=processes, launch_file=launch_file, max_restarts=max_restarts, script=script
         )
         done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300)
     else:
-        done = forked.run(script, [str(word) for word in arguments], processes, environment(**env))
+        words = [str(word) for word in arguments]
+        done = forked.run(script, words, processes, environment(**env), pictures=pictures)
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 
 def python(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `python SCRIPT ...` or `python -m MODULE ...` as a page shows it, in a fork, and check that it succeeds."""
-    program, script, *arguments = shlex.split(command)
-    assert program == "python"
-    done = forked.run(script, arguments, 0, environment(**env), cwd)
+    """Run `python SCRIPT ...`, `python -m MODULE ...` or `accelerate launch ... SCRIPT ...` as a page shows it, in
+    forks, and check that it succeeds."""
+    program, *words = shlex.split(command)
+    processes = 0
+    if program == "accelerate":
+        index = next(index for index, word in enumerate(words) if word.endswith(".py"))
+        told = what_is_started(*words[1:index])
+        processes = int(told.get("WORLD_SIZE", 0))
+        env = {name: value for name, value in told.items() if os.environ.get(name) != value} | env
+        words = words[index:]
+    else:
+        assert program == "python"
+    script, *arguments = words
+    done = forked.run(script, arguments, processes, environment(**env), cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def what_is_started(*flags: str) -> dict[str, str]:
+    """The environment of the processes that `accelerate launch FLAGS train.py` starts, by Accelerate's own code."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args([*flags, "train.py"]))
+    if args.cpu or not (args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
+        return prepare_simple_launcher_cmd_env(args)[1]
+    local = int(args.num_processes) // args.num_machines
+    started = {"WORLD_SIZE": str(local * args.num_machines), "LOCAL_WORLD_SIZE": str(local)}
+    return prepare_multi_gpu_env(args) | started
+
+
+def commands(page: str) -> list[str]:
+    """The lines of all blocks of commands that a page shows."""
+    return [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
 
 
 def shell(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
@@ -102,14 +136,18 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
-def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+def tensors(run: Path, step: int) -> "dict[str, torch.Tensor]":
     """All weights and moments of a checkpoint."""
+    from safetensors.torch import load_file
+
     files = (run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def assert_same_bits(ours: "dict[str, torch.Tensor]", theirs: "dict[str, torch.Tensor]") -> None:
     """Every tensor of the one is, bit for bit, that of the other."""
+    import torch
+
     assert ours.keys() == theirs.keys() and len(ours) > 10
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not different, f"{len(different)} of {len(ours)} tensors differ, such as {different[0]}"
@@ -119,3 +157,17 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 def runs(tmp_path: Path) -> Path:
     """An empty directory for `--out_dir`."""
     return tmp_path / "runs"
+
+
+@pytest.fixture(scope="module")
+def in_process():
+    """What train.py sets in its process is as before afterwards."""
+    import torch
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    threads, streams = torch.get_num_threads(), (sys.stdout, sys.stderr)
+    yield
+    torch.set_num_threads(threads)
+    sys.stdout, sys.stderr = streams
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

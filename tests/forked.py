@@ -19,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["train", "verify", "training.shards", "torch._dynamo", "torch.distributed.run", "matplotlib.figure"]
+PRELOADED += ["transformers.models.gpt2.modeling_gpt2", "transformers.models.qwen3.modeling_qwen3"]
+PRELOADED += ["tests.forked", "tests.warm"]
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(PRELOADED)
@@ -48,10 +50,17 @@ def fork_ranks(arguments: list[str]) -> None:
     sys.exit(int(any([os.waitpid(child, 0)[1] for child in children])))
 
 
-def become(script: str, arguments: list[str], environment: dict[str, str], files: tuple[str, str], cwd: Path) -> None:
+def become(
+    script: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    files: tuple[str, str],
+    cwd: Path,
+    pictures: bool = True,
+) -> None:
     """What a forked process does: `python script arguments` with this environment, its output in the two files.
 
-    A script `-m` is a module, and what that starts by mp.spawn or torchrun are forks as well.
+    A script `-m` is a module and `-c` code. What these start by mp.spawn or torchrun are forks as well.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     for descriptor, file in enumerate(files, start=1):
@@ -60,7 +69,11 @@ def become(script: str, arguments: list[str], environment: dict[str, str], files
     os.environ.update(environment)
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in environment else []
     os.chdir(cwd)
-    if script != "-m":
+    if not pictures:
+        import train
+
+        train.draw_loss_curve = lambda run_directory, accelerator: None
+    if script not in ("-c", "-m"):
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
         return
@@ -70,7 +83,10 @@ def become(script: str, arguments: list[str], environment: dict[str, str], files
     torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
     torch.distributed.run.main = fork_ranks
     sys.argv = arguments
-    runpy.run_module(arguments[0], run_name="__main__")
+    if script == "-m":
+        runpy.run_module(arguments[0], run_name="__main__")
+    else:
+        exec(arguments[0], {"__name__": "__main__"})
 
 
 class Launch:
@@ -84,6 +100,7 @@ class Launch:
         environment: dict[str, str],
         terminal: str = "",
         cwd: Path = ROOT,
+        pictures: bool = True,
     ):
         self.directory = tempfile.TemporaryDirectory()
         self.files = tuple(terminal or str(Path(self.directory.name, name)) for name in ("out", "err"))
@@ -95,7 +112,8 @@ class Launch:
                 own = {"ACCELERATE_MIXED_PRECISION": "no", **own, **launched}
                 own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 own |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-            self.processes.append(server.Process(target=become, args=(script, arguments, own, self.files, cwd)))
+            words = (script, arguments, own, self.files, cwd, pictures)
+            self.processes.append(server.Process(target=become, args=words))
         for process in self.processes:
             process.start()
 
@@ -127,9 +145,14 @@ class Launch:
 
 
 def run(
-    script: str, arguments: list[str], processes: int, environment: dict[str, str], cwd: Path = ROOT
+    script: str,
+    arguments: list[str],
+    processes: int,
+    environment: dict[str, str],
+    cwd: Path = ROOT,
+    pictures: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end."""
-    launch = Launch(script, arguments, processes, environment, cwd=cwd)
+    """Run a script to its end; without `pictures`, a training draws no loss curve, which is a third of a short one."""
+    launch = Launch(script, arguments, processes, environment, cwd=cwd, pictures=pictures)
     returncode = launch.wait(timeout_seconds=300)
     return subprocess.CompletedProcess([script, *arguments], returncode, *launch.output())

@@ -14,7 +14,7 @@ import yaml
 import cli
 from compare import CompareConfig, main
 from records import read_records, student_t_tails, welch
-from tests.conftest import ROOT, TINY_STORIES, python, train
+from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 
 # Student's sleep data, with which the documentation of R's t.test shows Welch's test: p-value = 0.07939.
 SLEEP = (
@@ -287,7 +287,7 @@ def test_branches_of_real_runs(runs, capsys):
 
 
 PAGE = (ROOT / "docs" / "comparing.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+COMMANDS = commands(PAGE)
 
 
 @pytest.mark.slow

@@ -221,6 +221,7 @@ def test_too_short_sequences_for_stories_are_refused(runs):
 LAUNCH_FILE = yaml.safe_load((ROOT / "accelerate_configs" / "cpu.yaml").read_text())
 
 
+@pytest.mark.slow  # tests/test_launcher.py has one process
 def test_a_launch_file_that_cannot_be_honoured_is_refused(tmp_path, runs):
     """All that is wrong with it in one message."""
     launch_file = tmp_path / "launch.yaml"

@@ -39,9 +39,8 @@ def test_exact_bits_are_those_of_one_process(processes, alone, runs):
 
 
 def test_exact_bits_survive_every_change_of_processes(alone, runs):
-    for processes, last_step_kept in [(2, 2), (1, 4), (4, STEPS)]:
-        train(*EXACT, "--out_dir", runs, processes=processes)
-        rewind(runs / "run", last_step_kept)
+    for processes, until, exit_code in [(2, 2, 1), (0, 4, 75), (4, STEPS, 0)]:
+        train(*EXACT, "--stop_after", until, "--out_dir", runs, processes=processes, exit_code=exit_code)
     assert_same_bits(tensors(runs / "run", STEPS), tensors(alone, STEPS))
     assert metrics(runs / "run") == metrics(alone)
 

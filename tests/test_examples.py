@@ -29,16 +29,17 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from examples import mnist, mnist_allreduce, mnist_spawn_ddp, model_parallel, overlap
 from model.gpt import GPTModel
 from tests import forked
-from tests.conftest import ROOT, environment, metrics, python, shell, tensors, train
+from tests.conftest import ROOT, commands, environment, metrics, python, shell, tensors, train
 
 EXAMPLES = ROOT / "examples"
 REAL_MNIST = ROOT.parent / "shared" / "data" / "mnist"
 README = (EXAMPLES / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+COMMANDS = commands(README)
 RUNGS = (
     "mnist_spawn_ddp mnist_allreduce gpt_allreduce gpt_ddp gpt_accelerate model_parallel overlap ring_allreduce".split()
 )
-GPT_STEPS = 12
+GPT_STEPS = 10
+PIPELINE_BATCH = 8  # of 32
 MORE_THAN_AN_EPOCH = 66  # it has 63 on two ranks
 
 
@@ -75,7 +76,11 @@ def run(digits, tmp_path_factory):
         if command + more not in outputs:
             extra = next(extra for word, extra in shortened.items() if f"examples.{word}" in command or word in command)
             # Its ranks are forks; test_a_command_as_it_stands has real ones.
-            done = (python if command.startswith("python ") else shell)(command + extra + more)
+            if "model_parallel" in command:
+                extra = f"'from examples import model_parallel as m; m.BATCH_SIZE = {PIPELINE_BATCH}; m.main()'{extra}"
+                done = python(f"python -c {extra}")
+            else:
+                done = (shell if command.startswith("torchrun") else python)(command + extra + more)
             assert "arning" not in done.stdout + done.stderr
             outputs[command + more] = done.stdout
         return outputs[command + more]
@@ -292,7 +297,7 @@ def test_split_models_and_pipelines_equal_the_whole_one(run):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for step in range(2):
         torch.manual_seed(step)
-        tokens = torch.randint(256, (32, 128))
+        tokens = torch.randint(256, (PIPELINE_BATCH, 128))
         optimizer.zero_grad()
         loss = model(tokens, labels=tokens)[1]
         loss.backward()
@@ -399,7 +404,7 @@ def test_missing_or_damaged_images_are_refused(digits, tmp_path, monkeypatch):
     assert "do not belong together" in refusal("mnist_allreduce", "--data", tmp_path)
 
 
-@pytest.mark.parametrize("rung", ["mnist_spawn_ddp", "gpt_ddp"])
+@pytest.mark.parametrize("rung", ["mnist_spawn_ddp", pytest.param("gpt_ddp", marks=pytest.mark.slow)])
 def test_a_rank_that_dies_ends_all(rung, digits):
     """One started by mp.spawn and one by torchrun, both long enough to run for minutes."""
     arguments = ["--data", digits, "--epochs", 10**6] if rung.startswith("mnist") else ["--steps", 10**6]

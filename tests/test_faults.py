@@ -35,6 +35,7 @@ def assert_ends_like(run, left_alone):
     assert status(run) == {"state": "finished", "step": STEPS, "reason": ""}
 
 
+@pytest.mark.slow  # tests/test_signals.py has a launcher restart and end with the same bits, too
 def test_killed_processes_are_restarted_by_the_launcher(runs, left_alone):
     done = train(*TINY, "--out_dir", runs, processes=2, max_restarts=1, faults="kill:1:3")
     assert done.stdout.count("resumed at step") == 1, done.stdout

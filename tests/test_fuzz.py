@@ -4,13 +4,11 @@ traceback. In this process, for speed: 20 cases of each kind in `make test`, 200
 import json
 import random
 import shutil
-import signal
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
 
 import pytest
-import torch
 import yaml
 
 import cli
@@ -56,18 +54,6 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return b" ".join(words)
 
 
-@pytest.fixture(scope="module")
-def restored():
-    """What train.py sets in its process is as before afterwards."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    threads, streams = torch.get_num_threads(), (sys.stdout, sys.stderr)
-    yield
-    torch.set_num_threads(threads)
-    sys.stdout, sys.stderr = streams
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 def start(out_dir, steps):
     """The exit code of train.py, what it printed and its errors."""
     out, err = StringIO(), StringIO()
@@ -83,7 +69,7 @@ def start(out_dir, steps):
 
 
 @pytest.fixture(scope="module")
-def begun(restored, tmp_path_factory):
+def begun(in_process, tmp_path_factory):
     """A run of 4 steps, and the same run gone on with until the 6th."""
     directory = tmp_path_factory.mktemp("begun")
     assert start(directory, 4)[0] == 0

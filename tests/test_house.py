@@ -21,7 +21,7 @@ from jsonargparse import ArgumentParser
 
 from config import TrainConfig
 from docs import settings
-from tests.conftest import ROOT, environment, python, shell
+from tests.conftest import ROOT, commands, environment, python, shell
 from tests.test_prepare import make_documents, write_jsonl
 
 RUFF = [sys.executable, "-m", "ruff"]
@@ -185,10 +185,6 @@ def test_an_experiment_trains_resumes_and_is_verified(experiments, tmp_path):
 # The pages: what they show runs, long trainings shortened, and what they name is there.
 
 
-def commands(page):
-    return [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
-
-
 README = (ROOT / "README.md").read_text()
 README_COMMANDS = commands(README)
 SHORT_STORIES = (
@@ -216,15 +212,15 @@ def shortened(command, out_dir):
 
 
 def start_of_the_readme(command):
-    """What starts several real processes is slow where another test goes the same way."""
+    """A real launcher is that of `make train`; what starts others is slow."""
     slow = "torchrun" in command or "multi_gpu.yaml" in command or command == "make verify"
     return pytest.param(command, marks=pytest.mark.slow if slow else ())
 
 
 @pytest.mark.parametrize("command", [start_of_the_readme(c) for c in README_COMMANDS if c != "make test"])
 def test_a_command_of_the_readme(command, out_dir):
-    in_fork = command.startswith("python ") and "one_process" not in command
-    done = (python if in_fork else shell)(shortened(command, out_dir), WANDB_MODE="disabled")
+    in_forks = command.startswith(("python ", "accelerate "))
+    done = (python if in_forks else shell)(shortened(command, out_dir), WANDB_MODE="disabled")
     if "train.py" in command and "--print_config" not in command:
         assert done.stdout.endswith("Training finished.\n")
         processes = 1 if command.startswith("python") else 2

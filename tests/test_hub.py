@@ -268,9 +268,6 @@ def test_a_transformers_model_with_other_settings_is_refused(hf_config, message)
         config_from_transformers(hf_config)
 
 
-def test_the_config_imports_without_torch_and_the_hub_without_transformers():
-    code = (
-        "import sys, model.config; assert 'torch' not in sys.modules;"
-        "import hub; assert 'transformers' not in sys.modules"
-    )
+def test_the_config_imports_without_torch():
+    code = "import sys, model.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 import cli
 import launcher
 from config import ConfigError, RunError, TrainConfig
 from model import gpt
-from tests.conftest import ROOT, TINY_STORIES, environment
-from tests.forked import Launch, free_port
+from tests.conftest import ROOT, TINY_STORIES, environment, what_is_started
+from tests.forked import Launch, free_port, run
 from training import rendezvous
 from training.compute import no_compiler
 from training.launch import uses_cpu
@@ -25,16 +23,6 @@ FILES = ROOT / "accelerate_configs"
 CPU, MULTI_GPU, FSDP2, HSDP = (str(FILES / f"{name}.yaml") for name in ("cpu", "multi_gpu", "fsdp2", "hsdp"))
 TWO = ["--num_processes", "2"]
 MACHINES = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", "29511"]
-
-
-def what_is_started(*flags):
-    """The environment of the processes that `accelerate launch FLAGS train.py` starts, by Accelerate's own code."""
-    args, *_ = _validate_launch_command(launch_command_parser().parse_args([*flags, "train.py"]))
-    if args.cpu or not (args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
-        return prepare_simple_launcher_cmd_env(args)[1]
-    local = int(args.num_processes) // args.num_machines
-    started = {"WORLD_SIZE": str(local * args.num_machines), "LOCAL_WORLD_SIZE": str(local)}
-    return prepare_multi_gpu_env(args) | started
 
 
 def refusals(*flags, exact=False, **extra):
@@ -197,13 +185,21 @@ def launch(flags, runs, **env):
     )
 
 
+def test_a_real_launch_of_what_cannot_be_honoured_is_refused(launch_file, runs):
+    """All that is wrong with its file and its flags in one message."""
+    wrong = {"mixed_precision": "fp16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}, "fsdp_config": {"fsdp_x": 2}}
+    done = launch(["--config_file", launch_file(CPU, **wrong), "--cpu"], runs)
+    assert done.returncode == 1 and "returned non-zero exit status 2" in done.stderr, done.stderr
+    assert done.stderr.count("train.py: error:") == 1 and not runs.exists()
+    lines = done.stderr.partition("train.py: error:")[2].splitlines()[:4]
+    for words in ("fsdp_config.fsdp_x", "num_processes: 2 on 1", "fp16 on_nonfinite: skip", "INDUCTOR --compile"):
+        assert any(all(word in line for word in words.split(" ")) for line in lines), (words, done.stderr)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [
-        ["--cpu", *TWO],
-        *(pytest.param(flags, marks=pytest.mark.slow) for flags in (TWO, ["--config_file", CPU, "--cpu"])),
-        pytest.param([*MACHINES, "--machine_rank", "1"], marks=pytest.mark.slow),
-    ],
+    [["--cpu", *TWO], TWO, ["--config_file", CPU, "--cpu"], [*MACHINES, "--machine_rank", "1"]],
     ids=" ".join,
 )
 def test_a_real_launch_of_fewer_processes_is_refused(flags, runs):
@@ -303,8 +299,9 @@ print("the notebook goes on")
 
 
 def test_two_processes_from_a_notebook(runs):
+    """The kernel is a fork, and they are forks of it, as always in a notebook."""
     code = f"OUT, PORT = {str(runs)!r}, {str(free_port())!r}{NOTEBOOK}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = run("-c", [code], 0, environment())
     assert done.returncode == 0 and done.stdout.endswith("the notebook goes on\n"), done.stdout + done.stderr
     assert "2 x cpu" in done.stdout and "precision: bf16" in done.stdout and "Training finished." in done.stdout
 
@@ -316,6 +313,7 @@ def test_without_triton_nothing_is_compiled_for_a_gpu(monkeypatch):
 
 def test_importing_train_loads_nothing_that_is_slow_and_not_always_needed():
     slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
-    code = f"import sys, train; print([name for name in sys.modules if name.startswith({slow})])"
+    slow += ("transformers", "datasets", "wandb", "matplotlib")
+    code = f"import sys, train, hub; print([name for name in sys.modules if name.startswith({slow})])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr

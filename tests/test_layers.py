@@ -16,7 +16,7 @@ SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 
 def run(tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("layers")
     for name in ("true", "false"):
-        train(*SHORT, "--tracking.layers", name, "--name", name, "--out_dir", out_dir, processes=2)
+        train(*SHORT, "--tracking.layers", name, "--name", name, "--out_dir", out_dir, processes=2, pictures=True)
     return out_dir / "true"
 
 

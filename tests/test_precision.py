@@ -8,9 +8,9 @@ import torch
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from training.gradients import fill_in, loss_scale
 
-STEPS = 8
+STEPS = 6
 FP16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}
-RUN = [*TINY_STORIES, *"--name run --on_nonfinite skip --evaluation.every 0".split()]
+RUN = [*TINY_STORIES, *f"--name run --steps {STEPS} --on_nonfinite skip --evaluation.every 0".split()]
 
 
 def test_the_scale_is_halved_by_a_skipped_update_and_doubled_by_2000_that_were_not():
@@ -45,7 +45,7 @@ def test_fp16_trains_skips_and_resumes_with_the_same_bits(runs):
     done = train(*RUN, "--out_dir", runs, processes=2, faults="nan:1:3", **FP16)
     assert "precision: fp16, weights and sums of gradients in fp32\n" in done.stdout
     rows = metrics(runs / "run")
-    assert [row["train/skipped"] for row in rows] == [0, 0, *[1] * 6]
+    assert [row["train/skipped"] for row in rows] == [0, 0, *[1] * 4]
     shutil.copytree(runs / "run", runs / "again" / "run")
     for step in range(5, STEPS + 1):
         shutil.rmtree(runs / "again" / "run" / "checkpoints" / f"step-{step:08d}")

@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -122,18 +120,6 @@ def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatc
 
 
 # A run
-
-
-@pytest.fixture
-def in_process():
-    """What train.py sets in its process is as before afterwards."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    threads, streams = torch.get_num_threads(), (sys.stdout, sys.stderr)
-    yield
-    torch.set_num_threads(threads)
-    sys.stdout, sys.stderr = streams
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def rewrite_rows(run, change):

@@ -17,7 +17,8 @@ from config import ConfigError, TrainConfig, parse_config
 from data.corpus import load_corpus
 from files import sha256
 from plot import save_loss_curve
-from tests.conftest import ROOT, assert_same_bits, metrics, shell, tensors, train
+from tests import forked
+from tests.conftest import ROOT, assert_same_bits, environment, metrics, tensors, train
 from training import continuation
 from training.checkpoint import SaveError, Saver
 from training.manifest import File, read_manifest
@@ -281,7 +282,8 @@ def test_rows_that_are_none_are_passed_over_and_do_not_stop_a_start(run):
     file = run / "metrics.jsonl"
     rows = file.read_bytes()
     file.write_bytes(b'{"train/loss": 1.0}\n[1]\nnull\n\xff\n{"step": "3"}\n' + rows + b'{"step": 4, "train/lo')
-    done = train(*RECIPE, "--out_dir", run.parent)
+    (run / "loss.png").unlink(missing_ok=True)
+    done = train(*RECIPE, "--out_dir", run.parent, pictures=True)
     assert "Training finished." in done.stdout and (run / "loss.png").exists()
     assert file.read_bytes() == rows
     file.unlink()
@@ -389,8 +391,12 @@ def test_a_damaged_config_of_a_run_is_said(content, run):
 
 def test_nobody_listening_does_not_stop_the_training(runs):
     """As in `train.py | head`: the pipe is closed after the first line."""
-    arguments = " ".join(map(str, RECIPE))
-    shell(f"python train.py {arguments} --out_dir {runs} 2>&1 | head -n 1")
+    os.mkfifo(pipe := runs.with_name("pipe"))
+    words = [str(word) for word in (*RECIPE, "--out_dir", runs)]
+    launch = forked.Launch("train.py", words, 0, environment(), terminal=str(pipe))
+    with open(pipe) as reader:
+        assert "loading torch" in reader.readline()
+    assert launch.wait(120) == 0
     assert read_status(runs / "run" / "status.json") == Status("finished", STEPS)
 
 

@@ -6,11 +6,19 @@ import subprocess
 
 import pytest
 import torch
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
 
 from load import find_checkpoint, whole_tensors
-from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
+from tests.conftest import (
+    ROOT,
+    TINY_STORIES,
+    assert_same_bits,
+    environment,
+    metrics,
+    tensors,
+    train,
+    train_command,
+    what_is_started,
+)
 from training.fingerprint import digests
 
 LAUNCH_FILES = ROOT / "accelerate_configs"
@@ -21,10 +29,8 @@ RUN = [*TINY_STORIES, *WORDS.split()]
 
 
 def launcher_environment(kind, *flags):
-    """What `accelerate launch` with this file and these flags says to the processes, as its own code has it."""
-    words = ["--config_file", str(LAUNCH_FILES / f"{kind}.yaml"), *flags, "train.py"]
-    args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
-    told = prepare_multi_gpu_env(args)
+    """What `accelerate launch` with this file and these flags says to the processes."""
+    told = what_is_started("--config_file", str(LAUNCH_FILES / f"{kind}.yaml"), *flags)
     return {name: told[name] for name in told if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
 
 

@@ -22,12 +22,16 @@ def left_alone(tmp_path_factory):
     return out_dir / "run"
 
 
-def wait_for_steps(is_running, run, steps=5):
+def wait_until(is_so, is_running):
     deadline = time.monotonic() + 120
-    metrics_file = run / "metrics.jsonl"
-    while not (metrics_file.exists() and len(metrics_file.read_text().splitlines()) >= steps):
+    while not is_so():
         assert is_running() and time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def wait_for_steps(is_running, run, steps=5):
+    file = run / "metrics.jsonl"
+    wait_until(lambda: file.exists() and len(file.read_text().splitlines()) >= steps, is_running)
 
 
 def start(arguments, processes, run, **env):
@@ -74,6 +78,7 @@ def test_a_signal_saves(runs):
     assert "Training finished." not in launch.output()[0]
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
     process = start_under_a_launcher(arguments, runs / "run")
@@ -123,16 +128,26 @@ def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
     assert [process.exitcode for process in launch.processes] == [75, 75], launch.output()
 
 
-def test_sigusr1_reaches_the_processes_through_the_launcher_where_it_is_told_to_pass_it_on(runs):
-    """Slurm sends it before the time is up. It would kill the launcher and leave its processes without the variable,
-    which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both."""
-    arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
+def test_a_launcher_restarts_what_was_killed_and_passes_on_the_signal_that_it_is_told_to(runs, left_alone):
+    """Slurm sends SIGUSR1 before the time is up. It would kill the launcher and leave its processes without the
+    variable, which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both."""
+    run = runs / "run"
+    arguments = [*LONG, "--checkpoint.every", 10, "--out_dir", runs, "--name", "run"]
     signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    process = start_under_a_launcher(arguments, runs / "run", max_restarts=3, PET_SIGNALS_TO_HANDLE=signals)
+    process = start_under_a_launcher(arguments, run, steps=25, max_restarts=3, PET_SIGNALS_TO_HANDLE=signals)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    starts = run / "starts.jsonl"
+    wait_until(lambda: starts.read_text().count("\n") == 2, lambda: process.poll() is None)
     os.kill(process.pid, signal.SIGUSR1)
     output = process.communicate(timeout=60)[0]
-    assert status(runs / "run")["state"] == "preempted", output
-    assert process.returncode == 1 and "resumed" not in output, "a signal to the launcher ends the job"
+    stopped = status(run)
+    assert stopped["state"] == "preempted" and stopped["step"] < STEPS, output
+    assert "lost the others in" in output and output.count("resumed at step") == 1, output
+    assert process.returncode == 1, "a signal to the launcher ends the job"
+    done = train(*arguments, processes=2)
+    assert f"resumed at step {stopped['step']}" in done.stdout
+    assert_same_bits(tensors(run, STEPS), tensors(left_alone, STEPS))
+    assert metrics(run) == metrics(left_alone)
 
 
 @pytest.mark.slow

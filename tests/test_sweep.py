@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ import yaml
 import cli
 from config import ConfigError, RunError, parse_config
 from sweep import SweepConfig, main, own_arguments_first, plan, split
+from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
 
 # In the place of `python train.py`: leaves what a run leaves, and fails as it is told to.
@@ -44,9 +46,20 @@ end(*told)
 """
 
 
+class Forked(forked.Launch):
+    """In the place of subprocess.Popen."""
+
+    def __init__(self, command, start_new_session):
+        super().__init__(command[1], command[2:], 0, environment())
+
+    def wait(self):
+        return super().wait(timeout_seconds=60)
+
+
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
     """Sweeps with fake runs below tmp_path/runs; `told` says how each ends. Returns the names of those it started."""
+    monkeypatch.setattr("sweep.subprocess", SimpleNamespace(Popen=Forked))
     (tmp_path / "fake.py").write_text(FAKE.format(root=str(ROOT)))
     (tmp_path / "runs").mkdir()
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number not in (9,)}

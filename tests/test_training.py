@@ -61,9 +61,8 @@ def test_equals_a_hand_written_all_reduce(by_hand, trained):
 
 
 def test_the_tutorials_run(runs):
-    done = train(
-        "--config", "configs/random_tokens.yaml", "--tracking.wandb", "disabled", "--out_dir", runs, processes=2
-    )
+    recipe = ["--config", "configs/random_tokens.yaml", "--tracking.wandb", "disabled"]
+    done = train(*recipe, "--out_dir", runs, processes=2, pictures=True)
     lines = done.stdout.splitlines()
     logged = [re.fullmatch(r"\[step (\d+) / 50\] loss = (\d+\.\d{4}).*", line) for line in lines]
     logged = [(int(match[1]), float(match[2])) for match in logged if match]

@@ -10,17 +10,12 @@ import venv
 import pytest
 
 from data.stories import log_prob
-from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, python, shell, train
+from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, commands, python, shell, train
 
 TEXT = "To be, or not to be? That is the question.\n" * 60
 
 
-def commands(page):
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    return [line for block in blocks for line in block.splitlines()]
-
-
-USING, EVALUATION = commands("using.md"), commands("evaluation.md")
+USING, EVALUATION = (commands((ROOT / "docs" / page).read_text()) for page in ("using.md", "evaluation.md"))
 SHORT = "--steps 2 --schedule.warmup_steps 1 --seq_len 32 --global_batch_size 2 --micro_batch_size 2"
 
 
@@ -61,7 +56,7 @@ def test_using(command, folder):
 @pytest.mark.parametrize("command", EVALUATION[:3])
 def test_evaluation(command, folder):
     command = command.replace("exports/stories", "exports/other")  # the other page has made it
-    done = (shell if command.startswith("accelerate") else python)(command, folder)
+    done = python(command, folder)
     if "evaluate.py" in command:
         run = folder / re.search(r"runs/\w+", command)[0]
         assert '"val/loss": ' in done.stdout and (run / "evaluation.png").exists()
