@@ -3,7 +3,7 @@ PYTHON ?= python3
 UV := $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 # Two tests at a time, one file each: as much as two cores can do.
-PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
+PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 # A lent machine has torch, but perhaps neither this environment nor what would build it.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 # What such a machine lacks may be carried there as wheels of pure Python, such as jsonargparse's: they run as they are.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the process that deals the tests out reads this file too, a
 ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
+LONGEST = "test_examples test_faults test_house test_sharding test_signals test_using_docs".split()
 TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
 
 
@@ -151,6 +152,11 @@ def assert_same_bits(ours: "dict[str, torch.Tensor]", theirs: "dict[str, torch.T
     assert ours.keys() == theirs.keys() and len(ours) > 10
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not different, f"{len(different)} of {len(ours)} tensors differ, such as {different[0]}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of several real launches go first, so that one is never what the other worker waits for at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.fixture

@@ -70,11 +70,11 @@ def test_a_signal_to_all_processes_at_once_spares_the_ones_that_load_data(runs):
 
 
 def test_a_signal_saves(runs):
-    launch = start([*LONG, "--out_dir", runs, "--name", "run"], 0, runs / "run")
+    launch = start([*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"], 0, runs / "run")
     os.kill(launch.processes[0].pid, signal.SIGINT)
     assert launch.wait(60) == 75, launch.output()
     assert launch.output()[1].count("Stopping after this step; again to stop at once.") == 1
-    assert status(runs / "run")["state"] == "preempted" and 5 <= status(runs / "run")["step"] < STEPS
+    assert status(runs / "run")["state"] == "preempted" and 5 <= status(runs / "run")["step"] < 20_000
     assert "Training finished." not in launch.output()[0]
 
 
