@@ -11,7 +11,7 @@ import pytest
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
 
-STEPS = 200
+STEPS = 100
 LONG = [*TINY_STORIES, *f"--steps {STEPS} --micro_batch_size 3 --checkpoint.every 1000 --evaluation.every 0".split()]
 
 
@@ -132,9 +132,9 @@ def test_a_launcher_restarts_what_was_killed_and_passes_on_the_signal_that_it_is
     """Slurm sends SIGUSR1 before the time is up. It would kill the launcher and leave its processes without the
     variable, which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both."""
     run = runs / "run"
-    arguments = [*LONG, "--checkpoint.every", 10, "--out_dir", runs, "--name", "run"]
+    arguments = [*LONG, "--checkpoint.every", 5, "--out_dir", runs, "--name", "run"]
     signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    process = start_under_a_launcher(arguments, run, steps=25, max_restarts=3, PET_SIGNALS_TO_HANDLE=signals)
+    process = start_under_a_launcher(arguments, run, steps=10, max_restarts=3, PET_SIGNALS_TO_HANDLE=signals)
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     starts = run / "starts.jsonl"
     wait_until(lambda: starts.read_text().count("\n") == 2, lambda: process.poll() is None)
