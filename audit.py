@@ -8,7 +8,7 @@ import io
 import os
 import random
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -85,7 +85,8 @@ class Run:
         if checkpoint is not None:
             config.branch_from, config.init_from = str(checkpoint.resolve()), None
         config.stop_after = until
-        config.tracking.wandb, config.tracking.log_every, config.check_replicas_every = "disabled", 1, 0
+        config.tracking = replace(config.tracking, tracker="wandb", wandb="disabled", log_every=1)
+        config.check_replicas_every = 0
         config.checkpoint.every = 10**9
         for name, value in changes.items():
             section, _, field = name.rpartition("__")

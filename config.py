@@ -181,11 +181,24 @@ class EvaluationConfig:
 class TrackingConfig:
     """Where the metrics go besides metrics.jsonl."""
 
+    tracker: Literal["wandb", "tensorboard", "trackio"] = "wandb"
+    """wandb: Weights & Biases, with metrics, samples and code; tensorboard: metrics, in the run directory; trackio:
+    metrics. The last two by Accelerate, after `pip install tensorboard` or `trackio`."""
+
     wandb: Literal["disabled", "offline", "online"] = "offline"
     """Weights & Biases: offline writes below the run directory for a later `wandb sync` and needs no account."""
 
     project: str = "mini-gpt"
-    """The W&B project that the run is filed under."""
+    """The project of W&B or Trackio that the run is filed under."""
+
+    group: str | None = None
+    """The W&B group of the run. null: none, or in sweep.py the name that the runs of the sweep have in common."""
+
+    tags: list[str] | None = None
+    """Tags of the run in W&B, as [baseline, wide]."""
+
+    artifact: bool = False
+    """At the end export the model (export.py) below the run directory and log it as a W&B artifact of type model."""
 
     log_every: PositiveInt = 10
     """Steps between log lines."""
@@ -193,6 +206,17 @@ class TrackingConfig:
     layers: bool = False
     """Log for every block the norms of its weights, gradients and activations, and the share of the weights that an
     update changes, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
+
+    def problems(self) -> list[str]:
+        """Every setting that the tracker does not have."""
+        of_wandb = {"group": self.group, "tags": self.tags, "artifact": self.artifact}
+        of_wandb |= {"wandb": self.wandb == "online" and "online"}
+        return [
+            f"tracking.{name}: {value} is for tracking.tracker: wandb, but tracking.tracker is {self.tracker}; change "
+            "one of the two"
+            for name, value in of_wandb.items()
+            if value and self.tracker != "wandb"
+        ]
 
 
 @dataclass
@@ -311,7 +335,7 @@ class TrainConfig:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
         if self.init_from is not None and self.init_hash is None:  # what it brings is not known yet
             return self._problems_of_names()
-        problems = self.model.problems() + self.data.problems()
+        problems = self.model.problems() + self.data.problems() + self.tracking.problems()
         problems += self._problems_of_names() + (self._problems_of_sizes(num_processes) if not problems else [])
         if self.seed >= 2**63:
             problems.append(f"seed: {self.seed} is too large; use one below 2**63")

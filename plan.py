@@ -164,7 +164,8 @@ def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEP
         (out_dir,) = broadcast_object_list([own])
         short = deepcopy(config)
         short.out_dir, short.stop_after, short.branch_from, short.init_from = out_dir, steps, None, None
-        short.profile, short.tracking.wandb, short.tracking.log_every = None, "disabled", max(1, steps // 2)
+        short.profile, every = None, max(1, steps // 2)
+        short.tracking = replace(short.tracking, tracker="wandb", wandb="disabled", log_every=every)
         short.checkpoint.every, short.check_replicas_every = config.steps, 0
         short.evaluation.every *= config.steps  # so at its end alone
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Preempted):

@@ -99,10 +99,13 @@ def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
             raise ConfigError("arguments: --help and --print_config are train.py's own") from None
         except ConfigError as error:
             raise ConfigError(f"{error}\n(of {shlex.join(combination)})") from None
+        common, tracking, grouped = settings.name, settings.tracking, []
         settings.name += "".join(endings(swept, flat_settings(asdict(settings))))
+        if settings.name != common and tracking.tracker == "wandb" and tracking.group is None:
+            tracking.group, grouped = common, ["--tracking.group", common]
         if settings.name in runs:
             raise ConfigError(f"name: two runs of this sweep would be called {settings.name!r}; give each value once")
-        runs[settings.name] = [*combination, "--name", settings.name], settings
+        runs[settings.name] = [*combination, *grouped, "--name", settings.name], settings
         before = None if settings.resume == "never" else read_settings(directory(settings) / "config.yaml")
         if before and (different := differences(before, settings)):
             raise ConfigError(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import launcher
+import trackers
 from config import TrainConfig
 from data.corpus import Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
@@ -43,7 +44,6 @@ from training.summary import summary
 from training.throughput import Throughput, peak_flops
 from training.tracking import Tracker
 from training.tree_sum import TreeSum, prepare_without_ddp
-from training.wandb_run import check_wandb
 
 
 def main(config: TrainConfig) -> None:
@@ -57,10 +57,10 @@ def main(config: TrainConfig) -> None:
     run = RunDirectory(config.out_dir, config.name)
     with run.outcome_recorded(config):
         launcher.check(config)
-        check_wandb(config.tracking.wandb)
         if config.data.seed is None:
             config.data.seed = run.data_seed(config)
         initial = take_over(config)
+        trackers.check(config)
         corpus = load_corpus(config)
         if initial:
             check_tokenizer(config.init_from, initial, corpus)
@@ -130,7 +130,7 @@ def train(
     totals = StepTotals(order, config.micro_batch_size, config.max_skipped, accelerator, run.path)
 
     with (
-        Tracker(config, run, start.step, accelerator) as tracker,
+        Tracker(config, run, start.step, accelerator, trackers.start_tracker) as tracker,
         checkpoint.Saver(run.checkpoints, config, accelerator, tracker.sync) as saver,
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):

@@ -41,9 +41,9 @@ from training.tree_sum import TreeSum
 from training.world import num_processes
 
 STEPS = 6
-SHORT = f"""--steps {STEPS} --schedule.name constant --schedule.warmup_steps 0 --schedule.decay_steps null --resume auto
-    --checkpoint.every 1 --checkpoint.keep {STEPS} --evaluation.every 0 --evaluation.num_story_samples 0
-    --init_from null --check_replicas_every 1 --tracking.log_every 1 --tracking.wandb disabled""".split()
+SHORT = f"""--steps {STEPS} --check_replicas_every 1 --evaluation.every 0 --evaluation.num_story_samples 0 --resume auto
+    --tracking.log_every 1 --schedule.name constant --checkpoint.every 1 --init_from null --schedule.warmup_steps 0
+    --checkpoint.keep {STEPS} --tracking.tracker wandb --schedule.decay_steps null --tracking.wandb disabled""".split()
 
 
 class Verification:

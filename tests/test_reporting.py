@@ -16,6 +16,7 @@ from model.gpt import GPTModel
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.reporting_train import HELP, Z_LOSS
+from training.run_directory import RunDirectory
 from training.step_totals import NonFiniteError, StepTotals
 from training.tracking import Tracker
 
@@ -129,8 +130,7 @@ def test_names_that_change_or_are_taken_are_refused(monkeypatch):
 @pytest.mark.parametrize("floor, said", [(0.0, "(0.2500 nats above the floor)"), (0.2, "(25.0% above the floor)")])
 def test_a_floor_of_zero_is_a_floor(floor, said, tmp_path, capsys):
     config = TrainConfig(steps=1)
-    config.tracking.wandb = "disabled"
-    with Tracker(config, SimpleNamespace(metrics_file=tmp_path / "metrics.jsonl"), 0, ALONE) as tracker:
+    with Tracker(config, RunDirectory(str(tmp_path), "."), 0, ALONE) as tracker:
         tracker.log(1, {"val/loss": 0.25, "val/floor": floor, "val/exact_match": 0.5, "val/tiny": 1.25e-5})
         tracker.log(1, {"state/digest": "0123456789abcdef", "layers/weight_norm/0": 1.0})
     assert [len(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [5, 3]

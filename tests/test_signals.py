@@ -110,6 +110,7 @@ checkpoint.os.rename = lambda *paths: (time.sleep(1.5), rename(*paths))  # a slo
 class Settings:
     def __init__(self, **_): pass
 class init:
+    class settings: save_code = False
     def __init__(self, **_): pass
     def define_metric(self, *_, **__): pass
     def log(self, _): pass

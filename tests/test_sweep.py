@@ -89,6 +89,7 @@ def test_every_combination_is_trained_and_named_by_what_differs(sweep, capsys):
     for name, lr, seed in [(started[0], 0.01, 0), (started[3], 0.001, 1)]:
         settings = yaml.safe_load((sweep.directory / name / "config.yaml").read_text())
         assert (settings["optimizer"]["lr"], settings["seed"], settings["steps"]) == (lr, seed, 4)
+        assert settings["tracking"]["group"] == "tiny_stories", "one group of W&B"
     shown = capsys.readouterr().out
     rows = [line for line in shown.splitlines() if line.startswith("tiny_stories-") and "finished" in line]
     assert [row.split()[0].rstrip(":") for row in rows] == started + [*started[2:], *started[:2]], "sorted by the loss"

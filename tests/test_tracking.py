@@ -1,6 +1,8 @@
-"""metrics.jsonl, Weights & Biases, the terminal and the picture show what happened, also after a rewind."""
+"""metrics.jsonl, trackers, the terminal and the picture show what happened, also after a rewind."""
 
+import base64
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -12,13 +14,21 @@ import sys
 import termios
 import threading
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
-from config import parse_config
+import pytest
+from accelerate import PartialState
+from accelerate.utils import LoggerType
+
+import trackers
+from config import ConfigError, parse_config
 from plot import save_loss_curve
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command
 from training.run_directory import RunDirectory
+from training.signals import Preempted
 from training.tracking import Tracker
 
 STEPS = 4
@@ -42,33 +52,208 @@ def wandb_records(file):
             parts = b""
 
 
-def test_wandb_offline_goes_on_in_the_same_run_and_drops_nothing(runs):
-    arguments = [*SHORT, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
-    train(*arguments, processes=2)
-    shutil.rmtree(runs / "run" / "checkpoints" / "step-00000004")
-    shutil.rmtree(runs / "run" / "checkpoints" / "step-00000003")
-    done = train(*arguments, processes=2)
+def wandb_files(run):
+    """The .wandb files of a run, the first start's first."""
+    return sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def of_kind(files, kind):
+    records = (record for file in files for record in wandb_records(file))
+    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
+
+
+def flat(items):
+    """What W&B keeps as JSON by keys, or by nested ones."""
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def train_offline(*arguments, **more):
+    """With W&B, which keeps copies of what is logged below the user's home unless told otherwise."""
+    out_dir = arguments[arguments.index("--out_dir") + 1]
+    return train(*arguments, "--tracking.wandb", "offline", processes=2, WANDB_DATA_DIR=str(out_dir), **more)
+
+
+def md5_in_base64(path):
+    return base64.b64encode(hashlib.md5(path.read_bytes()).digest()).decode()
+
+
+@pytest.fixture(scope="module")
+def rewound(tmp_path_factory):
+    """A run with W&B that was finished, lost its last two checkpoints, and was finished again from step 2."""
+    runs = tmp_path_factory.mktemp("rewound")
+    words = (
+        "--tracking.group depth --tracking.tags [deep,wide] --tracking.artifact true --evaluation.num_samples_shown 2"
+    )
+    arguments = [*words.split(), "--out_dir", runs, "--name", "a run"]
+    train_offline(*SHORT, *arguments)
+    run = runs / "a run"
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    (run / "code-01234567.diff").write_text("what a start long ago had changed")
+    done = train_offline(*SHORT, *arguments)
     assert "resumed at step 2" in done.stdout
-    files = sorted((runs / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    return run, done.stdout
+
+
+def test_wandb_offline_goes_on_in_the_same_run_and_drops_nothing(rewound):
+    run, _ = rewound
+    files = wandb_files(run)
     assert len(files) == 2, "one file a start, written by the main process alone"
     assert len({file.name for file in files}) == 1, "the same W&B run"
-    records = [record for file in files for record in wandb_records(file)]
-    rows = [
-        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.WhichOneof("record_type") == "history"
-    ]
+    rows = [flat(history.item) for history in of_kind(files, "history")]
     logged_steps = Counter(row["step"] for row in rows if "train/loss" in row)
     assert logged_steps == {1: 1, 2: 1, 3: 2, 4: 2}, "the rewound steps are there again"
     last = [row for row in rows if row.get("step") == STEPS and "train/loss" in row][-1]
-    ours = metrics(runs / "run")[-1]
+    ours = metrics(run)[-1]
     assert ours.items() <= last.items() and "perf/tokens_per_second" in last
-    assert any("sample/stories" in row or any("sample/stories" in key for key in row) for row in rows)
     config = {}
-    for record in records:
-        for item in [*record.run.config.update, *record.config.update]:
-            config[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+    for updates in [*(run.config for run in of_kind(files, "run")), *of_kind(files, "config")]:
+        config |= flat(updates.update)
     assert config["model"]["d_model"] == 16 and config["provenance"]["torch"] and "git_commit" in config["provenance"]
+    for started in of_kind(files, "run"):
+        assert (started.run_group, list(started.tags)) == ("depth", ["deep", "wide"])
+
+
+def test_the_table_of_samples_grows_and_goes_on_after_a_rewind(rewound):
+    run, shown = rewound
+    kept = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in kept] == [2] * 2 + [STEPS] * 4, "the rewound ones stand there once"
+    assert all("  | " + row["sample/stories"] + "\n" in shown for row in kept[2:5])
+    tables = []
+    for file in wandb_files(run):
+        for row in (flat(history.item) for history in of_kind([file], "history")):
+            if name := row.get("sample/stories.path"):
+                tables.append(json.loads((file.parent / "files" / name).read_text()))
+    assert [len(table["data"]) for table in tables] == [2, 6, 6]
+    assert tables[-1] == {"columns": ["step", "text"], "data": [list(row.values()) for row in kept]}
+    assert tables[0]["data"] == tables[-1]["data"][:2]
+
+
+def test_the_export_the_code_and_what_the_commit_lacks_are_in_wandb(rewound):
+    run, _ = rewound
+    *_, model = (artifact for artifact in of_kind(wandb_files(run), "artifact") if artifact.type == "model")
+    files = {entry.path: entry for entry in model.manifest.contents}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files.keys()
+    for entry in files.values():
+        path = Path(entry.local_path)
+        assert path.parent == run / "exports" / "step-00000004" and md5_in_base64(path) == entry.digest
+    metadata = json.loads(model.metadata)
+    assert model.name == "a_run" and metadata["step"] == STEPS and metadata["torch"]
+    assert metrics(run)[-1].items() <= metadata.items(), "of the weights that it has"
+    for file in wandb_files(run):
+        (code,) = (artifact for artifact in of_kind([file], "artifact") if artifact.type == "code")
+        digests = {entry.path: entry.digest for entry in code.manifest.contents}
+        for name in ("train.py", "model/gpt.py", "training/tracking.py"):
+            assert digests[name] == md5_in_base64(ROOT / name)
+        assert not any("site-packages" in path or path.startswith(".") for path in digests)
+    changes = {path.name: path.read_bytes() for path in run.glob("code-*.diff")}
+    assert {path.name: path.read_bytes() for path in (file.parent / "files").glob("code-*.diff")} == changes
+    *_, uploads = (record for record in of_kind([file], "files") if "code-" in str(record))
+    assert changes.keys() >= {entry.path for entry in uploads.files} and "code-01234567.diff" in changes
+
+
+def test_a_loss_that_is_no_number_raises_an_alert(runs):
+    arguments = [*SHORT, "--tracking.artifact", "true", "--out_dir", runs, "--name", "run"]
+    failed = train_offline(*arguments, exit_code=1, faults="nan:1:3")
+    (alert,) = of_kind(wandb_files(runs / "run"), "alert")
+    assert (alert.level, alert.title) == ("ERROR", "run: the loss is no number")
+    assert alert.text.startswith("step 3: loss = nan") and alert.text in failed.stderr
+    assert alert.text.endswith(f"python replay.py {runs / 'run'} 3"), "how to see what happened"
+    assert not [a for a in of_kind(wandb_files(runs / "run"), "artifact") if a.type == "model"]
+
+
+@pytest.fixture
+def tracked(tmp_path):
+    """Makes the tracker of a run's second start, after step 2, in this process."""
+
+    def start(*words):
+        config = parse_config([*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run", *words])
+        trackers.check(config)
+        run = RunDirectory(str(tmp_path), "run")
+        run.path.mkdir(exist_ok=True)
+        return Tracker(config, run, 2, PartialState(cpu=True), trackers.start_tracker)
+
+    yield start
+    PartialState._reset_state()
+
+
+def test_tensorboard_shows_every_step_once_after_a_rewind(runs):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    arguments = [*SHORT, "--tracking.tracker", "tensorboard", "--out_dir", runs, "--name", "run"]
+    train(*arguments, processes=2)
+    for step in (3, 4):
+        shutil.rmtree(runs / "run" / "checkpoints" / f"step-0000000{step}")
+    train(*arguments, processes=2)
+    events = EventAccumulator(str(runs / "run" / "tensorboard")).Reload()
+    rows = metrics(runs / "run")
+    for name in ("train/loss", "train/grad_norm", "val/loss", "sample/accepted"):
+        ours = [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
+        assert [(event.step, event.value) for event in events.Scalars(name)] == ours
+    assert not (runs / "run" / "wandb").exists() and "state/digest" not in events.Tags()["scalars"]
+
+
+def test_trackio_gets_numbers_at_their_steps_and_goes_on(tracked, monkeypatch):
+    """Of trackio itself only the names are here, as Accelerate calls them."""
+    calls = []
+    run = SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish"))
+    stub = SimpleNamespace(init=lambda **options: calls.append(options) or run)
+    monkeypatch.setitem(sys.modules, "trackio", stub)
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TRACKIO])
+    with tracked("--tracking.tracker", "trackio") as tracker:
+        tracker.log(3, {"train/loss": 1.5, "state/digest": "0123456789abcdef"})
+        tracker.log_texts(3, "sample/stories", ["a text"])
+        tracker.log(4, {"train/loss": 1.25})
+    options = calls.pop(0)
+    assert (options["project"], options["name"], options["resume"]) == ("mini-gpt", "run", "allow")
+    assert options["config"]["model"]["d_model"] == 16
+    assert calls == [(3, {"train/loss": 1.5}), (4, {"train/loss": 1.25}), "finish"]
+
+
+def test_a_tracker_that_fails_stops_no_run(tracked, tmp_path, monkeypatch, capsys):
+    def fail(**options):
+        raise OSError("no such server")
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=fail))
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TRACKIO])
+    with tracked("--tracking.tracker", "trackio") as tracker:
+        tracker.log(3, {"train/loss": 1.5})
+        tracker.log(4, {"train/loss": 1.25})
+    assert capsys.readouterr().out.count("trackio has failed, metrics go to metrics.jsonl only: OSError") == 1
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("failure", [None, Preempted("stopped as asked")])
+def test_only_the_end_is_exported_and_an_export_that_fails_fails_no_run(failure, tracked, monkeypatch, capsys):
+    """Here there is no checkpoint to export, which is said where one was tried."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with suppress(Preempted), tracked("--tracking.wandb", "offline", "--tracking.artifact", "true"):
+        if failure:
+            raise failure
+    assert ("The model is not logged: " in capsys.readouterr().out) == (failure is None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("group", "g"), ("tags", "[a]"), ("artifact", "true"), ("wandb", "online")]
+)
+def test_what_only_wandb_has_is_refused_with_another_tracker(setting, value):
+    with pytest.raises(ConfigError, match=f"tracking.{setting}: .* tracking.tracker is tensorboard"):
+        parse_config([*map(str, SHORT), "--tracking.tracker", "tensorboard", f"--tracking.{setting}", value])
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+def test_a_tracker_that_is_not_installed_is_refused(tracker, tracked, monkeypatch):
+    monkeypatch.setattr(trackers, "get_available_trackers", list)
+    with pytest.raises(ConfigError, match=f"tracking.tracker: {tracker} .*pip install {tracker}"):
+        tracked("--tracking.tracker", tracker)
+
+
+def test_an_artifact_of_a_model_that_cannot_be_exported_is_refused_before_training(runs):
+    words = "--tracking.artifact true --model.mlp relu2"
+    refused = train(*SHORT, *words.split(), "--out_dir", runs, exit_code=2)
+    assert "tracking.artifact: true" in refused.stderr and "model.mlp is relu2" in refused.stderr
+    assert not runs.exists()
 
 
 def test_without_wandb_installed_the_run_works_and_says_so_once(runs, tmp_path):

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a logged step, in the order of the steps."""
+"""metrics.jsonl and samples.jsonl: JSON objects with a step, in the order of the steps."""
 
 import errno
 import json
@@ -41,14 +41,14 @@ class MetricsFile:
         self._unwritten = b""
         self._lock = threading.Lock()  # rows are logged while a checkpoint is written in the background
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Write a row, after those that are still unwritten.
+    def append(self, *rows: dict[str, Any]) -> None:
+        """Write rows, after those that are still unwritten.
 
         Raises:
             OSError: there is no room for them now.
         """
         with self._lock:
-            self._unwritten += json.dumps(row).encode() + b"\n"
+            self._unwritten += b"".join(json.dumps(row).encode() + b"\n" for row in rows)
             self._write()
 
     def sync(self) -> None:

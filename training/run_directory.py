@@ -46,7 +46,7 @@ class RunDirectory:
     def __init__(self, out_dir: str, name: str):
         self.path = Path(out_dir).expanduser() / name
         self.checkpoints = self.path / "checkpoints"
-        self.metrics_file = self.path / "metrics.jsonl"
+        self.metrics_file, self.samples_file = self.path / "metrics.jsonl", self.path / "samples.jsonl"
         self.status_file = self.path / "status.json"
         self.is_open = False
         self._lock_file: TextIO | None = None
@@ -165,7 +165,8 @@ class RunDirectory:
         self.is_open = True
         start = self._choose_start(config, now)
         self.checkpoints.mkdir(exist_ok=True)
-        forget_after(self.metrics_file, start.step)
+        for file in (self.metrics_file, self.samples_file):
+            forget_after(file, start.step)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
         if config.data.source == "text" and not (self.path / "tokenizer").exists():
             theirs = [Path(corpus).expanduser() / "tokenizer" for corpus in config.data.mix or [config.data.path]]

@@ -1,6 +1,9 @@
-"""Where a run's numbers and words go: metrics.jsonl, the screen and Weights & Biases."""
+"""Where a run's numbers and words go: its files, the screen and a tracker such as Weights & Biases."""
 
 import sys
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
@@ -9,7 +12,6 @@ from config import TrainConfig
 from files import finite_or_null
 from training.metrics_file import MetricsFile
 from training.run_directory import RunDirectory
-from training.wandb_run import WandbRun
 
 NUM_TEXTS_SHOWN = 3
 NOT_SHOWN = ("state/", "layers/")  # digests, and what a picture shows
@@ -30,7 +32,15 @@ class Tracker:
     On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
     """
 
-    def __init__(self, config: TrainConfig, run: RunDirectory, step: int, accelerator: Accelerator):
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        step: int,
+        accelerator: Accelerator,
+        start_tracker: Callable[..., Any] | None = None,
+    ):
+        """`step` are done; `start_tracker` is that of trackers.py, None for the screen and the files alone."""
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
         if not self.is_main_process:
             return
@@ -39,10 +49,11 @@ class Tracker:
             file=sys.stdout,
         )  # fmt: skip
         self.metrics_file = MetricsFile(run.metrics_file)
-        self.wandb_run = WandbRun(config, run.path, self.say) if config.tracking.wandb != "disabled" else None
+        self.samples_file = run.samples_file
+        self.remote = start_tracker(config, run, step, self.say) if start_tracker else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of `step`: one line of metrics.jsonl, one point in W&B, one line or bar on the screen.
+        """Write the metrics of `step`: a line of metrics.jsonl, a point in the tracker, a line or bar on the screen.
 
         Without any, the bar alone moves on.
         """
@@ -55,8 +66,8 @@ class Tracker:
             self.metrics_file.append({"step": step, **finite_or_null(metrics)})
         except OSError as error:
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept for later.")
-        if self.wandb_run is not None:
-            self.wandb_run.log({"step": step, **metrics})
+        if self.remote is not None:
+            self.remote.log(step, metrics)
         training = {name: value for name, value in metrics.items() if name.startswith(("train/", "perf/"))}
         if training:
             self._show_training(step, training)
@@ -81,13 +92,18 @@ class Tracker:
             self.metrics_file.sync()
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Show the first sampled texts, and keep all in W&B."""
+        """Show the first sampled texts, and keep all in samples.jsonl and the tracker."""
         if not self.is_main_process:
             return
         for text in texts[:NUM_TEXTS_SHOWN]:
             self.say("  | " + text.replace("\n", "\n  | "))
-        if self.wandb_run is not None:
-            self.wandb_run.log_texts(step, name, texts)
+        try:
+            with closing(MetricsFile(self.samples_file)) as file:
+                file.append(*({"step": step, name: text} for text in texts))
+        except OSError as error:
+            self.say(f"samples.jsonl cannot be written ({error.strerror}).")
+        if self.remote is not None:
+            self.remote.log_texts(step, name, texts)
 
     def say(self, text: str) -> None:
         """Print for the user, without tearing the progress bar."""
@@ -103,8 +119,8 @@ class Tracker:
             return
         self.bar.close()
         self.metrics_file.close()
-        if self.wandb_run is not None:
-            self.wandb_run.finish(exit_code=0 if exception is None else 1)
+        if self.remote is not None:
+            self.remote.finish(exception)
 
     def _show_training(self, step: int, metrics: dict[str, float]) -> None:
         short = {
