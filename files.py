@@ -36,6 +36,13 @@ def folder_written_atomically(path: Path) -> Iterator[Path]:
     fsync(path.parent)
 
 
+def copy_folder(source: Path, path: Path) -> None:
+    """Make `path` a copy of a folder of files, whole or not at all; one that is there is left alone."""
+    if not path.exists():
+        with folder_written_atomically(path) as folder:
+            shutil.copytree(source, folder)
+
+
 def fsync(path: Path) -> None:
     """Make a file, or the names in a directory, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

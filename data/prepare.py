@@ -51,6 +51,9 @@ PIECE = 2**19  # characters; documents of more than two are encoded in pieces
 PART = 2**24  # characters, of one file of tokens
 TRAINING_TEXTS = 10**6  # documents, or pieces of a txt file, from which train:VOCAB learns: the first of the source
 
+Text = tuple[str, bool, str | None]
+"""Of a document, whether it ends with it, and its split; None where its hash decides."""
+
 Part = tuple[list[tuple[str, bool, str]], dict | None]
 """Pieces of documents as (text, whether a document begins with it, its split), and the state of a stream after them."""
 
@@ -95,8 +98,8 @@ class PrepareConfig:
     """Threads that encode. The corpus is the same for any number."""
 
 
-def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[tuple[str, bool, str | None]]:
-    """The documents as (text, whether the document ends with it, its split); None where its hash decides."""
+def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[Text]:
+    """The documents of both splits."""
     if validation.startswith("tail:"):
         yield from _cut_tails(source, float(validation.removeprefix("tail:")))
     else:
@@ -104,7 +107,7 @@ def split_documents(source: Source, validation: str, held_out: Source | None) ->
         yield from ((*part, "train" if held_out else None) for part in source)
 
 
-def _cut_tails(source: Source, share: float) -> Iterator[tuple[str, bool, str]]:
+def _cut_tails(source: Source, share: float) -> Iterator[Text]:
     lengths = deque([0])
     for text, ends in source:  # a document may be larger than memory: its length takes a reading of its own
         lengths[-1] += len(text)
@@ -143,11 +146,8 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
     return limit
 
 
-def cut_parts(
-    documents: Iterable[tuple[str, bool, str | None]], tokenizer: Tokenizer, share: float, source: Source
-) -> Iterator[Part]:
+def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, share: float, source: Source) -> Iterator[Part]:
     """Parts of PART characters or more; the state is None where reading again is cheap."""
-    streaming = source.streaming
     part, size, buffer, begins = [], 0, "", True
     for text, ends, given in documents:
         pieces = []
@@ -165,11 +165,11 @@ def cut_parts(
                 split = given or SPLITS[in_validation(piece, share)]
             part.append((piece, begins, split))
             size, begins = size + len(piece) + 1, last
-            if size >= PART and (last or not streaming):  # a stream's state is between two documents
-                yield part, source.dataset.state_dict() if streaming else None
+            if size >= PART and (last or not source.streaming):  # a stream's state is between two documents
+                yield part, source.dataset.state_dict() if source.streaming else None
                 part, size = [], 0
     if part:
-        yield part, source.dataset.state_dict() if streaming else None
+        yield part, source.dataset.state_dict() if source.streaming else None
 
 
 def make_part(folder: Path, encode: Callable, types: dict[str, str], index: int, texts: Part) -> dict:
@@ -327,9 +327,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     }
 
 
-def _make_parts(
-    make: Callable[[int, Part], dict], first: int, texts: Iterable[Part], num_workers: int
-) -> Iterator[dict]:
+def _make_parts(make: Callable, first: int, texts: Iterable[Part], num_workers: int) -> Iterator[dict]:
     pending: deque[Future] = deque()
     with ThreadPoolExecutor(num_workers) as pool:
         for index, part in enumerate(texts, start=first):

@@ -114,11 +114,12 @@ class TextDataset(Dataset):
     def batch(self, indices: list[int]) -> dict[str, np.ndarray]:
         """The samples of a batch, each array int64 [B, T]."""
         input_ids = np.full((len(indices), self.seq_len), self.corpus.end_of_text)
-        in_row, in_answer, begins = (np.zeros_like(input_ids) for _ in range(3))
+        in_row, in_answer, begins = np.zeros((3, *input_ids.shape), int)  # no memory before it is written to
         for b, index in enumerate(indices):
             first, (*inner, end) = self._place(index * self.num_rows // self.num_samples)
             self._copy(first, input_ids[b, :end])
-            in_row[b, :end] = 1
+            if self.rows is not None:
+                in_row[b, :end] = 1
             if self.conversations:
                 self._copy(first, in_answer[b, :end], column=1)
                 begins[b, inner] = inner
@@ -126,7 +127,8 @@ class TextDataset(Dataset):
         if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
             problem = f"token {largest} in {self.split} is none of the {self.corpus.vocab_size} of the tokenizer"
             raise ConfigError(f"data: {self.corpus.path} is damaged: {problem}; {REMEDY}")
-        labels = np.where(in_answer if self.conversations else in_row, input_ids, -100)
+        targets = in_answer if self.conversations else in_row
+        labels = input_ids if self.rows is None else np.where(targets, input_ids, -100)
         batch = {"input_ids": input_ids, "labels": labels}
         if self.documents == "padded":
             batch["attention_mask"] = in_row
@@ -137,15 +139,15 @@ class TextDataset(Dataset):
             batch["position_ids"] = positions - np.maximum.accumulate(begins, axis=1)
         return batch
 
-    def _place(self, row: int) -> tuple[int, np.ndarray]:
+    def _place(self, row: int) -> tuple[int, list[int]]:
         """The first token of a row, and where in it its documents begin, and the last one ends."""
         if self.rows is None:
-            return row * (self.seq_len - 1), np.array([0, self.seq_len])
+            return row * (self.seq_len - 1), [0, self.seq_len]
         first = self.rows[row]
         begins = self.begins[first : self.after[first] + 1] - self.begins[first]
         # Of text with the end-of-text that the next document begins with.
         begins[-1] = min(begins[-1] + (not self.corpus.has_conversations), self.seq_len)
-        return int(self.begins[first]), begins
+        return int(self.begins[first]), begins.tolist()
 
     def _copy(self, first: int, out: np.ndarray, column: int = 0) -> np.ndarray:
         """Fill `out` with the stream from token `first` on, of one file or of several as far as it goes; returns it."""

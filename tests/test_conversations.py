@@ -33,6 +33,7 @@ from sample import SampleConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.test_prepare import content, make, make_documents, make_text, tokens_of, write_jsonl
 from tests.test_text import lively_model, rewrite, verify
+from training.run_directory import RunDirectory
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -135,6 +136,13 @@ def test_a_token_that_begins_before_an_answer_is_not_of_it(folder):
         tokens == tokenizer.apply_chat_template(messages)["input_ids"] and tokenizer.decode(tokens).count("\n\n") == 1
     )
     assert tokenizer.decode([t for t, a in zip(tokens, answers, strict=True) if a]) == "answer<|im_end|>\n"
+
+
+def test_the_first_token_is_of_no_answer_for_nothing_predicts_it(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
+    tokenizer.chat_template = MARKED.replace("{{ eos_token }}", "").replace("{{ m['role'] + ': ' }}", "")
+    tokens, answers = chat.encode(tokenizer, [{"role": "assistant", "content": "Hi."}])
+    assert bytes(tokens[:3]) == b"Hi." and answers == [0, 1, 1, 1, 0]
 
 
 def test_a_prompt_and_its_response_are_a_conversation(tmp_path):
@@ -330,6 +338,12 @@ def test_isolation_is_switched_on_and_kept(folder, tmp_path):
     corpus = load_corpus(config)
     batch = torch.utils.data.default_collate([corpus.train[0], corpus.train[len(corpus.train) - 1]])
     assert (batch["position_ids"] == 0).sum() > 2 and corpus.conversations
+    config.out_dir = str(tmp_path / "runs")
+    for order in ("marked", "text"), ("text", "marked"):  # a run keeps the tokenizer that can talk
+        config.name, paths = order[0], {"marked": folder / "marked", "text": tmp_path / "text"}
+        config.data.mix = {str(paths[name]): 1 for name in order}
+        RunDirectory(config.out_dir, config.name)._prepare(config, {})
+        assert (tmp_path / "runs" / order[0] / "tokenizer" / "chat_template.jinja").read_text() == MARKED
     assert load_corpus(settings_for("--data.path", tmp_path / "text")).conversations == ""
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from shutil import copytree
 from typing import Any, TextIO
 
 import yaml
@@ -18,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from config import ConfigError, RunError, TrainConfig
-from files import folder_written_atomically, write_atomically
+from files import copy_folder, write_atomically
 from training.continuation import check_foreign, check_learning_rates, complete, differences, read_settings
 from training.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
 from training.metrics_file import forget_after
@@ -168,10 +167,10 @@ class RunDirectory:
         for file in (self.metrics_file, self.samples_file):
             forget_after(file, start.step)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
-        if config.data.source == "text" and not (self.path / "tokenizer").exists():
+        if config.data.source == "text":
             theirs = [Path(corpus).expanduser() / "tokenizer" for corpus in config.data.mix or [config.data.path]]
-            with folder_written_atomically(self.path / "tokenizer") as folder:
-                copytree(max(theirs, key=lambda place: (place / "chat_template.jinja").exists()), folder)
+            theirs.sort(key=lambda place: not (place / "chat_template.jinja").exists())  # one that can talk, if any can
+            copy_folder(theirs[0], self.path / "tokenizer")
         self._record_start(start, now)
         self.record_progress(start.step)
         return start
