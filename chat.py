@@ -97,7 +97,7 @@ def encode(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
     The first token is of none, for nothing predicts it.
 
     Raises:
-        ConfigError: the template does not write these messages, or not each after the text of those before.
+        ConfigError: the template does not write these messages, or where it has put an answer cannot be told.
     """
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
         encoded = _apply(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -108,13 +108,16 @@ def encode(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
         if message["role"] == "assistant":
             before = _apply(tokenizer, messages[:index], tokenize=False, add_generation_prompt=True)
             after = _apply(tokenizer, messages[: index + 1], tokenize=False)
-            if not text.startswith(after) or not after.startswith(before):
+            answer = after[len(before) :]
+            if not text.startswith(answer, len(before)):  # as Qwen3's, which leaves thoughts to the last answer
+                answer = answer[answer.find(message["content"]) :]
+            if not (text.startswith(before) and after.startswith(before) and text.startswith(answer, len(before))):
                 raise ConfigError(
-                    "tokenizer: its chat template writes an answer otherwise when more follows, so where one ends is "
-                    "not known; put {% generation %} and {% endgeneration %} around answers in the chat_template.jinja "
-                    "of a folder with the tokenizer, and name that"
+                    "tokenizer: its chat template does not write an answer as it follows the prompt for one, or not "
+                    "the same when more follows, so where it is cannot be told; put {% generation %} and "
+                    "{% endgeneration %} around answers in the chat_template.jinja of a folder with it, and name that"
                 )
-            in_answer[len(before) : len(after)] = b"\1" * (len(after) - len(before))
+            in_answer[len(before) : len(before + answer)] = b"\1" * len(answer)
     # A token that begins before the answer, as one of two line ends, belongs to what was there.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return encoded["input_ids"], [0, *(in_answer[begin] for begin, _ in encoded["offset_mapping"][1:])]

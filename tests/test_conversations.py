@@ -45,7 +45,8 @@ MARKED = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 # As Qwen3's: what the last answer begins with, those before do not.
-CHANGING = CHATML.replace("+ '\n' +", "+ '\n' + ('<think>' if loop.last and loop.index0 % 2 else '') +")
+THINKING = CHATML.replace("+ '\n' +", "+ '\n' + ('<think>' if loop.last and message['role'] == 'assistant' else '') +")
+CHANGING = CHATML.replace("message['content']", "(message['content'] if loop.last else message['content'] | upper)")
 
 
 def conversation(seed, turns=2):
@@ -136,6 +137,17 @@ def test_a_token_that_begins_before_an_answer_is_not_of_it(folder):
         tokens == tokenizer.apply_chat_template(messages)["input_ids"] and tokenizer.decode(tokens).count("\n\n") == 1
     )
     assert tokenizer.decode([t for t, a in zip(tokens, answers, strict=True) if a]) == "answer<|im_end|>\n"
+
+
+def test_thoughts_before_the_last_answer_alone_are_learnt_there(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml")
+    tokenizer.chat_template = THINKING
+    said = ["how are you?", "Fine.", "And he?", "Fine."]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    tokens, answers = chat.encode(tokenizer, messages)
+    assert tokens == tokenizer.apply_chat_template(messages)["input_ids"]
+    learnt = tokenizer.decode([token for token, answer in zip(tokens, answers, strict=True) if answer])
+    assert learnt == "Fine.<|im_end|>\n<think>Fine.<|im_end|>\n"
 
 
 def test_the_first_token_is_of_no_answer_for_nothing_predicts_it(folder):
@@ -250,7 +262,6 @@ def test_a_template_that_rewrites_answers_is_refused_with_what_helps(folder, tmp
     message = refusal([{"messages": conversation(1, 2)}], tmp_path, str(tokenizer))
     assert "{% generation %}" in message and "chat_template.jinja" in message
     shutil.rmtree(tmp_path / "out.partial")
-    make(write_rows(tmp_path / "one.jsonl", [{"messages": conversation(1, 1)}]), tmp_path / "one", str(tokenizer))
     with_template(tokenizer, "{{ raise_exception('Roles must alternate') }}")
     assert "Roles must alternate" in refusal([MESSAGES], tmp_path, str(tokenizer))
 
