@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import shutil
 import sys
@@ -444,12 +445,16 @@ def test_it_is_measured_on_the_answers_and_says_so(exported, folder, tmp_path):
     evaluate.main(EvaluateConfig(str(exported), str(folder / "chatml"), out=str(tmp_path)))
     found = json.loads((tmp_path / "evaluation.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(exported).eval()
-    nats, targets = 0.0, 0
+    tokenizer, nats, targets, num_bytes = AutoTokenizer.from_pretrained(exported), 0.0, 0, 0
     for tokens, mask in rows_of(folder / "chatml", "validation"):
+        said = [token for token, answer in list(zip(tokens, mask, strict=True))[:128] if answer]
+        said = [token for token in said if token not in tokenizer.all_special_ids]
+        num_bytes += sum(len(token) for token in tokenizer.convert_ids_to_tokens(said))  # written a character a byte
         tokens, mask = (torch.tensor([row[:128]]) for row in (tokens, mask))
         nats += model(tokens, labels=tokens.where(mask == 1, -100), num_items_in_batch=1).loss.item()
         targets += mask[:, 1:].sum().item()
     assert found["targets"] == "answers" and found["val/loss"] == pytest.approx(nats / targets, rel=1e-5)
+    assert found["val/bits_per_byte"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-5)
 
 
 def talk(monkeypatch, capsys, run, lines, **settings):
