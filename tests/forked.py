@@ -63,6 +63,8 @@ def become(
     A script `-m` is a module and `-c` code. What these start by mp.spawn or torchrun are forks as well.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    # What it starts itself, as the workers of a loader, is started as in any program, not by a server of its own.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
     os.environ.clear()
