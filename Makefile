@@ -24,7 +24,7 @@ train: .venv/.installed ## train the mini-GPT on stories with 2 CPU processes; m
 verify: .venv/.installed ## prove the promises on this machine; with your model: make verify ARGS="--config FILE"
 	$(LAUNCH) verify.py $(ARGS)
 
-test: .venv/.installed-test ## lint and the tests, at most 7 minutes on 2 cores
+test: .venv/.installed-test ## lint and the tests, about 4 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: .venv/.installed-test ## the long tests too
