@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes, which torch reads when it is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else the Hub's client tries for half a minute before it gives up
 
 import pytest
 

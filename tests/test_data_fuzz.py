@@ -2,11 +2,8 @@
 
 import gzip
 import json
-import os
 import random
 import shutil
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pyarrow as pa
 import pyarrow.parquet

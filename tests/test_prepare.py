@@ -16,8 +16,6 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else the Hub's client tries for half a minute before it gives up
-
 import data.prepare
 from config import ConfigError
 from data.prepare import PrepareConfig, cut_point, in_validation, prepare
