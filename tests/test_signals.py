@@ -139,6 +139,7 @@ def test_a_launcher_restarts_what_was_killed_and_passes_on_the_signal_that_it_is
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     starts = run / "starts.jsonl"
     wait_until(lambda: starts.read_text().count("\n") == 2, lambda: process.poll() is None)
+    wait_for_steps(lambda: process.poll() is None, run, steps=20)
     os.kill(process.pid, signal.SIGUSR1)
     output = process.communicate(timeout=60)[0]
     stopped = status(run)
