@@ -84,14 +84,16 @@ class TextDataset(Dataset):
         lengths = np.diff(self.begins)
         if (lengths < 0).any():
             raise ConfigError(f"data: {self.corpus.path} is damaged: the documents of {self.split}; {REMEDY}")
-        self.after = np.arange(1, len(self.begins))  # of a row that begins with a document, the first of the next row
+        # Of a row that begins with a document, the first one of the next row.
+        self.after, rows = np.arange(1, len(self.begins)), np.arange(len(lengths))
         if self.documents != "padded":
             fitting = np.searchsorted(self.begins, self.begins[:-1] + self.seq_len, side="right") - 1
             self.after = np.maximum(self.after, fitting)
-        rows = [0]
-        while rows[-1] < len(lengths):
-            rows.append(int(self.after[rows[-1]]))
-        self.rows = rows = np.array(rows[:-1], int)
+            chosen = [0]
+            while chosen[-1] < len(lengths):
+                chosen.append(int(self.after[chosen[-1]]))
+            rows = np.array(chosen[:-1], int)
+        self.rows = rows
         if self.corpus.has_conversations:
             cut = rows[lengths[rows] > self.seq_len]
             lost = [row for row in cut if not self._copy(int(self.begins[row]), np.zeros(self.seq_len), column=1).any()]

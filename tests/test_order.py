@@ -74,9 +74,12 @@ def test_a_batch_may_be_larger_than_the_corpus():
     assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
 
 
-def test_the_sampler_goes_on_where_another_stopped():
-    batches = GlobalBatches(num_samples=50, global_batch_size=8, seed=0)
+@pytest.mark.parametrize("global_batch_size", [8, 600, 6000], ids="of {} samples".format)
+def test_the_sampler_goes_on_where_another_stopped(global_batch_size):
+    """And has the share of each step, however many steps it computes together: all, a few, or each alone."""
+    batches = GlobalBatches(50, global_batch_size, seed=0)
     whole = list(StepSampler(batches, 0, 20, rank=1, num_processes=2))
+    assert whole == [batches.indices(step, 1, 2) for step in range(20)]
     assert list(StepSampler(batches, 13, 20, rank=1, num_processes=2)) == whole[13:]
 
 
