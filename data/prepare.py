@@ -264,7 +264,7 @@ def prepare(config: PrepareConfig) -> dict:
             if (metadata := read_metadata(out)).get("request") == request:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
-    for each in (source, held_out or source):
+    for each in filter(None, (source, held_out)):
         next(iter(each), None)  # the first row says whether it is of conversations
     if (held_out or source).conversations != source.conversations or (source.conversations and kind == "tail"):
         problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
