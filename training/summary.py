@@ -13,10 +13,16 @@ from training.run_directory import Start
 
 
 def summary(
-    config: TrainConfig, accelerator: Accelerator, model: GPTModel, directory: Path, start: Start, *more: str | None
+    config: TrainConfig,
+    accelerator: Accelerator,
+    model: GPTModel,
+    directory: Path,
+    start: Start,
+    corpus: str | None,
+    conversations: str,
 ) -> str:
-    """What is in force, a line each; `model` is the network before it was prepared, `more` what is said of the corpus
-    and of conversations in it."""
+    """What is in force, a line each; `model` is the network before it was prepared, `corpus` what is verified, and
+    `conversations` what became of those in it."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
@@ -47,5 +53,8 @@ def summary(
     }
     if device.type == "cuda" and config.data.documents == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, for there is no Triton"
-    facts |= {name: fact for name, fact in zip(("corpus", "conversations"), more, strict=True) if fact}
+    if corpus:
+        facts["corpus"] = corpus
+    if conversations:
+        facts["conversations"] = conversations
     return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items())
