@@ -34,6 +34,7 @@ if __name__ == "__main__":  # before anything slow is imported
 
     run("export", ExportConfig)
 
+import os
 import shutil
 from pathlib import Path
 
@@ -43,7 +44,6 @@ import yaml
 import chat
 from config import ConfigError, RunError
 from data.integrity import read_metadata
-from files import folder_written_atomically
 from hub import to_transformers
 from load import Loaded, find_checkpoint, is_run, load_run
 from plot import save_loss_curve
@@ -82,13 +82,17 @@ def main(config: ExportConfig) -> None:
     if config.average > 1:
         sources = newest(config)
         average(loaded, sources)
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     try:
-        with folder_written_atomically(out) as folder:
-            folder.mkdir(parents=True)
-            write(folder, loaded)
-            (folder / "README.md").write_text(card(out.name, loaded, sources, folder))
+        partial.mkdir(parents=True)
+        write(partial, loaded)
+        (partial / "README.md").write_text(card(out.name, loaded, sources, partial))
+        os.rename(partial, out)
     except OSError as error:
         raise RunError(f"out: {str(out)!r} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     print(f"The model lies in {out}.")
     if config.push:
         push(out, config.push)

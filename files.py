@@ -28,15 +28,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def folder_written_atomically(path: Path) -> Iterator[Path]:
     """The name of a folder to make, with files in it, which then becomes `path`: there whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    try:
-        yield temporary
-        for written in (*temporary.iterdir(), temporary):
-            fsync(written)
-        os.replace(temporary, path)
-        fsync(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    yield temporary
+    for written in (*temporary.iterdir(), temporary):
+        fsync(written)
+    os.replace(temporary, path)
+    fsync(path.parent)
 
 
 def copy_folder(source: Path, path: Path) -> None:
