@@ -77,20 +77,28 @@ class Grammar:
         self.max_tokens, _ = self._survey(self.start, {}, tokens)
         self.tokens = sorted(tokens)
 
-    def write(self, rng: random.Random) -> tuple[str, float]:
-        """A text drawn from the grammar, and its log-probability in nats."""
+    def write(self, rng: random.Random) -> tuple[list[str], list[int]]:
+        """A text drawn from the grammar, in pieces of whole tokens, and how many options each choice had."""
         words: list[str] = []
-        # Of all of Random's methods only random() draws the same numbers in every version of Python.
-        log_probability = self.tell(lambda options, slots: options[int(rng.random() * len(options))], words.append)
-        return "".join(words), log_probability
+        counts: list[int] = []
+        draw = rng.random  # of all of Random's methods the only one with the same numbers in every version of Python
+
+        def choose(options: Sequence[Option], slots: Mapping[str, Entry], space: str) -> Option:
+            counts.append(count := len(options))
+            return options[int(draw() * count)]
+
+        self.tell(choose, words.append)
+        return words, counts
 
     def log_probability(self, text: str) -> float | None:
         """The exact log-probability of the text in nats; None if the grammar never writes it."""
         position = 0
+        counts: list[int] = []
 
-        def choose(options: Sequence[Option], slots: Mapping[str, Entry]) -> Option:
+        def choose(options: Sequence[Option], slots: Mapping[str, Entry], space: str) -> Option:
+            counts.append(len(options))
             for option in options:
-                if text.startswith(_beginning(option, slots), position):
+                if text.startswith(space + _beginning(option, slots), position):
                     return option
             raise Rejected
 
@@ -101,42 +109,37 @@ class Grammar:
             position += len(words)
 
         try:
-            log_probability = self.tell(choose, say)
+            self.tell(choose, say)
         except Rejected:
             return None
-        return log_probability if position == len(text) else None
+        return log_probability(counts) if position == len(text) else None
 
     def tell(
-        self, choose: Callable[[Sequence[Option], Mapping[str, Entry]], Option], say: Callable[[str], None]
-    ) -> float:
-        """Go through one derivation: `choose` takes each choice, by what the slots hold, and `say` is told the text.
+        self, choose: Callable[[Sequence[Option], Mapping[str, Entry], str], Option], say: Callable[[str], None]
+    ) -> None:
+        """Go through one derivation.
 
-        Returns its log-probability in nats.
+        `choose` takes each choice, by what the slots hold and the space that stands before it; `say` is told the text,
+        in pieces of whole tokens.
         """
+        rules, tables = self.rules, self.tables
         slots: dict[str, Entry] = {}
-        counts: list[int] = []  # of the options at each choice
 
         def expand(rule: str) -> None:
-            options = self.rules[rule]
-            counts.append(len(options))
-            for space, inner, slot, form, table, other, text in choose(options, slots):
+            for space, inner, slot, form, table, other, text in choose(rules[rule], slots, ""):
                 if text:
                     say(text)
                 elif inner:
                     expand(inner)
                 elif table:
-                    say(space)
-                    entries = self.tables[table]
-                    counts.append(len(entries))
-                    slots[slot] = choose(entries, slots)
-                    say(slots[slot][""])
+                    slots[slot] = entry = choose(tables[table], slots, space)
+                    say(space + entry[""])
                 elif other:
                     slots[slot] = slots[other]
                 else:
                     say(space + slots[slot][form])
 
         expand(self.start)
-        return math.fsum(math.log(1 / count) for count in counts)
 
     def _survey(self, rule: str, before: dict[str, set[str]], found: set[str]) -> tuple[int, dict[str, set[str]]]:
         """Add the tokens of all derivations of a rule to `found`; return the most that one has, and the slots after it.
@@ -170,6 +173,11 @@ class Grammar:
             afters.append(slots)
         filled = set.intersection(*map(set, afters))
         return most, {slot: set().union(*(after[slot] for after in afters)) for slot in filled}
+
+
+def log_probability(counts: Sequence[int]) -> float:
+    """Of a derivation whose choices had so many options each, in nats."""
+    return math.fsum(math.log(1 / count) for count in counts)
 
 
 def _beginning(option: Option, slots: Mapping[str, Entry]) -> str:

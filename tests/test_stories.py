@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.grammar import TOKEN, Grammar
+from data.grammar import TOKEN, Grammar, log_probability
 from data.stories import (
     END_OF_TEXT,
     GRAMMAR,
@@ -29,10 +29,16 @@ ROOT = Path(__file__).parent.parent
 SEQ_LEN = GRAMMAR.max_tokens + 2
 
 
+def draw(grammar: Grammar, rng: random.Random) -> tuple[str, float]:
+    """A text of the grammar, and its log-probability by the choices that the writer took."""
+    words, counts = grammar.write(rng)
+    return "".join(words), log_probability(counts)
+
+
 @pytest.fixture(scope="module")
 def drawn() -> list[tuple[str, float]]:
     rng = random.Random(0)
-    return [GRAMMAR.write(rng) for _ in range(20_000)]
+    return [draw(GRAMMAR, rng) for _ in range(20_000)]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +63,7 @@ class Script:
     def say(self, text: str) -> None:
         self.text += text
 
-    def choose(self, options, slots):
+    def choose(self, options, slots, space):
         index = self.script[len(self.sizes)] if len(self.sizes) < len(self.script) else 0
         self.sizes.append(len(options))
         self.probability /= len(options)
@@ -124,7 +130,7 @@ def test_a_slot_keeps_its_word_until_it_takes_another():
 
 def test_a_small_grammar_writes_texts_as_often_as_it_says():
     grammar, rng = small_grammar(), random.Random(3)
-    counts = Counter(grammar.write(rng)[0] for _ in range(50_000))
+    counts = Counter(draw(grammar, rng)[0] for _ in range(50_000))
     texts = every_text(grammar)
     # Pearson's statistic has as many degrees of freedom as texts, less one, and twice that as its variance.
     statistic = sum((counts[text] - 50_000 * p) ** 2 / (50_000 * p) for text, p in texts)
@@ -135,7 +141,7 @@ def test_writer_and_reader_agree_to_the_last_bit(drawn):
     for text, log_probability in drawn[:1000]:
         assert log_prob(text) == log_probability
     grammar, rng = small_grammar(), random.Random(0)
-    for text, log_probability in (grammar.write(rng) for _ in range(300)):
+    for text, log_probability in (draw(grammar, rng) for _ in range(300)):
         assert grammar.log_probability(text) == log_probability
 
 
@@ -154,7 +160,7 @@ def test_every_option_is_taken(drawn):
     """No template and no word of the grammar is dead."""
     wanted = {id(option) for options in (*GRAMMAR.rules.values(), *GRAMMAR.tables.values()) for option in options}
 
-    def choose(options, slots):
+    def choose(options, slots, space):
         option = options[rng.randrange(len(options))]
         wanted.discard(id(option))
         return option
