@@ -138,15 +138,15 @@ def test_a_small_grammar_writes_texts_as_often_as_it_says():
 
 
 def test_writer_and_reader_agree_to_the_last_bit(drawn):
-    for text, log_probability in drawn[:1000]:
-        assert log_prob(text) == log_probability
+    for text, nats in drawn[:1000]:
+        assert log_prob(text) == nats
     grammar, rng = small_grammar(), random.Random(0)
-    for text, log_probability in (draw(grammar, rng) for _ in range(300)):
-        assert grammar.log_probability(text) == log_probability
+    for text, nats in (draw(grammar, rng) for _ in range(300)):
+        assert grammar.log_probability(text) == nats
 
 
 def test_mean_information_is_the_entropy(drawn):
-    values = torch.tensor([-log_probability for _, log_probability in drawn], dtype=torch.float64)
+    values = torch.tensor([-nats for _, nats in drawn], dtype=torch.float64)
     standard_error = values.std() / math.sqrt(len(values))
     assert abs(values.mean() - entropy(GRAMMAR)) < 4 * standard_error
     assert standard_error < 0.001 * entropy(GRAMMAR)  # so that the line above says something
