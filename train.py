@@ -101,10 +101,12 @@ def train(
     layers = LayerStatistics(network.blocks if config.tracking.layers else [], accumulation, accelerator)
     optimizer = build_optimizer(network, config.optimizer)
     if config.exact:
-        model, optimizer = prepare_without_ddp(network, optimizer, accelerator)
+        model = prepare_without_ddp(network, accelerator)
         tree_sum = TreeSum(network, accumulation * num_processes, rank, num_processes)
     else:
-        model, optimizer = accelerator.prepare(network, optimizer)
+        model, prepared = accelerator.prepare(network, optimizer)
+        optimizer = prepared.optimizer  # the wrapper around it looks in every step which packages are installed
+    parameters = list(network.parameters())
     # DDP averages over the processes what is to be summed.
     averaged_over = 1 if config.exact else num_processes
     if start.checkpoint:
@@ -163,10 +165,8 @@ def train(
                 if config.exact:
                     tree_sum.add_micro_batch()
                 totals.add(micro_loss / averaged_over, *sums)
-            fill_in(network.parameters(), scale)
-            grad_norm = gathered(
-                accelerator.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip or math.inf)
-            )
+            fill_in(parameters, scale)
+            grad_norm = gathered(accelerator.clip_grad_norm_(parameters, config.optimizer.grad_clip or math.inf))
 
             done = step + 1
             batch = next(batches, None)

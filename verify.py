@@ -112,7 +112,7 @@ class Verification:
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
         network = GPTModel(self.config.model).to(self.device)
-        return network, self.accelerator.prepare_optimizer(build_optimizer(network, self.config.optimizer))
+        return network, build_optimizer(network, self.config.optimizer)
 
     def train_by_hand(self, all_reduce: bool, in_a_tree: bool = False) -> tuple[list[dict], dict, dict]:
         """The loop that train.py is held against: no DDP, no preparation; as one process, or with an all-reduce."""

@@ -31,7 +31,7 @@ def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
 
     Learning rates, betas and the like are left out: they are functions of the config and the step.
     """
-    weights, moments = get_state_dict(model, optimizer.optimizer, options=FLATTENED)
+    weights, moments = get_state_dict(model, optimizer, options=FLATTENED)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
     state |= {f"optimizer.{name}": value for name, value in moments.items() if torch.is_tensor(value)}
     return state
@@ -99,7 +99,7 @@ def read(directory: Path, model, optimizer) -> None:
             f"resume: {directory} holds other tensors than this model and optimizer have: {len(different)} differ, "
             f"such as {first}: {theirs.get(first, 'none')} there, {ours.get(first, 'none')} now"
         )
-    weights, moments = get_state_dict(model, optimizer.optimizer, options=FLATTENED)
+    weights, moments = get_state_dict(model, optimizer, options=FLATTENED)
     weights.update({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
     moments.update({name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")})
-    set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLATTENED)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLATTENED)
