@@ -29,6 +29,7 @@ from training.throughput import peak_memory_bytes
 
 
 def main() -> None:
+    is_main = os.environ.get("RANK", "0") == "0"
     processes, peer, way = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("PEER"), os.environ.get("WAY")
     config = parse_config(num_processes=processes)
     config.model.vocab_size = load_corpus(config).vocab_size
@@ -61,6 +62,8 @@ def main() -> None:
         start = time.perf_counter()
         for _ in range(steps):
             step()
+        if is_main:
+            print(f"[step {steps} more]", flush=True)
         return (time.perf_counter() - start) / steps
 
     every = config.tracking.log_every
@@ -78,7 +81,7 @@ def main() -> None:
         timeline = lanes(profiled.events())
         figures["share_hidden"] = float(hidden(*timeline))
         figures["timeline_ms"] = [[round(moment, 2) for part in lane for moment in part] for lane in timeline]
-    if os.environ.get("RANK", "0") == "0":
+    if is_main:
         print(json.dumps(figures), flush=True)
     if processes > 1:
         dist.barrier()

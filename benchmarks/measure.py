@@ -10,6 +10,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +51,7 @@ def watched(case: Case) -> dict:
     before = clocks()
     values = case() or {}
     seconds, own, busy = (now - then for now, then in zip(clocks(), before, strict=True))
-    others = max(0.0, busy - own) / seconds
+    others = max(0.0, busy - max(own, values.get("processor_seconds", 0.0))) / seconds
     return {"seconds": seconds, "processor_seconds": own, "others_cores": others} | values
 
 
@@ -101,11 +103,14 @@ class Program:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.exit_code, self.start, self.printed = exit_code, time.perf_counter(), []
         self.process = psutil.Popen(command, cwd=cwd, env=inherited | {"PYTHONUNBUFFERED": "1"} | env, **pipes)
+        self.asleep: list[psutil.Process] = []
 
     def __enter__(self) -> "Program":
         return self
 
     def __exit__(self, *_) -> None:
+        for process in self.asleep:
+            process.kill()
         if self.process.poll() is None:
             self.process.terminate()
         self.process.communicate()  # and not wait: it may still have more to say than a pipe holds
@@ -115,6 +120,22 @@ class Program:
         alive = [self.process, *self.process.children(recursive=True)]
         return time.perf_counter() - self.start, sum(sum(process.cpu_times()[:4]) for process in alive)
 
+    def turn(self, beginning: str) -> dict[str, float]:
+        """Let it run to its next line that begins so, and no further; others may have their turn then."""
+        _, worked = self.clocks()
+        for process in self.asleep:
+            process.resume()
+        start = time.perf_counter()
+        self.read_to(beginning)
+        seconds = time.perf_counter() - start
+        for process in self.asleep:
+            process.suspend()
+        # Those that it started meanwhile; finding them takes longer than putting known ones to sleep.
+        self.asleep = [*self.process.children(recursive=True), self.process]
+        for process in self.asleep:
+            process.suspend()
+        return {"seconds": seconds, "processor_seconds": self.clocks()[1] - worked}
+
     def lines(self) -> Iterator[tuple[float, str]]:
         """Every line that it prints, with the seconds since the launch; another exit code than its own is an error."""
         for line in self.process.stdout:
@@ -123,12 +144,34 @@ class Program:
         if self.process.wait() != self.exit_code:
             raise RuntimeError(f"exit code {self.process.returncode}\n{''.join(self.printed)}")
 
+    def read_to(self, beginning: str) -> None:
+        """Wait until it prints a line that begins so."""
+        if not any(line.startswith(beginning) for _, line in self.lines()):
+            raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
+
     def wait_for(self, beginning: str) -> tuple[float, float]:
         """The clocks when it prints a line that begins so."""
-        for _, line in self.lines():
-            if line.startswith(beginning):
-                return self.clocks()
-        raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
+        self.read_to(beginning)
+        return self.clocks()
+
+
+def awake(stack: ExitStack, start: Callable[[], Program], beginning: str, tokens: int) -> Case:
+    """A case for a program that lives as long as the stack, and sleeps but for its turns of a few seconds.
+
+    What slows the machine for a minute so slows all that are compared. A turn goes to its next line that begins so, and
+    trains on so many tokens; the first few warm up.
+    """
+    programs: list[Program] = []
+
+    def case() -> dict[str, float]:
+        if not programs:
+            programs.append(stack.enter_context(start()))
+            for _ in range(4):
+                programs[0].turn(beginning)
+        figures = watched(partial(programs[0].turn, beginning))
+        return figures | {"tokens_per_second": tokens / figures["seconds"]}
+
+    return case
 
 
 def run(command: list[str], exit_code: int = 0, **env: str) -> list[str]:

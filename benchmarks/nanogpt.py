@@ -2,8 +2,6 @@
 
 import importlib.util
 import pickle
-import re
-import statistics
 import sys
 import tempfile
 from contextlib import redirect_stdout
@@ -32,6 +30,7 @@ RECIPE_FOR_A_CPU = {  # of its README
     **dict(device="cpu", compile=False, eval_iters=20, block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128),
     **dict(max_iters=2000, lr_decay_iters=2000, dropout=0.0),
 }
+ENDLESS = dict(max_iters=10**6, eval_interval=10**6, eval_iters=1)  # it always evaluates before the first step
 
 
 def build_peer(
@@ -68,19 +67,11 @@ class NanoGPT:
         tokens[split:].astype(np.uint16).tofile(data / "val.bin")
         (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
-    def train(self, precision: str = "float32", **settings) -> list[tuple[float, str]]:
-        """The lines that its train.py prints, each with the seconds since it was launched."""
+    def start(self, precision: str = "float32", **settings) -> Program:
+        """Its train.py."""
         runner = ["-c", IN_BFLOAT16] if precision == "bfloat16" else []
         command = [sys.executable, *runner, str(self.path / "train.py")]
         command += [str(self.path / "config" / "train_shakespeare_char.py"), "--dataset=text"]
         settings = RECIPE_FOR_A_CPU | settings | {"dtype": precision}
         command += [f"--{name}={value}" for name, value in settings.items()]
-        with Program(command, Path(self.folder.name)) as program:
-            return list(program.lines())
-
-    def tokens_per_second(self, precision: str, **settings) -> dict[str, float]:
-        """The median over its steps, without the first two."""
-        lines = self.train(precision, **settings, log_interval=1, eval_iters=1)
-        times = [re.search(r"iter (\d+): .*time ([\d.]+)ms", line) for _, line in lines]
-        seconds = [float(match[2]) / 1000 for match in times if match and int(match[1]) >= 2]
-        return {"tokens_per_second": settings["batch_size"] * settings["block_size"] / statistics.median(seconds)}
+        return Program(command, Path(self.folder.name))

@@ -6,13 +6,14 @@ import shutil
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
 
-from benchmarks.measure import Case, Group, Program, launch, rows, run, train, words
-from benchmarks.nanogpt import RECIPE_FOR_A_CPU, NanoGPT
+from benchmarks.measure import Case, Group, Program, awake, launch, rows, run, train, words
+from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
 from examples.overlap import WAYS
 from model.config import GPTConfig
 from training.compute import available_cores
@@ -22,6 +23,7 @@ STORIES = {"config": "configs/stories.yaml", "evaluation.every": 0}
 QUIET = {"tracking.wandb": "disabled"}
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
 QWEN3 = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False, "dropout": 0.0}
+TURNS = 5  # a round of programs that take turns has so many
 GPT2 = {"model.bias": False, "model.tie_embeddings": True}
 
 
@@ -34,35 +36,51 @@ def logged(steps: int, every: int) -> dict[str, int]:
     return {"steps": steps, "tracking.log_every": every}
 
 
-def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
+def bare_loop_command(settings: dict, processes: int) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    printed = run([sys.executable, *launcher, "-m", "benchmarks.bare_loop", *words(settings)], **env)
+    return [sys.executable, *launcher, "-m", "benchmarks.bare_loop", *words(settings)]
+
+
+def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
+    printed = run(bare_loop_command(settings, processes), **env)
     return json.loads(next(line for line in printed if line.startswith('{"seconds')))
+
+
+def training(settings: dict, folder: str, processes: int = 0, **env: str) -> Callable[[], Program]:
+    """What starts a train.py that does not end, and logs every so many steps as `settings` say."""
+    endless = logged(10**6, settings["tracking.log_every"]) | {"checkpoint.every": 10**6, "evaluation.every": 0}
+    endless |= {"evaluation.num_story_samples": 0, "out_dir": folder, "resume": "never"}
+    return partial(Program, [*launch(processes, "train.py"), *words(settings | endless)], **env)
 
 
 def throughput(options: Namespace) -> Iterator[Group]:
     """Training speed on a CPU, against nanoGPT where --nanogpt says where it is.
 
-    Two shapes of nanoGPT: its recipe for a CPU and its small model for a GPU. Each one's real train.py is launched, and
-    the median of its steps taken. On a CPU nanoGPT computes in float32; here it is also put under autocast.
+    Two shapes of nanoGPT: its recipe for a CPU and its small model for a GPU. Each one's real train.py runs, by turns
+    of a second or two, in which the others sleep. On a CPU nanoGPT computes in float32; here it is also put under
+    autocast.
     """
-    shapes = [(4, 4, 128, 64, 12, 80), (6, 6, 384, 256, 16, 6)]
-    for layers, heads, width, context, batch, steps in [(1, 2, 32, 32, 4, 10)] if options.quick else shapes:
+    shapes = [(4, 4, 128, 64, 12, 20), (6, 6, 384, 256, 16, 1)]
+    for layers, heads, width, context, batch, every in [(1, 2, 32, 32, 4, 2)] if options.quick else shapes:
         settings = RANDOM | QUIET | GPT2 | model(n_layers=layers, n_heads=heads, d_model=width, vocab_size=65)
         settings |= {"seq_len": context, "model.max_position_embeddings": context, "micro_batch_size": batch}
-        settings |= logged(steps, max(2, steps // 20))
-        theirs = dict(n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=batch, max_iters=steps)
-        ours, peer, against = {}, {}, {}
-        for precision, written in (("no", "float32"), ("bf16", "bfloat16")):
-            for compiled in (False,) if options.quick else (False, True):
-                label = f"{written}{', compiled' if compiled else ''}"
-                how = settings | {"compile": compiled}
-                ours[f"ours, {label}"] = partial(train, how, ACCELERATE_MIXED_PRECISION=precision)
-                against[f"ours, {label}"] = [f"nanoGPT, {name}" for name in dict.fromkeys((written, "float32"))]
-                if options.nanogpt:
-                    nanogpt = NanoGPT(options.nanogpt)
-                    peer[f"nanoGPT, {label}"] = partial(nanogpt.tokens_per_second, written, compile=compiled, **theirs)
-        yield Group(f"{layers} x {width}, context {context}, batch {batch}", ours | peer, against)
+        settings |= {"tracking.log_every": every}
+        theirs = ENDLESS | dict(n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=batch)
+        theirs["log_interval"] = every
+        tokens, ours, peer, against = every * batch * context, {}, {}, {}
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            for precision, written in (("no", "float32"), ("bf16", "bfloat16")):
+                for compiled in (False,) if options.quick else (False, True):
+                    label = f"{written}{', compiled' if compiled else ''}"
+                    start = training(settings | {"compile": compiled}, folder, ACCELERATE_MIXED_PRECISION=precision)
+                    ours[f"ours, {label}"] = awake(stack, start, "[step ", tokens)
+                    against[f"ours, {label}"] = [f"nanoGPT, {name}" for name in dict.fromkeys((written, "float32"))]
+                    if options.nanogpt:
+                        nanogpt = partial(NanoGPT(options.nanogpt).start, written, compile=compiled, **theirs)
+                        peer[f"nanoGPT, {label}"] = awake(stack, nanogpt, "iter ", tokens)
+            name = f"{layers} x {width}, context {context}, batch {batch}"
+            yield Group(name, ours | peer, against, TURNS * options.rounds)
 
 
 def time_to_loss(options: Namespace) -> Iterator[Group]:
@@ -95,7 +113,8 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
             return {"seconds": reached[0], "val/loss": last["val/loss"], "tokens": last["train/tokens"]}
 
         def theirs() -> dict:
-            seconds, line = [(seconds, line) for seconds, line in peer.train(**recipe) if "val loss" in line][-1]
+            with peer.start(**recipe) as program:
+                seconds, line = [(seconds, line) for seconds, line in program.lines() if "val loss" in line][-1]
             tokens = math.prod(recipe[name] for name in ("max_iters", "batch_size", "block_size"))
             return {"seconds": seconds, "val/loss": float(line.split("val loss ")[1]), "tokens": tokens}
 
@@ -109,23 +128,27 @@ def overhead(options: Namespace) -> Iterator[Group]:
 
     In 1 process, and in 2 with DDP; on stories, where steps are short and a grammar writes the data meanwhile, and on
     random tokens, with a model of 3 million parameters. Both begin with the same weights and have as many threads:
-    together one for each core. Lines are logged as often as by default: each has a digest of the state. The first
-    seconds, in which W&B starts beside the steps, are few enough to leave the median alone.
+    together one for each core. They take turns of 10 steps, in which the other sleeps. Lines are logged as often as by
+    default: each has a digest of the state.
     """
     larger = model(n_layers=4, d_model=256, vocab_size=512) | {"seq_len": 128}
-    recipes = {
-        "stories, 0.46M parameters": STORIES | logged(250, 10),
-        "random tokens, 3.4M parameters": RANDOM | larger | logged(40, 10),
-    }
+    recipes = {"stories, 0.46M parameters": STORIES, "random tokens, 3.4M parameters": RANDOM | larger}
+    every = 2 if options.quick else 10
     if options.quick:
-        recipes = {"random tokens": RANDOM | model(**TINY, vocab_size=64) | logged(6, 2)}
-    for name, settings in recipes.items():
+        recipes = {"random tokens": RANDOM | model(**TINY, vocab_size=64)}
+    for name, recipe in recipes.items():
         for launched, processes in ((0, 1),) if options.quick else ((0, 1), (2, 2)):
-            how = settings | {"micro_batch_size": 16 // processes}, launched
-            threads = str(max(1, available_cores() // processes))
-            both = {"train.py": train, "bare loop": bare_loop}
-            cases = {label: partial(measure, *how, OMP_NUM_THREADS=threads) for label, measure in both.items()}
-            yield Group(f"{name}, {processes} process(es)", cases, "bare loop")
+            settings = recipe | {"micro_batch_size": 16 // processes, "tracking.log_every": every}
+            tokens = every * 16 * (96 if "stories" in name else 128)
+            env = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
+            by_hand = partial(Program, bare_loop_command(settings | logged(10**6, every), launched), **env)
+            with ExitStack() as stack:
+                ours = training(settings, stack.enter_context(tempfile.TemporaryDirectory()), launched, **env)
+                cases = {
+                    "train.py": awake(stack, ours, "[step ", tokens),
+                    "bare loop": awake(stack, by_hand, "[step ", tokens),
+                }
+                yield Group(f"{name}, {processes} process(es)", cases, "bare loop", TURNS * options.rounds)
 
 
 def scaling(options: Namespace) -> Iterator[Group]:

@@ -54,8 +54,13 @@ class Measured:
 
     def __format__(self, unit: str) -> str:
         """The median and `unit`, and how far the rounds lay apart; or how many there were, if few or not kept."""
-        notes = [f"{number(min(self.values))} to {number(max(self.values))}"] if len(self.values) > 1 else []
-        if self.rounds < 3 or not notes:
+        lowest, highest, many = min(self.values), max(self.values), len(self.values) > 5
+        if many:
+            lowest, _, highest = statistics.quantiles(self.values, n=4)
+        notes = [f"{number(lowest)} to {number(highest)}"] if len(self.values) > 1 else []
+        if many:
+            notes.append(f"half of {len(self.values)} turns")
+        elif self.rounds < 3 or not notes:
             notes.append("one round" if self.rounds == 1 else f"{self.rounds} rounds")
         return f"{number(self.median)}{unit} ({', '.join(notes)})"
 

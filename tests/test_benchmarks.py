@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import ExitStack
 
+import psutil
 import pytest
 
 from benchmarks import __main__ as command_line
 from benchmarks import measure, pictures, programs, record, tables
-from benchmarks.measure import Group, Program, by_turns, run, watched
+from benchmarks.measure import Group, Program, awake, by_turns, run, watched
 from benchmarks.tables import Measured
 from tests.conftest import ROOT, environment
 from training.compute import available_cores
@@ -113,19 +115,26 @@ def test_a_case_that_fails_holds_no_memory_when_the_next_one_begins():
 
 
 def test_the_framework_and_the_bare_loop_have_the_same_settings_and_together_a_thread_for_each_core(monkeypatch):
-    def run(command, **env):
+    def start(command, **env):
         script = next(index for index, word in enumerate(command) if word in ("train.py", "benchmarks.bare_loop"))
-        started.append((command[script + 1 :], int(env["OMP_NUM_THREADS"])))
+        words = iter(command[script + 1 :])
+        started.append((dict(zip(words, words, strict=True)), int(env["OMP_NUM_THREADS"])))
         raise RuntimeError("it is enough to know what would be started")
 
-    for module in (measure, programs):
-        monkeypatch.setattr(module, "run", run)
-    for group in programs.overhead(argparse.Namespace(quick=False)):
+    monkeypatch.setattr(programs, "Program", start)
+    for group in programs.overhead(argparse.Namespace(quick=False, rounds=1)):
         started = []
         assert all("enough" in case["error"] for case in by_turns(group, 1).values())
         (ours, threads), (bare, threads_of_bare) = started
-        assert ours[: len(bare)] == bare
-        assert ours[len(bare) :: 2] == ["--out_dir", "--name", "--evaluation.num_story_samples"]
+        assert bare.items() <= ours.items()
+        left_out = {
+            "--checkpoint.every",
+            "--evaluation.every",
+            "--evaluation.num_story_samples",
+            "--out_dir",
+            "--resume",
+        }
+        assert ours.keys() - bare.keys() <= left_out
         assert threads == threads_of_bare == max(1, available_cores() // (2 if "2 process" in group.name else 1))
 
 
@@ -185,6 +194,24 @@ def test_a_program_is_watched_and_what_it_took_is_counted(monkeypatch):
     readings = iter([(100.0, 10.0, 50.0), (110.0, 16.0, 71.0)])
     monkeypatch.setattr(measure, "clocks", lambda: next(readings))
     assert watched(lambda: None) == {"seconds": 10.0, "processor_seconds": 6.0, "others_cores": 1.5}
+
+
+def test_programs_take_turns_in_which_the_others_sleep():
+    counting = [sys.executable, "-c", "for i in range(10**9): print('step', i, flush=True) or sum(range(10_000))"]
+    with ExitStack() as stack:
+        programs = []
+
+        def start():
+            programs.append(Program(counting))
+            return programs[-1]
+
+        cases = [awake(stack, start, "step ", tokens=6) for _ in range(2)]
+        for case in cases * 3:
+            took = case()
+            assert took["tokens_per_second"] == 6 / took["seconds"] and took["processor_seconds"] >= 0
+            assert {program.process.status() for program in programs} == {psutil.STATUS_STOPPED}
+        assert len(programs) == 2  # each began once
+    assert not any(program.process.is_running() for program in programs)
 
 
 PUBLISHED = [ROOT / "benchmarks" / "results", ROOT / "docs"]
