@@ -1,16 +1,12 @@
 """What a training step costs on one GPU, and what of it pays.
 
-Two models of the GPT-2 kind in bf16, with nanoGPT beside them where --nanogpt says where its model.py is, then
-settings one by one. The step is that of train.py's loop without the data loader, nanoGPT's that of its train.py; both
-read random tokens that lie on the device. Variants live at the same time and take turns, so that a card that slows down
-slows all.
-
-Beside the data sheet's MFU, FLOP/s are set against a bf16 product of large matrices that takes its turn too. Peak
-memory is a variant's own: what the others hold is taken off. What a step consists of is told by its kernels, in steps
-of their own. --quick runs it all on the CPU in miniature, to test it.
+Two models of the GPT-2 kind in bf16, with nanoGPT beside them where --nanogpt says where its model.py is, then settings
+one by one, on random tokens that lie on the device. Variants live at the same time and take turns, so that a card that
+slows down slows all. Beside the data sheet's MFU, FLOP/s are set against a bf16 product of large matrices, which takes
+its turn too. Peak memory is a variant's own: what the others hold is taken off. What a step consists of is told by its
+kernels, in steps of their own. --quick runs it all on the CPU in miniature, to test it.
 """
 
-import gc
 import re
 import sys
 import time
@@ -20,14 +16,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import torch
 import torch._functorch.config
 from accelerate import Accelerator
-from torch import Tensor
+from accelerate.utils import release_memory
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+from torch.profiler import profile
 
 try:
     import jsonargparse  # noqa: F401
@@ -45,7 +45,6 @@ from training.optimizer import build_optimizer, set_lr
 from training.step_totals import StepTotals
 from training.throughput import peak_bf16_flops
 
-BUDGET_SECONDS = 420  # no group starts later
 PEER, PRODUCT = "nanogpt", "a large product"
 OPTIMIZER = OptimizerConfig(lr=1e-4)  # the other values are nanoGPT's too
 COMPILED_REGION = "Torch-Compiled Region"
@@ -67,8 +66,7 @@ CASES = {  # shape, context, batch, variants, attention, in the order of what a 
 }
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """How much is measured, and on what."""
 
     device: str = "cuda"
@@ -89,20 +87,65 @@ class Scale:
 
 # Short sequences have another attention on a CPU, on which the backends would have no effect.
 MINIATURE = Scale("cpu", ((1, 2, 32, 64), (2, 2, 32, 64)), "eager", 64, 0.0, 2, context=340)
+Built = tuple[nn.Module, Optimizer, Callable[[], Tensor]]  # the last does a step and returns its loss
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def ours(config: GPTConfig, tokens: Tensor, scale: Scale, foreach: bool = False, **compute: bool) -> Built:
+    """This repository's model and step: one turn of the loop in train.py."""
+    accelerator = Accelerator(mixed_precision="bf16", cpu=scale.device == "cpu")
+    with torch.device(scale.device) as device:  # random numbers for a billion weights take a CPU many seconds
+        network = GPTModel(config)
+    run = TrainConfig(compile=scale.backend == "inductor", **compute)
+    prepare_network(network, run, device)
+    for block in network.blocks if not run.compile else ():
+        block.compile(backend=scale.backend)
+    optimizer = build_optimizer(network, OPTIMIZER)
+    for group in optimizer.param_groups if foreach else ():
+        group["fused"], group["foreach"] = False, True
+    model, optimizer = accelerator.prepare(network, optimizer)
+    totals, done = StepTotals(None, 1, 0, accelerator), 0  # the order only words an error
+    target_tokens = (tokens[:, 1:] != -100).sum()
+
+    def step() -> Tensor:
+        nonlocal done, target_tokens
+        set_lr(optimizer, OPTIMIZER.lr)
+        torch.manual_seed(derive_seed(0, "dropout", done, 0))
+        loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=target_tokens)[1]
+        accelerator.backward(loss)
+        totals.add(loss)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
+        done += 1
+        target_tokens = totals.exchange(done, grad_norm, (tokens[:, 1:] != -100).sum(), stop=False)
+        totals.read(at_once=False)
+        if totals.finite:
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return network, optimizer, step
 
 
-def free_memory() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+def nanogpt(config: GPTConfig, tokens: Tensor, scale: Scale, path: Path) -> Built:
+    """nanoGPT's model and step: one turn of the loop in its train.py, whose gradient scaler does nothing in bf16."""
+    network, optimizer = build_peer(path, config, OPTIMIZER, scale.device)
+    model, targets = torch.compile(network, backend=scale.backend), tokens.roll(-1, dims=1)
+
+    def step() -> Tensor:
+        set_lr(optimizer, OPTIMIZER.lr)
+        with torch.autocast(scale.device, torch.bfloat16):
+            _logits, loss = model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return network, optimizer, step
 
 
 def seconds_of(work: Callable[[], object], times: int) -> float:
     """Of one time that it is done, without a wait in between."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     synchronize()
     start = time.perf_counter()
     for _ in range(times):
@@ -111,52 +154,52 @@ def seconds_of(work: Callable[[], object], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
+@dataclass
 class Variant:
     """A case: a model and its step, built at the first call; every call times a window of steps on end."""
 
-    def __init__(self, config: GPTConfig, tokens: Tensor, scale: Scale, **settings):
-        self.config, self.tokens, self.scale, self.on_cuda = config, tokens, scale, scale.device == "cuda"
-        self.facts, self.settings, self.window = {}, settings, 0
+    build: Callable[[], Built]
+    tokens: int  # of a step
+    flops_per_token: float
+    scale: Scale
+    window: int = 0  # steps
 
     def prepare(self) -> None:
         """Until it is compiled and its optimizer has its moments."""
-        free_memory()
+        release_memory()
         before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
-        self.build(**self.settings)
-        self.facts["parameters"] = sum(parameter.numel() for parameter in self.network.parameters())
-        self.facts["first_loss"] = str(self.step().item())
+        network, _, self.step = self.build()
+        parameters, first_loss = sum(weight.numel() for weight in network.parameters()), str(self.step().item())
         for _ in range(self.scale.warm_up_steps):
             seconds = seconds_of(self.step, 1)
-        self.window, self.facts["kernels"] = max(1, round(self.scale.window_seconds / seconds)), self.kernels()
-        with torch.device("meta"):
-            self.flops_per_token = GPTModel(self.config).flops_per_token(self.tokens.shape[1])
-        free_memory()
+        self.window = max(1, round(self.scale.window_seconds / seconds))
+        self.facts = {"parameters": parameters, "first_loss": first_loss, "kernels": self.kernels()}
+        release_memory()
         self.resting = torch.cuda.memory_allocated() - before
 
     def __call__(self) -> dict:
         if not self.window:
             self.prepare()
-        others = torch.cuda.memory_allocated() - self.resting
-        if self.on_cuda:
+        on_cuda, others = self.scale.device == "cuda", torch.cuda.memory_allocated() - self.resting
+        if on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        speed = self.tokens.numel() / seconds_of(self.step, self.window)
+        speed = self.tokens / seconds_of(self.step, self.window)
         measured = {"tokens_per_second": speed, "flops_per_second": speed * self.flops_per_token}
-        if self.on_cuda:
+        if on_cuda:
             measured["peak_gib"] = (torch.cuda.max_memory_allocated() - others) / 2**30
-            if data_sheet := peak_bf16_flops(torch.device("cuda")):
-                measured["mfu"] = speed * self.flops_per_token / data_sheet
+        if on_cuda and (data_sheet := peak_bf16_flops(torch.device("cuda"))):
+            measured["mfu"] = speed * self.flops_per_token / data_sheet
         return measured | {"loss": self.step().item()} | self.facts
 
     def kernels(self, steps: int = 3, top: int = 15) -> dict:
         """The kernels that take the most time on the device; on a CPU, operators."""
-        activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * self.on_cuda]
-        with torch.profiler.profile(activities=activities) as profile:
-            seconds_of(self.step, steps)
         where, time_of = DeviceType.CPU, "self_cpu_time_total"
-        if self.on_cuda:
+        if self.scale.device == "cuda":
             where, time_of = DeviceType.CUDA, "self_device_time_total"
-        averages = profile.key_averages()
+        with profile() as profiled:
+            seconds_of(self.step, steps)
+        averages = profiled.key_averages()
         regions = [row for row in averages if row.device_type == DeviceType.CPU and row.key.startswith(COMPILED_REGION)]
         # An operator is charged with its kernels' time too, and an annotation spans them: either would count twice.
         rows = [row for row in averages if row.device_type == where]
@@ -172,83 +215,26 @@ class Variant:
         }
 
 
-class Ours(Variant):
-    """This repository's model and step."""
-
-    def build(self, foreach: bool = False, **compute: bool) -> None:
-        self.accelerator = Accelerator(mixed_precision="bf16", cpu=self.scale.device == "cpu")
-        with torch.device(self.scale.device):  # random numbers for a billion weights take a CPU many seconds
-            self.network = GPTModel(self.config)
-        run = TrainConfig(compile=self.scale.backend == "inductor", **compute)
-        prepare_network(self.network, run, torch.device(self.scale.device))
-        for block in self.network.blocks if not run.compile else ():
-            block.compile(backend=self.scale.backend)
-        optimizer = build_optimizer(self.network, OPTIMIZER)
-        for group in optimizer.param_groups if foreach else ():
-            group["fused"], group["foreach"] = False, True
-        self.model, self.optimizer = self.accelerator.prepare(self.network, optimizer)
-        self.totals = StepTotals(None, 1, 0, self.accelerator)  # the order only words an error
-        self.batch, self.done = {"input_ids": self.tokens, "labels": self.tokens}, 0
-        self.target_tokens = self.count_targets()
-
-    def count_targets(self) -> Tensor:
-        return (self.batch["labels"][:, 1:] != -100).sum()
-
-    def step(self) -> Tensor:
-        """One turn of the loop in train.py; returns the loss."""
-        set_lr(self.optimizer, OPTIMIZER.lr)
-        torch.manual_seed(derive_seed(0, "dropout", self.done, 0))
-        loss = self.model(**self.batch, num_items_in_batch=self.target_tokens)[1]
-        self.accelerator.backward(loss)
-        self.totals.add(loss)
-        grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), OPTIMIZER.grad_clip)
-        self.done += 1
-        self.target_tokens = self.totals.exchange(self.done, grad_norm, self.count_targets(), stop=False)
-        self.totals.read(at_once=False)
-        if self.totals.finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
-class Peer(Variant):
-    """nanoGPT's model and step, from its own files."""
-
-    def build(self, path: Path) -> None:
-        self.network, self.optimizer = build_peer(path, self.config, OPTIMIZER, self.scale.device)
-        self.model = torch.compile(self.network, backend=self.scale.backend)
-        self.autocast = torch.autocast(self.scale.device, torch.bfloat16)
-        self.targets = self.tokens.roll(-1, dims=1)
-
-    def step(self) -> Tensor:
-        """One turn of the loop in nanoGPT's train.py, whose gradient scaler does nothing in bf16; returns the loss."""
-        set_lr(self.optimizer, OPTIMIZER.lr)
-        with self.autocast:
-            _logits, loss = self.model(self.tokens, self.targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.grad_clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-
 def product(scale: Scale) -> dict[str, float]:
     """The rate of a product of two random bf16 matrices: the most that a step can hope for on this card."""
     size = scale.product_size
-    one, other = (torch.randn(size, size, device=scale.device, dtype=torch.bfloat16) for _ in range(2))
+    one, other = torch.randn(2, size, size, device=scale.device, dtype=torch.bfloat16)
     seconds_of(lambda: one @ other, 5)
     return {"flops_per_second": 2 * size**3 / seconds_of(lambda: one @ other, 20)}
 
 
 def group(name: str, scale: Scale, peer: Path | None) -> Group:
     shape, context, batch, names, _ = CASES[name]
-    config, batch = scale.config(shape, context), 1 if scale.context else batch
-    tokens = torch.randint(config.vocab_size, (batch, config.max_position_embeddings), device=scale.device)
-    names = [variant for variant in names if variant != PEER or peer]
-    cases = {variant: Ours(config, tokens, scale, **SETTINGS[variant]) for variant in names if variant != PEER}
-    if PEER in names:
-        cases[PEER] = Peer(config, tokens, scale, path=peer)
-    against = {variant: [PRODUCT, PEER, "ours"] if variant != PEER else [PRODUCT] for variant in names}
+    config = scale.config(shape, context)
+    size = 1 if scale.context else batch, config.max_position_embeddings
+    tokens = torch.randint(config.vocab_size, size, device=scale.device)
+    with torch.device("meta"):
+        flops_per_token = GPTModel(config).flops_per_token(tokens.shape[1])
+    builders = {name: partial(ours, config, tokens, scale, **SETTINGS[name]) for name in names if name != PEER}
+    if PEER in names and peer:
+        builders[PEER] = partial(nanogpt, config, tokens, scale, peer)
+    cases = {name: Variant(build, tokens.numel(), flops_per_token, scale) for name, build in builders.items()}
+    against = {name: [PRODUCT, PEER, "ours"] if name != PEER else [PRODUCT] for name in cases}
     return Group(name, {PRODUCT: partial(product, scale), **cases}, against)
 
 
@@ -267,4 +253,4 @@ def gpu(options: Namespace) -> Iterator[Group]:
             yield members
         members.cases.clear()
         torch.compiler.reset()  # which finds compiled code by function, and gives up on one after eight shapes
-        free_memory()
+        release_memory()

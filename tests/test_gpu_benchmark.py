@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,28 +88,19 @@ def test_a_spent_budget_names_what_was_left_out_and_without_a_gpu_nothing_begins
         assert done.returncode and "no GPU is here" in done.stderr
 
 
-class Stub(gpu.Variant):
-    """In place of a model and its step."""
-
-    def build(self, chunked_loss=None, foreach=False):
+def test_a_variant_that_fails_ends_alone(monkeypatch):
+    def build(config, tokens, scale, chunked_loss=None, foreach=False):
         if chunked_loss:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-        self.network, self.left = torch.nn.Linear(1, 1), 6 if foreach else 1000
+        return torch.nn.Linear(1, 1), None, partial(next, iter([torch.zeros(())] * (5 if foreach else 1000)))
 
-    def step(self):
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("it breaks\nwhile it runs")
-        return torch.zeros(())
-
-
-def test_a_variant_that_fails_ends_alone(monkeypatch):
-    monkeypatch.setattr(gpu, "Ours", Stub)
-    monkeypatch.setattr(Stub, "kernels", lambda self: {})
+    monkeypatch.setattr(gpu, "ours", build)
+    monkeypatch.setattr(gpu.Variant, "kernels", lambda self: {})
     figures = by_turns(gpu.group("124m_1024_settings", gpu.MINIATURE, None), rounds=2)
     assert figures["chunked_loss"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
     assert "tokens_per_second" not in figures["chunked_loss"]
-    assert figures["foreach_adamw"]["error"] == "RuntimeError: it breaks ... while it runs"
+    assert figures["foreach_adamw"]["error"].startswith("StopIteration")  # in its second round
+    assert len(figures["foreach_adamw"]["tokens_per_second"]) == 1
     assert len(figures["ours"]["tokens_per_second"]) == len(figures["whole_loss"]["tokens_per_second"]) == 2
     assert figures["whole_loss"]["against"] == [gpu.PRODUCT, "ours"]
 
@@ -117,14 +109,13 @@ def test_settings_reach_the_model_and_the_optimizer(monkeypatch):
     # A real Accelerator would leave bf16 behind for every later test of this process.
     accelerator = SimpleNamespace(device=torch.device("cpu"), prepare=lambda *objects: objects)
     monkeypatch.setattr(gpu, "Accelerator", lambda **settings: accelerator)
-    scale = gpu.MINIATURE
+    scale, tokens = gpu.MINIATURE, torch.zeros(1, 16, dtype=torch.long)
 
     def facts(name):
-        ours = gpu.Ours(scale.config("124M", 48), torch.zeros(1, 16, dtype=torch.long), scale)
-        ours.build(**gpu.SETTINGS[name])
-        (group, _) = ours.optimizer.param_groups
-        checkpointed = "forward" in vars(ours.network.blocks[0])
-        return ours.network.chunked_loss, group["fused"], bool(group["foreach"]), checkpointed
+        network, optimizer, _ = gpu.ours(scale.config("124M", 48), tokens, scale, **gpu.SETTINGS[name])
+        (group, _) = optimizer.param_groups
+        checkpointed = "forward" in vars(network.blocks[0])
+        return network.chunked_loss, group["fused"], bool(group["foreach"]), checkpointed
 
     assert {name: facts(name) for name in gpu.SETTINGS} == {
         "ours": (None, True, False, False),
