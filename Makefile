@@ -9,6 +9,8 @@ GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 # What such a machine lacks may be carried there as wheels of pure Python, such as jsonargparse's: they run as they are.
 EMPTY :=
 WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
+# What docs/performance.md shows but the GPU's; of a text only if one is given.
+BENCHMARKS = throughput overhead scaling memory sharding startup generation growth $(if $(findstring --text,$(ARGS)),time_to_loss)
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
 .PHONY: help env train verify test test-all test-gpu bench lint clean
@@ -32,10 +34,11 @@ test-all: .venv/.installed-test ## the long tests too
 
 test-gpu: ## on a machine with a GPU: its tests, then its benchmark; against a peer: make test-gpu ARGS="--nanogpt PATH"
 	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m pytest -m cuda $(shell grep -l mark.cuda tests/test_*.py)
-	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m benchmarks gpu $(ARGS)
+	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS)
 
 bench: .venv/.installed-test ## measure speed and memory, in an hour; against a peer: make bench ARGS="--nanogpt PATH --text FILE"
-	.venv/bin/python -m benchmarks $(ARGS)
+	@for case in $(BENCHMARKS); do .venv/bin/python -m benchmarks $$case $(ARGS) || failed="$$failed $$case"; done; \
+	test -z "$$failed" || (echo "failed:$$failed"; exit 1)
 
 lint: .venv/.installed-test ## check style
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.measure import Group, Program, launch, rows, train, words
+from benchmarks.programs import QUIET, STORIES, TINY, logged, random_tokens
 
-QUIET = {"tracking.wandb": "disabled", "evaluation.every": 0}
-STORIES = QUIET | {"micro_batch_size": 4, "tracking.log_every": 1, "model.dropout": 0.1}
-LARGE = QUIET | {"config": "configs/random_tokens.yaml", "tracking.log_every": 5, "seq_len": 64, "micro_batch_size": 1}
-LARGE |= {"model.vocab_size": 512, "model.n_layers": 6, "model.d_model": 384, "model.n_heads": 6, "model.dropout": 0}
-MODES = {"default": False, "exact": True}
+SMALL = STORIES | QUIET | {"micro_batch_size": 4, "tracking.log_every": 1, "model.dropout": 0.1}
+LARGE = {"n_layers": 6, "n_heads": 6, "d_model": 384}
+KILLED = {"config": "tests/tiny_stories.yaml", "global_batch_size": 12, "evaluation.every": 0}
+KILLED |= {"checkpoint.every": 3, "checkpoint.keep": 2}
+MODES = {"default": {"exact": False}, "exact": {"exact": True}}
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
@@ -30,103 +31,42 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def compare(one: Path, other: Path) -> dict[str, float | int]:
-    """Relative differences of the logged losses and of all weights together, and how many tensors differ in any bit."""
-    losses = [(a["train/loss"], b["train/loss"]) for a, b in zip(rows(one), rows(other), strict=True)]
-    ours, theirs = tensors(one / "run"), tensors(other / "run")
-    weights = [name for name in ours if name.startswith("model.")]
-    difference = torch.stack([(ours[name] - theirs[name]).norm() for name in weights]).norm()
-    return {
-        "largest_loss_difference": max(abs(a / b - 1) for a, b in losses),
-        "weight_difference": (difference / torch.stack([theirs[name].norm() for name in weights]).norm()).item(),
-        "tensors_that_differ": sum(not torch.equal(ours[name], theirs[name]) for name in ours),
-    }
-
-
 def exactness(options: Namespace) -> Iterator[Group]:
     """What `--exact true` costs, and what it buys.
 
-    Bits: 200 steps of the stories recipe on 1, 2 and 4 processes, with and without `exact`; how far losses and weights
-    are apart. Cost: a model of 11 million parameters on 1 and 2 processes with 8 micro-batches each, in time a step and
-    peak memory of a process.
+    Bits: 200 steps of the stories recipe on 1, 2 and 4 processes, with and without `exact`; how far logged losses and
+    all weights together are apart, relatively, and how many tensors differ in any bit. Cost: a model of 11 million
+    parameters on 1 and 2 processes with 8 micro-batches each, in time a step and peak memory of a process.
     """
+    short = {"steps": 2, "schedule.warmup_steps": 0} if options.quick else {"steps": 200}
     with tempfile.TemporaryDirectory() as folder:
 
         @cache
         def stories(mode: str, processes: int) -> Path:
             out_dir = Path(folder, f"{mode}{processes}")
-            short = {"steps": 2, "schedule.warmup_steps": 0} if options.quick else {"steps": 200}
-            train(STORIES | short | {"exact": MODES[mode]}, processes, out_dir, OMP_NUM_THREADS="1")
+            train(SMALL | short | MODES[mode], processes, out_dir, OMP_NUM_THREADS="1")
             return out_dir
 
-        cases = {
-            f"{mode}, 1 against {n} processes": lambda mode=mode, n=n: compare(stories(mode, 1), stories(mode, n))
-            for mode in MODES
-            for n in ((2,) if options.quick else (2, 4))
-        }
+        def compared(mode: str, processes: int) -> dict[str, float | int]:
+            runs = stories(mode, 1), stories(mode, processes)
+            losses = [(one["train/loss"], other["train/loss"]) for one, other in zip(*map(rows, runs), strict=True)]
+            ours, theirs = (tensors(run / "run") for run in runs)
+            names = [name for name in ours if name.startswith("model.")]
+            one, other = (torch.cat([state[name].flatten() for name in names]) for state in (ours, theirs))
+            return {
+                "largest_loss_difference": max(abs(a / b - 1) for a, b in losses),
+                "weight_difference": ((one - other).norm() / other.norm()).item(),
+                "tensors_that_differ": sum(not torch.equal(ours[name], theirs[name]) for name in ours),
+            }
+
+        counts = (2,) if options.quick else (2, 4)
+        cases = {f"{m}, 1 against {n} processes": partial(compared, m, n) for m in MODES for n in counts}
         yield Group("bits", cases, rounds=1)  # which another round would only repeat
-
-    def cost(mode: str, processes: int) -> dict[str, float]:
-        settings = LARGE | {"exact": MODES[mode], "global_batch_size": 8 * processes, "steps": 20}
-        measured = train(settings, processes, OMP_NUM_THREADS="1")
-        seconds = 8 * processes * LARGE["seq_len"] / measured["tokens_per_second"]
-        return {"seconds_a_step": seconds, "peak_mib": measured["peak_mib"]}
-
     for processes in (1, 2):
-        cases = {mode: partial(cost, mode, processes) for mode in MODES}
+        settings = random_tokens(64, 1, **(TINY if options.quick else LARGE)) | logged(20, 5)
+        settings |= {"global_batch_size": 8 * processes}
+        cases = {mode: partial(train, settings | how, processes, OMP_NUM_THREADS="1") for mode, how in MODES.items()}
         yield Group(f"cost, {processes} process(es)", cases, "default")
-
-
-RECIPE = {"config": "tests/tiny_stories.yaml", "global_batch_size": 12, "evaluation.every": 0}
-RECIPE |= {"checkpoint.every": 3, "checkpoint.keep": 2}
-
-
-def phase(run: Path, since: float) -> str:
-    """What a killed process was doing, as far as the run directory tells."""
-    if list((run / "checkpoints").glob(".writing-*")):
-        return "saving"
-    metrics_file = run / "metrics.jsonl"
-    return "training" if metrics_file.exists() and metrics_file.stat().st_mtime > since else "starting"
-
-
-def kill_at_random(out_dir: Path, kills: int, steps: int, minutes: float) -> dict:
-    chance, begin, runs = random.Random(0), time.perf_counter(), 0
-    tally = Counter(kills=0, starting=0, training=0, saving=0)
-
-    def job(name: str) -> Program:
-        settings = RECIPE | {"out_dir": out_dir, "name": name, "steps": steps}
-        return Program([*launch(2, "train.py", kills), *words(settings)], OMP_NUM_THREADS="1")
-
-    def more() -> bool:
-        return tally["kills"] < kills and time.perf_counter() - begin < 60 * minutes
-
-    def keep_killing(launcher: psutil.Popen, path: Path) -> None:
-        last_kill = time.time()
-        with suppress(psutil.NoSuchProcess):  # it has just ended
-            while more() and launcher.is_running():
-                time.sleep(chance.uniform(0, min(10.0, 1.2 * seconds_alone)))
-                if victims := [child for child in launcher.children() if "train.py" in " ".join(child.cmdline())]:
-                    victim = chance.choice(victims)
-                    tally.update(["kills", phase(path, last_kill)])
-                    victim.kill()
-                    last_kill = time.time()
-
-    with job("left_alone") as program:
-        seconds_alone = list(program.lines())[-1][0]
-    expected = tensors(out_dir / "left_alone")
-    while more():
-        runs += 1
-        with job(f"run{runs}") as program:
-            killer = Thread(target=keep_killing, args=(program.process, out_dir / f"run{runs}"))
-            killer.start()
-            list(program.lines())
-            killer.join()
-        ended = tensors(out_dir / f"run{runs}")
-        if ended.keys() != expected.keys() or not all(ended[key].equal(expected[key]) for key in expected):
-            raise RuntimeError(f"other bits after {dict(tally)}")
-    if tally["kills"] < kills:
-        raise RuntimeError(f"only {tally['kills']} kills in {minutes} minutes")
-    return {**tally, "runs_with_the_same_bits": runs, "minutes": (time.perf_counter() - begin) / 60}
 
 
 def soak(options: Namespace) -> Iterator[Group]:
@@ -134,9 +74,41 @@ def soak(options: Namespace) -> Iterator[Group]:
 
     Every kill is a SIGKILL to a random process of a job of two under `accelerate launch --max_restarts`, at a random
     time after the kill before: while it starts, trains or saves. When a run ends before the kills do, the next one
-    begins. It is an error if a run does not end with the same bits, or if 15 minutes were not enough.
+    begins. It is an error if a run does not end with the same bits.
     """
     kills, steps = (1, 20) if options.quick else (50, 400)
-    with tempfile.TemporaryDirectory() as folder:
-        cases = {"killed": partial(kill_at_random, Path(folder), kills, steps, minutes=15)}
-        yield Group("two processes", cases, rounds=1)
+    chance, tally = random.Random(0), Counter(kills=0, starting=0, training=0, saving=0, runs_with_the_same_bits=0)
+
+    def keep_killing(launcher: psutil.Popen, run: Path, pause_seconds: float) -> None:
+        last_kill = time.time()
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            while pause_seconds and tally["kills"] < kills and launcher.is_running():
+                time.sleep(chance.uniform(0, pause_seconds))
+                if victims := [child for child in launcher.children() if "train.py" in " ".join(child.cmdline())]:
+                    log, saves = run / "metrics.jsonl", list((run / "checkpoints").glob(".writing-*"))
+                    trains = log.exists() and log.stat().st_mtime > last_kill
+                    chance.choice(victims).kill()
+                    tally.update(["kills", "saving" if saves else "training" if trains else "starting"])
+                    last_kill = time.time()
+
+    def trained(run: Path, pause_seconds: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
+        settings = KILLED | {"out_dir": run.parent, "name": run.name, "steps": steps}
+        with Program([*launch(2, "train.py", kills), *words(settings)], OMP_NUM_THREADS="1") as program:
+            killer = Thread(target=keep_killing, args=(program.process, run, pause_seconds))
+            killer.start()
+            seconds = list(program.lines())[-1][0]
+            killer.join()
+        return seconds, tensors(run)
+
+    def case() -> dict[str, float | int]:
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            seconds, expected = trained(Path(folder, "left_alone"))
+            for run in (f"run{number}" for number in range(kills) if tally["kills"] < kills):
+                _, ended = trained(Path(folder, run), min(10.0, 1.2 * seconds))
+                if not all(ended[name].equal(tensor) for name, tensor in expected.items()):
+                    raise RuntimeError(f"other bits after {dict(tally)}")
+                tally["runs_with_the_same_bits"] += 1
+        return {**tally, "minutes": (time.perf_counter() - begin) / 60}
+
+    yield Group("two processes", {"killed": case}, rounds=1)

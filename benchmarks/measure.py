@@ -183,16 +183,17 @@ def run(command: list[str], exit_code: int = 0, **env: str) -> list[str]:
 def train(
     settings: dict, processes: int = 0, folder: Path | None = None, launch_file: str = "cpu.yaml", **env: str
 ) -> dict[str, float]:
-    """Run train.py to its end, in `folder`/run if that is to be kept; its tokens per second, the median of what it logs
-    without the first line, in which it warms up, and the peak of its memory in training."""
+    """Run train.py to its end, in `folder`/run if that is to be kept; its speed, the median of what it logs without the
+    first line, in which it warms up, and the peak of its memory in training."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary)
         fixed = {"out_dir": folder, "name": "run", "evaluation.num_story_samples": 0}
         run([*launch(processes, "train.py", launch_file=launch_file), *words(settings | fixed)], **env)
         logged = [row for row in rows(folder) if "perf/tokens_per_second" in row]
-    speeds = [row["perf/tokens_per_second"] for row in logged]
-    peak_mib = logged[-1]["perf/peak_memory_bytes"] / 2**20
-    return {"tokens_per_second": statistics.median(speeds[1:] or speeds), "peak_mib": peak_mib}
+    last, speeds = logged[-1], [row["perf/tokens_per_second"] for row in logged]
+    speed = statistics.median(speeds[1:] or speeds)
+    measured = {"tokens_per_second": speed, "seconds_a_step": last["train/tokens"] / last["step"] / speed}
+    return measured | {"peak_mib": last["perf/peak_memory_bytes"] / 2**20}
 
 
 def rows(folder: Path) -> list[dict]:

@@ -8,12 +8,15 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.measure import Case, Group, Program, awake, launch, rows, run, train, words
 from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
+from benchmarks.parts import reading_a_corpus
 from examples.overlap import WAYS
 from model.config import GPTConfig
 from training.compute import available_cores
@@ -25,6 +28,7 @@ TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
 QWEN3 = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False, "dropout": 0.0}
 TURNS = 5  # a round of programs that take turns has so many
 GPT2 = {"model.bias": False, "model.tie_embeddings": True}
+FIRST_STEP = "[step 1 /"
 
 
 def model(**sizes: int) -> dict[str, int]:
@@ -34,6 +38,11 @@ def model(**sizes: int) -> dict[str, int]:
 def logged(steps: int, every: int) -> dict[str, int]:
     """So many steps, of which the first `every` are to warm up."""
     return {"steps": steps, "tracking.log_every": every}
+
+
+def random_tokens(seq_len: int, batch: int, **sizes: int) -> dict:
+    """Rows of random tokens for a model of these sizes."""
+    return RANDOM | QUIET | model(**{"vocab_size": 512} | sizes) | {"seq_len": seq_len, "micro_batch_size": batch}
 
 
 def bare_loop_command(settings: dict, processes: int) -> list[str]:
@@ -84,30 +93,28 @@ def throughput(options: Namespace) -> Iterator[Group]:
 
 
 def time_to_loss(options: Namespace) -> Iterator[Group]:
-    """Seconds from launch to a validation loss of 1.88 nats a character; needs --text.
+    """Seconds from launch to a validation loss of 1.88 nats a character, each round with another seed; needs --text.
 
-    Trains configs/shakespeare_cpu.yaml on the characters (bytes) of a text, the last tenth of it held out, each round
-    with another seed, and stops the clock at the first evaluation, over all of that part, with at most that loss. With
-    --nanogpt, its recipe for a CPU runs too, to its last evaluation. Preparing the text counts for neither.
+    The clock stops at the first evaluation with at most that loss, nanoGPT's at its last. Preparing the text counts for
+    neither.
     """
-    target, seeds = math.inf if options.quick else 1.88, count()
+    target, seeds, recipe = math.inf if options.quick else 1.88, count(), dict(RECIPE_FOR_A_CPU)
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Path(folder, "corpus")
-        prepare = {"source": options.text.resolve(), "out": corpus, "tokenizer": "byte", "validation": "tail:0.1"}
+        corpus, text = Path(folder, "corpus"), Path(folder, "text.txt")
+        text.symlink_to(options.text.resolve())  # which may have any name
+        prepare = {"source": text, "out": corpus, "tokenizer": "byte", "validation": "tail:0.1"}
         run([sys.executable, "-m", "data.prepare", *words(prepare)])
         settings = {"config": "configs/shakespeare_cpu.yaml", "data.path": corpus, **QUIET}
-        recipe = RECIPE_FOR_A_CPU
         if options.quick:
             settings |= {"steps": 4, "schedule.warmup_steps": 0, "schedule.decay_steps": 2}
-            recipe = recipe | {"max_iters": 4, "eval_iters": 1}
+            recipe |= {"max_iters": 4, "eval_iters": 1}
 
         def ours() -> dict:
-            with tempfile.TemporaryDirectory() as out_dir:
-                here = {"out_dir": out_dir, "name": "run", "seed": next(seeds)}
-                with Program([*launch(0, "train.py"), *words(settings | here)]) as program:
-                    lines = [(seconds, line.partition("val/loss = ")[2]) for seconds, line in program.lines()]
-                last = rows(Path(out_dir))[-1]
+            here = {"out_dir": Path(folder, str(seed := next(seeds))), "name": "run", "seed": seed}
+            with Program([*launch(0, "train.py"), *words(settings | here)]) as program:
+                lines = [(seconds, line.partition("val/loss = ")[2]) for seconds, line in program.lines()]
             reached = [seconds for seconds, loss in lines if loss and float(loss.split()[0]) <= target]
+            last = rows(here["out_dir"])[-1]
             if not reached:
                 raise RuntimeError(f"the loss is {last['val/loss']} at the end, not {target}")
             return {"seconds": reached[0], "val/loss": last["val/loss"], "tokens": last["train/tokens"]}
@@ -119,8 +126,7 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
             return {"seconds": seconds, "val/loss": float(line.split("val loss ")[1]), "tokens": tokens}
 
         peer = options.nanogpt and NanoGPT(options.nanogpt, options.text)
-        cases = {"ours": ours, **({"nanoGPT": theirs} if peer else {})}
-        yield Group("to 1.88 nats a character", cases, "nanoGPT")
+        yield Group("to 1.88 nats a character", {"ours": ours} | ({"nanoGPT": theirs} if peer else {}), "nanoGPT")
 
 
 def overhead(options: Namespace) -> Iterator[Group]:
@@ -154,80 +160,62 @@ def overhead(options: Namespace) -> Iterator[Group]:
 def scaling(options: Namespace) -> Iterator[Group]:
     """What two processes are worth on two cores, and what DDP is worth, for three sizes of model.
 
-    Processes: train.py with two processes of one thread against one process of two threads, on the same global batches.
-    DDP: a loop by hand in two processes of one thread, against gradients that are averaged after backward, and how much
-    of the communication is hidden behind computation. By hand each tensor is sent on its own; DDP with one bucket for
-    all sends as late, but at once, so it tells what sending together gives from what sending early gives.
+    train.py with two processes of one thread, against one process of two threads on the same global batches; and the
+    loop by hand in two processes of one thread, with each way of examples/overlap.py to sum gradients.
     """
+    one, two = "train.py, 1 process x 2 threads", "train.py, 2 processes x 1 thread"
+    ways = {f"2 x 1, {way}": way for way in WAYS}
+    against = {two: one, **dict.fromkeys(ways, list(ways)[-1])}
     sizes = [(1, 16, 2, 10)] if options.quick else [(2, 128, 4, 60), (4, 256, 4, 15), (6, 384, 6, 10)]
     for layers, width, heads, steps in sizes:
-        settings = RANDOM | QUIET | model(n_layers=layers, d_model=width, n_heads=heads, vocab_size=512)
-        settings |= {"seq_len": 128} | logged(steps, steps // 5)
-        halves, one, two = settings | {"micro_batch_size": 4}, "1 process x 2 threads", "2 processes x 1 thread"
-        cases = {
-            f"train.py, {one}": partial(train, settings | {"micro_batch_size": 8}, OMP_NUM_THREADS="2"),
-            f"train.py, {two}": partial(train, halves, 2, OMP_NUM_THREADS="1"),
-        }
-        cases |= {f"2 x 1, {way}": partial(bare_loop, halves, 2, OMP_NUM_THREADS="1", WAY=way) for way in WAYS}
-        ways = [f"2 x 1, {way}" for way in WAYS]
-        against = {f"train.py, {two}": f"train.py, {one}", **dict.fromkeys(ways, ways[-1])}
+        settings = random_tokens(128, 4, n_layers=layers, d_model=width, n_heads=heads) | logged(steps, steps // 5)
+        cases = {one: partial(train, settings | {"micro_batch_size": 8}, OMP_NUM_THREADS="2")}
+        cases[two] = partial(train, settings, 2, OMP_NUM_THREADS="1")
+        cases |= {name: partial(bare_loop, settings, 2, OMP_NUM_THREADS="1", WAY=way) for name, way in ways.items()}
         yield Group(f"{layers} x {width}", cases, against)
 
 
 def memory(options: Namespace) -> Iterator[Group]:
-    """Peak memory over that of the imports and time of a training step of 2,048 tokens with a vocabulary of 50,257.
-
-    4 layers of 256, context 256, 8 rows, tied embeddings, float32, AdamW; the logits at once, the loss in chunks, that
-    with activation checkpointing too, and, with --nanogpt, nanoGPT at the same shape, with its optimizer.
-    """
-    settings = RANDOM | GPT2 | model(n_layers=4, n_heads=4, d_model=256, vocab_size=512 if options.quick else 50_257)
-    settings |= {"model.max_position_embeddings": 256, "seq_len": 256, "micro_batch_size": 1 if options.quick else 8}
-    settings |= {"optimizer.lr": 1e-3} | logged(4, 1)
-    whole, chunked = settings | {"chunked_loss": False}, settings | {"chunked_loss": True}
-    cases = {
-        "logits at once": partial(bare_loop, whole),
-        "loss in chunks": partial(bare_loop, chunked),
-        "loss in chunks, activation checkpointing": partial(bare_loop, chunked | {"activation_checkpointing": True}),
+    """Peak memory over that of the imports and time of a training step of 2,048 tokens with a vocabulary of 50,257, in
+    float32 with AdamW; with --nanogpt, nanoGPT too at the same shape, with its optimizer."""
+    vocab_size, batch = (512, 1) if options.quick else (50_257, 8)
+    settings = random_tokens(256, batch, n_layers=4, n_heads=4, d_model=256, vocab_size=vocab_size)
+    settings |= GPT2 | {"model.max_position_embeddings": 256, "optimizer.lr": 1e-3} | logged(4, 1)
+    ways = {
+        "logits at once": {"chunked_loss": False},
+        "loss in chunks": {"chunked_loss": True},
+        "loss in chunks, activation checkpointing": {"chunked_loss": True, "activation_checkpointing": True},
     }
+    cases = {name: partial(bare_loop, settings | way) for name, way in ways.items()}
     if options.nanogpt:
         cases["nanoGPT"] = partial(bare_loop, settings, PEER=str(options.nanogpt.resolve()))
     yield Group("a step of 2,048 tokens", cases, "nanoGPT")
 
 
 def sharding(options: Namespace) -> Iterator[Group]:
-    """Memory of a process against the number of processes, and FSDP2's step against DDP's, for 26 million weights.
-
-    On CPUs joined by gloo: the memory of a process, over that of one that trains next to nothing. Predicted: the
-    weights, gradients and two moments of float32 alone, 16 bytes a weight, shared by all processes or not.
-    """
+    """Memory of a process, over that of one that trains next to nothing, against the number of processes, and FSDP2's
+    step against DDP's, for 26 million weights on CPUs joined by gloo. Predicted: the weights, gradients and two moments
+    of float32 alone, 16 bytes a weight, shared by all processes or not."""
+    launch_files, counts = {"DDP": "cpu.yaml", "FSDP2": "fsdp2.yaml"}, (2,) if options.quick else (1, 2, 4)
     nothing = TINY | {"vocab_size": 64}
     sizes = nothing if options.quick else {"n_layers": 8, "n_heads": 8, "d_model": 512, "d_ff": 2048, "vocab_size": 512}
-    settings = RANDOM | QUIET | {"seq_len": 64, "micro_batch_size": 1, "checkpoint.asynchronous": False}
-    num_weights = GPTConfig(**sizes, max_position_embeddings=128).num_weights
-    of_nothing: dict[str, float] = {}
+    weights_mib = 16 * GPTConfig(**sizes, max_position_embeddings=128).num_weights / 2**20
+
+    def trained(of: dict, steps: int, kind: str, processes: int) -> dict[str, float]:
+        settings = random_tokens(64, 1, **of) | logged(steps, steps // 3) | {"checkpoint.asynchronous": False}
+        return train(settings, processes, launch_file=launch_files[kind], OMP_NUM_THREADS="1")
+
+    of_nothing = cache(lambda kind: trained(nothing, 3, kind, counts[0])["peak_mib"])
 
     def case(kind: str, processes: int) -> dict:
-        launch_file = {"DDP": "cpu.yaml", "FSDP2": "fsdp2.yaml"}[kind]
+        took = trained(sizes, 3 if options.quick else 9, kind, processes)
+        predicted = str(round(weights_mib / (processes if kind == "FSDP2" else 1)))
+        return took | {"peak_mib": took["peak_mib"] - of_nothing(kind), "predicted_mib": predicted}
 
-        def trained(of: dict, steps: int) -> dict[str, float]:
-            how = settings | model(**of) | logged(steps, steps // 3)
-            return train(how, processes, launch_file=launch_file, OMP_NUM_THREADS="1")
-
-        if kind not in of_nothing:
-            of_nothing[kind] = trained(nothing, 3)["peak_mib"]
-        took, shards = trained(sizes, 3 if options.quick else 9), processes if kind == "FSDP2" else 1
-        return {
-            "peak_mib": took["peak_mib"] - of_nothing[kind],
-            "predicted_mib": str(round(16 * num_weights / shards / 2**20)),
-            "seconds_a_step": processes * settings["seq_len"] / took["tokens_per_second"],
-        }
-
-    counts = (2,) if options.quick else (1, 2, 4)
-    cases = {f"{kind}, {number}": partial(case, kind, number) for number in counts for kind in ("DDP", "FSDP2")}
+    cases = {f"{kind}, {number}": partial(case, kind, number) for number in counts for kind in launch_files}
     yield Group("processes", cases, {f"FSDP2, {number}": f"DDP, {number}" for number in counts})
 
 
-FIRST_STEP = "[step 1 /"
 BARE_SCRIPT = f"""
 import torch
 from model.config import GPTConfig
@@ -242,12 +230,8 @@ print("{FIRST_STEP}")
 
 
 def startup(options: Namespace) -> Iterator[Group]:
-    """How long one waits for --help, for a refusal and for the first step, and what of it is torch's.
-
-    From launch to the line of the first step, by `python` and by `accelerate launch` with two processes, with and
-    without W&B, and compiled with an empty and with a filled cache. Beside them what torch alone and with Accelerate
-    take to load, and a bare script that imports torch, builds the same small model and takes a step.
-    """
+    """How long one waits for --help, for a refusal and for the first step, and what of it is torch's: to load it, and a
+    bare script that imports torch, builds the same small model and takes a step."""
 
     def to_its_end(*arguments: str, exit_code: int = 0) -> None:
         run([sys.executable, *arguments], exit_code)
@@ -285,9 +269,50 @@ def startup(options: Namespace) -> Iterator[Group]:
             "first step, compiled, empty cache": lambda: shutil.rmtree(cache, ignore_errors=True) or compiled(),
             "first step, compiled, filled cache": compiled,
         }
-        against = {
-            "import train": "import torch, accelerate",
-            **dict.fromkeys(["train.py --help", "a refused setting"], "import torch"),
-            "first step, the same model, without W&B": "a bare script to its first step",
-        }
+        against = dict.fromkeys(["train.py --help", "a refused setting"], "import torch")
+        against |= {"import train": "import torch, accelerate"}
+        against |= {"first step, the same model, without W&B": "a bare script to its first step"}
         yield Group("from launch to", cases, against)
+
+
+def growth(options: Namespace) -> Iterator[Group]:
+    """What a token of training costs as things grow; benchmarks/page.py draws it beside what theory says it costs.
+
+    Context, width, depth, vocabulary: a training step of one process, on as many threads as there are cores. Processes:
+    train.py under a launcher, one thread a process. The corpus is of zeros, and only read.
+    """
+
+    def shape(width: int = 256, context: int = 256, **sizes: int) -> dict:
+        sizes = {"n_layers": 2, "n_heads": width // 64, "d_model": width, "d_ff": 8 * -(-width // 3)} | QWEN3 | sizes
+        return random_tokens(context, 1, max_position_embeddings=4096, **sizes) | logged(6, 1)
+
+    axes = {  # tokens of a step, points, settings at a point
+        "context": (4096, [2**n for n in range(7, 13)], lambda n: shape(context=n)),
+        "width": (2048, [2**n for n in range(6, 11)], shape),
+        "depth": (2048, [1, 2, 4, 8, 16], lambda n: shape(n_layers=n)),
+        "vocabulary": (1024, [2**n for n in (8, 10, 12, 14, 15, 16, 17)], lambda n: shape(128, vocab_size=n)),
+    }
+
+    def on_axis(settings: dict, tokens: int) -> dict:
+        figures = bare_loop(settings | {"micro_batch_size": tokens // settings["seq_len"]})
+        return {"microseconds_per_token": 1e6 / figures.pop("tokens_per_second"), "tokens_a_step": tokens, **figures}
+
+    for name, (tokens, points, at) in axes.items():
+        points, tokens = (points[:2], 256) if options.quick else (points, tokens)
+        yield Group(name, {str(point): partial(on_axis, at(point), tokens) for point in points})
+    yield from reading_a_corpus(options)
+
+    def of_processes(processes: int, every: int = 1 if options.quick else 4) -> dict:
+        """A run that is stopped after `every` log lines, each `every` steps: by the clock and in processor time."""
+        settings = random_tokens(128, 2, n_layers=2, d_model=256, d_ff=688)
+        settings |= {"global_batch_size": 16} | logged(10**6, every)
+        with tempfile.TemporaryDirectory() as folder:
+            command = launch(processes, "train.py") + words(settings | {"out_dir": folder})
+            with Program(command, OMP_NUM_THREADS="1") as program:
+                readings = [program.wait_for(f"[step {line * every} /") for line in range(1, every + 2)]
+        clock, processors = 1e6 * np.median(np.diff(readings, axis=0), axis=0) / (every * 16 * 128)
+        measured = {"microseconds_per_token": float(clock), "cpu_microseconds_per_token": float(processors)}
+        return measured | {"cores": available_cores()}
+
+    counts = (1, 2) if options.quick else (1, 2, 4, 8)
+    yield Group("processes", {str(count): partial(of_processes, count) for count in counts})

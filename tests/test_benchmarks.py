@@ -10,35 +10,36 @@ import sys
 import time
 import weakref
 from contextlib import ExitStack
+from statistics import median
 
 import psutil
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks import __main__ as command_line
-from benchmarks import measure, pictures, programs, record, tables
+from benchmarks import measure, page, programs
 from benchmarks.measure import Group, Program, awake, by_turns, run, watched
-from benchmarks.tables import Measured
 from tests.conftest import ROOT, environment
 from training.compute import available_cores
 
 
 def test_the_page_is_that_of_the_results():
-    assert tables.page() == tables.PAGE.read_text(), "run python -m benchmarks.tables"
-    assert set(re.findall(r"<!-- (\w+) -->\n", tables.PAGE.read_text())) - {"end"} == tables.TABLES.keys()
+    assert page.page() == page.PAGE.read_text(), "run python -m benchmarks.page"
+    assert set(re.findall(r"<!-- (\w+) -->\n", page.PAGE.read_text())) - {"end"} == page.TABLES.keys()
 
 
 def test_a_changed_result_changes_the_page(monkeypatch, tmp_path):
-    changed = json.loads((record.RESULTS / "memory.json").read_text())
+    changed = page.read("memory")
     (cases,) = changed["figures"].values()
     cases["loss in chunks"]["peak_mib"] = [123_456.0, 123_455.0, 123_457.0]
     cases["loss in chunks"]["others_cores"], cases["logits at once"]["others_cores"] = [0.25, 0.125], [0.0]
     (tmp_path / "memory.json").write_text(json.dumps(changed))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert "|  | loss in chunks | 123,456 (123,455 to 123,457) |" in tables.page()
-    assert "other work kept busy meanwhile: 0.12 in the median and 0.25 at most." in tables.page()
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert "|  | loss in chunks | 123,456 (123,455 to 123,457) |" in page.page()
+    assert "other work kept busy meanwhile: 0.12 in the median and 0.25 at most." in page.page()
 
 
-@pytest.mark.parametrize("path", sorted(record.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(page.RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_result_says_where_it_comes_from_and_of_how_many_rounds_a_figure_is(path):
     recorded = json.loads(path.read_text())
     assert recorded["command"].startswith("python ") and recorded["figures"]
@@ -46,9 +47,9 @@ def test_a_result_says_where_it_comes_from_and_of_how_many_rounds_a_figure_is(pa
     assert {"python", "torch", "accelerate", "git_commit"} <= recorded["versions"].keys()
     for cases in recorded["figures"].values():
         for case in cases.values():
-            figures = [Measured.of(value) for name, value in case.items() if name not in tables.FACTS]
-            assert any(figures) and all(figure.rounds > 0 for figure in figures if figure)
-    assert record.dump(recorded) + "\n" == path.read_text()
+            figures = [page.values(value) for name, value in case.items() if name != "against"]
+            assert any(rounds > 0 and values for values, rounds in figures)
+    assert page.dump(recorded) == path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -61,17 +62,17 @@ def test_a_result_says_where_it_comes_from_and_of_how_many_rounds_a_figure_is(pa
     ],
 )
 def test_a_figure_says_how_far_its_rounds_lay_apart_or_that_they_were_few(recorded, shown):
-    assert tables.cell(recorded) == shown
+    assert page.cell(recorded) == shown
 
 
 def test_a_ratio_is_taken_round_by_round_and_names_what_it_is_over():
     cases = {
         "ours": {"seconds": [1.0, 20.0, 3.0], "against": ["theirs", "not measured"]},
         "theirs": {"seconds": [2.0, 80.0, 6.0]},
-        "before": {"seconds": {"median": 3.0, "rounds": 2}, "against": "theirs"},
+        "before": {"seconds": {"median": 3.0, "rounds": 2}, "against": ["theirs"]},
         "broken": {"error": "RuntimeError: it broke"},
     }
-    header, ours, theirs, before, broken = tables.table({"a group": cases}, {"seconds": "seconds"})
+    header, ours, theirs, before, broken = page.table({"a group": cases}, {"seconds": "seconds"})
     assert header == ["", "", "seconds", "over"]
     assert ours == ["a group", "ours", "3 (1 to 20)", "0.5x theirs (0.25 to 0.5)"]
     assert theirs == ["", "theirs", "6 (2 to 80)", ""]
@@ -142,13 +143,13 @@ def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch
     def groups(options):
         for name in ("first", "second", "third"):
             yield Group(name, {"case": lambda: {"seconds": 1.0}})
-            written.append(json.loads((tmp_path / "soak.json").read_text()))
+            written.append(page.read("soak"))
             if name == "second":
                 monkeypatch.setattr(command_line, "STARTED", float("-inf"))
 
     written = []
     monkeypatch.setattr(importlib.import_module("benchmarks.bits"), "soak", groups)
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
     options = argparse.Namespace(rounds=2, quick=False, budget_seconds=1000.0)
     figures = command_line.measure("soak", options)
     assert [list(each["figures"]) for each in written] == [["first"], ["first", "second"], ["first", "second"]]
@@ -156,27 +157,29 @@ def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch
     monkeypatch.setattr(command_line, "STARTED", time.monotonic())
     options.quick = True
     assert list(command_line.measure("soak", options)) == ["first", "second"]
-    assert json.loads((tmp_path / "soak.json").read_text()) == written[2], "a trial writes nothing"
+    assert page.read("soak") == written[2], "a trial writes nothing"
 
 
-def test_pictures_are_drawn_from_the_records(tmp_path):
-    (tmp_path / "growth").mkdir()
-    pictures.draw("growth", tmp_path)
-    names = {file.name for file in (ROOT / "docs" / "growth").iterdir()}
-    assert {file.name for file in (tmp_path / "growth").iterdir()} == names
-    timeline = [[0.0, 1.0, 2.0, 3.0], [0.5, 1.5]]
-    pictures.draw_overlap(tmp_path / "overlap.png", {f"2 x 1, {n}": {"timeline_ms": timeline} for n in range(2)})
-    assert (tmp_path / "overlap.png").exists()
+def test_pictures_are_drawn_from_the_records_beside_what_theory_says(monkeypatch, tmp_path):
+    figures, recorded = {}, page.read("growth")["figures"]
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figures.update({path.name: figure}))
+    for axis, cases in recorded.items():
+        page.draw(axis, cases, tmp_path / f"{axis}.png")
+    assert figures.keys() == {file.name for file in (ROOT / "docs" / "growth").iterdir()}
 
+    def drawn(axis):
+        """The medians, and what theory says of them."""
+        (axes,) = figures[f"{axis}.png"].axes
+        measured = [list(container.lines[0].get_ydata()) for container in axes.containers]
+        return measured, [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"]
 
-def test_theory_of_growth_takes_over_the_speed_of_its_point():
-    recorded = json.loads((record.RESULTS / "growth.json").read_text())["figures"]
-    cases, points = list(recorded["width"].values()), list(map(int, recorded["width"]))
-    measured, theory = pictures.lines("width", cases, points)
-    by_flops, attention = theory.values()
-    assert by_flops[-1] == measured["measured"][-1].median
-    assert by_flops[0] == pytest.approx(by_flops[-1] * cases[0]["flops_per_token"] / cases[-1]["flops_per_token"])
-    assert max(attention) < max(by_flops)
+    cases = list(recorded["width"].values())
+    (medians,), (by_flops, attention) = drawn("width")
+    assert medians == [median(page.values(case["microseconds_per_token"])[0]) for case in cases]
+    assert by_flops[-1] == medians[-1] and max(attention) < max(by_flops), "it takes over the largest model's speed"
+    assert by_flops[0] == pytest.approx(medians[-1] * cases[0]["flops_per_token"] / cases[-1]["flops_per_token"])
+    (clock, processors), (shared, constant) = drawn("processes")
+    assert shared == [clock[0], *[clock[0] / 2] * 3] and constant == [processors[0]] * 4
 
 
 def test_a_program_is_watched_and_what_it_took_is_counted(monkeypatch):
@@ -231,14 +234,12 @@ def test_a_quick_run_measures_every_case_and_publishes_nothing(name):
     assert done.returncode == 0, done.stdout + done.stderr
     assert published() == before
     figures = json.loads(done.stdout)
-    quantities = tables.TABLES.get(name, {})
+    quantities = page.TABLES.get(name, {})
     for cases in figures.values():
         for case in cases.values():
             measured = [key for key, value in case.items() if isinstance(value, list) and key != "against"]
             assert measured and set(quantities) & {*measured} or not quantities
-            references = case.get("against", [])
-            for other in [references] if isinstance(references, str) else references:
-                assert other in cases or "nanoGPT" in other
+            assert all(other in cases or "nanoGPT" in other for other in case.get("against", []))
     if name == "growth":
         first, last = (figures["corpus"][size]["order_peak_kib"][0] for size in ("1000000", "10000000"))
         assert last < 1.5 * first, "the order takes no memory by size"

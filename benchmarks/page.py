@@ -1,0 +1,231 @@
+"""What is kept of figures, and docs/performance.md's tables and pictures of them: python -m benchmarks.page
+
+benchmarks/results/NAME.json holds {group: {case: {quantity: value}}}, and where they come from. A list has the value of
+every round; {"median", "rounds"} is of rounds that were not kept; anything else is a fact. A table replaces what stands
+between `<!-- NAME -->` and `<!-- end -->`.
+"""
+
+import json
+import os
+import platform
+import re
+import sys
+from datetime import date
+from pathlib import Path
+from statistics import median, quantiles
+
+import numpy as np
+import psutil
+import torch
+
+from benchmarks.measure import ROOT
+from training.provenance import provenance
+
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+Figures = dict[str, dict[str, dict]]
+SPEED, STEP, PEAK = {"tokens_per_second": "tokens/s"}, {"seconds_a_step": "seconds a step"}, {"peak_mib": "peak, MiB"}
+TABLES = {  # which quantities of a result, and what heads them
+    "throughput": SPEED,
+    "time_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats a character", "tokens": "tokens"},
+    "overhead": SPEED,
+    "scaling": SPEED | STEP | {"share_hidden": "share hidden"},
+    "memory": PEAK | STEP,
+    "sharding": PEAK | {"predicted_mib": "predicted for a GPU"} | STEP,
+    "startup": {"seconds": "seconds", "processor_seconds": "processor seconds"},
+    "generation": SPEED | {"processor_seconds": "processor seconds"},
+    "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU of the data sheet", "peak_gib": "peak, GiB"},
+}
+NO_RATIO = {"val/loss", "tokens", "share_hidden", "mfu"}
+# Curves of growth: what was measured and its legend; theory's legend, and what the cost is proportional to by it.
+CLOCK = "microseconds_per_token"
+BY_FLOPS = [
+    (CLOCK, "measured", "by FLOPs, at the speed of {start:,}", lambda n, case: case["flops_per_token"]),
+    ("", "", "of that for attention's scores", lambda n, case: case["attention_flops_per_token"]),
+]
+BY_SIZE = [
+    ("order_nanoseconds_per_token", "order, measured", "order, constant", lambda n, case: 1),
+    ("windows_nanoseconds_per_token", "windows, measured", "windows, constant", lambda n, case: 1),
+]
+BY_CORES = [
+    (
+        CLOCK,
+        "by the clock, measured",
+        "by the clock, shared by {cores} cores",
+        lambda n, case: 1 / min(n, case["cores"]),
+    ),
+    (f"cpu_{CLOCK}", "processor time, measured", "processor time, constant", lambda n, case: 1),
+]
+# The point whose speed theory takes over: where few FLOPs are done slowly, in small models, the largest; where FLOPs
+# are of two kinds, with context, the shortest, so that theory shows how the other kind adds to it.
+PICTURES = {
+    "context": ("context, tokens", BY_FLOPS, 0),
+    "width": ("d_model", BY_FLOPS, -1),
+    "depth": ("layers", BY_FLOPS, -1),
+    "vocabulary": ("tokens of the vocabulary", BY_FLOPS, -1),
+    "corpus": ("tokens of the corpus", BY_SIZE, 0),
+    "processes": ("processes", BY_CORES, 0),
+}
+
+
+def machine() -> dict[str, str | int | float]:
+    """What the figures were measured on."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
+    facts = {"cpu": model[1] if model else platform.processor(), "cores": os.cpu_count()}
+    facts["memory_gib"] = round(psutil.virtual_memory().total / 2**30, 1)
+    if torch.cuda.is_available():
+        gpu, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn.version()
+        facts |= {"gpu": gpu, "cuda": torch.version.cuda, "cudnn": cudnn}
+    return facts
+
+
+def write(name: str, figures: Figures, left_out: list[str]) -> None:
+    """Write a result, with where it comes from, and the groups for which no time was left."""
+    words = (Path(word).name if "/" in word else word for word in sys.orig_argv[1:])
+    record = {"command": " ".join(["python", *words]), "date": str(date.today()), "machine": machine()}
+    record |= {"versions": provenance(), **({"left_out": left_out} if left_out else {}), "figures": figures}
+    (RESULTS / f"{name}.json").write_text(dump(record))
+
+
+def dump(record: dict) -> str:
+    """As JSON, a figure on one line."""
+    figure = r"\[[^\[\]{}]*\]|\{\s*\"median\"[^{}]*\}"
+    return re.sub(figure, lambda found: json.dumps(json.loads(found[0])), json.dumps(record, indent=2)) + "\n"
+
+
+def read(name: str) -> dict:
+    """A result that was written; of one that was never measured, nothing."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {"figures": {}}
+
+
+def values(recorded: object) -> tuple[list[float], int]:
+    """Of a figure the values, or only their median where no more was kept, and the number of rounds; of a fact none."""
+    if isinstance(recorded, dict):
+        return [recorded["median"]], recorded["rounds"]
+    return (recorded, len(recorded)) if isinstance(recorded, list) else ([], 0)
+
+
+def number(value: float) -> str:
+    """Thousands apart, and three digits of a fraction."""
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e9 or isinstance(value, int) else f"{value:.3g}"
+
+
+def shown(figures: list[float], rounds: int, unit: str = "") -> str:
+    """The median and `unit`, and how far the rounds lay apart; or how many there were, if few or not kept."""
+    lowest, highest, many = min(figures), max(figures), len(figures) > 5
+    if many:
+        lowest, _, highest = quantiles(figures, n=4)
+    notes = [f"{number(lowest)} to {number(highest)}"] if len(figures) > 1 else []
+    if many:
+        notes.append(f"half of {rounds} turns")
+    elif rounds < 3 or not notes:
+        notes.append("one round" if rounds == 1 else f"{rounds} rounds")
+    return f"{number(median(figures))}{unit} ({', '.join(notes)})"
+
+
+def cell(value: object) -> str:
+    figures, rounds = values(value)
+    return shown(figures, rounds) if rounds else number(value) if isinstance(value, int | float) else str(value)
+
+
+def ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
+    """A case's figure over that of each one that it is set against: round by round, because cases take turns, or of the
+    medians where there is no more."""
+    (own, rounds), written = values(case.get(quantity)), []
+    for name in case.get("against", []):
+        other, of_other = values(cases.get(name, {}).get(quantity))
+        if own and other:
+            pairs = zip(own, other, strict=True) if len(own) == len(other) else [(median(own), median(other))]
+            written.append(shown([one / two for one, two in pairs], min(rounds, of_other), f"x {name}"))
+    return "; ".join(written)
+
+
+def table(groups: Figures, quantities: dict[str, str]) -> list[list[str]]:
+    """A header, and a row for each case; columns in which nothing stands are left out."""
+    rows = [["", "", *(word for title in quantities.values() for word in (title, "over"))]]
+    for group, cases in groups.items():
+        for name, case in cases.items():
+            row = [group if name == next(iter(cases)) else "", f"{name}: {case['error']}" if "error" in case else name]
+            for quantity in quantities:
+                row += [cell(case.get(quantity, "")), "" if quantity in NO_RATIO else ratios(case, cases, quantity)]
+            rows.append(row)
+    used = [index for index, column in enumerate(zip(*rows[1:], strict=True)) if any(column)]
+    return [[row[index] for index in used] for row in rows]
+
+
+def markdown(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def section(name: str) -> str:
+    """The table of one result, what it was measured on, and what else was running."""
+    record = read(name)
+    machine, cases = record["machine"], [case for cases in record["figures"].values() for case in cases.values()]
+    hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
+    where = f"`{record['command']}`: {hardware}, torch {record['versions']['torch']}, {record['date']}."
+    if others := [cores for case in cases for cores in case.get("others_cores", [])]:
+        most = f"{median(others):.2f} in the median and {max(others):.2f} at most"
+        where += f" Cores that other work kept busy meanwhile: {most}."
+    return f"{markdown(table(record['figures'], TABLES[name]))}\n\n{where}"
+
+
+def renewed(page: str, name: str, content: str) -> str:
+    """`page` with what stands between `<!-- NAME -->` and the next `<!-- end -->` replaced."""
+    between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return between.sub(lambda found: f"{found[1]}{content}\n{found[2]}", page)
+
+
+def page() -> str:
+    """The page with every table made anew."""
+    text = PAGE.read_text()
+    for name in TABLES:
+        text = renewed(text, name, section(name)) if read(name)["figures"] else text
+    return text
+
+
+def draw(axis: str, cases: dict[str, dict], path: Path) -> None:
+    """Cost per token over the points of an axis of growth, a bar from the lowest to the highest round; dashed is what
+    theory says."""
+    from matplotlib.figure import Figure  # without pyplot: no window system is asked for
+
+    (label, curves, start), points, each = PICTURES[axis], list(map(int, cases)), list(cases.values())
+    figure = Figure(figsize=(6, 3.75), layout="constrained")
+    unit = "nanoseconds" if axis == "corpus" else "microseconds"
+    axes = figure.add_subplot(xscale="log", xlabel=label, ylabel=f"{unit} per token")
+    for index, (quantity, measured, theory, cost) in enumerate(curves):
+        if quantity:
+            figures = [values(case[quantity])[0] for case in each]
+            least, medians, most = np.array([(min(rounds), median(rounds), max(rounds)) for rounds in figures]).T
+            axes.errorbar(
+                points, medians, [medians - least, most - medians], fmt=f"o-C{index}", capsize=3, label=measured
+            )
+            scale = medians[start] / cost(points[start], each[start])
+        by_theory = [scale * cost(*at) for at in zip(points, each, strict=True)]
+        axes.plot(points, by_theory, f"--C{index}", label=theory.format(start=points[start], **each[0]))
+    if curves is BY_FLOPS:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # with room for the legend
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_xticks(points, [f"{point:,}" if point < 10**6 else f"{point:.0e}" for point in points], fontsize=7)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    figure.savefig(path, dpi=100)
+
+
+def renew(name: str) -> None:
+    """Write all tables, and the pictures of that result."""
+    PAGE.write_text(page())
+    for axis, cases in read(name)["figures"].items() if name == "growth" else ():
+        draw(axis, cases, PAGE.parent / "growth" / f"{axis}.png")
+
+
+if __name__ == "__main__":
+    from benchmarks.scaling_model import Machines, tables  # which needs this module
+
+    renew("growth")
+    scaling, marker = PAGE.with_name("scaling.md"), "python -m benchmarks.scaling_model"
+    scaling.write_text(renewed(scaling.read_text(), marker, f"\n{tables(Machines())}\n"))
