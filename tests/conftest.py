@@ -23,7 +23,10 @@ if TYPE_CHECKING:  # the process that deals the tests out reads this file too, a
 ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
-LONGEST = "test_examples test_faults test_house test_sharding test_signals test_using_docs".split()
+# Files of some seconds, the longest first.
+LONGEST = """test_house test_replay test_sharding test_faults test_examples test_signals test_tracking test_training
+test_using_docs test_launcher test_prepare test_compute test_stories test_plan test_text test_exact test_run_directory
+test_fuzz test_init_from test_fingerprint test_sweep test_evaluate test_conversations test_export test_verify""".split()
 TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
 
 
@@ -156,8 +159,8 @@ def assert_same_bits(ours: "dict[str, torch.Tensor]", theirs: "dict[str, torch.T
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of several real launches go first, so that one is never what the other worker waits for at the end."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    """Long files go first, so that one is never what the other worker waits for at the end."""
+    items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
 
 
 @pytest.fixture

@@ -14,12 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["train", "verify", "training.shards", "torch._dynamo", "torch.distributed.run", "matplotlib.figure"]
 PRELOADED += ["transformers.models.gpt2.modeling_gpt2", "transformers.models.qwen3.modeling_qwen3"]
+PRELOADED += ["sample", "replay", "matplotlib.backends.backend_agg"]
+PRELOADED += ["pydantic", "google.protobuf.text_format"]  # of wandb, which itself makes a folder for its process
+PRELOADED += ["pandas"]  # which pyarrow imports as soon as it makes an array
 PRELOADED += ["tests.forked", "tests.warm"]
 
 server = multiprocessing.get_context("forkserver")
@@ -50,17 +54,40 @@ def fork_ranks(arguments: list[str]) -> None:
     sys.exit(int(any([os.waitpid(child, 0)[1] for child in children])))
 
 
+class ForkedPopen(subprocess.Popen):
+    """In the place of what torch's launcher starts, `python -u script arguments`: a fork of the launcher."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *_):
+        self.pid, self._child_created = os.fork(), True
+        if self.pid:
+            return
+        try:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)  # as in any new program; here the launcher's are still set
+            python, unbuffered, script, *arguments = args
+            assert (python, unbuffered) == (sys.executable, "-u")
+            sys.stdout.reconfigure(write_through=True)
+            become(script, arguments, env, (), Path.cwd(), pictures=False)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+
 def become(
     script: str,
     arguments: list[str],
     environment: dict[str, str],
-    files: tuple[str, str],
+    files: tuple[str, ...],
     cwd: Path,
     pictures: bool = True,
 ) -> None:
     """What a forked process does: `python script arguments` with this environment, its output in the two files.
 
-    A script `-m` is a module and `-c` code. What these start by mp.spawn or torchrun are forks as well.
+    A script `-m` is a module and `-c` code. What these start by mp.spawn or torchrun are forks as well, and so is what
+    torch's launcher starts for the script `accelerate`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     # What it starts itself, as the workers of a loader, is started as in any program, not by a server of its own.
@@ -75,6 +102,10 @@ def become(
         import train
 
         train.draw_loss_curve = lambda run_directory, accelerator: None
+    if Path(script).name == "accelerate":
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = ForkedPopen
     if script not in ("-c", "-m"):
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from load import find_checkpoint, whole_tensors
+from tests import forked
 from tests.conftest import (
     ROOT,
     TINY_STORIES,
@@ -63,37 +64,28 @@ def ddp(tmp_path_factory):
     return out_dir / "run", train(*RUN, "--out_dir", out_dir, processes=2)
 
 
-@pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory):
-    out_dir = tmp_path_factory.mktemp("fsdp2")
-    return out_dir / "run", sharded("fsdp2", 2, *RUN, "--out_dir", out_dir)
-
-
-def assert_is_that_of_ddp(run, done, ddp):
-    rows_agree(run, ddp[0], rel=2e-6)
-    assert stories(done) == stories(ddp[1]) and stories(done)
-
-
-def test_a_sharded_run_is_that_of_ddp(fsdp2, ddp):
-    run, done = fsdp2
-    assert "2 x cpu, 1 thread(s) each, gloo, 1 replica(s) x 2 shards\n    precision: fp32\n" in done.stdout
-    assert_is_that_of_ddp(run, done, ddp)
-
-
-@pytest.mark.parametrize(
-    "kind, processes",
-    [("fsdp2", 2), pytest.param("fsdp2", 4, marks=pytest.mark.slow), pytest.param("hsdp", 4, marks=pytest.mark.slow)],
-)
-def test_a_launch_file_shards(kind, processes, runs, ddp):
-    """By the real launcher; and every process holds its part of the weights and the moments, no more."""
-    command = train_command(
-        *RUN, "--out_dir", runs, processes=processes, launch_file=LAUNCH_FILES / f"{kind}.yaml",
-        script="tests/faulty_train.py",
-    )  # fmt: skip
+def launched(kind, processes, out_dir, in_forks=False):
+    """By the real launcher, as a program or as a fork; every process says what it holds."""
+    words = [*RUN, "--out_dir", out_dir]
+    launch_file = LAUNCH_FILES / f"{kind}.yaml"
+    command = train_command(*words, processes=processes, launch_file=launch_file, script="tests/faulty_train.py")
     command[command.index("--max_restarts") : command.index("--max_restarts")] = ["--mixed_precision", "no"]
     env = environment(FAULTS="weigh:all:3")
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    if in_forks:
+        done = forked.run(command[1], command[2:], 0, env)
+    else:
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not re.search("warning", done.stderr, re.IGNORECASE), done.stdout + done.stderr
+    return out_dir / "run", done
+
+
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory):
+    return launched("fsdp2", 2, tmp_path_factory.mktemp("fsdp2"), in_forks=True)
+
+
+def assert_is_sharded_as_the_file_says(kind, processes, run, done, ddp):
+    """Every process holds its part of the weights and the moments, no more; and the run is that of DDP."""
     held = re.findall(r"process (\d) holds (\d+) weights and (\d+) moments", done.stdout)
     assert sorted(int(rank) for rank, *_ in held) == list(range(processes))
     num_weights = int(re.search("([\\d,]+) parameters", done.stdout)[1].replace(",", ""))
@@ -101,10 +93,22 @@ def test_a_launch_file_shards(kind, processes, runs, ddp):
     weights, moments = ([int(of) for of in group] for group in list(zip(*held, strict=True))[1:])
     assert sum(weights) == num_weights * processes // shards and max(weights) < 1.02 * num_weights / shards
     assert moments == [2 * count for count in weights]
-    assert_is_that_of_ddp(runs / "run", done, ddp)
-    checkpoint, manifest = find_checkpoint(runs / "run")
+    rows_agree(run, ddp[0], rel=2e-6)
+    assert stories(done) == stories(ddp[1]) and stories(done)
+    checkpoint, manifest = find_checkpoint(run)
     digest = str(digests(whole_tensors(checkpoint, manifest)))
     assert manifest.metrics["state/digest"] == digest, "of which each process has computed its part"
+
+
+def test_a_launch_file_shards(fsdp2, ddp):
+    assert "2 x cpu, 1 thread(s) each, gloo, 1 replica(s) x 2 shards\n    precision: fp32\n" in fsdp2[1].stdout
+    assert_is_sharded_as_the_file_says("fsdp2", 2, *fsdp2, ddp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
+def test_a_launch_file_shards_over_four_programs(kind, runs, ddp):
+    assert_is_sharded_as_the_file_says(kind, 4, *launched(kind, 4, runs), ddp)
 
 
 def test_hybrid_sharding_is_ddp_too_and_runs_go_on_in_every_direction(runs, ddp, fsdp2):

@@ -11,7 +11,8 @@ import pytest
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
 
-STEPS = 100
+STEPS = 60
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 LONG = [*TINY_STORIES, *f"--steps {STEPS} --micro_batch_size 3 --checkpoint.every 1000 --evaluation.every 0".split()]
 
 
@@ -34,10 +35,13 @@ def wait_for_steps(is_running, run, steps=5):
     wait_until(lambda: file.exists() and len(file.read_text().splitlines()) >= steps, is_running)
 
 
-def start(arguments, processes, run, **env):
-    """train.py in forked processes, some steps after its start."""
-    launch = forked.Launch("train.py", [str(word) for word in arguments], processes, environment(**env))
-    wait_for_steps(lambda: all(process.is_alive() for process in launch.processes) or print(*launch.output()), run)
+def start(words, processes, run, steps=5, **env):
+    """A script in forked processes, some steps after its start."""
+    script, *arguments = map(str, words)
+    launch = forked.Launch(script, arguments, processes, environment(**env))
+    wait_for_steps(
+        lambda: all(process.is_alive() for process in launch.processes) or print(*launch.output()), run, steps
+    )
     return launch
 
 
@@ -61,7 +65,7 @@ def status(run):
 
 def test_a_signal_to_all_processes_at_once_spares_the_ones_that_load_data(runs):
     arguments = [*LONG, "--steps", 20_000, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
-    launch = start(arguments, 0, runs / "run")
+    launch = start(["train.py", *arguments], 0, runs / "run")
     (process,) = launch.processes
     for pid in (*children(process.pid), process.pid):
         os.kill(pid, signal.SIGTERM)
@@ -70,7 +74,7 @@ def test_a_signal_to_all_processes_at_once_spares_the_ones_that_load_data(runs):
 
 
 def test_a_signal_saves(runs):
-    launch = start([*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"], 0, runs / "run")
+    launch = start(["train.py", *LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"], 0, runs / "run")
     os.kill(launch.processes[0].pid, signal.SIGINT)
     assert launch.wait(60) == 75, launch.output()
     assert launch.output()[1].count("Stopping after this step; again to stop at once.") == 1
@@ -79,10 +83,11 @@ def test_a_signal_saves(runs):
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(runs, left_alone):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(number, runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
-    process = start_under_a_launcher(arguments, runs / "run")
-    os.kill(process.pid, signal.SIGTERM)
+    process = start_under_a_launcher(arguments, runs / "run", PET_SIGNALS_TO_HANDLE=SIGNALS)
+    os.kill(process.pid, number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 1, output  # a launcher turns every code into 1
     stopped = status(runs / "run")
@@ -95,7 +100,7 @@ def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(runs, left_al
 
 def test_a_second_training_in_a_directory_is_refused_and_disturbs_nothing(runs):
     arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
-    launch = start(arguments, 0, runs / "run")
+    launch = start(["train.py", *arguments], 0, runs / "run")
     refused = train(*arguments, exit_code=2)
     assert "in use" in refused.stderr and launch.processes[0].is_alive()
     os.kill(launch.processes[0].pid, signal.SIGTERM)
@@ -106,7 +111,7 @@ SLOW_WANDB = """
 import time
 import training.checkpoint as checkpoint
 rename = checkpoint.os.rename
-checkpoint.os.rename = lambda *paths: (time.sleep(1.5), rename(*paths))  # a slow save, on the main process alone
+checkpoint.os.rename = lambda *paths: (time.sleep(1.2), rename(*paths))  # two signals within a second are one
 class Settings:
     def __init__(self, **_): pass
 class init:
@@ -114,7 +119,7 @@ class init:
     def __init__(self, **_): pass
     def define_metric(self, *_, **__): pass
     def log(self, _): pass
-    def finish(self, exit_code): time.sleep(4)
+    def finish(self, exit_code): time.sleep(1)
 """
 
 
@@ -122,7 +127,7 @@ def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
     """Launchers kill the others when one ends: none may end while the main process still closes its tracker."""
     (tmp_path / "wandb.py").write_text(SLOW_WANDB)
     arguments = [*LONG, "--steps", 20_000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
-    launch = start(arguments, 2, runs / "run", PYTHONPATH=str(tmp_path))
+    launch = start(["train.py", *arguments], 2, runs / "run", PYTHONPATH=str(tmp_path))
     os.kill(launch.processes[0].pid, signal.SIGTERM)
     launch.wait(60)
     assert status(runs / "run")["state"] == "preempted"
@@ -131,21 +136,24 @@ def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
 
 def test_a_launcher_restarts_what_was_killed_and_passes_on_the_signal_that_it_is_told_to(runs, left_alone):
     """Slurm sends SIGUSR1 before the time is up. It would kill the launcher and leave its processes without the
-    variable, which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both."""
+    variable, which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both.
+
+    The launcher is Accelerate's and torch's; it and what it starts are forks here, and programs in the slow tests."""
     run = runs / "run"
     arguments = [*LONG, "--checkpoint.every", 5, "--out_dir", runs, "--name", "run"]
-    signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    process = start_under_a_launcher(arguments, run, steps=10, max_restarts=3, PET_SIGNALS_TO_HANDLE=signals)
+    _, *words = train_command(*arguments, processes=2, max_restarts=3)
+    launch = start(words, 0, run, steps=10, PET_SIGNALS_TO_HANDLE=SIGNALS)
+    (process,) = launch.processes
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     starts = run / "starts.jsonl"
-    wait_until(lambda: starts.read_text().count("\n") == 2, lambda: process.poll() is None)
-    wait_for_steps(lambda: process.poll() is None, run, steps=20)
+    wait_until(lambda: starts.read_text().count("\n") == 2, process.is_alive)
+    wait_for_steps(process.is_alive, run, steps=20)
     os.kill(process.pid, signal.SIGUSR1)
-    output = process.communicate(timeout=60)[0]
+    returncode, output = launch.wait(60), "".join(launch.output())
     stopped = status(run)
     assert stopped["state"] == "preempted" and stopped["step"] < STEPS, output
     assert "lost the others in" in output and output.count("resumed at step") == 1, output
-    assert process.returncode == 1, "a signal to the launcher ends the job"
+    assert returncode == 1, "a signal to the launcher ends the job"
     done = train(*arguments, processes=2)
     assert f"resumed at step {stopped['step']}" in done.stdout
     assert_same_bits(tensors(run, STEPS), tensors(left_alone, STEPS))
@@ -171,7 +179,7 @@ def test_a_second_signal_stops_at_once(runs, tmp_path):
         "os.rename = lambda *paths: time.sleep(60) if 'writing' in str(paths[0]) else rename(*paths)\n"
     )
     arguments = [*LONG, "--steps", 20_000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
-    launch = start(arguments, 0, runs / "run", PYTHONPATH=str(tmp_path))
+    launch = start(["train.py", *arguments], 0, runs / "run", PYTHONPATH=str(tmp_path))
     (process,) = launch.processes
     os.kill(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + 60
