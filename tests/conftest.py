@@ -85,7 +85,7 @@ def train(
 
 def python(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `python SCRIPT ...`, `python -m MODULE ...` or `accelerate launch ... SCRIPT ...` as a page shows it, in
-    forks, and check that it succeeds."""
+    forks, where a training draws no loss curve, and check that it succeeds."""
     program, *words = shlex.split(command)
     processes = 0
     if program == "accelerate":
@@ -97,7 +97,7 @@ def python(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedPr
     else:
         assert program == "python"
     script, *arguments = words
-    done = forked.run(script, arguments, processes, environment(**env), cwd)
+    done = forked.run(script, arguments, processes, environment(**env), cwd, pictures=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -208,7 +208,7 @@ def shortened(command, out_dir):
     if "--multi_gpu" in command or "multi_gpu.yaml" in command:
         command = command.replace("train.py", "--num_processes 2 --main_process_port 0 train.py")
     if "train.py" in command:
-        command += f" --out_dir {out_dir} --steps 3"
+        command += f" --out_dir {out_dir} --steps 3 --tracking.wandb disabled"
     return command.replace(" runs/", f" {out_dir}/").replace(" 420", " 2 --arithmetic false")
 
 
