@@ -11,13 +11,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 ROOT = Path(__file__).parent.parent
+LOGGED = ("[step ", "iter ")  # what lines of train.py, of the bare loop and of nanoGPT begin with
 Case = Callable[[], dict | None]
 
 
@@ -35,24 +35,21 @@ class Group(NamedTuple):
         return [other for other in ([one] if isinstance(one, str) else one) if other in self.cases and other != name]
 
 
-def clocks() -> tuple[float, float, float]:
-    """Seconds by the clock, those that processors worked for this process and its ended children, and for anybody."""
-    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    machine = psutil.cpu_times()
-    idle = machine.idle + getattr(machine, "iowait", 0.0)
-    guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # these are user's and nice's too
-    busy = sum(machine) - idle - guests
-    return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in own), busy
+def processor_seconds() -> float:
+    """Those that processors worked for this process and its ended children."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def watched(case: Case) -> dict:
     """What a case returns, and how long it took unless it says so itself: by the clock, in processors' time, and how
     many cores were busy with something else meanwhile."""
-    before = clocks()
+    psutil.cpu_percent()  # from here on
+    start, own = time.perf_counter(), processor_seconds()
     values = case() or {}
-    seconds, own, busy = (now - then for now, then in zip(clocks(), before, strict=True))
-    others = max(0.0, busy - max(own, values.get("processor_seconds", 0.0))) / seconds
-    return {"seconds": seconds, "processor_seconds": own, "others_cores": others} | values
+    took = {"seconds": time.perf_counter() - start, "processor_seconds": processor_seconds() - own}
+    busy_cores = psutil.cpu_percent() / 100 * psutil.cpu_count()
+    own_cores = max(took["processor_seconds"], values.get("processor_seconds", 0.0)) / took["seconds"]
+    return took | {"others_cores": max(0.0, busy_cores - own_cores)} | values
 
 
 def by_turns(group: Group, rounds: int) -> dict[str, dict]:
@@ -98,12 +95,11 @@ def launch(processes: int, script: str, max_restarts: int = 0, launch_file: str 
 class Program:
     """A command that runs meanwhile, as in a shell that sets no number of threads, and whose lines are read."""
 
-    def __init__(self, command: list[str], cwd: Path = ROOT, exit_code: int = 0, **env: str):
+    def __init__(self, command: list[str], cwd: Path = ROOT, **env: str):
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.exit_code, self.start, self.printed = exit_code, time.perf_counter(), []
+        self.start, self.printed, self.asleep = time.perf_counter(), [], []
         self.process = psutil.Popen(command, cwd=cwd, env=inherited | {"PYTHONUNBUFFERED": "1"} | env, **pipes)
-        self.asleep: list[psutil.Process] = []
 
     def __enter__(self) -> "Program":
         return self
@@ -115,18 +111,22 @@ class Program:
             self.process.terminate()
         self.process.communicate()  # and not wait: it may still have more to say than a pipe holds
 
-    def clocks(self) -> tuple[float, float]:
-        """Seconds since the launch, and those that processors have worked for the process and all below it."""
-        alive = [self.process, *self.process.children(recursive=True)]
-        return time.perf_counter() - self.start, sum(sum(process.cpu_times()[:4]) for process in alive)
+    def lines(self, exit_code: int = 0) -> Iterator[tuple[float, str]]:
+        """Every line that it prints, with the seconds since the launch; another exit code is an error."""
+        for line in self.process.stdout:
+            self.printed.append(line)
+            yield time.perf_counter() - self.start, line.rstrip()
+        if self.process.wait() != exit_code:
+            raise RuntimeError(f"exit code {self.process.returncode}\n{''.join(self.printed)}")
 
-    def turn(self, beginning: str) -> dict[str, float]:
+    def turn(self, beginning: str | tuple[str, ...] = LOGGED) -> dict[str, float]:
         """Let it run to its next line that begins so, and no further; others may have their turn then."""
-        _, worked = self.clocks()
+        worked = self.processor_seconds()
         for process in self.asleep:
             process.resume()
-        start = time.perf_counter()
-        self.read_to(beginning)
+        start = time.perf_counter() if self.asleep else self.start
+        if not any(line.startswith(beginning) for _, line in self.lines()):
+            raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
         seconds = time.perf_counter() - start
         for process in self.asleep:
             process.suspend()
@@ -134,41 +134,28 @@ class Program:
         self.asleep = [*self.process.children(recursive=True), self.process]
         for process in self.asleep:
             process.suspend()
-        return {"seconds": seconds, "processor_seconds": self.clocks()[1] - worked}
+        return {"seconds": seconds, "processor_seconds": self.processor_seconds() - worked}
 
-    def lines(self) -> Iterator[tuple[float, str]]:
-        """Every line that it prints, with the seconds since the launch; another exit code than its own is an error."""
-        for line in self.process.stdout:
-            self.printed.append(line)
-            yield time.perf_counter() - self.start, line.rstrip()
-        if self.process.wait() != self.exit_code:
-            raise RuntimeError(f"exit code {self.process.returncode}\n{''.join(self.printed)}")
-
-    def read_to(self, beginning: str) -> None:
-        """Wait until it prints a line that begins so."""
-        if not any(line.startswith(beginning) for _, line in self.lines()):
-            raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
-
-    def wait_for(self, beginning: str) -> tuple[float, float]:
-        """The clocks when it prints a line that begins so."""
-        self.read_to(beginning)
-        return self.clocks()
+    def processor_seconds(self) -> float:
+        """Those that processors have worked for the process and all below it."""
+        alive = [self.process, *self.process.children(recursive=True)]
+        return sum(sum(process.cpu_times()[:4]) for process in alive)
 
 
-def awake(stack: ExitStack, start: Callable[[], Program], beginning: str, tokens: int) -> Case:
+def awake(stack: ExitStack, tokens: int, command: list[str], cwd: Path = ROOT, **env: str) -> Case:
     """A case for a program that lives as long as the stack, and sleeps but for its turns of a few seconds.
 
-    What slows the machine for a minute so slows all that are compared. A turn goes to its next line that begins so, and
+    What slows the machine for a minute so slows all that are compared. A turn goes to its next line of figures, and
     trains on so many tokens; the first few warm up.
     """
     programs: list[Program] = []
 
     def case() -> dict[str, float]:
         if not programs:
-            programs.append(stack.enter_context(start()))
+            programs.append(stack.enter_context(Program(command, cwd, **env)))
             for _ in range(4):
-                programs[0].turn(beginning)
-        figures = watched(partial(programs[0].turn, beginning))
+                programs[0].turn()
+        figures = watched(programs[0].turn)
         return figures | {"tokens_per_second": tokens / figures["seconds"]}
 
     return case
@@ -176,8 +163,8 @@ def awake(stack: ExitStack, start: Callable[[], Program], beginning: str, tokens
 
 def run(command: list[str], exit_code: int = 0, **env: str) -> list[str]:
     """What a command prints, to its end."""
-    with Program(command, exit_code=exit_code, **env) as program:
-        return [line for _, line in program.lines()]
+    with Program(command, **env) as program:
+        return [line for _, line in program.lines(exit_code)]
 
 
 def train(

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.measure import Program
 from config import OptimizerConfig
 from model.config import GPTConfig
 
@@ -50,28 +49,25 @@ def build_peer(
 
 
 class NanoGPT:
-    """Its training runs, on the characters of a text, or on random tokens where there is none."""
+    """Its train.py, on the characters of a text, or on random tokens where there is none."""
 
     def __init__(self, path: Path, text: Path | None = None):
         self.path, self.folder = path.resolve(), tempfile.TemporaryDirectory()
-        # It reads data/ and configurator.py where it is started.
-        Path(self.folder.name, "configurator.py").symlink_to(self.path / "configurator.py")
-        (data := Path(self.folder.name, "data", "text")).mkdir(parents=True)
-        if text is None:
-            vocab_size, tokens = 65, np.random.default_rng(0).integers(0, 65, 1_000_000)
-        else:
-            alphabet, tokens = np.unique(list(text.read_text()), return_inverse=True)
-            vocab_size = len(alphabet)
-        split = int(0.9 * len(tokens))
-        tokens[:split].astype(np.uint16).tofile(data / "train.bin")
-        tokens[split:].astype(np.uint16).tofile(data / "val.bin")
-        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
+        self.cwd = Path(self.folder.name)  # where it is started, it reads data/ and configurator.py
+        (self.cwd / "configurator.py").symlink_to(self.path / "configurator.py")
+        (data := self.cwd / "data" / "text").mkdir(parents=True)
+        characters = list(text.read_text()) if text else np.random.default_rng(0).integers(0, 65, 1_000_000)
+        alphabet, tokens = np.unique(characters, return_inverse=True)
+        for name, part in zip(
+            ("train", "val"), np.split(tokens.astype(np.uint16), [int(0.9 * len(tokens))]), strict=True
+        ):
+            part.tofile(data / f"{name}.bin")
+        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(alphabet)}))
 
-    def start(self, precision: str = "float32", **settings) -> Program:
-        """Its train.py."""
+    def command(self, precision: str = "float32", **settings) -> list[str]:
+        """To be started in `cwd`."""
         runner = ["-c", IN_BFLOAT16] if precision == "bfloat16" else []
         command = [sys.executable, *runner, str(self.path / "train.py")]
         command += [str(self.path / "config" / "train_shakespeare_char.py"), "--dataset=text"]
         settings = RECIPE_FOR_A_CPU | settings | {"dtype": precision}
-        command += [f"--{name}={value}" for name, value in settings.items()]
-        return Program(command, Path(self.folder.name))
+        return [*command, *(f"--{name}={value}" for name, value in settings.items())]

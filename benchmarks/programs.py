@@ -6,13 +6,12 @@ import shutil
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-
-import numpy as np
+from statistics import median
 
 from benchmarks.measure import Case, Group, Program, awake, launch, rows, run, train, words
 from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
@@ -45,7 +44,7 @@ def random_tokens(seq_len: int, batch: int, **sizes: int) -> dict:
     return RANDOM | QUIET | model(**{"vocab_size": 512} | sizes) | {"seq_len": seq_len, "micro_batch_size": batch}
 
 
-def bare_loop_command(settings: dict, processes: int) -> list[str]:
+def bare_loop_command(settings: dict, processes: int = 0) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
     return [sys.executable, *launcher, "-m", "benchmarks.bare_loop", *words(settings)]
 
@@ -55,41 +54,39 @@ def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
     return json.loads(next(line for line in printed if line.startswith('{"seconds')))
 
 
-def training(settings: dict, folder: str, processes: int = 0, **env: str) -> Callable[[], Program]:
-    """What starts a train.py that does not end, and logs every so many steps as `settings` say."""
-    endless = logged(10**6, settings["tracking.log_every"]) | {"checkpoint.every": 10**6, "evaluation.every": 0}
-    endless |= {"evaluation.num_story_samples": 0, "out_dir": folder, "resume": "never"}
-    return partial(Program, [*launch(processes, "train.py"), *words(settings | endless)], **env)
+def endless(settings: dict, folder: str, name: str = "run") -> dict:
+    """A training that does not end, and does nothing else but log."""
+    never = {"steps": 10**6, "checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_story_samples": 0}
+    return settings | never | {"out_dir": folder, "name": name, "resume": "never"}
 
 
 def throughput(options: Namespace) -> Iterator[Group]:
     """Training speed on a CPU, against nanoGPT where --nanogpt says where it is.
 
     Two shapes of nanoGPT: its recipe for a CPU and its small model for a GPU. Each one's real train.py runs, by turns
-    of a second or two, in which the others sleep. On a CPU nanoGPT computes in float32; here it is also put under
-    autocast.
+    of a second or two, in which the others sleep.
     """
     shapes = [(4, 4, 128, 64, 12, 20), (6, 6, 384, 256, 16, 1)]
+    variants = [(written, compiled) for written in ("float32", "bfloat16") for compiled in (False, True)]
     for layers, heads, width, context, batch, every in [(1, 2, 32, 32, 4, 2)] if options.quick else shapes:
-        settings = RANDOM | QUIET | GPT2 | model(n_layers=layers, n_heads=heads, d_model=width, vocab_size=65)
-        settings |= {"seq_len": context, "model.max_position_embeddings": context, "micro_batch_size": batch}
-        settings |= {"tracking.log_every": every}
-        theirs = ENDLESS | dict(n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=batch)
-        theirs["log_interval"] = every
-        tokens, ours, peer, against = every * batch * context, {}, {}, {}
-        with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            for precision, written in (("no", "float32"), ("bf16", "bfloat16")):
-                for compiled in (False,) if options.quick else (False, True):
-                    label = f"{written}{', compiled' if compiled else ''}"
-                    start = training(settings | {"compile": compiled}, folder, ACCELERATE_MIXED_PRECISION=precision)
-                    ours[f"ours, {label}"] = awake(stack, start, "[step ", tokens)
-                    against[f"ours, {label}"] = [f"nanoGPT, {name}" for name in dict.fromkeys((written, "float32"))]
-                    if options.nanogpt:
-                        nanogpt = partial(NanoGPT(options.nanogpt).start, written, compile=compiled, **theirs)
-                        peer[f"nanoGPT, {label}"] = awake(stack, nanogpt, "iter ", tokens)
+        settings = random_tokens(context, batch, n_layers=layers, n_heads=heads, d_model=width, vocab_size=65)
+        settings |= GPT2 | {"model.max_position_embeddings": context, "tracking.log_every": every}
+        theirs = dict(n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=batch)
+        theirs |= ENDLESS | {"log_interval": every}
+        tokens, ours, peers, against = every * batch * context, {}, {}, {}
+        peer = options.nanogpt and NanoGPT(options.nanogpt)
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            for written, compiled in variants[::2] if options.quick else variants:
+                label = f"{written}{', compiled' if compiled else ''}"
+                command = [*launch(0, "train.py"), *words(endless(settings | {"compile": compiled}, folder, label))]
+                precision = {"ACCELERATE_MIXED_PRECISION": {"float32": "no", "bfloat16": "bf16"}[written]}
+                ours[f"ours, {label}"] = awake(stack, tokens, command, **precision)
+                against[f"ours, {label}"] = [f"nanoGPT, {name}" for name in dict.fromkeys((written, "float32"))]
+                if peer:
+                    command = peer.command(written, compile=compiled, **theirs)
+                    peers[f"nanoGPT, {label}"] = awake(stack, tokens, command, peer.cwd)
             name = f"{layers} x {width}, context {context}, batch {batch}"
-            yield Group(name, ours | peer, against, TURNS * options.rounds)
+            yield Group(name, ours | peers, against, TURNS * options.rounds)
 
 
 def time_to_loss(options: Namespace) -> Iterator[Group]:
@@ -120,7 +117,7 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
             return {"seconds": reached[0], "val/loss": last["val/loss"], "tokens": last["train/tokens"]}
 
         def theirs() -> dict:
-            with peer.start(**recipe) as program:
+            with Program(peer.command(**recipe), peer.cwd) as program:
                 seconds, line = [(seconds, line) for seconds, line in program.lines() if "val loss" in line][-1]
             tokens = math.prod(recipe[name] for name in ("max_iters", "batch_size", "block_size"))
             return {"seconds": seconds, "val/loss": float(line.split("val loss ")[1]), "tokens": tokens}
@@ -138,22 +135,19 @@ def overhead(options: Namespace) -> Iterator[Group]:
     default: each has a digest of the state.
     """
     larger = model(n_layers=4, d_model=256, vocab_size=512) | {"seq_len": 128}
-    recipes = {"stories, 0.46M parameters": STORIES, "random tokens, 3.4M parameters": RANDOM | larger}
-    every = 2 if options.quick else 10
+    recipes = {"stories, 0.46M parameters": (STORIES, 96), "random tokens, 3.4M parameters": (RANDOM | larger, 128)}
     if options.quick:
-        recipes = {"random tokens": RANDOM | model(**TINY, vocab_size=64)}
-    for name, recipe in recipes.items():
+        recipes = {"random tokens": (RANDOM | model(**TINY, vocab_size=64), 32)}
+    every = 2 if options.quick else 10
+    for name, (recipe, seq_len) in recipes.items():
         for launched, processes in ((0, 1),) if options.quick else ((0, 1), (2, 2)):
-            settings = recipe | {"micro_batch_size": 16 // processes, "tracking.log_every": every}
-            tokens = every * 16 * (96 if "stories" in name else 128)
             env = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
-            by_hand = partial(Program, bare_loop_command(settings | logged(10**6, every), launched), **env)
-            with ExitStack() as stack:
-                ours = training(settings, stack.enter_context(tempfile.TemporaryDirectory()), launched, **env)
-                cases = {
-                    "train.py": awake(stack, ours, "[step ", tokens),
-                    "bare loop": awake(stack, by_hand, "[step ", tokens),
-                }
+            with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+                settings = recipe | {"micro_batch_size": 16 // processes, "tracking.log_every": every}
+                settings = endless(settings, folder)
+                ours, by_hand = [*launch(launched, "train.py"), *words(settings)], bare_loop_command(settings, launched)
+                commands = {"train.py": ours, "bare loop": by_hand}
+                cases = {label: awake(stack, every * 16 * seq_len, how, **env) for label, how in commands.items()}
                 yield Group(f"{name}, {processes} process(es)", cases, "bare loop", TURNS * options.rounds)
 
 
@@ -238,8 +232,7 @@ def startup(options: Namespace) -> Iterator[Group]:
 
     def to_first_step(command: list[str], **env: str) -> dict:
         with Program(command, **env) as program:
-            seconds, processor_seconds = program.wait_for(FIRST_STEP)  # and is stopped then
-        return {"seconds": seconds, "processor_seconds": processor_seconds}
+            return program.turn(FIRST_STEP)
 
     stories = {"config": "configs/stories.yaml"}
     small = stories | {"data.num_samples": 50} | model(**TINY)
@@ -303,15 +296,16 @@ def growth(options: Namespace) -> Iterator[Group]:
     yield from reading_a_corpus(options)
 
     def of_processes(processes: int, every: int = 1 if options.quick else 4) -> dict:
-        """A run that is stopped after `every` log lines, each `every` steps: by the clock and in processor time."""
+        """The median of so many turns of so many steps, after the start and the first turn."""
         settings = random_tokens(128, 2, n_layers=2, d_model=256, d_ff=688)
-        settings |= {"global_batch_size": 16} | logged(10**6, every)
+        settings |= {"global_batch_size": 16, "tracking.log_every": every}
         with tempfile.TemporaryDirectory() as folder:
-            command = launch(processes, "train.py") + words(settings | {"out_dir": folder})
+            command = launch(processes, "train.py") + words(endless(settings, folder))
             with Program(command, OMP_NUM_THREADS="1") as program:
-                readings = [program.wait_for(f"[step {line * every} /") for line in range(1, every + 2)]
-        clock, processors = 1e6 * np.median(np.diff(readings, axis=0), axis=0) / (every * 16 * 128)
-        measured = {"microseconds_per_token": float(clock), "cpu_microseconds_per_token": float(processors)}
+                turns = [program.turn() for _ in range(every + 1)][1:]
+        clock, processors = (median(turn[name] for turn in turns) for name in ("seconds", "processor_seconds"))
+        per_token = 1e6 / (every * 16 * 128)
+        measured = {"microseconds_per_token": clock * per_token, "cpu_microseconds_per_token": processors * per_token}
         return measured | {"cores": available_cores()}
 
     counts = (1, 2) if options.quick else (1, 2, 4, 8)
