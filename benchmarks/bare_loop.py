@@ -29,11 +29,11 @@ from training.throughput import peak_memory_bytes
 
 
 def main() -> None:
-    is_main = os.environ.get("RANK", "0") == "0"
     processes, peer, way = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("PEER"), os.environ.get("WAY")
+    say = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None
     config = parse_config(num_processes=processes)
     config.model.vocab_size = load_corpus(config).vocab_size
-    after_imports = psutil.Process().memory_info().rss
+    after_imports, every = psutil.Process().memory_info().rss, config.tracking.log_every
     tokens = torch.randint(config.model.vocab_size, (config.micro_batch_size, config.seq_len))
     torch.manual_seed(config.seed)
     if peer:
@@ -58,19 +58,17 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    def seconds_a_step(steps: int) -> float:
+    seconds = []
+    for _ in range(config.steps // every):
         start = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(every):
             step()
-        if is_main:
-            print(f"[step {steps} more]", flush=True)
-        return (time.perf_counter() - start) / steps
-
-    every = config.tracking.log_every
-    seconds = statistics.median([seconds_a_step(every) for _ in range(config.steps // every)][1:])
-    figures = {"seconds_a_step": seconds, "peak_mib": (peak_memory_bytes() - after_imports) / 2**20}
+        seconds.append((time.perf_counter() - start) / every)
+        say(f"[step {every} more]", flush=True)
+    median, peak_bytes = statistics.median(seconds[1:]), peak_memory_bytes() - after_imports
+    figures = {"seconds_a_step": median, "peak_mib": peak_bytes / 2**20}
     if not way:
-        figures["tokens_per_second"] = tokens.numel() * processes / seconds
+        figures["tokens_per_second"] = tokens.numel() * processes / median
     if not peer:
         figures["flops_per_token"] = network.flops_per_token(config.seq_len)
         figures["attention_flops_per_token"] = figures["flops_per_token"] - network.flops_per_token(0)
@@ -78,11 +76,8 @@ def main() -> None:
         dist.barrier()
         with profile() as profiled:
             step()
-        timeline = lanes(profiled.events())
-        figures["share_hidden"] = float(hidden(*timeline))
-        figures["timeline_ms"] = [[round(moment, 2) for part in lane for moment in part] for lane in timeline]
-    if is_main:
-        print(json.dumps(figures), flush=True)
+        figures["share_hidden"] = float(hidden(*lanes(profiled.events())))
+    say(json.dumps(figures), flush=True)
     if processes > 1:
         dist.barrier()
     os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
