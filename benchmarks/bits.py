@@ -13,22 +13,17 @@ from threading import Thread
 
 import psutil
 import torch
-from safetensors.torch import load_file
 
-from benchmarks.measure import Group, Program, launch, rows, train, words
-from benchmarks.programs import QUIET, STORIES, TINY, logged, random_tokens
+from benchmarks.measure import Group, Program, launch, train
+from benchmarks.programs import QUIET, STORIES, TINY, random_tokens
+from load import find_checkpoint, whole_tensors
+from training.metrics_file import read_rows
 
-SMALL = STORIES | QUIET | {"micro_batch_size": 4, "tracking.log_every": 1, "model.dropout": 0.1}
+SMALL = STORIES | QUIET | {"evaluation.every": 0, "micro_batch_size": 4, "tracking.log_every": 1, "model.dropout": 0.1}
 LARGE = {"n_layers": 6, "n_heads": 6, "d_model": 384}
 KILLED = {"config": "tests/tiny_stories.yaml", "global_batch_size": 12, "evaluation.every": 0}
 KILLED |= {"checkpoint.every": 3, "checkpoint.keep": 2}
 MODES = {"default": {"exact": False}, "exact": {"exact": True}}
-
-
-def tensors(run: Path) -> dict[str, torch.Tensor]:
-    """All weights and moments of a run's newest checkpoint."""
-    newest = max((run / "checkpoints").iterdir())
-    return {name: tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def exactness(options: Namespace) -> Iterator[Group]:
@@ -45,12 +40,13 @@ def exactness(options: Namespace) -> Iterator[Group]:
         def stories(mode: str, processes: int) -> Path:
             out_dir = Path(folder, f"{mode}{processes}")
             train(SMALL | short | MODES[mode], processes, out_dir, OMP_NUM_THREADS="1")
-            return out_dir
+            return out_dir / "run"
 
         def compared(mode: str, processes: int) -> dict[str, float | int]:
             runs = stories(mode, 1), stories(mode, processes)
-            losses = [(one["train/loss"], other["train/loss"]) for one, other in zip(*map(rows, runs), strict=True)]
-            ours, theirs = (tensors(run / "run") for run in runs)
+            rows = zip(*(read_rows(run / "metrics.jsonl") for run in runs), strict=True)
+            losses = [(one["train/loss"], other["train/loss"]) for one, other in rows]
+            ours, theirs = (whole_tensors(*find_checkpoint(run)) for run in runs)
             names = [name for name in ours if name.startswith("model.")]
             one, other = (torch.cat([state[name].flatten() for name in names]) for state in (ours, theirs))
             return {
@@ -63,7 +59,7 @@ def exactness(options: Namespace) -> Iterator[Group]:
         cases = {f"{m}, 1 against {n} processes": partial(compared, m, n) for m in MODES for n in counts}
         yield Group("bits", cases, rounds=1)  # which another round would only repeat
     for processes in (1, 2):
-        settings = random_tokens(64, 1, **(TINY if options.quick else LARGE)) | logged(20, 5)
+        settings = random_tokens(64, 1, 20, 5, **(TINY if options.quick else LARGE))
         settings |= {"global_batch_size": 8 * processes}
         cases = {mode: partial(train, settings | how, processes, OMP_NUM_THREADS="1") for mode, how in MODES.items()}
         yield Group(f"cost, {processes} process(es)", cases, "default")
@@ -93,12 +89,12 @@ def soak(options: Namespace) -> Iterator[Group]:
 
     def trained(run: Path, pause_seconds: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
         settings = KILLED | {"out_dir": run.parent, "name": run.name, "steps": steps}
-        with Program([*launch(2, "train.py", kills), *words(settings)], OMP_NUM_THREADS="1") as program:
+        with Program(launch(settings, 2, max_restarts=kills), OMP_NUM_THREADS="1") as program:
             killer = Thread(target=keep_killing, args=(program.process, run, pause_seconds))
             killer.start()
             seconds = list(program.lines())[-1][0]
             killer.join()
-        return seconds, tensors(run)
+        return seconds, whole_tensors(*find_checkpoint(run))
 
     def case() -> dict[str, float | int]:
         begin = time.perf_counter()

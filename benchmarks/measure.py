@@ -1,6 +1,5 @@
 """How the benchmarks measure: by turns inside one run, by the real programs, every round kept."""
 
-import json
 import os
 import resource
 import statistics
@@ -16,7 +15,9 @@ from typing import NamedTuple
 
 import psutil
 
-ROOT = Path(__file__).parent.parent
+from training.metrics_file import read_rows
+
+ROOT, CPU = Path(__file__).parent.parent, "accelerate_configs/cpu.yaml"
 LOGGED = ("[step ", "iter ")  # what lines of train.py, of the bare loop and of nanoGPT begin with
 Case = Callable[[], dict | None]
 
@@ -83,13 +84,15 @@ def words(settings: dict) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def launch(processes: int, script: str, max_restarts: int = 0, launch_file: str = "cpu.yaml") -> list[str]:
-    """The command up to the script's own arguments: `python` for 0 processes, else `accelerate launch` in float32."""
-    if not processes:
-        return [sys.executable, script]
-    command = [sys.executable, str(Path(sys.executable).parent / "accelerate"), "launch"]
-    command += ["--config_file", f"accelerate_configs/{launch_file}", "--num_processes", str(processes)]
-    return [*command, "--mixed_precision", "no", "--max_restarts", str(max_restarts), script]
+def launch(
+    settings: dict, processes: int = 0, script: tuple[str, ...] = ("train.py",), **asked: str | int
+) -> list[str]:
+    """The command that trains: by `python` for 0 processes, else by `accelerate launch` in float32 or as asked."""
+    command = [sys.executable]
+    if processes:
+        asked = {"config_file": CPU, "mixed_precision": "no", "num_processes": processes} | asked
+        command += [str(Path(sys.executable).parent / "accelerate"), "launch", *words(asked)]
+    return [*command, *script, *words(settings)]
 
 
 class Program:
@@ -167,22 +170,15 @@ def run(command: list[str], exit_code: int = 0, **env: str) -> list[str]:
         return [line for _, line in program.lines(exit_code)]
 
 
-def train(
-    settings: dict, processes: int = 0, folder: Path | None = None, launch_file: str = "cpu.yaml", **env: str
-) -> dict[str, float]:
+def train(settings: dict, processes: int = 0, folder: Path | None = None, config_file: str = CPU, **env: str) -> dict:
     """Run train.py to its end, in `folder`/run if that is to be kept; its speed, the median of what it logs without the
     first line, in which it warms up, and the peak of its memory in training."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary)
         fixed = {"out_dir": folder, "name": "run", "evaluation.num_story_samples": 0}
-        run([*launch(processes, "train.py", launch_file=launch_file), *words(settings | fixed)], **env)
-        logged = [row for row in rows(folder) if "perf/tokens_per_second" in row]
+        run(launch(settings | fixed, processes, config_file=config_file), **env)
+        logged = [row for row in read_rows(folder / "run" / "metrics.jsonl") if "perf/tokens_per_second" in row]
     last, speeds = logged[-1], [row["perf/tokens_per_second"] for row in logged]
     speed = statistics.median(speeds[1:] or speeds)
     measured = {"tokens_per_second": speed, "seconds_a_step": last["train/tokens"] / last["step"] / speed}
     return measured | {"peak_mib": last["perf/peak_memory_bytes"] / 2**20}
-
-
-def rows(folder: Path) -> list[dict]:
-    """What that run logged."""
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

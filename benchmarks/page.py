@@ -74,8 +74,7 @@ def machine() -> dict[str, str | int | float]:
     facts = {"cpu": model[1] if model else platform.processor(), "cores": os.cpu_count()}
     facts["memory_gib"] = round(psutil.virtual_memory().total / 2**30, 1)
     if torch.cuda.is_available():
-        gpu, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn.version()
-        facts |= {"gpu": gpu, "cuda": torch.version.cuda, "cudnn": cudnn}
+        facts["gpu"] = torch.cuda.get_device_name()
     return facts
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 import tempfile
@@ -13,51 +14,44 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-from benchmarks.measure import Case, Group, Program, awake, launch, rows, run, train, words
+from benchmarks.measure import CPU, ROOT, Case, Group, Program, awake, launch, run, train, words
 from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
 from benchmarks.parts import reading_a_corpus
 from examples.overlap import WAYS
 from model.config import GPTConfig
 from training.compute import available_cores
+from training.metrics_file import read_rows
 
 RANDOM = {"config": "configs/random_tokens.yaml", "model.dropout": 0.0, "data.num_samples": 10_000}
-STORIES = {"config": "configs/stories.yaml", "evaluation.every": 0}
+STORIES = {"config": "configs/stories.yaml"}
 QUIET = {"tracking.wandb": "disabled"}
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
 QWEN3 = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False, "dropout": 0.0}
-TURNS = 5  # a round of programs that take turns has so many
-GPT2 = {"model.bias": False, "model.tie_embeddings": True}
+GPT2 = {"bias": False, "tie_embeddings": True}
+BARE_LOOP = "-m", "benchmarks.bare_loop"
 FIRST_STEP = "[step 1 /"
+TURNS = 5  # a round of programs that take turns has so many
 
 
 def model(**sizes: int) -> dict[str, int]:
     return {f"model.{name}": value for name, value in ({"d_ff": 4 * sizes["d_model"]} | sizes).items()}
 
 
-def logged(steps: int, every: int) -> dict[str, int]:
-    """So many steps, of which the first `every` are to warm up."""
-    return {"steps": steps, "tracking.log_every": every}
-
-
-def random_tokens(seq_len: int, batch: int, **sizes: int) -> dict:
-    """Rows of random tokens for a model of these sizes."""
-    return RANDOM | QUIET | model(**{"vocab_size": 512} | sizes) | {"seq_len": seq_len, "micro_batch_size": batch}
-
-
-def bare_loop_command(settings: dict, processes: int = 0) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    return [sys.executable, *launcher, "-m", "benchmarks.bare_loop", *words(settings)]
-
-
-def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
-    printed = run(bare_loop_command(settings, processes), **env)
-    return json.loads(next(line for line in printed if line.startswith('{"seconds')))
+def random_tokens(seq_len: int, batch: int, steps: int, every: int, **sizes: int) -> dict:
+    """So many steps of so many rows, of which the first `every` are to warm up, for a model of these sizes."""
+    logged = {"seq_len": seq_len, "micro_batch_size": batch, "steps": steps, "tracking.log_every": every}
+    return RANDOM | QUIET | model(**{"vocab_size": 512} | sizes) | logged
 
 
 def endless(settings: dict, folder: str, name: str = "run") -> dict:
     """A training that does not end, and does nothing else but log."""
     never = {"steps": 10**6, "checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_story_samples": 0}
     return settings | never | {"out_dir": folder, "name": name, "resume": "never"}
+
+
+def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
+    printed = run(launch(settings, processes, BARE_LOOP), **env)
+    return json.loads(next(line for line in printed if line.startswith('{"seconds')))
 
 
 def throughput(options: Namespace) -> Iterator[Group]:
@@ -69,8 +63,8 @@ def throughput(options: Namespace) -> Iterator[Group]:
     shapes = [(4, 4, 128, 64, 12, 20), (6, 6, 384, 256, 16, 1)]
     variants = [(written, compiled) for written in ("float32", "bfloat16") for compiled in (False, True)]
     for layers, heads, width, context, batch, every in [(1, 2, 32, 32, 4, 2)] if options.quick else shapes:
-        settings = random_tokens(context, batch, n_layers=layers, n_heads=heads, d_model=width, vocab_size=65)
-        settings |= GPT2 | {"model.max_position_embeddings": context, "tracking.log_every": every}
+        sizes = dict(n_layers=layers, n_heads=heads, d_model=width, vocab_size=65, max_position_embeddings=context)
+        settings = random_tokens(context, batch, 0, every, **sizes, **GPT2)
         theirs = dict(n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=batch)
         theirs |= ENDLESS | {"log_interval": every}
         tokens, ours, peers, against = every * batch * context, {}, {}, {}
@@ -78,7 +72,7 @@ def throughput(options: Namespace) -> Iterator[Group]:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             for written, compiled in variants[::2] if options.quick else variants:
                 label = f"{written}{', compiled' if compiled else ''}"
-                command = [*launch(0, "train.py"), *words(endless(settings | {"compile": compiled}, folder, label))]
+                command = launch(endless(settings | {"compile": compiled}, folder, label))
                 precision = {"ACCELERATE_MIXED_PRECISION": {"float32": "no", "bfloat16": "bf16"}[written]}
                 ours[f"ours, {label}"] = awake(stack, tokens, command, **precision)
                 against[f"ours, {label}"] = [f"nanoGPT, {name}" for name in dict.fromkeys((written, "float32"))]
@@ -92,10 +86,17 @@ def throughput(options: Namespace) -> Iterator[Group]:
 def time_to_loss(options: Namespace) -> Iterator[Group]:
     """Seconds from launch to a validation loss of 1.88 nats a character, each round with another seed; needs --text.
 
-    The clock stops at the first evaluation with at most that loss, nanoGPT's at its last. Preparing the text counts for
-    neither.
+    The clock stops at the first evaluation with at most that loss, or at the last. Preparing the text is not counted.
     """
     target, seeds, recipe = math.inf if options.quick else 1.88, count(), dict(RECIPE_FOR_A_CPU)
+
+    def to_the_loss(command: list[str], cwd: Path = ROOT) -> dict:
+        with Program(command, cwd) as program:
+            said = [(seconds, re.search(r"val.loss (?:= )?([\d.]+)", line)) for seconds, line in program.lines()]
+        losses = [(seconds, float(found[1])) for seconds, found in said if found]
+        seconds, loss = next((one for one in losses if one[1] <= target), losses[-1])
+        return {"seconds": seconds, "val/loss": loss}
+
     with tempfile.TemporaryDirectory() as folder:
         corpus, text = Path(folder, "corpus"), Path(folder, "text.txt")
         text.symlink_to(options.text.resolve())  # which may have any name
@@ -108,22 +109,15 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
 
         def ours() -> dict:
             here = {"out_dir": Path(folder, str(seed := next(seeds))), "name": "run", "seed": seed}
-            with Program([*launch(0, "train.py"), *words(settings | here)]) as program:
-                lines = [(seconds, line.partition("val/loss = ")[2]) for seconds, line in program.lines()]
-            reached = [seconds for seconds, loss in lines if loss and float(loss.split()[0]) <= target]
-            last = rows(here["out_dir"])[-1]
-            if not reached:
-                raise RuntimeError(f"the loss is {last['val/loss']} at the end, not {target}")
-            return {"seconds": reached[0], "val/loss": last["val/loss"], "tokens": last["train/tokens"]}
+            figures, log = to_the_loss(launch(settings | here)), here["out_dir"] / "run" / "metrics.jsonl"
+            return figures | {"tokens": list(read_rows(log))[-1]["train/tokens"]}
 
-        def theirs() -> dict:
-            with Program(peer.command(**recipe), peer.cwd) as program:
-                seconds, line = [(seconds, line) for seconds, line in program.lines() if "val loss" in line][-1]
-            tokens = math.prod(recipe[name] for name in ("max_iters", "batch_size", "block_size"))
-            return {"seconds": seconds, "val/loss": float(line.split("val loss ")[1]), "tokens": tokens}
-
-        peer = options.nanogpt and NanoGPT(options.nanogpt, options.text)
-        yield Group("to 1.88 nats a character", {"ours": ours} | ({"nanoGPT": theirs} if peer else {}), "nanoGPT")
+        cases = {"ours": ours}
+        if options.nanogpt:
+            peer = NanoGPT(options.nanogpt, options.text)
+            tokens = {"tokens": math.prod(recipe[name] for name in ("max_iters", "batch_size", "block_size"))}
+            cases["nanoGPT"] = lambda: to_the_loss(peer.command(**recipe), peer.cwd) | tokens
+        yield Group("to 1.88 nats a character", cases, "nanoGPT")
 
 
 def overhead(options: Namespace) -> Iterator[Group]:
@@ -144,9 +138,8 @@ def overhead(options: Namespace) -> Iterator[Group]:
             env = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
             with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
                 settings = recipe | {"micro_batch_size": 16 // processes, "tracking.log_every": every}
-                settings = endless(settings, folder)
-                ours, by_hand = [*launch(launched, "train.py"), *words(settings)], bare_loop_command(settings, launched)
-                commands = {"train.py": ours, "bare loop": by_hand}
+                settings = endless(settings, folder), launched
+                commands = {"train.py": launch(*settings), "bare loop": launch(*settings, BARE_LOOP)}
                 cases = {label: awake(stack, every * 16 * seq_len, how, **env) for label, how in commands.items()}
                 yield Group(f"{name}, {processes} process(es)", cases, "bare loop", TURNS * options.rounds)
 
@@ -162,7 +155,7 @@ def scaling(options: Namespace) -> Iterator[Group]:
     against = {two: one, **dict.fromkeys(ways, list(ways)[-1])}
     sizes = [(1, 16, 2, 10)] if options.quick else [(2, 128, 4, 60), (4, 256, 4, 15), (6, 384, 6, 10)]
     for layers, width, heads, steps in sizes:
-        settings = random_tokens(128, 4, n_layers=layers, d_model=width, n_heads=heads) | logged(steps, steps // 5)
+        settings = random_tokens(128, 4, steps, steps // 5, n_layers=layers, d_model=width, n_heads=heads)
         cases = {one: partial(train, settings | {"micro_batch_size": 8}, OMP_NUM_THREADS="2")}
         cases[two] = partial(train, settings, 2, OMP_NUM_THREADS="1")
         cases |= {name: partial(bare_loop, settings, 2, OMP_NUM_THREADS="1", WAY=way) for name, way in ways.items()}
@@ -173,8 +166,8 @@ def memory(options: Namespace) -> Iterator[Group]:
     """Peak memory over that of the imports and time of a training step of 2,048 tokens with a vocabulary of 50,257, in
     float32 with AdamW; with --nanogpt, nanoGPT too at the same shape, with its optimizer."""
     vocab_size, batch = (512, 1) if options.quick else (50_257, 8)
-    settings = random_tokens(256, batch, n_layers=4, n_heads=4, d_model=256, vocab_size=vocab_size)
-    settings |= GPT2 | {"model.max_position_embeddings": 256, "optimizer.lr": 1e-3} | logged(4, 1)
+    sizes = dict(n_layers=4, n_heads=4, d_model=256, vocab_size=vocab_size, max_position_embeddings=256)
+    settings = random_tokens(256, batch, 4, 1, **sizes, **GPT2) | {"optimizer.lr": 1e-3}
     ways = {
         "logits at once": {"chunked_loss": False},
         "loss in chunks": {"chunked_loss": True},
@@ -190,14 +183,14 @@ def sharding(options: Namespace) -> Iterator[Group]:
     """Memory of a process, over that of one that trains next to nothing, against the number of processes, and FSDP2's
     step against DDP's, for 26 million weights on CPUs joined by gloo. Predicted: the weights, gradients and two moments
     of float32 alone, 16 bytes a weight, shared by all processes or not."""
-    launch_files, counts = {"DDP": "cpu.yaml", "FSDP2": "fsdp2.yaml"}, (2,) if options.quick else (1, 2, 4)
+    launch_files, counts = {"DDP": CPU, "FSDP2": "accelerate_configs/fsdp2.yaml"}, (2,) if options.quick else (1, 2, 4)
     nothing = TINY | {"vocab_size": 64}
     sizes = nothing if options.quick else {"n_layers": 8, "n_heads": 8, "d_model": 512, "d_ff": 2048, "vocab_size": 512}
     weights_mib = 16 * GPTConfig(**sizes, max_position_embeddings=128).num_weights / 2**20
 
     def trained(of: dict, steps: int, kind: str, processes: int) -> dict[str, float]:
-        settings = random_tokens(64, 1, **of) | logged(steps, steps // 3) | {"checkpoint.asynchronous": False}
-        return train(settings, processes, launch_file=launch_files[kind], OMP_NUM_THREADS="1")
+        settings = random_tokens(64, 1, steps, steps // 3, **of) | {"checkpoint.asynchronous": False}
+        return train(settings, processes, config_file=launch_files[kind], OMP_NUM_THREADS="1")
 
     of_nothing = cache(lambda kind: trained(nothing, 3, kind, counts[0])["peak_mib"])
 
@@ -234,14 +227,13 @@ def startup(options: Namespace) -> Iterator[Group]:
         with Program(command, **env) as program:
             return program.turn(FIRST_STEP)
 
-    stories = {"config": "configs/stories.yaml"}
-    small = stories | {"data.num_samples": 50} | model(**TINY)
-    recipe = small if options.quick else stories
+    small = STORIES | {"data.num_samples": 50} | model(**TINY)
+    recipe = small if options.quick else STORIES
     with tempfile.TemporaryDirectory() as folder:
 
         def first_step(settings: dict, processes: int = 0, **env: str) -> Case:
             here = {"out_dir": folder, "resume": "never", "tracking.log_every": 1}
-            return partial(to_first_step, [*launch(processes, "train.py"), *words(settings | here)], **env)
+            return partial(to_first_step, launch(settings | here, processes), **env)
 
         cache = Path(folder, "cache")
         # Compiling the smallest model takes half a minute; without a compiler train.py says so and goes on.
@@ -277,7 +269,7 @@ def growth(options: Namespace) -> Iterator[Group]:
 
     def shape(width: int = 256, context: int = 256, **sizes: int) -> dict:
         sizes = {"n_layers": 2, "n_heads": width // 64, "d_model": width, "d_ff": 8 * -(-width // 3)} | QWEN3 | sizes
-        return random_tokens(context, 1, max_position_embeddings=4096, **sizes) | logged(6, 1)
+        return random_tokens(context, 1, 6, 1, max_position_embeddings=4096, **sizes)
 
     axes = {  # tokens of a step, points, settings at a point
         "context": (4096, [2**n for n in range(7, 13)], lambda n: shape(context=n)),
@@ -297,11 +289,9 @@ def growth(options: Namespace) -> Iterator[Group]:
 
     def of_processes(processes: int, every: int = 1 if options.quick else 4) -> dict:
         """The median of so many turns of so many steps, after the start and the first turn."""
-        settings = random_tokens(128, 2, n_layers=2, d_model=256, d_ff=688)
-        settings |= {"global_batch_size": 16, "tracking.log_every": every}
+        settings = random_tokens(128, 2, 0, every, n_layers=2, d_model=256, d_ff=688) | {"global_batch_size": 16}
         with tempfile.TemporaryDirectory() as folder:
-            command = launch(processes, "train.py") + words(endless(settings, folder))
-            with Program(command, OMP_NUM_THREADS="1") as program:
+            with Program(launch(endless(settings, folder), processes), OMP_NUM_THREADS="1") as program:
                 turns = [program.turn() for _ in range(every + 1)][1:]
         clock, processors = (median(turn[name] for turn in turns) for name in ("seconds", "processor_seconds"))
         per_token = 1e6 / (every * 16 * 128)
