@@ -141,7 +141,8 @@ def train(
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
         # So that number comes first: here for the first step, and later with the totals of the step before.
         batch = next(batches)
-        target_tokens = totals.exchange(start.step, torch.zeros((), device=device), count_targets(batch), stop=False)
+        totals.send(count_targets(batch), stop=False)
+        target_tokens = totals.receive(start.step, torch.zeros((), device=device))
         totals.read(at_once=True)
         totals.skipped, totals.skipped_in_a_row = start.skipped
         # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
@@ -157,21 +158,23 @@ def train(
             lr = config.optimizer.lr * lr_scale(config.schedule, step, config.steps)
             set_lr(optimizer, lr)
             scale = loss_scale(accelerator.mixed_precision, step, totals.skipped)
-            for index, micro_batch in enumerate(micro_batches(batch, config.micro_batch_size)):
-                seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
-                with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
+            done = step + 1
+            for index, micro_batch in enumerate(micro_batches(batch, config.micro_batch_size), 1):
+                seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index - 1))
+                with nullcontext() if index == accumulation else accelerator.no_sync(model):
                     _, micro_loss, *sums = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
+                    totals.add(micro_loss / averaged_over, *sums)
+                    if index == accumulation:
+                        batch = next(batches, None)
+                        stop = stop_signal.received or saver.failed or corpus_check.failed or done == config.stop_after
+                        totals.send(count_targets(batch), stop)
                     backward(scale * micro_loss, model, accelerator)
                 if config.exact:
                     tree_sum.add_micro_batch()
-                totals.add(micro_loss / averaged_over, *sums)
             fill_in(parameters, scale)
             grad_norm = gathered(accelerator.clip_grad_norm_(parameters, config.optimizer.grad_clip or math.inf))
 
-            done = step + 1
-            batch = next(batches, None)
-            stop = stop_signal.received or saver.failed or corpus_check.failed or done == config.stop_after
-            target_tokens = totals.exchange(done, grad_norm, count_targets(batch), stop)
+            target_tokens = totals.receive(done, grad_norm)
             log_now, evaluate_now, save_now, compare_now = config.due(done)
             totals.read(at_once=log_now or evaluate_now or save_now)
             with layers.watch(log_now):

@@ -111,11 +111,12 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, foreach: bool = False,
         set_lr(optimizer, OPTIMIZER.lr)
         torch.manual_seed(derive_seed(0, "dropout", done, 0))
         loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=target_tokens)[1]
-        accelerator.backward(loss)
         totals.add(loss)
+        totals.send((tokens[:, 1:] != -100).sum(), stop=False)
+        accelerator.backward(loss)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
         done += 1
-        target_tokens = totals.exchange(done, grad_norm, (tokens[:, 1:] != -100).sum(), stop=False)
+        target_tokens = totals.receive(done, grad_norm)
         totals.read(at_once=False)
         if totals.finite:
             optimizer.step()

@@ -88,9 +88,9 @@ STARTS_AT = []
 class Totals(train.StepTotals):
     """Learns from the first exchange which step the run starts at."""
 
-    def exchange(self, step, *arguments, **named):
+    def receive(self, step, *arguments, **named):
         STARTS_AT.append(step)
-        return super().exchange(step, *arguments, **named)
+        return super().receive(step, *arguments, **named)
 
 
 def dying(original):

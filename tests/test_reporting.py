@@ -26,7 +26,6 @@ ALONE = SimpleNamespace(
     process_index=0,
     num_processes=1,
     is_main_process=True,
-    reduce=lambda tensor, how: tensor,
 )
 
 
@@ -105,12 +104,15 @@ def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported
     assert rows[-1]["val/floor"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the floor)" in output
 
 
-def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples():
+def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples(monkeypatch):
+    others_send_nothing = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr("training.step_totals.dist.all_reduce", lambda sent, async_op: others_send_nothing)
     accelerator = SimpleNamespace(**{**vars(ALONE), "process_index": 1, "num_processes": 2})
     totals = StepTotals(SimpleNamespace(indices=lambda step: [5, 6, 7, 8]), 1, 0, accelerator)
     for loss in (1.0, math.nan):
         totals.add(torch.tensor(loss))
-    totals.exchange(1, torch.tensor(math.nan), 12, stop=False)
+    totals.send(12, stop=False)
+    totals.receive(1, torch.tensor(math.nan))
     with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[8\]"):
         totals.read(at_once=True)
 

@@ -245,14 +245,14 @@ def test_a_run_whose_last_validation_loss_is_no_number_is_not_finished(runs):
 
 
 def test_a_global_batch_without_targets_is_said():
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"), process_index=0, num_processes=1, reduce=lambda tensor, how: tensor
-    )
+    accelerator = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
     order = SimpleNamespace(indices=lambda step: [7, 8])
     totals = StepTotals(order, 2, 0, accelerator)
-    totals.exchange(0, torch.tensor(0.0), 0, stop=False)
+    totals.send(0, stop=False)
+    totals.receive(0, torch.tensor(0.0))
     totals.add(torch.tensor(math.nan))
-    totals.exchange(1, torch.tensor(math.nan), 12, stop=False)
+    totals.send(12, stop=False)
+    totals.receive(1, torch.tensor(math.nan))
     with pytest.raises(NonFiniteError, match=r"without one target token in the global batch.*\[7, 8\]"):
         totals.read(at_once=True)
 
@@ -327,7 +327,7 @@ def test_rows_are_on_the_disk_before_the_checkpoint_that_they_belong_to(tmp_path
         is_main_process=True,
     )
     network = torch.nn.Linear(2, 2)
-    optimizer = SimpleNamespace(optimizer=torch.optim.AdamW(network.parameters()))
+    optimizer = torch.optim.AdamW(network.parameters())
     there_already, faults = [], [OSError(5, "Input/output error"), None]
 
     def sync():

@@ -1,5 +1,6 @@
 """What all processes must know of a step, in one small all-reduce, which the host reads one step late.
 
+It travels beside the last backward of a step: on CPUs such a message takes milliseconds while all cores are busy.
 Reading it at once would make the host wait for the device in every step. That is done only where something depends on
 it: before a log line, an evaluation, a save and the end, and in every step where updates may be skipped.
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -64,6 +66,8 @@ class StepTotals:
         self._dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64  # exact counts up to 2**53
         self._names: list[str] = []
         self._rows: list[Tensor] = []  # of the micro-batches of this step
+        self._sent: Tensor
+        self._sending: dist.Work | None = None
         self._targets = math.nan  # of the step that is read next, as the exchange before it told
         self._unread: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
@@ -80,6 +84,11 @@ class StepTotals:
         if taken := RESERVED_NAMES & sums.keys():
             raise RunError(f"the model reports {', '.join(sorted(taken))}: a name that is logged already; use another")
 
+    @property
+    def _width(self) -> int:
+        """How many numbers each micro-batch has to tell."""
+        return 1 + 2 * len(self._names)
+
     @torch.no_grad()
     def add(self, loss: Tensor, sums: Mapping[str, tuple] = NOTHING) -> None:
         """Take in a micro-batch: its part of the loss, which all add up to, and its (sum, count) of each name.
@@ -94,34 +103,44 @@ class StepTotals:
         for place, number in enumerate(numbers):
             self._rows[-1][place] = number
 
-    def exchange(self, step: int, grad_norm: Tensor, next_targets: Tensor | int, stop: bool) -> Tensor:
-        """Tell all processes what each knows of the update number `step`, without waiting for the result.
+    def send(self, next_targets: Tensor | int, stop: bool) -> None:
+        """Begin to tell all processes what each knows of this step, beside the backward of its last micro-batch.
+
+        Args:
+            next_targets: the number of target tokens in this process's share of the next global batch.
+            stop: whether this process was asked to stop.
+        """
+        rank, rows = self.accelerator.process_index, len(self._rows)
+        # Every micro-batch has a place of its own, so that the sum of zeros and one number is exact and the host adds
+        # them up in the same order on any number of processes.
+        numbers = 2 + self.accelerator.num_processes * rows * self._width
+        self._sent = torch.zeros(numbers, dtype=self._dtype, device=self.accelerator.device)
+        self._sent[0], self._sent[1] = next_targets, stop
+        if rows:
+            self._sent[2:].view(-1, rows * self._width)[rank] = torch.cat(self._rows)
+            self._rows = []
+        if self.accelerator.num_processes > 1:
+            self._sending = dist.all_reduce(self._sent, async_op=True)
+
+    def receive(self, step: int, grad_norm: Tensor) -> Tensor:
+        """Take what all sent, as that of the update number `step`, without making the host wait for a device.
 
         Args:
             grad_norm: of the synchronised gradient, so already the same on all processes.
-            next_targets: the number of target tokens in this process's share of the next global batch.
-            stop: whether this process was asked to stop.
 
         Returns:
             The number of target tokens in the next global batch, 0-dim, on the device.
         """
-        device, rank, rows = self.accelerator.device, self.accelerator.process_index, len(self._rows)
-        # Every micro-batch has a place of its own, so that the sum of zeros and one number is exact and the host adds
-        # them up in the same order on any number of processes.
-        width = 1 + 2 * len(self._names)
-        local = torch.zeros(2 + self.accelerator.num_processes * rows * width, dtype=self._dtype, device=device)
-        local[0], local[1] = next_targets, stop
-        if rows:
-            local[2:].view(-1, rows * width)[rank] = torch.cat(self._rows)
-            self._rows = []
-        total = self.accelerator.reduce(local, "sum")
-        on_host = torch.cat((total, grad_norm.to(total).reshape(1))).to("cpu", non_blocking=device.type == "cuda")
+        if self._sending:
+            self._sending.wait()
+        on_cuda = self.accelerator.device.type == "cuda"
+        on_host = torch.cat((self._sent, grad_norm.to(self._sent).reshape(1))).to("cpu", non_blocking=on_cuda)
         copied = None
-        if device.type == "cuda":
+        if on_cuda:
             copied = torch.cuda.Event()
             copied.record()
         self._unread.append((step, on_host, copied))
-        return total[0]
+        return self._sent[0]
 
     def read(self, at_once: bool) -> None:
         """Read all but the latest exchange; with `at_once`, or where it is time to stop, the latest too.
@@ -136,7 +155,7 @@ class StepTotals:
                 copied.synchronize()
             targets, self._targets = self._targets, on_host[0].item()
             self.stop, self.grad_norm = on_host[1].item() > 0, on_host[-1].item()
-            losses, *columns = on_host[2:-1].view(-1, 1 + 2 * len(self._names)).T.tolist()
+            losses, *columns = on_host[2:-1].view(-1, self._width).T.tolist()
             loss = average(losses, [1.0])
             pairs = zip(self._names, columns[::2], columns[1::2], strict=True)
             self.averages = {"loss": loss} | {name: average(sums, counts) for name, sums, counts in pairs}
