@@ -27,12 +27,9 @@ MODES = {"default": {"exact": False}, "exact": {"exact": True}}
 
 
 def exactness(options: Namespace) -> Iterator[Group]:
-    """What `--exact true` costs, and what it buys.
-
-    Bits: 200 steps of the stories recipe on 1, 2 and 4 processes, with and without `exact`; how far logged losses and
-    all weights together are apart, relatively, and how many tensors differ in any bit. Cost: a model of 11 million
-    parameters on 1 and 2 processes with 8 micro-batches each, in time a step and peak memory of a process.
-    """
+    """What `--exact true` buys, 200 steps of the stories recipe on 1, 2 and 4 processes: how far logged losses and all
+    weights together are apart, relatively, and how many tensors differ in any bit; and what it costs, of a model of 11
+    million parameters with 8 micro-batches a process, in time a step and peak memory of a process."""
     short = {"steps": 2, "schedule.warmup_steps": 0} if options.quick else {"steps": 200}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -66,12 +63,9 @@ def exactness(options: Namespace) -> Iterator[Group]:
 
 
 def soak(options: Namespace) -> Iterator[Group]:
-    """Kills processes of a run 50 times at random moments, and compares the weights it ends with to one's left alone.
-
-    Every kill is a SIGKILL to a random process of a job of two under `accelerate launch --max_restarts`, at a random
-    time after the kill before: while it starts, trains or saves. When a run ends before the kills do, the next one
-    begins. It is an error if a run does not end with the same bits.
-    """
+    """Kills processes 50 times: by SIGKILL a random one of two under `accelerate launch --max_restarts`, at a random
+    time after the kill before. When a run ends before the kills do, the next one begins. It is an error if a run does
+    not end with the bits of one that was left alone."""
     kills, steps = (1, 20) if options.quick else (50, 400)
     chance, tally = random.Random(0), Counter(kills=0, starting=0, training=0, saving=0, runs_with_the_same_bits=0)
 

@@ -44,11 +44,8 @@ def network(layers: int, width: int, heads: int, **settings) -> GPTModel:
 
 
 def generation(options: Namespace) -> Iterator[Group]:
-    """Tokens a second of GPTModel.generate, and of transformers on the same model, exported, for both families.
-
-    Both write greedily, and must write the same tokens. A step of a small model is mostly what a framework does around
-    its products, so two sizes are measured, one text at a time and 16 together.
-    """
+    """Tokens a second of GPTModel.generate, and of transformers on the same model, exported: greedily, and they must be
+    the same tokens. A step of a small model is mostly what a framework does around its products, so there are two."""
 
     def case(write: Callable[[], Tensor], expected: Tensor) -> dict[str, float]:
         start = time.perf_counter()
@@ -68,11 +65,10 @@ def generation(options: Namespace) -> Iterator[Group]:
             greedy = {"do_sample": False, "max_new_tokens": length, "min_new_tokens": length, "pad_token_id": 0}
             for batch in (1, 16):
                 prompts = torch.randint(8192, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
+                greedy["attention_mask"] = torch.ones_like(prompts)
                 writers = {
                     "ours": partial(ours.generate, prompts, length, temperature=0),
-                    "transformers": partial(
-                        theirs.generate, prompts, attention_mask=torch.ones_like(prompts), **greedy
-                    ),
+                    "transformers": partial(theirs.generate, prompts, **greedy),
                 }
                 _, expected = [write() for write in writers.values()]  # to warm both
                 cases = {name: partial(case, write, expected) for name, write in writers.items()}
@@ -80,11 +76,8 @@ def generation(options: Namespace) -> Iterator[Group]:
 
 
 def checkpoint_stall(options: Namespace) -> Iterator[Group]:
-    """What saving a model of 100 million parameters costs a training loop, in the foreground and in the background.
-
-    A save is begun, and the steps that follow are timed until the checkpoint is there. Lost is what the save call took
-    plus what those steps took longer than undisturbed ones. TMPDIR says on which disk.
-    """
+    """What saving costs a training loop, in the foreground and in the background, on the disk of TMPDIR. Lost is what
+    the save call took, plus what the steps until the checkpoint is there took longer than undisturbed ones."""
     accelerator = Accelerator(cpu=True)
     trained = network(*(1, 64, 1) if options.quick else (12, 768, 12), vocab_size=10_000)
     model, optimizer = accelerator.prepare(trained, build_optimizer(trained, TrainConfig().optimizer))
@@ -116,11 +109,8 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
 
 
 def text(options: Namespace) -> Iterator[Group]:
-    """data.prepare against the bare `tokenizers` batch encode, on the same cores, and what the loader gives.
-
-    The text is repeated to 100 MB and cut into documents. Besides the clock, processor time of all processes is
-    compared, which other work on the machine changes less.
-    """
+    """data.prepare against the bare `tokenizers` batch encode, on the same cores, of a text that is repeated to 100 MB
+    and cut into documents; and what the loader gives."""
     characters, content = 10**6 if options.quick else 10**8, options.text.read_text()
     content *= characters // len(content) + 1
     documents = [content[i : i + DOCUMENT] for i in range(0, characters, DOCUMENT)]

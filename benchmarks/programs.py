@@ -55,11 +55,8 @@ def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
 
 
 def throughput(options: Namespace) -> Iterator[Group]:
-    """Training speed on a CPU, against nanoGPT where --nanogpt says where it is.
-
-    Two shapes of nanoGPT: its recipe for a CPU and its small model for a GPU. Each one's real train.py runs, by turns
-    of a second or two, in which the others sleep.
-    """
+    """Training speed on a CPU, against nanoGPT where --nanogpt says where it is: its recipe for a CPU and its small
+    model for a GPU. Each one's real train.py runs, by turns of a second or two, in which the others sleep."""
     shapes = [(4, 4, 128, 64, 12, 20), (6, 6, 384, 256, 16, 1)]
     variants = [(written, compiled) for written in ("float32", "bfloat16") for compiled in (False, True)]
     for layers, heads, width, context, batch, every in [(1, 2, 32, 32, 4, 2)] if options.quick else shapes:
@@ -84,10 +81,8 @@ def throughput(options: Namespace) -> Iterator[Group]:
 
 
 def time_to_loss(options: Namespace) -> Iterator[Group]:
-    """Seconds from launch to a validation loss of 1.88 nats a character, each round with another seed; needs --text.
-
-    The clock stops at the first evaluation with at most that loss, or at the last. Preparing the text is not counted.
-    """
+    """Seconds from launch to the first evaluation with a validation loss of 1.88 nats a character, or to the last, each
+    round with another seed; needs --text, whose preparation is not counted."""
     target, seeds, recipe = math.inf if options.quick else 1.88, count(), dict(RECIPE_FOR_A_CPU)
 
     def to_the_loss(command: list[str], cwd: Path = ROOT) -> dict:
@@ -124,9 +119,7 @@ def overhead(options: Namespace) -> Iterator[Group]:
     """What train.py costs over a hand-written loop, with its data loading, logging, W&B (offline), clipping and checks.
 
     In 1 process, and in 2 with DDP; on stories, where steps are short and a grammar writes the data meanwhile, and on
-    random tokens, with a model of 3 million parameters. Both begin with the same weights and have as many threads:
-    together one for each core. They take turns of 10 steps, in which the other sleeps. Lines are logged as often as by
-    default: each has a digest of the state.
+    random tokens. Both have the same settings, and as many threads: together one for each core.
     """
     larger = model(n_layers=4, d_model=256, vocab_size=512) | {"seq_len": 128}
     recipes = {"stories, 0.46M parameters": (STORIES, 96), "random tokens, 3.4M parameters": (RANDOM | larger, 128)}
@@ -145,11 +138,8 @@ def overhead(options: Namespace) -> Iterator[Group]:
 
 
 def scaling(options: Namespace) -> Iterator[Group]:
-    """What two processes are worth on two cores, and what DDP is worth, for three sizes of model.
-
-    train.py with two processes of one thread, against one process of two threads on the same global batches; and the
-    loop by hand in two processes of one thread, with each way of examples/overlap.py to sum gradients.
-    """
+    """What two processes are worth on two cores: train.py with two processes of one thread, against one of two threads
+    on the same global batches; and what DDP is worth: the loop by hand, with each way of examples/overlap.py."""
     one, two = "train.py, 1 process x 2 threads", "train.py, 2 processes x 1 thread"
     ways = {f"2 x 1, {way}": way for way in WAYS}
     against = {two: one, **dict.fromkeys(ways, list(ways)[-1])}
@@ -261,11 +251,8 @@ def startup(options: Namespace) -> Iterator[Group]:
 
 
 def growth(options: Namespace) -> Iterator[Group]:
-    """What a token of training costs as things grow; benchmarks/page.py draws it beside what theory says it costs.
-
-    Context, width, depth, vocabulary: a training step of one process, on as many threads as there are cores. Processes:
-    train.py under a launcher, one thread a process. The corpus is of zeros, and only read.
-    """
+    """What a token of training costs as things grow; benchmarks/page.py draws it beside what theory says it costs. The
+    corpus is of zeros, and only read; processes have one thread each, all else one for each core."""
 
     def shape(width: int = 256, context: int = 256, **sizes: int) -> dict:
         sizes = {"n_layers": 2, "n_heads": width // 64, "d_model": width, "d_ff": 8 * -(-width // 3)} | QWEN3 | sizes

@@ -60,6 +60,7 @@ def test_a_result_says_where_it_comes_from_and_of_how_many_rounds_a_figure_is(pa
         ([27801.0], "27,801 (one round)"),
         ([14.5, 15.0], "14.8 (14.5 to 15, 2 rounds)"),
         ({"median": 0.25, "rounds": 3}, "0.25 (3 rounds)"),
+        ([float(n) for n in range(1, 9)], "4.5 (2.25 to 6.75, half of 8 turns)"),
     ],
 )
 def test_a_figure_says_how_far_its_rounds_lay_apart_or_that_they_were_few(recorded, shown):
