@@ -102,7 +102,7 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, foreach: bool = False,
     optimizer = build_optimizer(network, OPTIMIZER)
     for group in optimizer.param_groups if foreach else ():
         group["fused"], group["foreach"] = False, True
-    model, optimizer = accelerator.prepare(network, optimizer)
+    model = accelerator.prepare_model(network)
     totals, done = StepTotals(None, 1, 0, accelerator), 0  # the order only words an error
     target_tokens = (tokens[:, 1:] != -100).sum()
 

@@ -80,7 +80,7 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
     the save call took, plus what the steps until the checkpoint is there took longer than undisturbed ones."""
     accelerator = Accelerator(cpu=True)
     trained = network(*(1, 64, 1) if options.quick else (12, 768, 12), vocab_size=10_000)
-    model, optimizer = accelerator.prepare(trained, build_optimizer(trained, TrainConfig().optimizer))
+    model, optimizer = accelerator.prepare_model(trained), build_optimizer(trained, TrainConfig().optimizer)
     tokens, totals = torch.randint(10_000, (1, 64)), SimpleNamespace(skipped=0, skipped_in_a_row=0)
 
     def step_seconds() -> float:
