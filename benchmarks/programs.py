@@ -59,7 +59,7 @@ def bare_loop(settings: dict, processes: int = 0, **env: str) -> dict:
 def throughput(options: Namespace) -> Iterator[Group]:
     """Training speed on a CPU, against nanoGPT where --nanogpt says where it is: its recipe for a CPU and its small
     model for a GPU. Each one's real train.py runs, by turns of a second or two, in which the others sleep."""
-    shapes = [(4, 4, 128, 64, 12, 20), (6, 6, 384, 256, 16, 1)]
+    shapes = [(4, 4, 128, 64, 12, 20), (6, 6, 384, 256, 16, 3)]
     # A processor that has no arithmetic in bfloat16 takes twenty times as long.
     precisions = ("float32", "bfloat16") if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ("float32",)
     variants = [(written, compiled) for written in precisions for compiled in (False, True)]
