@@ -104,8 +104,8 @@ def train(
         model = prepare_without_ddp(network, accelerator)
         tree_sum = TreeSum(network, accumulation * num_processes, rank, num_processes)
     else:
-        model, prepared = accelerator.prepare(network, optimizer)
-        optimizer = prepared.optimizer  # the wrapper around it looks in every step which packages are installed
+        model, optimizer = accelerator.prepare(network, optimizer)
+        optimizer = optimizer.optimizer  # the wrapper around it looks in every step which packages are installed
     parameters = list(network.parameters())
     # DDP averages over the processes what is to be summed.
     averaged_over = 1 if config.exact else num_processes
@@ -159,12 +159,12 @@ def train(
             set_lr(optimizer, lr)
             scale = loss_scale(accelerator.mixed_precision, step, totals.skipped)
             done = step + 1
-            for index, micro_batch in enumerate(micro_batches(batch, config.micro_batch_size), 1):
-                seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index - 1))
-                with nullcontext() if index == accumulation else accelerator.no_sync(model):
+            for index, micro_batch in enumerate(micro_batches(batch, config.micro_batch_size)):
+                seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
+                with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
                     _, micro_loss, *sums = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
                     totals.add(micro_loss / averaged_over, *sums)
-                    if index == accumulation:
+                    if index == accumulation - 1:
                         batch = next(batches, None)
                         stop = stop_signal.received or saver.failed or corpus_check.failed or done == config.stop_after
                         totals.send(count_targets(batch), stop)

@@ -107,7 +107,7 @@ def test_a_variant_that_fails_ends_alone(monkeypatch):
 
 def test_settings_reach_the_model_and_the_optimizer(monkeypatch):
     # A real Accelerator would leave bf16 behind for every later test of this process.
-    accelerator = SimpleNamespace(device=torch.device("cpu"), prepare=lambda *objects: objects)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), prepare_model=lambda network: network)
     monkeypatch.setattr(gpu, "Accelerator", lambda **settings: accelerator)
     scale, tokens = gpu.MINIATURE, torch.zeros(1, 16, dtype=torch.long)
 
