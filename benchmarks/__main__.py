@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,7 @@ def main() -> int:
     options.text = options.text or (page.PAGE if options.quick else None)  # any text will do
     if options.case in ("time_to_loss", "text") and not options.text:
         parser.error(f"{options.case} needs --text FILE")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that programs that sleep do not outlive this one
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler has nothing to say to a reader
     figures = measure(options.case, options)
     if not options.quick:
