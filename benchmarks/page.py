@@ -223,8 +223,8 @@ def renew(name: str) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.scaling_model import Machines, tables  # which needs this module
+    from docs.scaling import Machines, tables  # which needs this module
 
     renew("growth")
-    scaling, marker = PAGE.with_name("scaling.md"), "python -m benchmarks.scaling_model"
+    scaling, marker = PAGE.with_name("scaling.md"), "python -m docs.scaling"
     scaling.write_text(renewed(scaling.read_text(), marker, f"\n{tables(Machines())}\n"))

@@ -129,16 +129,20 @@ def overhead(options: Namespace) -> Iterator[Group]:
     recipes = {"stories, 0.46M parameters": (STORIES, 96), "random tokens, 3.4M parameters": (RANDOM | larger, 128)}
     if options.quick:
         recipes = {"random tokens": (RANDOM | model(**TINY, vocab_size=64), 32)}
-    every = 2 if options.quick else 10
+    every, one = 2 if options.quick else 10, "train.py, 1 process"
     for name, (recipe, seq_len) in recipes.items():
-        for launched, processes in ((0, 1),) if options.quick else ((0, 1), (2, 2)):
-            env = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
-            with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-                settings = recipe | {"micro_batch_size": 16 // processes, "tracking.log_every": every}
-                settings = endless(settings, folder), launched
+        cases, against = {}, {}
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            for launched, processes in ((0, "1 process"),) if options.quick else ((0, "1 process"), (2, "2 processes")):
+                share = max(1, launched)
+                env = {"OMP_NUM_THREADS": str(max(1, available_cores() // share))}
+                settings = recipe | {"micro_batch_size": 16 // share, "tracking.log_every": every}
+                settings = endless(settings, folder, processes), launched
                 commands = {"train.py": launch(*settings), "bare loop": launch(*settings, BARE_LOOP)}
-                cases = {label: awake(stack, every * 16 * seq_len, how, **env) for label, how in commands.items()}
-                yield Group(f"{name}, {processes} process(es)", cases, "bare loop", TURNS * options.rounds)
+                for label, command in commands.items():
+                    cases[f"{label}, {processes}"] = awake(stack, every * 16 * seq_len, command, **env)
+                against[f"train.py, {processes}"] = [f"bare loop, {processes}", one]
+            yield Group(name, cases, against, TURNS * options.rounds)
 
 
 def scaling(options: Namespace) -> Iterator[Group]:

@@ -127,9 +127,11 @@ def test_the_framework_and_the_bare_loop_have_the_same_settings_and_together_a_t
     for group in programs.overhead(argparse.Namespace(quick=False, rounds=1)):
         started = []
         assert all("enough" in case["error"] for case in by_turns(group, 1).values())
-        (ours, threads), (bare, threads_of_bare) = started
-        assert ours == bare and "--tracking.log_every" in ours
-        assert threads == threads_of_bare == max(1, available_cores() // (2 if "2 process" in group.name else 1))
+        pairs = zip(started[::2], started[1::2], strict=True)
+        for processes, ((ours, threads), (bare, threads_of_bare)) in enumerate(pairs, start=1):
+            assert ours == bare and "--tracking.log_every" in ours
+            assert threads == threads_of_bare == max(1, available_cores() // processes)
+        assert processes == 2
 
 
 def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch, tmp_path):

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import scaling_model as scaling
-from benchmarks.scaling_model import SHAPES, STRATEGIES, Machines
 from config import parse_tool
+from docs import scaling
+from docs.scaling import SHAPES, STRATEGIES, Machines
 from tests.conftest import ROOT
 
 MACHINES = Machines()
@@ -20,13 +20,13 @@ def test_the_page_has_the_tables_that_the_command_prints(capsys):
     scaling.main(MACHINES)
     tables = capsys.readouterr().out
     assert tables.count("|---|") > 5
-    between = DOCS.split("<!-- python -m benchmarks.scaling_model -->")[1].split("<!-- end -->")[0]
+    between = DOCS.split("<!-- python -m docs.scaling -->")[1].split("<!-- end -->")[0]
     assert between.strip() == tables.strip(), "run python -m benchmarks.page"
 
 
-@each("command", re.findall(r"^python -m benchmarks.scaling_model(.*)$", DOCS, re.MULTILINE))
+@each("command", re.findall(r"^python -m docs.scaling(.*)$", DOCS, re.MULTILINE))
 def test_the_commands_of_the_page_run(command, capsys):
-    scaling.main(parse_tool(Machines, "scaling_model", command.split()))
+    scaling.main(parse_tool(Machines, "scaling", command.split()))
     assert capsys.readouterr().out.count("|---|") > 5
 
 

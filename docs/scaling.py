@@ -1,4 +1,4 @@
-"""A model of training on many GPUs: python -m benchmarks.scaling_model [--matrix_flops_per_second 4e14]
+"""A model of training on many GPUs: python -m docs.scaling [--matrix_flops_per_second 4e14]
 
 Predictions, none of them measured: how long a step takes when the gradients of N parameters must be summed over n GPUs,
 by DDP, by FSDP2 that shards over all of them, or over the GPUs of a machine only (hybrid). docs/scaling.md has the
@@ -215,4 +215,4 @@ def main(machines: Machines) -> None:
 
 
 if __name__ == "__main__":
-    run("benchmarks.scaling_model", Machines, needs_torch=False)
+    run("docs.scaling", Machines, needs_torch=False)
