@@ -430,6 +430,9 @@ class TrainConfig:
         return problems
 
 
+NO_NULL = "{}: null is no value of it; leave it out for its default"
+
+
 def _nulls(settings: Any, prefix: str = "") -> list[str]:
     """Settings of a file that are null and cannot be, which the parser lets through; a problem each."""
     problems = []
@@ -438,7 +441,7 @@ def _nulls(settings: Any, prefix: str = "") -> list[str]:
         if is_dataclass(value):
             problems += _nulls(value, f"{name}.")
         elif value is None and type(None) not in get_args(setting.type):
-            problems.append(f"{name}: null is no value of it; leave it out for its default")
+            problems.append(NO_NULL.format(name))
     return problems
 
 
@@ -486,7 +489,8 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     has_config = any(arg.split("=")[0] == "--config" for arg in own_args)
     args = own_args if has_config else ["--config", str(DEFAULT_CONFIG), *own_args]
     parser = _train_parser()
-    settings = _parse(parser, args)
+    sections = (setting.name for setting in fields(TrainConfig) if is_dataclass(setting.type))
+    settings = _parse(parser, args, tuple(sections))
     config_files = settings.pop("config")
     config = TrainConfig(**settings)
     if config.init_from is not None:
@@ -537,9 +541,12 @@ def _parser(program: str, description: str) -> _Parser:
     return _Parser(prog=program, description=description, allow_abbrev=False)
 
 
-def _parse(parser: _Parser, args: list[str]) -> dict[str, Any]:
+def _parse(parser: _Parser, args: list[str], sections: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
-        return vars(parser.instantiate(parser.parse_args(args)))
+        parsed = parser.parse_args(args)
+        if empty := [NO_NULL.format(name) for name in sections if parsed[name] is None]:
+            raise ConfigError("\n".join(empty))
+        return vars(parser.instantiate(parsed))
     except UnicodeDecodeError as error:
         raise ConfigError(f"a config file is not UTF-8 text: {error}") from None
     except RecursionError:

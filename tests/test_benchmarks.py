@@ -33,6 +33,8 @@ def test_a_changed_result_changes_the_page(monkeypatch, tmp_path):
     changed = page.read("memory")
     (cases,) = changed["figures"].values()
     cases["loss in chunks"]["peak_mib"] = [123_456.0, 123_455.0, 123_457.0]
+    for case in cases.values():
+        case["others_cores"] = []
     cases["loss in chunks"]["others_cores"], cases["logits at once"]["others_cores"] = [0.25, 0.125], [0.0]
     (tmp_path / "memory.json").write_text(json.dumps(changed))
     monkeypatch.setattr(page, "RESULTS", tmp_path)
@@ -210,7 +212,9 @@ def test_programs_take_turns_in_which_the_others_sleep(monkeypatch):
         for case in cases * 3:
             took = case()
             assert took["tokens_per_second"] == 6 / took["seconds"] and took["processor_seconds"] >= 0
-            assert {program.process.status() for program in programs} == {psutil.STATUS_STOPPED}
+            deadline = time.monotonic() + 60  # a process that is on a core may have a moment more
+            while {program.process.status() for program in programs} != {psutil.STATUS_STOPPED}:
+                assert time.monotonic() < deadline
         assert len(programs) == 2  # each began once
     assert not any(program.process.is_running() for program in programs)
 

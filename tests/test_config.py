@@ -124,6 +124,13 @@ def test_what_is_set_twice_is_refused_and_nothing_is_set_silently(tmp_path):
     assert parse_config([*RANDOM_TOKENS, "--name", "#x"]).name == "#x", "YAML takes it for a comment"
 
 
+def test_a_section_in_which_nothing_stands_is_refused(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {}\noptimizer:\n  # lr: 1.0e-3\ntracking:\nsteps: 5")
+    message = refusal("--config", str(recipe))
+    assert "optimizer: null" in message and "tracking: null" in message and "model" not in message
+
+
 @pytest.mark.parametrize("setting", ["model", "data", "optimizer", "schedule", "data.mix", "name", "steps", "profile"])
 def test_no_setting_imports_anything(setting, tmp_path, monkeypatch):
     (tmp_path / "imported_by_a_setting.py").write_text("class Code: pass")
