@@ -144,6 +144,7 @@ def test_a_launcher_restarts_what_was_killed_and_passes_on_the_signal_that_it_is
     _, *words = train_command(*arguments, processes=2, max_restarts=3)
     launch = start(words, 0, run, steps=10, PET_SIGNALS_TO_HANDLE=SIGNALS)
     (process,) = launch.processes
+    wait_until(lambda: any((run / "checkpoints").glob("step-*")), process.is_alive)
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     starts = run / "starts.jsonl"
     wait_until(lambda: starts.read_text().count("\n") == 2, process.is_alive)
