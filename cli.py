@@ -153,7 +153,9 @@ def explain(error: Exception) -> str:
     """What to print below the traceback of `error` where a collective operation failed, else nothing."""
     from torch.distributed import DistError
 
-    if not isinstance(error, DistError) and "gloo" not in str(error):
+    # gloo says where it failed, but for the second of two exchanges under way when the first was given up.
+    of_gloo = any(words in str(error) for words in ("gloo", "pair closure"))
+    if not isinstance(error, DistError) and not of_gloo:
         return ""
     here = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if Path(f.filename).parent in OURS)
     return (

@@ -63,7 +63,7 @@ def test_by_default_another_number_of_processes_changes_no_more_than_rounding(ru
         rewind(runs / "run", last_step_kept)
     for ours, exact in zip(metrics(runs / "run"), metrics(alone), strict=True):
         assert ours.keys() == exact.keys() and ours["train/lr"] == exact["train/lr"]
-        for name in ours.keys() - {"train/lr"}:
+        for name in ours.keys() - {"train/lr", "state/digest"}:
             assert ours[name] == pytest.approx(exact[name], rel=2e-5), (name, ours["step"])
 
 

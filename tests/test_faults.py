@@ -60,7 +60,8 @@ def test_a_process_that_hangs_is_noticed_within_the_timeout(runs, left_alone):
     arguments = [*TINY, "--out_dir", runs, "--timeout_seconds", 4]
     done = train(*arguments, processes=2, max_restarts=1, faults="hang:1:4")
     error = next(line for line in done.stderr.splitlines() if "train.py: error: process 0 lost the others in" in line)
-    assert "backward" in error and "Timed out waiting 4000ms" in error
+    assert "backward" in error
+    assert "Timed out waiting 4000ms" in error or "Application timeout caused pair closure" in error
     assert_ends_like(runs / "run", left_alone)
 
 

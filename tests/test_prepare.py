@@ -644,7 +644,7 @@ p.cli = reporting
 """
 
 
-@pytest.mark.parametrize("megabytes", [2, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("megabytes", [2, pytest.param(300, marks=pytest.mark.slow)])
 def test_one_line_of_any_length_takes_little_memory(tmp_path, megabytes):
     """It stays far below what the text and its tokens would take."""
     line = make_text(1_000_000).replace("\r", "").replace("\n", " ").encode()[:1_000_000]
