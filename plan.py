@@ -121,17 +121,19 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
             _, loss = network(tokens, labels=tokens, num_items_in_batch=1.0)
         loss.backward()
         del loss
-        optimizer.step()
+        live.label = "activations"
+        with LiveBytes(KEPT_BYTES) as update:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=not with_ddp)
-        live.label, kept = "activations", LiveBytes(KEPT_BYTES)
+        kept = LiveBytes(KEPT_BYTES)
         if config.evaluation.every:
             at_once = min(config.evaluation.micro_batch_size, config.evaluation.num_samples or math.inf)
             tokens = torch.zeros((at_once, config.seq_len), dtype=torch.int64)
             with accelerator.autocast(), torch.no_grad(), kept:
                 network.eval()(tokens, labels=tokens, logits_to_keep=0 if config.data.source == "stories" else None)
     # The heap of a CPU's process keeps what is freed, and finds little room in it for tensors of other sizes.
-    evaluation = {"evaluation": kept.at_peak.total()} if device.type == "cpu" else {}
-    return dict(live.at_peak) | evaluation, moments
+    heap = {"update": update.at_peak.total(), "evaluation": kept.at_peak.total()} if device.type == "cpu" else {}
+    return dict(live.at_peak) | heap, moments
 
 
 def gathered_by_fsdp(network: GPTModel) -> int:
