@@ -1,5 +1,6 @@
 """Every setting of a run: typed, documented once (the docstring of a field is its `--help`), checked in one place."""
 
+import re
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -306,7 +307,7 @@ class TrainConfig:
     """Which settings of `model` the user gave, so that they must agree with those of `init_from`."""
 
     def __post_init__(self) -> None:
-        if self.resume not in ("auto", "never", None):
+        if self.resume not in ("auto", "never", None) and Path(self.resume).name != self.resume:
             self.resume, self.branch_from = "auto", self.resume
 
     @property
@@ -344,7 +345,8 @@ class TrainConfig:
         if self.seq_len > self.model.max_position_embeddings:
             problems.append(
                 f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: "
-                f"{self.model.max_position_embeddings}; lower the one or raise the other"
+                f"{self.model.max_position_embeddings}; "
+                + (f"{self.init_from} knows no more" if self.init_from else "lower the one or raise the other")
             )
         if self.data.source == "random" and self.model.vocab_size is None:
             problems.append(
@@ -421,6 +423,8 @@ class TrainConfig:
         ):
             if value is not None and not value.isprintable():
                 problems.append(f"{setting}: {value!r} has characters that cannot be printed; use others")
+        if self.resume not in ("auto", "never", None):
+            problems.append(f"resume: {self.resume!r} must be auto or never; to begin with a checkpoint is branch_from")
         if self.init_from is not None and self.branch_from is not None:
             problems.append(f"init_from: {self.init_from} and branch_from: {self.branch_from}: a run begins once")
         try:
@@ -430,6 +434,7 @@ class TrainConfig:
         return problems
 
 
+SECTIONS = tuple(setting.name for setting in fields(TrainConfig) if is_dataclass(setting.type))
 NO_NULL = "{}: null is no value of it; leave it out for its default"
 
 
@@ -472,9 +477,43 @@ def _refuse_duplicates(root: yaml.Node | None) -> None:
             nodes += [value for _, value in node.value]
 
 
+KINDS = {
+    "PositiveInt": "a whole number above 0",
+    "NonNegativeInt": "a whole number of at least 0",
+    "PositiveFloat": "a number above 0",
+    "NonNegativeFloat": "a number of at least 0",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "tuple": "a list",
+    "NoneType": "null",
+}
+
+
+def _in_plain_words(message: str) -> str:
+    """What the parser says, as all other messages do: setting, value, what would be right."""
+    message = re.sub(r"^Option '(.*)' is not accepted", r"\1 is no setting; --help lists all", message)
+    message = re.sub(r"^Group '(.*)' does not accept option '(.*)'", r"\1.\2 is no setting; --help lists all", message)
+    message = re.sub(r'^Parser key "(.+?)":\s+', r"\1: ", message)
+    value = re.search(r"(?:Got value|Given value): (.*)|: (\S+) does not conform|(?:base 10|float): '(.*)'", message)
+    kinds = re.search(r"Subtypes: \[(.*)\]|Expected an? (.*)\. Got|Not of type (\w+)", message)
+    if not (value and kinds):
+        return message
+    names = re.sub(r"(jsonargparse\.)?typing\.|<class |>", "", kinds[kinds.lastindex])
+    choices = [
+        f"one of {inside}" if kind == "Literal" else f"{kind} [{inside}]" if inside else KINDS.get(kind, kind)
+        for kind, inside in re.findall(r"(\w+)(?:\[([^\]]*)\])?", names)
+    ]
+    right = re.sub(r"(?<=[\[ ])\w+(?=[\],])", lambda name: KINDS.get(name[0], name[0]), " or ".join(choices))
+    return f"{message.partition(':')[0]}: {value[value.lastindex]} must be {right}"
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> None:
-        raise ConfigError(message) from None
+        if message.startswith("Unexpected config:"):
+            message = "no lines of the form `setting: value` are in it"
+        raise ConfigError(_in_plain_words(message)) from None
 
 
 def parse_config(args: list[str] | None = None, num_processes: int = 1) -> TrainConfig:
@@ -489,8 +528,10 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     has_config = any(arg.split("=")[0] == "--config" for arg in own_args)
     args = own_args if has_config else ["--config", str(DEFAULT_CONFIG), *own_args]
     parser = _train_parser()
-    sections = (setting.name for setting in fields(TrainConfig) if is_dataclass(setting.type))
-    settings = _parse(parser, args, tuple(sections))
+    try:
+        settings = _parse(parser, args, SECTIONS)
+    except ConfigError as error:
+        raise _with_its_file(parser, args, error) from None
     config_files = settings.pop("config")
     config = TrainConfig(**settings)
     if config.init_from is not None:
@@ -507,9 +548,25 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     return config
 
 
+def _with_its_file(parser: _Parser, args: list[str], error: ConfigError) -> ConfigError:
+    """The parser's error, which names the config file where it stands in one."""
+    words = [word for arg in args for word in arg.split("=", 1)]
+    for file in (value for name, value in pairwise(words) if name == "--config" and Path(value).is_file()):
+        try:
+            _parse(parser, ["--config", file], SECTIONS)
+        except ConfigError as of_file:
+            if str(of_file) == str(error):
+                return ConfigError(f"{file}: {error}")
+    return error
+
+
 @cache  # it reads the source for the docstrings, which takes longer than to parse
 def _train_parser() -> _Parser:
-    parser = _parser("train.py", "Trains a mini-GPT. With --plan it only says what that would need.")
+    parser = _parser(
+        "train.py",
+        f"Trains a mini-GPT. Without --config it reads configs/{DEFAULT_CONFIG.name}, whose values come before the "
+        "defaults below. With --plan it only says what that would need.",
+    )
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
     parser.add_class_arguments(TrainConfig, as_group=False)
     return parser

@@ -35,6 +35,40 @@ def test_later_settings_win(tmp_path):
     assert parse_config([*RANDOM_TOKENS, "--steps", "9", "--config", str(recipe)]).steps == 7
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    {
+        "--steps 0": "steps: 0 must be a whole number above 0",
+        "--seed -1": "seed: -1 must be a whole number of at least 0",
+        "--model.dropout x": "model.dropout: x must be a number",
+        "--compile maybe": "compile: maybe must be true or false",
+        "--data.documents foo": "data.documents: foo must be one of 'concat', 'isolated', 'padded'",
+        "--evaluation.num_samples -1": "evaluation.num_samples: -1 must be a whole number above 0 or null",
+        "--profile 3": "profile: 3 must be tuple [a whole number above 0, a whole number above 0] or null",
+        "--resume maybe": "resume: 'maybe' must be auto or never; to begin with a checkpoint is branch_from",
+        "--config /nowhere.yaml": "config: File does not exist: '/nowhere.yaml'",
+    }.items(),
+)
+def test_a_refusal_says_setting_value_and_what_would_be_right(words, message):
+    assert refusal(*words.split()) == message
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    {
+        "": "no lines of the form `setting: value` are in it",
+        "# nothing yet": "no lines of the form `setting: value` are in it",
+        "steps: many": "steps: many must be a whole number above 0",
+        "stepz: 3": "stepz is no setting; --help lists all",
+        "optimizer: {learning_rate: 3}": "optimizer.learning_rate is no setting; --help lists all",
+    }.items(),
+)
+def test_a_refusal_names_the_config_file(content, message, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(content)
+    assert refusal("--config", str(file), "--steps", "9") == refusal(f"--config={file}") == f"{file}: {message}"
+
+
 def test_without_a_config_file_it_is_stories():
     config = parse_config([])
     assert (config.name, config.data.source) == ("stories", "stories")
