@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 
 import train
 from config import ConfigError, RunError
 from load import config_of, whole_tensors
+from training import launch
 from training.compute import prepare_exact
 from training.continuation import complete, differences, read_settings
 from training.fingerprint import digests
@@ -104,8 +106,10 @@ class Run:
                 pass
             except RunError as error:
                 failure = error
+        PartialState().wait_for_everyone()  # each writes a part of what is read next
         path = folder / config.name
-        rows = {row["step"]: row for row in read_rows(path / "metrics.jsonl")}
+        rows = list(read_rows(path / "metrics.jsonl")) if is_main_process() else None
+        rows = {row["step"]: row for row in launch.of_main_process(rows)}
         if failure is None and until not in rows:
             raise RunError(f"training again stopped before step {until}")
         return Retrained(step_directory(path / "checkpoints", until), rows, failure)
@@ -165,7 +169,7 @@ def audit(run: Run, count: int, folder: Path) -> None:
     if not intervals:
         raise ConfigError(f"audit: {run.path} has no checkpoint that can be read")
     failures = 0
-    chosen = random.sample(intervals, min(count, len(intervals)))
+    chosen = launch.of_main_process(random.sample(intervals, min(count, len(intervals))))
     for before, begin, (end, manifest) in sorted(chosen, key=lambda interval: interval[0]):
         why = run.differs_here(manifest.step)
         verdict, found = "PASS", f"but for rounding ({why})" if why else "bit for bit"

@@ -16,13 +16,11 @@ import weakref
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from shutil import disk_usage
 
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -162,18 +160,17 @@ def memory(config: TrainConfig, accelerator: Accelerator, network: GPTModel) -> 
 
 def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEPS) -> dict[str, float]:
     """What a real run of a few steps logs last, in a temporary directory; called by all processes together."""
-    with tempfile.TemporaryDirectory(prefix="plan-") as own:
-        (out_dir,) = broadcast_object_list([own])
+    with launch.temporary_folder("plan-") as folder:
         short = deepcopy(config)
-        short.out_dir, short.stop_after, short.branch_from, short.init_from = out_dir, steps, None, None
+        short.out_dir, short.stop_after, short.branch_from, short.init_from = str(folder), steps, None, None
         short.profile, every = None, max(1, steps // 2)
         short.tracking = replace(short.tracking, tracker="wandb", wandb="disabled", log_every=every)
         short.checkpoint.every, short.check_replicas_every = config.steps, 0
         short.evaluation.every *= config.steps  # so at its end alone
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Preempted):
             train.main(short)
-        log = Path(out_dir, config.name, "metrics.jsonl")
-        return broadcast_object_list([list(read_rows(log))[-1] if accelerator.is_main_process else None])[0]
+        log = folder / config.name / "metrics.jsonl"
+        return launch.of_main_process(list(read_rows(log))[-1] if accelerator.is_main_process else None)
 
 
 def torch_itself(config: TrainConfig, accelerator: Accelerator) -> int:

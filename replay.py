@@ -47,7 +47,6 @@ if __name__ == "__main__":  # before anything slow is imported
     run("replay", ReplayConfig)
 
 import shutil
-import tempfile
 from copy import deepcopy
 from pathlib import Path
 
@@ -55,6 +54,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import launcher
 import train
 from audit import Run, audit, outcome, say
 from config import ConfigError, TrainConfig
@@ -62,6 +62,7 @@ from data.corpus import Batches, load_corpus
 from data.order import derive_seed
 from load import load_run, read_weights
 from model.gpt import GPTModel
+from training import launch
 from training.compute import no_compiler, prepare_network
 from training.gradients import fill_in
 from training.layers import total_norm
@@ -81,11 +82,13 @@ def main(config: ReplayConfig) -> None:
     if (config.step is None) == (not config.audit):
         raise ConfigError("step: name a step of the run to open, or --audit N to train N intervals of it again")
     run = Run(Path(config.run).expanduser())
-    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+    launcher.check(run.config)
+    launch.join(run.config)
+    with launch.temporary_folder("replay-") as folder:
         if config.audit:
-            audit(run, config.audit, Path(folder))
+            audit(run, config.audit, folder)
         else:
-            open_step(run, config, Path(folder))
+            open_step(run, config, folder)
 
 
 def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:

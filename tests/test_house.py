@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "train.py": {"cli", "config", "data", "launcher", "load", "model", "plot", "trackers", "training"},
     "verify.py": {"cli", "config", "data", "hub", "launcher", "model", "train", "training"},
     "audit.py": {"config", "load", "train", "training"},
-    "replay.py": {"audit", "cli", "config", "data", "load", "model", "train", "training"},
+    "replay.py": {"audit", "cli", "config", "data", "launcher", "load", "model", "train", "training"},
     "examples": {"model", "examples"},
 }
 

@@ -280,3 +280,15 @@ def test_without_exact_another_number_of_processes_passes_but_for_rounding(tmp_p
     train(*RECIPE, "--out_dir", tmp_path, "--name", "run", processes=2)
     shown = python(f"python replay.py {tmp_path / 'run'} 4 --arithmetic false").stdout
     assert "as in the run but for rounding (2 processes then and 1 now)" in shown
+
+
+def test_two_processes_replay_and_audit_a_run_of_two(tmp_path):
+    """Every fingerprint is compared, and nothing stays in the temporary folder that they share."""
+    train(*RECIPE, "--out_dir", tmp_path, "--name", "run", processes=2)
+    (temporary := tmp_path / "temporary").mkdir()
+    replay = f"accelerate launch --config_file accelerate_configs/cpu.yaml replay.py {tmp_path / 'run'}"
+    shown = python(f"{replay} 4 --num_sequences 1 --arithmetic false", TMPDIR=str(temporary)).stdout
+    assert "trained again from" in shown and shown.count("as in the run, by 1 fingerprint(s)") == 2
+    assert shown.count("sequences of step 4") == 1
+    assert python(f"{replay} --audit 2", TMPDIR=str(temporary)).stdout.count("bit for bit\n") == 2
+    assert not list(temporary.iterdir())

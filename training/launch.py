@@ -6,9 +6,13 @@ order, learning rate, accumulation, checkpoints, compilation) a launch file must
 
 import os
 import sys
+import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,16 +40,12 @@ def uses_cpu(environment: Mapping[str, str]) -> bool:
     return is_on(environment, "ACCELERATE_USE_CPU") or not has_device
 
 
-def start(config: TrainConfig) -> Accelerator:
-    """The Accelerator of this process, with the process group up.
+def join(config: TrainConfig) -> None:
+    """Bring the process group up, if there are several processes and it is not up yet.
 
     Processes on CPUs are joined by gloo. Those on GPUs by NCCL, and by gloo for tensors on the CPU.
     """
     use_cpu = uses_cpu(os.environ)
-    if use_cpu:
-        prepare_cpu()
-    if config.exact:
-        prepare_exact()
     if num_processes() > 1 and not dist.is_initialized():
         if is_main_process():
             print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
@@ -58,6 +58,31 @@ def start(config: TrainConfig) -> Accelerator:
             timeout=timedelta(seconds=config.timeout_seconds),
             device_id=None if use_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"])),
         )
+
+
+def of_main_process(value: Any) -> Any:
+    """What the main process gives here, on all processes, which have joined."""
+    told = [value]
+    if num_processes() > 1:
+        dist.broadcast_object_list(told)
+    return told[0]
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """One for all processes, which have joined: that of the main process, removed when that one is done with it."""
+    with tempfile.TemporaryDirectory(prefix=prefix) if is_main_process() else nullcontext() as own:
+        yield Path(of_main_process(own))
+
+
+def start(config: TrainConfig) -> Accelerator:
+    """The Accelerator of this process, with the process group up."""
+    use_cpu = uses_cpu(os.environ)
+    if use_cpu:
+        prepare_cpu()
+    if config.exact:
+        prepare_exact()
+    join(config)
     accelerator = Accelerator(
         cpu=use_cpu or None,
         fsdp_plugin=sharding(use_cpu) if is_on(os.environ, "ACCELERATE_USE_FSDP") else None,
