@@ -120,6 +120,14 @@ def test_a_run_goes_on_from_the_newest_valid_one(run, finished):
     assert not list((run / "checkpoints").glob(".*"))
 
 
+def test_deleted_checkpoints_are_missed_each_time(run):
+    shutil.rmtree(run / "checkpoints")
+    for _ in range(2):
+        done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
+        assert "no valid checkpoint" in done.stderr and "--resume never" in done.stderr
+    assert metrics(run)
+
+
 def test_no_valid_checkpoint_left_is_said_and_nothing_starts_from_scratch(run):
     for checkpoint in (run / "checkpoints").iterdir():
         empty_the_manifest(checkpoint)

@@ -27,6 +27,7 @@ from training.status import Status, read_status, write_status
 from training.world import is_main_process, num_processes
 
 LOCK = ".lock"
+NONE_LEFT = "no valid checkpoint is left"
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,8 @@ class RunDirectory:
                     f"{manifest.mixed_precision}; use that, or a new run: --name NEW --branch_from {path}"
                 )
             check_learning_rates(config, path, manifest)
-        elif rejected:
-            raise ConfigError(
-                f"no valid checkpoint is left in {self.checkpoints}; mend one, or start afresh with --resume never"
-            )
+        elif rejected or self._had_saved():
+            raise ConfigError(f"{NONE_LEFT} in {self.checkpoints}; mend one, or start afresh with --resume never")
         elif config.branch_from is not None:
             path = Path(config.branch_from)
             try:
@@ -223,6 +222,11 @@ class RunDirectory:
                 what = ", ".join(f"{now[name]} {name} instead of {before[name]}" for name in changed)
                 print(f"Resumed with {what}: from here on the bits may differ by rounding.")
         return Start(path, manifest.step, manifest.skipped, manifest.metrics)
+
+    def _had_saved(self) -> bool:
+        """Whether a checkpoint was there for certain; a run that was killed may have been saving its first one."""
+        status = read_status(self.status_file)
+        return status is not None and (status.state in ("finished", "preempted") or NONE_LEFT in status.reason)
 
     def _may_be_claimed(self, config: TrainConfig) -> bool:
         """Whether this is the run of these settings, and nobody else is running it."""
