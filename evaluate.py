@@ -50,10 +50,11 @@ from torch import Tensor
 from config import ConfigError, DataConfig, RunError, TrainConfig
 from data.corpus import Corpus, Sums, load_corpus
 from files import finite_or_null, write_atomically
-from load import Loaded, check_tokenizer, find_checkpoint, load_run
+from load import REMEDY, Loaded, check_tokenizer, find_checkpoint, is_run, load_checkpoint, load_run, lost_settings
 from training import launch
 from training.corpus_check import CorpusCheck
 from training.evaluation import evaluate
+from training.manifest import Manifest
 
 LOGIT_BYTES = 2**28
 
@@ -65,7 +66,11 @@ def main(config: EvaluateConfig) -> None:
         ConfigError: there is no such model or corpus, or they do not go together.
         RunError: the numbers cannot be written.
     """
-    loaded = load_run(config.run, config.checkpoint)
+    path = Path(config.run).expanduser()
+    found = find_checkpoint(path, config.checkpoint) if is_run(path) else None
+    if found and config.data is None:
+        check_data(*found)
+    loaded = load_checkpoint(*found) if found else load_run(config.run, config.checkpoint)
     settings = settings_of(config, loaded)
     corpus = load_corpus(settings)
     check_tokenizer(config.run, loaded, corpus)
@@ -85,6 +90,17 @@ def main(config: EvaluateConfig) -> None:
         except OSError as error:
             raise RunError(f"out: the numbers cannot be written: {error}") from None
     accelerator.wait_for_everyone()
+
+
+def check_data(directory: Path, manifest: Manifest) -> None:
+    """Refuse data that would be other than those of the run.
+
+    Raises:
+        ConfigError: they were made with a setting that this version lacks.
+    """
+    lost = lost_settings(manifest.config)
+    if lines := [line for key, line in lost.items() if key.startswith("data.")]:
+        raise ConfigError(f"{directory}: {'; '.join(lines)}; {REMEDY}, or name a corpus with --data")
 
 
 def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:

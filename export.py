@@ -45,7 +45,7 @@ import chat
 from config import ConfigError, RunError
 from data.integrity import read_metadata
 from hub import to_transformers
-from load import Loaded, find_checkpoint, is_run, load_run
+from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_run
 from plot import save_loss_curve
 from training.manifest import Manifest, readable_checkpoints
 
@@ -77,8 +77,9 @@ def main(config: ExportConfig) -> None:
     out = Path(config.out).expanduser()
     if out.exists():
         raise ConfigError(f"out: {str(out)!r} exists; name a folder that does not")
-    loaded = load_run(config.run, config.checkpoint)
-    sources = [find_checkpoint(Path(config.run).expanduser(), config.checkpoint)] if loaded.config else []
+    path = Path(config.run).expanduser()
+    sources = [find_checkpoint(path, config.checkpoint)] if is_run(path) else []
+    loaded = load_checkpoint(*sources[0]) if sources else load_run(config.run, config.checkpoint)
     if config.average > 1:
         sources = newest(config)
         average(loaded, sources)
@@ -115,8 +116,8 @@ def average(loaded: Loaded, sources: list[tuple[Path, Manifest]]) -> None:
     """Give the model the mean of the weights of these checkpoints."""
     weights = loaded.model.state_dict()
     sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in weights.items()}
-    for directory, _ in sources:
-        for name, tensor in load_run(directory).model.state_dict().items():
+    for directory, manifest in sources:
+        for name, tensor in load_checkpoint(directory, manifest).model.state_dict().items():
             sums[name] += tensor
     for name, tensor in weights.items():
         tensor.copy_(sums[name] / len(sources))

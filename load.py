@@ -8,7 +8,7 @@ sample.py, evaluate.py, export.py and `init_from` stand on it.
 
 import hashlib
 import json
-from dataclasses import is_dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from data.stories import END_OF_TEXT, build_tokenizer
 from hub import from_transformers
 from model.gpt import GPTModel
 from training.compute import compute_as_any_processor
-from training.continuation import complete
+from training.continuation import complete, flat_settings
 from training.manifest import InvalidCheckpoint, Manifest, newest_valid, readable_checkpoints, validate
 from training.world import num_processes
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 # Cut by almost every kind of rule.
 PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
+
+
+# Of a run that needs other code.
+REMEDY = "use the code that trained it, whose commit starts.jsonl of the run names"
 
 
 # What a model that goes on from another's weights may have for itself.
@@ -63,8 +67,19 @@ def load_run(path: str | Path, checkpoint: str | int = "latest") -> Loaded:
     path = Path(path).expanduser()
     if not is_run(path):
         return load_transformers(str(path), checkpoint)
-    directory, manifest = find_checkpoint(path, checkpoint)
-    config = config_of(manifest.config)
+    return load_checkpoint(*find_checkpoint(path, checkpoint))
+
+
+def load_checkpoint(directory: Path, manifest: Manifest) -> Loaded:
+    """The model of a checkpoint that find_checkpoint gave.
+
+    Raises:
+        ConfigError: it is of a model that this version cannot build, or other tensors.
+    """
+    try:
+        config = config_of(manifest.config)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
     model = GPTModel(config.model).eval()
     read_weights(directory, manifest, model.state_dict())
     return Loaded(config, model, run_tokenizer(directory, config))
@@ -106,14 +121,28 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
 
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:
-    """The settings of a run, as a manifest or a config.yaml keeps them. One that this version lacks is left out."""
-    config = TrainConfig()
+    """The settings of a run, as a manifest or a config.yaml keeps them. One that this version lacks is left out, but
+    for those of the model, which is another without it even where all tensors fit.
+
+    Raises:
+        ConfigError: the model has a setting, or a value of one, that this version lacks.
+    """
+    config, lost = TrainConfig(), lost_settings(settings)
     for key, value in complete(settings).items():
         section, _, name = key.rpartition(".")
-        settings = getattr(config, section, None) if section else config
-        if hasattr(settings, name) and not is_dataclass(getattr(settings, name)):
-            setattr(settings, name, value)
+        if key not in lost:
+            setattr(getattr(config, section) if section else config, name, value)
+    problems = [line for key, line in lost.items() if key.startswith("model.")] or config.model.problems()
+    if problems:
+        raise ConfigError(f"{'; '.join(problems)}; {REMEDY}")
     return config
+
+
+def lost_settings(settings: dict[str, Any]) -> dict[str, str]:
+    """The settings of a run that this version lacks, as `section.name`, and what is said of each."""
+    known = flat_settings(asdict(TrainConfig()))
+    lost = {key: value for key, value in complete(settings).items() if key not in known}
+    return {key: f"{key}: {value} there, and no setting any more" for key, value in lost.items()}
 
 
 def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "") -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from export import ExportConfig
 from load import load_run
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
+from training.manifest import read_manifest
 
 TEXT = "To be, or not to be? Äh: that is the question.\n"
 
@@ -79,6 +81,20 @@ def test_what_does_not_go_together_is_refused(made):
         evaluate.main(EvaluateConfig(str(made / "export")))
     with pytest.raises(ConfigError, match="seq_len: 129 must be from 2 to the 128 positions"):
         evaluate.main(EvaluateConfig(str(made / "run"), seq_len=129))
+
+
+def test_data_of_other_code_are_not_measured_on(made, tmp_path):
+    checkpoint = made / "run" / "checkpoints" / "step-00000003"
+    directory = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoints" / checkpoint.name)
+    shutil.copytree(made / "run" / "tokenizer", tmp_path / "run" / "tokenizer")
+    manifest = read_manifest(directory)
+    manifest.config["data"]["lower_case"] = True
+    manifest.write(directory)
+    with pytest.raises(
+        ConfigError, match=f"{directory}: data.lower_case: True there, .*, or name a corpus with --data"
+    ):
+        evaluate.main(EvaluateConfig(str(tmp_path / "run")))
+    evaluate.main(EvaluateConfig(str(tmp_path / "run"), data=str(made / "corpus"), num_samples=2))
 
 
 def test_a_text_run_shows_what_it_writes_at_every_evaluation(made, tmp_path):

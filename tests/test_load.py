@@ -2,8 +2,9 @@
 
 import io
 import json
+import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -92,6 +93,20 @@ def test_other_tensors_than_the_model_has_are_refused(copy):
     write(directory, manifest, [(whole | {"model.extra": torch.zeros(2)}, {})])
     with pytest.raises(ConfigError, match=r"a tensor extra of \[2\], and the model has not"):
         load_run(directory)
+
+
+def test_the_model_of_other_code_is_refused_by_name(copy):
+    directory, manifest, whole = copy
+    manifest.config.update(loss="focal", data=manifest.config["data"] | {"shuffle": 3})
+    write(directory, manifest, [(whole, {})])
+    load_run(directory)  # other settings change no model
+    for lost, message in (
+        ({"logit_scale": 20.0}, "model.logit_scale: 20.0 there, and no setting any more; use the code that trained it"),
+        ({"position": "alibi"}, "model.position is 'alibi': it must be one of learned, rope; use the code that"),
+    ):
+        replace(manifest, config=manifest.config | {"model": manifest.config["model"] | lost}).write(directory)
+        with pytest.raises(ConfigError, match=re.escape(f"{directory}: {message}")):
+            load_run(directory)
 
 
 def test_what_is_not_there_is_said(run, tmp_path):
