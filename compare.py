@@ -191,7 +191,7 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 def word(record: Record, name: str) -> str:
     """The value of a setting."""
-    return str(json.dumps(record.settings.get(name))).strip('"')
+    return str(json.dumps(record.settings.get(name), ensure_ascii=False)).strip('"')
 
 
 def shown(value: float | None, form: str = ".4f") -> str:
