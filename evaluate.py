@@ -43,6 +43,7 @@ if __name__ == "__main__":  # before anything slow is imported
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,6 +83,7 @@ def main(config: EvaluateConfig) -> None:
         metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
     positions = {name: metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")}
     if accelerator.is_main_process:
+        metrics |= {"run": config.run, **({"step": found[1].step} if found else {}), "data": data_facts(settings.data)}
         metrics |= {"windows": len(corpus.validation), "seq_len": settings.seq_len}
         metrics |= {"targets": "answers"} if corpus.conversations else {}
         print(json.dumps(finite_or_null(metrics), indent=1))
@@ -126,6 +128,12 @@ def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
     return settings
 
 
+def data_facts(data: DataConfig) -> dict[str, Any]:
+    """The settings that say which data these are, once the corpus is loaded."""
+    names = ("source", "path", "mix", "hash", "documents") if data.source == "text" else ("source", "seed")
+    return {name: getattr(data, name) for name in names if getattr(data, name) is not None}
+
+
 def with_positions(corpus: Corpus) -> Corpus:
     """The corpus, which scores the loss at each position too."""
 
@@ -149,7 +157,7 @@ def output_directory(config: EvaluateConfig) -> Path:
     return Path(config.out or ".").expanduser()
 
 
-def save(directory: Path, metrics: dict[str, float], losses: list[float]) -> None:
+def save(directory: Path, metrics: dict[str, Any], losses: list[float]) -> None:
     """Write evaluation.json and evaluation.png."""
     from matplotlib.figure import Figure  # without pyplot: no window system is asked for
 

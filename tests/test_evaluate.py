@@ -59,7 +59,7 @@ def test_it_is_the_loss_of_a_loop_by_hand_on_any_number_of_processes(made):
     with torch.no_grad():
         logits = model(windows).logits.double()
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), windows[:, 1:], reduction="none")
-    assert one["windows"] == len(windows) > 30
+    assert one["windows"] == len(windows) > 30 and "step" not in one
     assert one["val/loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
     assert one["val/perplexity"] == pytest.approx(losses.mean().exp().item(), rel=1e-4)
     assert one["val/bits_per_byte"] == pytest.approx(losses.mean().item() / math.log(2), rel=1e-5)
@@ -70,6 +70,9 @@ def test_a_run_is_measured_on_its_own_data(made, capsys):
     evaluate.main(EvaluateConfig(str(made / "run"), num_samples=7, out=str(made / "own")))
     shown = json.loads(capsys.readouterr().out.partition("Loss by position")[0])
     assert shown["val/loss"] == pytest.approx(metrics(made / "run")[-1]["val/loss"], rel=1e-5)
+    content = json.loads((made / "corpus" / "metadata.json").read_text())["hash"]
+    data = {"source": "text", "path": f"{made}/corpus", "hash": content, "documents": "concat"}
+    assert (shown["run"], shown["step"], shown["data"]) == (str(made / "run"), 3, data)
     evaluate.main(EvaluateConfig(str(made / "run" / "checkpoints" / "step-00000003")))
     assert (made / "run" / "evaluation.json").exists(), "beside the run"
 
