@@ -8,6 +8,7 @@ sample.py, evaluate.py, export.py and `init_from` stand on it.
 
 import hashlib
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,7 @@ from model.gpt import GPTModel
 from training.compute import compute_as_any_processor
 from training.continuation import complete, flat_settings
 from training.manifest import InvalidCheckpoint, Manifest, newest_valid, readable_checkpoints, validate
-from training.world import num_processes
+from training.world import is_main_process, num_processes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -93,6 +94,8 @@ def is_run(path: Path) -> bool:
 def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path, Manifest]:
     """The directory and the manifest of a checkpoint of the run at `path`, or of that at `path` itself.
 
+    The main process says which newer ones than the latest are damaged.
+
     Raises:
         ConfigError: there is none, or it is damaged.
     """
@@ -102,6 +105,8 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
         directory, manifest, rejected = newest_valid(path / "checkpoints")
         if directory is None:
             raise ConfigError("\n  ".join([f"{path} has no valid checkpoint", *rejected]))
+        for reason in rejected if is_main_process() else ():
+            print(f"Checkpoint passed over: {reason}", file=sys.stderr)
         return directory, manifest
     else:
         manifests = readable_checkpoints(path / "checkpoints")

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import sys
 from dataclasses import asdict, replace
 
@@ -107,6 +108,16 @@ def test_the_model_of_other_code_is_refused_by_name(copy):
         replace(manifest, config=manifest.config | {"model": manifest.config["model"] | lost}).write(directory)
         with pytest.raises(ConfigError, match=re.escape(f"{directory}: {message}")):
             load_run(directory)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
+    whole = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000007"
+    (damaged,) = whole.with_name("step-00000008").glob("*.safetensors")
+    damaged.unlink()
+    loaded = f"python sample.py {tmp_path}/run --max_new_tokens 2", f"python evaluate.py {tmp_path}/run"
+    for command in (*loaded, f"python export.py {tmp_path}/run {tmp_path}/out"):
+        assert python(command).stderr.count(f"Checkpoint passed over: {damaged}: missing\n") == 1, command
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["step"] == 7
 
 
 def test_what_is_not_there_is_said(run, tmp_path):
