@@ -123,15 +123,17 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
         with LiveBytes(KEPT_BYTES) as update:
             optimizer.step()
         optimizer.zero_grad(set_to_none=not with_ddp)
-        kept = LiveBytes(KEPT_BYTES)
+        of_step, kept = dict(live.at_peak), LiveBytes(KEPT_BYTES)
         if config.evaluation.every:
             at_once = min(config.evaluation.micro_batch_size, config.evaluation.num_samples or math.inf)
             tokens = torch.zeros((at_once, config.seq_len), dtype=torch.int64)
             with accelerator.autocast(), torch.no_grad(), kept:
                 network.eval()(tokens, labels=tokens, logits_to_keep=0 if config.data.source == "stories" else None)
     # The heap of a CPU's process keeps what is freed, and finds little room in it for tensors of other sizes.
-    heap = {"update": update.at_peak.total(), "evaluation": kept.at_peak.total()} if device.type == "cpu" else {}
-    return dict(live.at_peak) | heap, moments
+    peaks = [dict(live.at_peak)]
+    if device.type == "cpu":
+        peaks.append(of_step | {"update": update.at_peak.total(), "evaluation": kept.at_peak.total()})
+    return max(peaks, key=lambda parts: sum(parts.values())), moments
 
 
 def gathered_by_fsdp(network: GPTModel) -> int:

@@ -4,6 +4,7 @@ layers.png if the run has `tracking.layers`. compare.py draws the curves of seve
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 from files import write_atomically
@@ -12,6 +13,7 @@ from training.metrics_file import read_rows
 Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by the labels of runs and by metrics: steps and values
 PAGE = Path(__file__).with_name("plot.html")
 NUM_POINTS_DRAWN = 1000  # of a curve, in a page
+warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a run's name in letters that the font lacks
 
 
 def save_loss_curve(run_directory: Path) -> Path:

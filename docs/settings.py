@@ -16,8 +16,8 @@ HEAD = """# Settings
 
 Made by `python -m docs.settings` from `config.py` and `model/config.py`. In a YAML file a section is a key
 (`optimizer: {lr: 0.001}`); on the command line it is `--optimizer.lr 0.001`. What comes later wins. Without
-`--config`, `configs/stories.yaml` is read, whose values come before the defaults here. `python train.py --help` says the
-same, `--print_config` what is in force, and `configs/` has recipes.
+`--config`, `configs/stories.yaml` is read, whose values come before the defaults here. `python train.py --help` says
+the same, `--print_config` what is in force, and `configs/` has recipes.
 """
 WORDS = {"PositiveInt": "int > 0", "NonNegativeInt": "int >= 0", "PositiveFloat": "float > 0"}
 WORDS |= {"NonNegativeFloat": "float >= 0", "NoneType": "null"}
