@@ -4,7 +4,6 @@ Training goes on in a run of its own, in a folder that is thrown away, from a ch
 """
 
 import contextlib
-import io
 import os
 import random
 from copy import deepcopy
@@ -30,7 +29,7 @@ from training.manifest import (
     validate,
 )
 from training.metrics_file import read_rows
-from training.signals import Preempted
+from training.signals import within_something_larger
 from training.world import is_main_process, num_processes
 
 ROUNDING = 1e-3  # relative; what other processors and numbers of processes make of the same step
@@ -81,7 +80,11 @@ class Run:
         return None
 
     def retrain(self, checkpoint: Path | None, until: int, folder: Path, **changes) -> "Retrained":
-        """Train from a checkpoint, or the beginning, until after step `until`, in a run of its own in `folder`."""
+        """Train from a checkpoint, or the beginning, until after step `until`, in a run of its own in `folder`.
+
+        Raises:
+            Preempted: a signal asked to stop.
+        """
         config = deepcopy(self.config)
         config.out_dir, config.name, config.resume = str(folder), f"until-{until}", "auto"
         if checkpoint is not None:
@@ -99,11 +102,9 @@ class Run:
             os.environ["OMP_NUM_THREADS"] = f"{then['threads']:02}"  # a plain 1 would be taken for a launcher's
             torch.set_num_threads(then["threads"])
         failure = None
-        with contextlib.redirect_stdout(io.StringIO()):
+        with within_something_larger():
             try:
                 train.main(config)
-            except Preempted:
-                pass
             except RunError as error:
                 failure = error
         PartialState().wait_for_everyone()  # each writes a part of what is read next
@@ -162,6 +163,7 @@ def audit(run: Run, count: int, folder: Path) -> None:
 
     Raises:
         RunError: something is not as training again gives it.
+        Preempted: a signal asked to stop.
     """
     kept = sorted(run.manifests.items(), key=lambda item: item[1].step)
     begins = [*run.origin, None][:1] + [path for path, _ in kept]

@@ -48,7 +48,7 @@ def call(script: str, kind: type | None = None, needs_torch: bool = True) -> int
 
     Returns:
         The exit code: 0 done, 2 wrong settings or input, 75 stopped as asked (a signal, stop_after) after saving,
-        1 anything else.
+        130 stopped at once by Ctrl-C, where no training was under way, 1 anything else.
     """
     print_to_whoever_listens()
     try:
@@ -73,6 +73,10 @@ def call(script: str, kind: type | None = None, needs_torch: bool = True) -> int
         if is_main_process():
             print(preempted, file=sys.stderr)
         return 75
+    except KeyboardInterrupt:
+        if is_main_process():
+            print(f"{script}.py: interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         traceback.print_exc()
         print(explain(error), file=sys.stderr)

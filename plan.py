@@ -8,7 +8,6 @@ lifetime, but no memory (FakeTensorMode), and what is alive is counted. So a cha
 
 import contextlib
 import importlib
-import io
 import math
 import os
 import tempfile
@@ -36,7 +35,7 @@ from training import launch, shards  # noqa: F401  (what a run loads, the memory
 from training.compute import prepare_network
 from training.metrics_file import read_rows
 from training.optimizer import build_optimizer
-from training.signals import Preempted
+from training.signals import within_something_larger
 from training.world import num_processes
 
 BURST_STEPS = 6  # of which the second half is measured
@@ -169,7 +168,7 @@ def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEP
         short.tracking = replace(short.tracking, tracker="wandb", wandb="disabled", log_every=every)
         short.checkpoint.every, short.check_replicas_every = config.steps, 0
         short.evaluation.every *= config.steps  # so at its end alone
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Preempted):
+        with within_something_larger():
             train.main(short)
         log = folder / config.name / "metrics.jsonl"
         return launch.of_main_process(list(read_rows(log))[-1] if accelerator.is_main_process else None)
@@ -219,6 +218,7 @@ def main(config: TrainConfig) -> None:
 
     Raises:
         ConfigError: as train.py does, of settings that do not fit the launch or the data.
+        Preempted: a signal asked to stop.
     """
     launcher.check(config)
     take_over(config)

@@ -78,6 +78,7 @@ def main(config: ReplayConfig) -> None:
     Raises:
         ConfigError: there is no such run or step, or it cannot be trained again here.
         RunError: the audit found something.
+        Preempted: a signal asked to stop.
     """
     if (config.step is None) == (not config.audit):
         raise ConfigError("step: name a step of the run to open, or --audit N to train N intervals of it again")

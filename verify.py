@@ -4,15 +4,25 @@
 
 takes the arguments of train.py, trains that model for a few steps in several ways and prints for each promise PASS with
 the figure behind it, FAIL with the cause, or SKIP with why it is none here. Exit code 0: none failed. 1: one did.
-2: bad settings.
+2: bad settings. 75 or 130: a signal stopped it, and what it had not reached is not known.
 """
 
+STEPS = 6
+SHORT = f"""--steps {STEPS} --check_replicas_every 1 --evaluation.every 0 --evaluation.num_story_samples 0 --resume auto
+    --tracking.log_every 1 --schedule.name constant --checkpoint.every 1 --init_from null --schedule.warmup_steps 0
+    --checkpoint.keep {STEPS} --tracking.tracker wandb --schedule.decay_steps null --tracking.wandb disabled""".split()
+
+if __name__ == "__main__":  # before anything slow is imported
+    import sys
+
+    from cli import run
+
+    sys.argv += SHORT
+    run("verify")
+
 import contextlib
-import io
 import json
-import os
 import shutil
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -26,10 +36,9 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import default_collate
 
-import cli
 import launcher
 import train
-from config import ConfigError, TrainConfig, parse_config
+from config import ConfigError, RunError, TrainConfig
 from data.corpus import load_corpus
 from data.order import GlobalBatches, derive_seed
 from hub import FAMILIES, to_transformers
@@ -37,13 +46,8 @@ from model.gpt import GPTModel
 from training import checkpoint, launch, shards
 from training.compute import compute_as_any_processor
 from training.optimizer import build_optimizer, set_lr
+from training.signals import Preempted, within_something_larger
 from training.tree_sum import TreeSum
-from training.world import num_processes
-
-STEPS = 6
-SHORT = f"""--steps {STEPS} --check_replicas_every 1 --evaluation.every 0 --evaluation.num_story_samples 0 --resume auto
-    --tracking.log_every 1 --schedule.name constant --checkpoint.every 1 --init_from null --schedule.warmup_steps 0
-    --checkpoint.keep {STEPS} --tracking.tracker wandb --schedule.decay_steps null --tracking.wandb disabled""".split()
 
 
 class Verification:
@@ -90,6 +94,8 @@ class Verification:
             holds, figure = check()
             if holds is None:
                 return "SKIP", figure
+        except Preempted:
+            raise
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             holds, figure = False, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
@@ -99,7 +105,7 @@ class Verification:
     def train(self, name: str, exact: bool = False, steps: int = STEPS) -> tuple[list[dict], dict, dict]:
         """What train.py does: logged rows, and the tensors of its checkpoints after the first step and the last."""
         run = replace(self.config, name=name, exact=exact, steps=steps)
-        with contextlib.redirect_stdout(io.StringIO()):
+        with within_something_larger():
             train.main(run)
         path = Path(run.out_dir, run.name)
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -215,31 +221,29 @@ class Verification:
         return difference < 1e-4, f"largest difference {difference:.1e}"
 
 
-def main() -> int:
-    try:
-        cli.adopt(os.environ)
-        config = parse_config([*sys.argv[1:], *SHORT], num_processes())
-        launcher.check(config)
-        with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
-            compute_as_any_processor()
-        verification = Verification(config)
-    except ConfigError as error:
-        cli.let_main_process_fail_first()
-        print(f"verify.py: error: {error}", file=sys.stderr)
-        return 2
+def main(config: TrainConfig) -> None:
+    """Check all promises, and print for each whether it holds.
+
+    Raises:
+        ConfigError: the settings do not fit the launch or the data.
+        RunError: a promise does not hold.
+        Preempted: a signal asked to stop.
+    """
+    launcher.check(config)
+    with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
+        compute_as_any_processor()
+    verification, all_hold = Verification(config), True
     say = verification.accelerator.print
-    say(f"{verification.num_processes} x {verification.device}, {verification.accelerator.mixed_precision}")
-    all_hold = True
-    for promise, check in verification.checks().items():
-        result, figure = verification.run(check)
-        all_hold = all_hold and result != "FAIL"
-        say(f"{result}  {promise:<42} {figure}", flush=True)
-    if verification.rank == 0:
-        shutil.rmtree(verification.config.out_dir)
-    say("Everything holds." if all_hold else "Something does not hold.")
+    try:
+        say(f"{verification.num_processes} x {verification.device}, {verification.accelerator.mixed_precision}")
+        for promise, check in verification.checks().items():
+            result, figure = verification.run(check)
+            all_hold = all_hold and result != "FAIL"
+            say(f"{result}  {promise:<42} {figure}", flush=True)
+    finally:
+        if verification.rank == 0:
+            shutil.rmtree(verification.config.out_dir)
+    if not all_hold:
+        raise RunError("Something does not hold.")
+    say("Everything holds.")
     verification.accelerator.wait_for_everyone()
-    return 0 if all_hold else 1
-
-
-if __name__ == "__main__":
-    cli.leave(main())

@@ -204,3 +204,68 @@ def test_a_killed_run_goes_on(runs, left_alone):
     train(*arguments, processes=2)
     assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
     assert metrics(runs / "run") == metrics(left_alone)
+
+
+SIGNALLED = """
+import os, runpy, signal, sys, train
+made = train.StopSignal
+def make():
+    stop_signal = made()
+    if os.environ.get("RANK") in (None, "1"):
+        os.kill(os.getpid(), signal.SIGINT)
+    return stop_signal
+train.StopSignal = make
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """Saved after steps 3 and 6."""
+    out_dir = tmp_path_factory.mktemp("short")
+    train(*TINY_STORIES, *"--steps 6 --checkpoint.every 3 --evaluation.every 0 --name run --out_dir".split(), out_dir)
+    return out_dir / "run"
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        (["replay.py", "RUN", "5"], 0),  # whose first training ends after one step in any case
+        (["replay.py", "RUN", "--audit", "9"], 2),
+        (["train.py", "--plan", *TINY_STORIES], 0),
+        (["verify.py", *TINY_STORIES, "--out_dir", "RUN/verified"], 2),
+    ],
+    ids=["replay", "audit", "plan", "verify"],
+)
+def test_a_signal_stops_what_trains_as_a_part_of_its_work(words, processes, short, tmp_path):
+    """In the first of its trainings; on several processes, to one that is not the main one."""
+    words = [word.replace("RUN", str(short)) for word in words]
+    launch = forked.Launch("-c", [SIGNALLED, *words], processes, environment(TMPDIR=str(tmp_path)))
+    for process in launch.processes:
+        process.join(60)
+    assert {process.exitcode for process in launch.processes} == {75}, launch.output()
+    said, errors = launch.output()
+    assert "FAIL" not in said and "holds" not in said and "is what its settings give" not in said
+    assert "stopped as asked, before the end\n" in errors and "Traceback" not in errors
+    assert not list(tmp_path.iterdir()) and not list(short.glob("verified/*"))
+
+
+def test_after_a_training_within_something_larger_ctrl_c_stops_at_once():
+    """It stops what comes next too, such as the import of torch, with one line."""
+    code = """
+import os, signal, sys, time, cli, train
+from training.signals import Preempted, StopSignal, within_something_larger
+def at_once(_):
+    with within_something_larger():
+        StopSignal()
+        raise Preempted("after stop_after")
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+cli.import_module = at_once
+sys.argv = ["train.py"]
+cli.run("train")
+"""
+    done = forked.run("-c", [code], 0, environment())
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith("train.py: interrupted\n") and "Traceback" not in done.stderr

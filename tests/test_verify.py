@@ -1,6 +1,5 @@
 """verify.py passes here, and fails where a fork has broken something."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import cli
 import model.gpt
 import train
 import verify as verify_module
@@ -81,7 +81,7 @@ def test_what_a_fork_broke_is_found(name, runs, tmp_path):
     (copy / file).write_text((copy / file).read_text().replace(before, after))
     done = verify("--out_dir", runs, cwd=copy)
     assert results(done.stdout)[promise] == "FAIL", done.stdout + done.stderr
-    assert done.returncode == 1 and "Something does not hold." in done.stdout
+    assert done.returncode == 1 and "Something does not hold." in done.stderr
 
 
 def verify_a_fork(out_dir, file):
@@ -108,9 +108,8 @@ def verify_a_fork(out_dir, file):
     model.gpt.MLP = ScaledMLP
     train.build_optimizer = verify_module.build_optimizer = lambda model, config: CountingSGD(model.parameters(), 0.1)
     verify_module.GlobalBatches = {}.__getitem__
-    code = verify_module.main()
-    sys.stdout.close()
-    os._exit(code)
+    sys.argv += verify_module.SHORT
+    cli.leave(cli.call("verify"))
 
 
 def test_each_check_stands_alone_and_says_why_it_fails_or_is_skipped(runs, tmp_path):
