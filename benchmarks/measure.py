@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,13 +123,14 @@ class Program:
         if self.process.wait() != exit_code:
             raise RuntimeError(f"exit code {self.process.returncode}\n{''.join(self.printed)}")
 
-    def turn(self, beginning: str | tuple[str, ...] = LOGGED) -> dict[str, float]:
-        """Let it run to its next line that begins so, and no further; others may have their turn then."""
+    def turn(self, beginning: str | tuple[str, ...] = LOGGED, lines: int = 1) -> dict[str, float]:
+        """Let it run until it has printed so many lines that begin so; others may have their turn then."""
         worked = self.processor_seconds()
         for process in self.asleep:
             process.resume()
         start = time.perf_counter() if self.asleep else self.start
-        if not any(line.startswith(beginning) for _, line in self.lines()):
+        said = (line for _, line in self.lines() if line.startswith(beginning))
+        if len(list(islice(said, lines))) < lines:
             raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
         seconds = time.perf_counter() - start
         for process in self.asleep:
@@ -145,10 +147,10 @@ class Program:
         return sum(sum(process.cpu_times()[:4]) for process in alive)
 
 
-def awake(stack: ExitStack, tokens: int, command: list[str], cwd: Path = ROOT, **env: str) -> Case:
+def awake(stack: ExitStack, tokens: int, command: list[str], cwd: Path = ROOT, lines: int = 1, **env: str) -> Case:
     """A case for a program that lives as long as the stack, and sleeps but for its turns of a few seconds.
 
-    What slows the machine for a minute so slows all that are compared. A turn goes to its next line of figures, and
+    What slows the machine for a minute so slows all that are compared. A turn goes on for so many lines of figures, and
     trains on so many tokens; the first few warm up.
     """
     programs: list[Program] = []
@@ -158,7 +160,7 @@ def awake(stack: ExitStack, tokens: int, command: list[str], cwd: Path = ROOT, *
             programs.append(stack.enter_context(Program(command, cwd, **env)))
             for _ in range(4):
                 programs[0].turn()
-        figures = watched(programs[0].turn)
+        figures = watched(lambda: programs[0].turn(lines=lines))
         return figures | {"tokens_per_second": tokens / figures["seconds"]}
 
     return case

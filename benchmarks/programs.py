@@ -126,11 +126,15 @@ def overhead(options: Namespace) -> Iterator[Group]:
     random tokens. Both have the same settings, and as many threads: together one for each core.
     """
     larger = model(n_layers=4, d_model=256, vocab_size=512) | {"seq_len": 128}
-    recipes = {"stories, 0.46M parameters": (STORIES, 96), "random tokens, 3.4M parameters": (RANDOM | larger, 128)}
+    # Waking costs W&B's process what its clocks have missed, so a turn of short steps has more of them.
+    recipes = {
+        "stories, 0.46M parameters": (STORIES, 96, 5),
+        "random tokens, 3.4M parameters": (RANDOM | larger, 128, 1),
+    }
     if options.quick:
-        recipes = {"random tokens": (RANDOM | model(**TINY, vocab_size=64), 32)}
+        recipes = {"random tokens": (RANDOM | model(**TINY, vocab_size=64), 32, 1)}
     every, one = 2 if options.quick else 10, "train.py, 1 process"
-    for name, (recipe, seq_len) in recipes.items():
+    for name, (recipe, seq_len, lines) in recipes.items():
         cases, against = {}, {}
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             for launched, processes in ((0, "1 process"),) if options.quick else ((0, "1 process"), (2, "2 processes")):
@@ -140,7 +144,9 @@ def overhead(options: Namespace) -> Iterator[Group]:
                 settings = endless(settings, folder, processes), launched
                 commands = {"train.py": launch(*settings), "bare loop": launch(*settings, BARE_LOOP)}
                 for label, command in commands.items():
-                    cases[f"{label}, {processes}"] = awake(stack, every * 16 * seq_len, command, **env)
+                    cases[f"{label}, {processes}"] = awake(
+                        stack, lines * every * 16 * seq_len, command, lines=lines, **env
+                    )
                 against[f"train.py, {processes}"] = [f"bare loop, {processes}", one]
             yield Group(name, cases, against, TURNS * options.rounds)
 

@@ -208,7 +208,7 @@ def test_programs_take_turns_in_which_the_others_sleep(monkeypatch):
     monkeypatch.setattr(measure, "Program", start)
     counting = [sys.executable, "-c", "for i in range(10**9): print('[step', i, flush=True) or sum(range(10_000))"]
     with ExitStack() as stack:
-        cases = [awake(stack, 6, counting) for _ in range(2)]
+        cases = [awake(stack, 6, counting, lines=lines) for lines in (1, 5)]
         for case in cases * 3:
             took = case()
             assert took["tokens_per_second"] == 6 / took["seconds"] and took["processor_seconds"] >= 0
@@ -216,6 +216,8 @@ def test_programs_take_turns_in_which_the_others_sleep(monkeypatch):
             while {program.process.status() for program in programs} != {psutil.STATUS_STOPPED}:
                 assert time.monotonic() < deadline
         assert len(programs) == 2  # each began once
+        said = [sum(line.startswith("[step") for line in program.printed) for program in programs]
+        assert said == [4 + 3, 4 + 3 * 5], "four lines of warming up, and three turns"
     assert not any(program.process.is_running() for program in programs)
 
 
