@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 
 import train
 from config import ConfigError, RunError
 from load import config_of, whole_tensors
-from training import launch
+from nested import nested_training, of_main_process
 from training.compute import prepare_exact
 from training.continuation import complete, differences, read_settings
 from training.fingerprint import digests
@@ -29,7 +28,6 @@ from training.manifest import (
     validate,
 )
 from training.metrics_file import read_rows
-from training.signals import within_something_larger
 from training.world import is_main_process, num_processes
 
 ROUNDING = 1e-3  # relative; what other processors and numbers of processes make of the same step
@@ -102,15 +100,14 @@ class Run:
             os.environ["OMP_NUM_THREADS"] = f"{then['threads']:02}"  # a plain 1 would be taken for a launcher's
             torch.set_num_threads(then["threads"])
         failure = None
-        with within_something_larger():
+        with nested_training():
             try:
                 train.main(config)
             except RunError as error:
                 failure = error
-        PartialState().wait_for_everyone()  # each writes a part of what is read next
         path = folder / config.name
         rows = list(read_rows(path / "metrics.jsonl")) if is_main_process() else None
-        rows = {row["step"]: row for row in launch.of_main_process(rows)}
+        rows = {row["step"]: row for row in of_main_process(rows)}
         if failure is None and until not in rows:
             raise RunError(f"training again stopped before step {until}")
         return Retrained(step_directory(path / "checkpoints", until), rows, failure)
@@ -171,7 +168,7 @@ def audit(run: Run, count: int, folder: Path) -> None:
     if not intervals:
         raise ConfigError(f"audit: {run.path} has no checkpoint that can be read")
     failures = 0
-    chosen = launch.of_main_process(random.sample(intervals, min(count, len(intervals))))
+    chosen = of_main_process(random.sample(intervals, min(count, len(intervals))))
     for before, begin, (end, manifest) in sorted(chosen, key=lambda interval: interval[0]):
         why = run.differs_here(manifest.step)
         verdict, found = "PASS", f"but for rounding ({why})" if why else "bit for bit"

@@ -31,11 +31,11 @@ from config import ConfigError, TrainConfig
 from data.corpus import load_corpus
 from load import take_over
 from model.gpt import GPTModel
+from nested import nested_training, of_main_process, temporary_folder
 from training import launch, shards  # noqa: F401  (what a run loads, the memory of this process has to hold)
 from training.compute import prepare_network
 from training.metrics_file import read_rows
 from training.optimizer import build_optimizer
-from training.signals import within_something_larger
 from training.world import num_processes
 
 BURST_STEPS = 6  # of which the second half is measured
@@ -161,17 +161,17 @@ def memory(config: TrainConfig, accelerator: Accelerator, network: GPTModel) -> 
 
 def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEPS) -> dict[str, float]:
     """What a real run of a few steps logs last, in a temporary directory; called by all processes together."""
-    with launch.temporary_folder("plan-") as folder:
+    with temporary_folder("plan-") as folder:
         short = deepcopy(config)
         short.out_dir, short.stop_after, short.branch_from, short.init_from = str(folder), steps, None, None
         short.profile, every = None, max(1, steps // 2)
         short.tracking = replace(short.tracking, tracker="wandb", wandb="disabled", log_every=every)
         short.checkpoint.every, short.check_replicas_every = config.steps, 0
         short.evaluation.every *= config.steps  # so at its end alone
-        with within_something_larger():
+        with nested_training():
             train.main(short)
         log = folder / config.name / "metrics.jsonl"
-        return launch.of_main_process(list(read_rows(log))[-1] if accelerator.is_main_process else None)
+        return of_main_process(list(read_rows(log))[-1] if accelerator.is_main_process else None)
 
 
 def torch_itself(config: TrainConfig, accelerator: Accelerator) -> int:

@@ -62,6 +62,7 @@ from data.corpus import Batches, load_corpus
 from data.order import derive_seed
 from load import load_run, read_weights
 from model.gpt import GPTModel
+from nested import temporary_folder
 from training import launch
 from training.compute import no_compiler, prepare_network
 from training.gradients import fill_in
@@ -85,7 +86,7 @@ def main(config: ReplayConfig) -> None:
     run = Run(Path(config.run).expanduser())
     launcher.check(run.config)
     launch.join(run.config)
-    with launch.temporary_folder("replay-") as folder:
+    with temporary_folder("replay-") as folder:
         if config.audit:
             audit(run, config.audit, folder)
         else:

@@ -43,10 +43,11 @@ from data.corpus import load_corpus
 from data.order import GlobalBatches, derive_seed
 from hub import FAMILIES, to_transformers
 from model.gpt import GPTModel
+from nested import nested_training
 from training import checkpoint, launch, shards
 from training.compute import compute_as_any_processor
 from training.optimizer import build_optimizer, set_lr
-from training.signals import Preempted, within_something_larger
+from training.signals import Preempted
 from training.tree_sum import TreeSum
 
 
@@ -105,7 +106,7 @@ class Verification:
     def train(self, name: str, exact: bool = False, steps: int = STEPS) -> tuple[list[dict], dict, dict]:
         """What train.py does: logged rows, and the tensors of its checkpoints after the first step and the last."""
         run = replace(self.config, name=name, exact=exact, steps=steps)
-        with within_something_larger():
+        with nested_training():
             train.main(run)
         path = Path(run.out_dir, run.name)
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

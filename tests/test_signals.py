@@ -251,13 +251,14 @@ def test_a_signal_stops_what_trains_as_a_part_of_its_work(words, processes, shor
     assert not list(tmp_path.iterdir()) and not list(short.glob("verified/*"))
 
 
-def test_after_a_training_within_something_larger_ctrl_c_stops_at_once():
+def test_after_a_nested_training_ctrl_c_stops_at_once():
     """It stops what comes next too, such as the import of torch, with one line."""
     code = """
 import os, signal, sys, time, cli, train
-from training.signals import Preempted, StopSignal, within_something_larger
+from nested import nested_training
+from training.signals import Preempted, StopSignal
 def at_once(_):
-    with within_something_larger():
+    with nested_training():
         StopSignal()
         raise Preempted("after stop_after")
     os.kill(os.getpid(), signal.SIGINT)

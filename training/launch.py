@@ -6,13 +6,9 @@ order, learning rate, accumulation, checkpoints, compilation) a launch file must
 
 import os
 import sys
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,21 +54,6 @@ def join(config: TrainConfig) -> None:
             timeout=timedelta(seconds=config.timeout_seconds),
             device_id=None if use_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"])),
         )
-
-
-def of_main_process(value: Any) -> Any:
-    """What the main process gives here, on all processes, which have joined."""
-    told = [value]
-    if num_processes() > 1:
-        dist.broadcast_object_list(told)
-    return told[0]
-
-
-@contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """One for all processes, which have joined: that of the main process, removed when that one is done with it."""
-    with tempfile.TemporaryDirectory(prefix=prefix) if is_main_process() else nullcontext() as own:
-        yield Path(of_main_process(own))
 
 
 def start(config: TrainConfig) -> Accelerator:

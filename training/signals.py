@@ -1,11 +1,9 @@
 """Stopping on a signal: the first asks for a stop after the running step, the second stops at once."""
 
-import io
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_SIGNAL_SECONDS = 1.0
@@ -24,7 +22,7 @@ def ignore_stop_signals(worker_id: int = 0) -> None:
 class StopSignal:
     """Remembers whether a signal asked this process to stop."""
 
-    received = False  # since the newest one was made; `within_something_larger` asks after it is gone
+    received = False  # since the newest one was made; nested.py asks after it is gone
 
     def __init__(self) -> None:
         StopSignal.received = False
@@ -42,26 +40,3 @@ class StopSignal:
             if int(os.environ.get("RANK", 0)) == 0:
                 with suppress(OSError):  # not by print, which may be what was interrupted
                     os.write(2, b"\nStopping after this step; again to stop at once.\n")
-
-
-@contextmanager
-def within_something_larger() -> Iterator[None]:
-    """Around a training that is a part of something else: it is silent, and the whole goes on after its `stop_after`.
-
-    A signal, however, asks the whole to stop. Afterwards signals do again what they did before.
-
-    Raises:
-        Preempted: on all processes alike, where one of them got a signal.
-    """
-    from accelerate.utils import gather_object  # slow to import
-
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        with redirect_stdout(io.StringIO()), suppress(Preempted):
-            yield
-    finally:
-        if not StopSignal.received:  # else there may be a second one
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    if any(gather_object([StopSignal.received])):
-        raise Preempted("stopped as asked, before the end")
