@@ -227,6 +227,8 @@ def test_a_command_of_the_readme(command, out_dir):
         assert done.stdout.endswith("Training finished.\n")
         processes = 1 if command.startswith("python") else 2
         assert f"processes: {processes} x" in done.stdout
+    if "replay.py" in command:
+        assert done.stdout.count("as in the run, by 1 fingerprint(s)") == 2, "it is started like the run"
     if command == "make verify":
         assert done.stdout.count("\nPASS  ") == 8 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
