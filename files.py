@@ -43,6 +43,14 @@ def copy_folder(source: Path, path: Path) -> None:
             shutil.copytree(source, folder)
 
 
+def absent_folder(name: str) -> str:
+    """Why the name of a folder or of something on the Hub is of neither; "" if it is one's or may be the other's."""
+    path = Path(name)
+    if path.is_dir() or path.parent == Path() or not path.parent.is_dir():
+        return ""
+    return f"{name!r} is no directory, and {str(path.parent)!r} is one"
+
+
 def fsync(path: Path) -> None:
     """Make a file, or the names in a directory, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -9,7 +9,9 @@ sample.py, evaluate.py, export.py and `init_from` stand on it.
 import hashlib
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from config import ConfigError, TrainConfig
 from data.corpus import Corpus
 from data.stories import END_OF_TEXT, build_tokenizer
+from files import absent_folder
 from hub import from_transformers
 from model.gpt import GPTModel
 from training.compute import compute_as_any_processor
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 # Cut by almost every kind of rule.
 PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
+
+
+CAN_BE_OPENED = "the directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub"
 
 
 # Of a run that needs other code.
@@ -55,19 +61,20 @@ class Loaded(NamedTuple):
     """None where there is none, as for random tokens."""
 
 
-def load_run(path: str | Path, checkpoint: str | int = "latest") -> Loaded:
+def load_run(path: str | Path, checkpoint: str | int = "latest", setting: str = "run") -> Loaded:
     """The model of a run, of one of its checkpoints, of a folder in transformers' format, or of a name on the Hub.
 
     Args:
         path: the directory of a run or of a checkpoint; else a folder or a name that transformers can open.
         checkpoint: of a run: latest, best (by validation loss), or a step.
+        setting: what messages call the path.
 
     Raises:
         ConfigError: there is no such model, it cannot be read, or it has settings that this one lacks.
     """
     path = Path(path).expanduser()
     if not is_run(path):
-        return load_transformers(str(path), checkpoint)
+        return load_transformers(str(path), checkpoint, setting)
     return load_checkpoint(*find_checkpoint(path, checkpoint))
 
 
@@ -208,15 +215,16 @@ def run_tokenizer(directory: Path, config: TrainConfig) -> "PreTrainedTokenizerB
     raise ConfigError(f"the tokenizer of {directory} is neither in {places[0]} nor in {places[1]}")
 
 
-def load_transformers(name: str, checkpoint: str | int = "latest") -> Loaded:
+def load_transformers(name: str, checkpoint: str | int = "latest", setting: str = "run") -> Loaded:
     """The model and the tokenizer of a folder in transformers' format, or of a name on the Hub; as load_run."""
     if checkpoint != "latest":
         raise ConfigError(f"checkpoint: {checkpoint!r} is of runs, and {name!r} is none")
+    local = Path(name).is_dir()
+    what = f"{name!r} has no model" if local and not (Path(name) / "config.json").exists() else absent_folder(name)
+    if what:  # no need to ask the Hub
+        raise ConfigError(f"{setting}: {what}; name {CAN_BE_OPENED}{similar(Path(name))}")
     from transformers import AutoModelForCausalLM, AutoTokenizer  # slow to import
 
-    local = Path(name).is_dir()
-    if not local and Path(name).parent != Path() and Path(name).parent.is_dir():  # no need to ask the Hub
-        raise ConfigError(f"{name!r} is no directory, and {str(Path(name).parent)!r} is one")
     try:
         hf_model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         tokenizer = None
@@ -225,10 +233,20 @@ def load_transformers(name: str, checkpoint: str | int = "latest") -> Loaded:
         model = from_transformers(hf_model)
     except Exception as error:  # as many kinds as there are ways to fail at a download
         where = "" if local else "; it is no directory here, and no name on the Hub that could be read"
-        raise ConfigError(f"{name!r} cannot be opened{where}: {error}") from None
+        raise ConfigError(f"{setting}: {name!r} cannot be opened{where}: {error}") from None
     if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
-        raise ConfigError(f"{name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")
+        raise ConfigError(f"{setting}: {name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")
     return Loaded(None, model, tokenizer)
+
+
+def similar(path: Path) -> str:
+    """What can be opened of the folder `path` or, if that is none, beside it: the names most like it, in brackets."""
+    folder = path if path.is_dir() else path.parent
+    with suppress(OSError):
+        names = [found.name for found in folder.iterdir() if is_run(found) or (found / "config.json").exists()]
+        if near := get_close_matches(path.name, sorted(names), n=5, cutoff=0):
+            return f" (in {folder} there are {len(names)}, such as {', '.join(near)})"
+    return ""
 
 
 def take_over(config: TrainConfig) -> Loaded | None:
@@ -241,7 +259,7 @@ def take_over(config: TrainConfig) -> Loaded | None:
         return None
     if config.exact:  # before anything is computed
         compute_as_any_processor()
-    loaded = load_run(config.init_from)
+    loaded = load_run(config.init_from, setting="init_from")
     asked, there = config.model, loaded.model.config
     for name in sorted(config.given):
         value = getattr(asked, name)

@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "compare.py": {"cli", "config", "plot", "records"},
     "sweep.py": {"cli", "compare", "config", "training"},
     "hub.py": {"model"},
-    "load.py": {"config", "data", "hub", "model", "training"},
+    "load.py": {"config", "data", "files", "hub", "model", "training"},
     "nested.py": {"training"},
     "plan.py": {"config", "data", "launcher", "load", "model", "nested", "train", "training"},
     "evaluate.py": {"cli", "config", "data", "files", "load", "training"},

@@ -120,11 +120,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["step"] == 7
 
 
-def test_what_is_not_there_is_said(run, tmp_path):
+def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
+    (tmp_path / "runs").symlink_to(run.parent)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="has those of steps 8, 7, .* 1; use one of these, latest or best"):
         load_run(run, 77)
-    with pytest.raises(ConfigError, match="is no directory, and '.*' is one"):
-        load_run(run.parent / "runn")
+    for name, what in (("runs/runn", "is no directory, and 'runs' is one"), ("runs", "has no model")):
+        with pytest.raises(
+            ConfigError, match=f"run: '{name}' {what}; name the .* on the Hub .in runs .* such as run.$"
+        ):
+            load_run(name)
+    with pytest.raises(ConfigError, match="init_from: 'runs/runn' is no"):
+        load_run("runs/runn", setting="init_from")
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="has no valid checkpoint"):
         load_run(tmp_path)
