@@ -43,8 +43,8 @@ import chat
 from config import ConfigError, parse_tool
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
 from data.sources import Source, find_files, source_stamp
-from data.tokenizer import load_tokenizer, save_tokenizer
-from files import folder_written_atomically, fsync, write_atomically
+from data.tokenizer import NAMES, load_tokenizer, save_tokenizer
+from files import absent_folder, folder_written_atomically, fsync, write_atomically
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; documents of more than two are encoded in pieces
@@ -264,6 +264,8 @@ def prepare(config: PrepareConfig) -> dict:
             if (metadata := read_metadata(out)).get("request") == request:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
+    if what := absent_folder(config.tokenizer):
+        raise ConfigError(f"tokenizer: {what}; use {NAMES}")
     for each in filter(None, (source, held_out)):
         next(iter(each), None)  # the first row says whether it is of conversations
     if (held_out or source).conversations != source.conversations or (source.conversations and kind == "tail"):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from config import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
+NAMES = "byte, train:VOCAB (257 or more, as in train:8192), a folder with a tokenizer or a name on the Hub"
 
 
 def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
@@ -27,8 +28,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # as many kinds as there are ways to fail at a download
-            remedy = "Without a network: byte, train:VOCAB (257 or more, as in train:8192) or a folder with a tokenizer"
-            raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\n{remedy}") from None
+            raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\nUse {NAMES}") from None
         if not tokenizer.is_fast or tokenizer.eos_token is None:
             raise ConfigError(f"tokenizer: {name!r} is not a fast one with an end-of-text (eos) token")
         tokenizer.save_pretrained(folder)

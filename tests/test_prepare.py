@@ -355,6 +355,14 @@ def test_a_tokenizer_from_a_folder_is_that_tokenizer(tmp_path, bpe):
     assert rows(tmp_path / "out")[0][1:] == kept.encode("hello there").ids
 
 
+def test_a_tokenizer_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: pytest.fail(f"asked for {name}"))
+    source = write_jsonl(tmp_path / "a.jsonl", ["hello there"])
+    message = refusal(source, tmp_path / "out", f"{tmp_path}/english", validation="hash:0.0001")
+    assert message.startswith(f"tokenizer: '{tmp_path}/english' is no directory, and '{tmp_path}' is one; use byte, ")
+    assert list(tmp_path.iterdir()) == [source], "nothing is written"
+
+
 # The same bytes, whatever happens
 
 
