@@ -347,10 +347,14 @@ def cli() -> int:
     """Run from the command line; returns the exit code."""
     try:
         config = parse_tool(PrepareConfig, "python -m data.prepare", positional=False)
-        metadata = prepare(config)
+        # In a thread, for Python hears Ctrl-C in the main one alone, and not while that one learns a tokenizer.
+        metadata = ThreadPoolExecutor(1).submit(prepare, config).result()
     except (ConfigError, OSError) as error:
         print(f"prepare: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nprepare: interrupted; the same command goes on from what is done", file=sys.stderr, flush=True)
+        os._exit(130)  # threads in the middle of a part would be waited for
     learnt = f"train:{metadata['tokenizer']['vocab_size']}"
     if config.tokenizer != learnt and re.fullmatch(r"train:\d+", config.tokenizer):
         print(f"tokenizer: {config.tokenizer} became {learnt}: the source has no more pairs of tokens to join")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -401,6 +402,31 @@ def test_after_a_kill_the_same_command_goes_on(tmp_path, streaming):
     run(*command, preamble=SMALL_PARTS)
     assert tokens_of(out) == tokens_of(whole) and len(tokens_of(out)) > 10
     assert not work.exists() and content(out).keys() == content(whole).keys()
+
+
+CTRL_C_IN_THE_SECOND_PART = """
+import os, signal, threading, time
+make_part = p.make_part
+def stop(folder, encode, types, index, texts):
+    if index == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        time.sleep(30)  # as long as a part of the thread's, or of the tokenizer's learning
+    return make_part(folder, encode, types, index, texts)
+p.make_part = stop
+"""
+
+
+def test_ctrl_c_stops_at_once_and_the_same_command_goes_on(tmp_path):
+    source, out = write_jsonl(tmp_path / "a.jsonl", make_documents(400)), tmp_path / "out"
+    command = ["--source", source, "--tokenizer", "byte", "--num_workers", 1, "--out", out]
+    begin = time.monotonic()
+    stopped = run(*command, preamble=SMALL_PARTS + CTRL_C_IN_THE_SECOND_PART, exit_code=130)
+    assert time.monotonic() - begin < 20 and "Traceback" not in stopped.stderr
+    assert stopped.stderr.endswith("prepare: interrupted; the same command goes on from what is done\n")
+    first = tmp_path / "out.partial" / "parts" / "000000.json"
+    assert first.exists() and not out.exists()
+    run(*command, preamble=SMALL_PARTS)
+    assert "".join(texts(out)) and not first.exists()
 
 
 def test_what_is_done_is_not_done_again(tmp_path, small_parts, monkeypatch):
