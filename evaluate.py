@@ -48,7 +48,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import ConfigError, DataConfig, RunError, TrainConfig
+from config import ConfigError, DataConfig, TrainConfig
 from data.corpus import Corpus, Sums, load_corpus
 from files import finite_or_null, write_atomically
 from load import REMEDY, Loaded, check_tokenizer, find_checkpoint, is_run, load_checkpoint, load_run, lost_settings
@@ -64,8 +64,7 @@ def main(config: EvaluateConfig) -> None:
     """Evaluate, print the numbers, and write them with the loss at each position.
 
     Raises:
-        ConfigError: there is no such model or corpus, or they do not go together.
-        RunError: the numbers cannot be written.
+        ConfigError: there is no such model or corpus, they do not go together, or the numbers cannot be written.
     """
     path = Path(config.run).expanduser()
     found = find_checkpoint(path, config.checkpoint) if is_run(path) else None
@@ -87,10 +86,12 @@ def main(config: EvaluateConfig) -> None:
         metrics |= {"windows": len(corpus.validation), "seq_len": settings.seq_len}
         metrics |= {"targets": "answers"} if corpus.conversations else {}
         print(json.dumps(finite_or_null(metrics), indent=1))
+        directory = output_directory(config)
         try:
-            save(output_directory(config), metrics, list(positions.values()))
+            save(directory, metrics, list(positions.values()))
         except OSError as error:
-            raise RunError(f"out: the numbers cannot be written: {error}") from None
+            problem = f"out: {str(directory)!r} cannot be written: {error}"
+            raise ConfigError(f"{problem}; name a directory that can be") from None
     accelerator.wait_for_everyone()
 
 

@@ -71,8 +71,8 @@ def main(config: ExportConfig) -> None:
     """Load the model, write the folder, and upload it if that is asked for.
 
     Raises:
-        ConfigError: there is no such model, transformers has none like it, or the folder exists.
-        RunError: it cannot be written or uploaded.
+        ConfigError: there is no such model, transformers has none like it, or the folder exists or cannot be written.
+        RunError: it cannot be uploaded.
     """
     out = Path(config.out).expanduser()
     if out.exists():
@@ -91,7 +91,7 @@ def main(config: ExportConfig) -> None:
         (partial / "README.md").write_text(card(out.name, loaded, sources, partial))
         os.rename(partial, out)
     except OSError as error:
-        raise RunError(f"out: {str(out)!r} cannot be written: {error}") from None
+        raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"The model lies in {out}.")
@@ -128,6 +128,7 @@ def write(folder: Path, loaded: Loaded) -> None:
 
     Raises:
         ConfigError: no architecture of transformers is this model, with the settings that keep it out.
+        OSError: it cannot be written.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -145,8 +146,12 @@ def write(folder: Path, loaded: Loaded) -> None:
         hf_model.generation_config.pad_token_id = tokenizer.eos_token_id
         for where_from in ("is_local", "local_files_only"):  # it was opened; no fact of a tokenizer
             tokenizer.init_kwargs.pop(where_from, None)
-        tokenizer.save_pretrained(folder)
-    hf_model.save_pretrained(folder)
+    try:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        hf_model.save_pretrained(folder)
+    except Exception as error:  # for a full disk tokenizers and safetensors have kinds of their own
+        raise OSError(str(error)) from None
 
 
 def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path) -> str:

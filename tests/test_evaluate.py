@@ -84,6 +84,8 @@ def test_what_does_not_go_together_is_refused(made):
         evaluate.main(EvaluateConfig(str(made / "export")))
     with pytest.raises(ConfigError, match="seq_len: 129 must be from 2 to the 128 positions"):
         evaluate.main(EvaluateConfig(str(made / "run"), seq_len=129))
+    with pytest.raises(ConfigError, match="out: '.*input.txt/x' cannot be written: .*Not a directory"):
+        evaluate.main(EvaluateConfig(str(made / "run"), num_samples=1, out=str(made / "input.txt" / "x")))
 
 
 def test_data_of_other_code_are_not_measured_on(made, tmp_path):

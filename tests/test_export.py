@@ -1,9 +1,11 @@
 """An exported model is the same model, opened by transformers alone."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import export
@@ -102,6 +104,17 @@ def test_a_folder_that_exists_is_left_alone(runs, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exists; name a folder that does not"):
         exported(runs / "gpt2", tmp_path / "out")
+
+
+def test_what_cannot_be_written_is_said(runs, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="out: '.*file/out' cannot be written: .*Not a directory"):
+        exported(runs / "gpt2", tmp_path / "file" / "out")
+    full = SafetensorError("No space left on device (os error 28)")
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", Mock(side_effect=full))
+    with pytest.raises(ConfigError, match="out: '.*out' cannot be written: No space left"):
+        exported(runs / "gpt2", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"
 
 
 def test_it_is_pushed_to_the_hub(runs, tmp_path, monkeypatch):
