@@ -10,8 +10,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -26,6 +26,7 @@ from config import ConfigError, RunError, parse_config, parse_tool
 from training.signals import Preempted, ignore_stop_signals
 from training.world import is_main_process, num_processes
 
+PRINT_A_LOG = ("train", "sweep")  # and what all others print is what they are for
 # What Open MPI, then MPICH and Intel MPI, then MVAPICH call what torch and Accelerate know by these names.
 OF_MPI = {
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
@@ -51,6 +52,7 @@ def call(script: str, kind: type | None = None, needs_torch: bool = True) -> int
         130 stopped at once by Ctrl-C, where no training was under way, 1 anything else.
     """
     print_to_whoever_listens()
+    only_a_log = False
     try:
         adopt(os.environ)
         if planned := script == "train" and "--plan" in sys.argv:
@@ -58,9 +60,11 @@ def call(script: str, kind: type | None = None, needs_torch: bool = True) -> int
         config = parse_tool(kind, f"{script}.py") if kind else parse_config(num_processes=num_processes())
         if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
+        only_a_log = script in PRINT_A_LOG and not planned
         import_module("plan" if planned else script).main(config)
     except SystemExit as exit_:  # --help and --print_config
-        return int(exit_.code or 0)
+        if exit_.code:
+            return int(exit_.code)
     except (ConfigError, RunError) as error:
         let_main_process_fail_first()
         print(f"{script}.py: error: {error}", file=sys.stderr)
@@ -81,7 +85,11 @@ def call(script: str, kind: type | None = None, needs_torch: bool = True) -> int
         traceback.print_exc()
         print(explain(error), file=sys.stderr)
         return 1
-    return 0
+    sys.stdout.flush()
+    if sys.stdout.failure is None or only_a_log:
+        return 0
+    print(f"{script}.py: error: what it prints cannot be written: {sys.stdout.failure.strerror}", file=sys.stderr)
+    return 1
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -118,19 +126,29 @@ def adopt(environment: MutableMapping[str, str]) -> None:
 
 
 class _Unheard:
-    """A stream to which writing cannot fail: what nobody reads is dropped."""
+    """A stream to which writing cannot fail: what nobody reads is dropped, and `failure` says what has no room."""
 
     def __init__(self, stream: TextIO | None):
         self._stream = stream or open(os.devnull, "w")
+        self.failure: OSError | None = None
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with self._remembering():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with self._remembering():
             self._stream.flush()
+
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            pass  # the reader has left, as `head` does
+        except OSError as error:
+            self.failure = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -400,6 +400,23 @@ def test_nobody_listening_does_not_stop_the_training(runs):
     assert read_status(runs / "run" / "status.json") == Status("finished", STEPS)
 
 
+WITHOUT_ROOM = "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); del sys.argv[0]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code"), [("compare.py RUNS/run --out null", 1), ("train.py --print_config", 1), ("train.py", 0)]
+)
+def test_a_disk_without_room_for_a_result_is_an_error_and_for_a_log_none(words, exit_code, runs):
+    (runs / "run").mkdir(parents=True)
+    if exit_code:
+        (runs / "run" / "config.yaml").write_text(yaml.safe_dump({"global_batch_size": 1, "seed": 0}))
+    words = [*words.replace("RUNS", str(runs)).split(), *([] if exit_code else [*RECIPE, "--out_dir", str(runs)])]
+    code = f"{WITHOUT_ROOM}runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = forked.run("-c", [code, *map(str, words)], 0, environment())
+    lost = f"{words[0]}: error: what it prints cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr.endswith(lost)) == (exit_code, exit_code == 1), done.stderr
+
+
 def test_null_settings_are_filled_in_before_they_are_compared():
     settings, config = stored()
     settings["model"]["vocab_size"] = 17
