@@ -37,7 +37,7 @@ class Run:
     """What a run left behind, and how to train a part of it again."""
 
     def __init__(self, path: Path):
-        settings = read_settings(path / "config.yaml")
+        settings = read_settings(path / "config.yaml", remedy="")
         if settings is None:
             raise ConfigError(f"run: {str(path)!r} is not the directory of a run: it has no config.yaml")
         self.path, self.config = path, config_of(settings)

@@ -111,7 +111,7 @@ def read_record(path: Path) -> Record:
     Raises:
         ConfigError: it is none, or it is damaged.
     """
-    settings = read_settings(path / "config.yaml")
+    settings = read_settings(path / "config.yaml", remedy="")
     if settings is None:
         raise ConfigError(f"{path} is no run: it has no config.yaml")
     try:

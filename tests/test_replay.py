@@ -119,6 +119,12 @@ def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatc
     assert message in capsys.readouterr().err
 
 
+def test_a_run_whose_settings_are_gone_is_refused(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"config.yaml is damaged \(it is empty\)$"):
+        Run(tmp_path)
+
+
 # A run
 
 

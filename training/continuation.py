@@ -47,14 +47,16 @@ def complete(stored: dict[str, Any]) -> dict[str, Any]:
     return flat_settings(asdict(TrainConfig())) | parts | flat
 
 
-def read_settings(file: Path) -> dict[str, Any] | None:
+def read_settings(file: Path, remedy: str = "; --resume never moves that run aside") -> dict[str, Any] | None:
     """The flat settings of the run whose config.yaml this is; None if there is none.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is damaged; the `remedy` is that of a training that would go on with the run.
     """
     try:
-        settings = complete(yaml.safe_load(file.read_text()))
+        if not isinstance(stored := yaml.safe_load(file.read_text()), dict):
+            raise ValueError("it is empty" if stored is None else "it holds no settings")
+        settings = complete(stored)
         kinds = {"global_batch_size": int, "data.seed": int, "resume": str}
         if wrong := [name for name, kind in kinds.items() if type(settings[name]) is not kind]:
             raise ValueError(f"{wrong[0]} is none")
@@ -63,7 +65,7 @@ def read_settings(file: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} is damaged ({error}); --resume never moves that run aside") from None
+        raise ConfigError(f"{file} is damaged ({error}){remedy}") from None
     return settings
 
 
