@@ -21,7 +21,7 @@ from tests import forked
 from tests.conftest import ROOT, assert_same_bits, environment, metrics, tensors, train
 from training import continuation
 from training.checkpoint import SaveError, Saver
-from training.manifest import File, read_manifest
+from training.manifest import File, InvalidCheckpoint, read_manifest, validate
 from training.metrics_file import MetricsFile, forget_after, read_rows
 from training.run_directory import RunDirectory
 from training.status import Status, read_status, write_status
@@ -168,6 +168,11 @@ def test_another_optimizer_than_the_checkpoints_is_refused(run):
     arguments = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 6, "--branch_from", start]
     done = train(*arguments, "--optimizer.name", "muon", exit_code=2)
     assert "optimizer.name: adamw there, muon now" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_run_is_no_checkpoint_to_branch_from(run):
+    with pytest.raises(InvalidCheckpoint, match="is a run; name one of its checkpoints, such as .*/step-00000004$"):
+        validate(run)
 
 
 @pytest.mark.parametrize("change", ["shape", "name", "dtype", "header"])
