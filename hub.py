@@ -25,6 +25,7 @@ FAMILIES = {
     "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
     "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
 }
+GELUS = {"gelu": "gelu_new", "gelu_erf": "gelu"}  # what transformers calls each of ours; its GPT-2 has either
 SAME = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 NAMES = {
     "gpt2": SAME | dict(max_position_embeddings="n_positions", n_layers="n_layer", n_heads="n_head", d_model="n_embd")
@@ -44,6 +45,7 @@ def family_of(config: GPTConfig) -> str:
     """
     misfits = {}
     for family, settings in FAMILIES.items():
+        settings = settings | ({"mlp": config.mlp} if family == "gpt2" and config.mlp in GELUS else {})
         unknown = [f for f in fields(config) if f.name not in settings | NAMES[family] and f.name not in UNDERSTOOD]
         misfits[family] = [
             f"model.{name} is {getattr(config, name)}, not {value}"
@@ -73,9 +75,10 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
     config = replace(config, n_kv_heads=config.kv_heads, head_dim=config.head_size)
     settings = {there: getattr(config, here) for here, there in NAMES[family].items()}
     if family == "gpt2":
-        dropouts = {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
+        settings |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
         # The default of both is 50256, the published GPT-2's end of text.
-        return GPT2Config(**settings, **dropouts, bos_token_id=None, eos_token_id=None)
+        settings["activation_function"] = GELUS[config.mlp]
+        return GPT2Config(**settings, bos_token_id=None, eos_token_id=None)
     return Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
 
 
@@ -88,8 +91,9 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
     there = hf_config.to_dict()
     if family == "gpt2":
         settings["d_ff"] = hf_config.n_inner or 4 * hf_config.n_embd
+        settings["mlp"] = "gelu_erf" if hf_config.activation_function == "gelu" else "gelu"
         required = {
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
             "reorder_and_upcast_attn": (False,),
@@ -109,7 +113,7 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
     ]
     if misfits:
         raise ValueError(f"this {family} model has settings that GPTModel lacks: {'; '.join(misfits)}")
-    return GPTConfig(**settings, **FAMILIES[family])
+    return GPTConfig(**FAMILIES[family] | settings)
 
 
 def tensor_names(config: GPTConfig) -> Iterator[tuple[str, list[str], bool]]:

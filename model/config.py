@@ -56,8 +56,8 @@ class GPTConfig:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation at the entrance of each attention and MLP, and before the output projection."""
 
-    mlp: Literal["gelu", "swiglu", "relu2"] = "gelu"
-    """The MLP: gelu (tanh approximation, as GPT-2), swiglu (a SiLU gate, three matrices) or relu2 (ReLU squared)."""
+    mlp: Literal["gelu", "gelu_erf", "swiglu", "relu2"] = "gelu"
+    """The MLP: gelu (by tanh, as GPT-2), gelu_erf (exact), swiglu (SiLU gate, 3 matrices) or relu2 (ReLU squared)."""
 
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalised in each head before their dot product."""

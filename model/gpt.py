@@ -130,8 +130,8 @@ class MLP(nn.Module):
             hidden = F.silu(self.gate_proj(x_BTC)) * hidden
         elif self.kind == "relu2":
             hidden = F.relu(hidden).square()
-        elif self.kind == "gelu":
-            hidden = F.gelu(hidden, approximate="tanh")
+        elif self.kind in ("gelu", "gelu_erf"):
+            hidden = F.gelu(hidden, approximate="tanh" if self.kind == "gelu" else "none")
         else:
             raise ValueError(f"model.mlp: {self.kind!r} is a choice without code")
         return self.down_proj(hidden)

@@ -28,6 +28,7 @@ SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d
 CONFIGS = {
     "gpt2": GPTConfig(**GPT2 | SHAPE),
     "gpt2-tied": GPTConfig(**GPT2 | SHAPE | dict(tie_embeddings=True)),
+    "gpt2-erf": GPTConfig(**GPT2 | SHAPE | dict(mlp="gelu_erf")),
     "gpt2-odd": GPTConfig(**GPT2 | SHAPE | dict(n_layers=3, n_heads=3, d_model=21, d_ff=35, norm_eps=1e-3)),
     "qwen3": GPTConfig(**QWEN3 | SHAPE),
     "qwen3-tied-gqa": GPTConfig(**QWEN3 | SHAPE | dict(n_kv_heads=2, tie_embeddings=True)),
@@ -254,7 +255,7 @@ def test_the_config_of_the_published_gpt2_is_understood():
 @pytest.mark.parametrize(
     ("hf_config", "message"),
     [
-        (GPT2Config(activation_function="relu"), "activation_function is relu, not gelu_new"),
+        (GPT2Config(activation_function="relu"), "activation_function is relu, not gelu_new or gelu_pytorch_tanh or gelu"),
         (GPT2Config(attn_pdrop=0.0), "attn_pdrop is 0.0, not 0.1"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
         (Qwen3Config(attention_bias=True), "attention_bias is True"),

@@ -93,6 +93,7 @@ SWITCHES = [
     dict(),
     dict(position="rope"),
     dict(norm="rmsnorm"),
+    dict(mlp="gelu_erf"),
     dict(mlp="swiglu"),
     dict(mlp="relu2"),
     dict(qk_norm=True),
