@@ -255,7 +255,10 @@ def test_the_config_of_the_published_gpt2_is_understood():
 @pytest.mark.parametrize(
     ("hf_config", "message"),
     [
-        (GPT2Config(activation_function="relu"), "activation_function is relu, not gelu_new or gelu_pytorch_tanh or gelu"),
+        (
+            GPT2Config(activation_function="relu"),
+            "activation_function is relu, not gelu_new or gelu_pytorch_tanh or gelu",
+        ),
         (GPT2Config(attn_pdrop=0.0), "attn_pdrop is 0.0, not 0.1"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
         (Qwen3Config(attention_bias=True), "attention_bias is True"),
