@@ -76,8 +76,8 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
     settings = {there: getattr(config, here) for here, there in NAMES[family].items()}
     if family == "gpt2":
         settings |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
-        # The default of both is 50256, the published GPT-2's end of text.
         settings["activation_function"] = GELUS[config.mlp]
+        # The default of both is 50256, the published GPT-2's end of text.
         return GPT2Config(**settings, bos_token_id=None, eos_token_id=None)
     return Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
 

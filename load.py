@@ -41,10 +41,8 @@ PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 
 CAN_BE_OPENED = "the directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub"
 
-
 # Of a run that needs other code.
 REMEDY = "use the code that trained it, whose commit starts.jsonl of the run names"
-
 
 # What a model that goes on from another's weights may have for itself.
 OWN = {"dropout"}
