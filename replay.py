@@ -46,6 +46,7 @@ if __name__ == "__main__":  # before anything slow is imported
         sys.argv.insert(2, "--step")
     run("replay", ReplayConfig)
 
+import os
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -66,6 +67,7 @@ from nested import temporary_folder
 from training import launch
 from training.compute import no_compiler, prepare_network
 from training.gradients import fill_in
+from training.launch import uses_cpu
 from training.layers import total_norm
 from training.manifest import read_manifest
 from training.world import is_main_process
@@ -143,7 +145,7 @@ def show_blocks(row: dict) -> None:
 def show_sequences(run: Run, before: Path | None, step: int, config: ReplayConfig) -> None:
     """The step's sequences with the highest losses, and what other arithmetic makes of the step."""
     corpus = load_corpus(run.config)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() and not uses_cpu(os.environ) else "cpu"
     torch.manual_seed(run.config.seed)
     model = GPTModel(run.config.model)
     if before:

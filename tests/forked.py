@@ -26,6 +26,8 @@ PRELOADED += ["pydantic", "google.protobuf.text_format"]  # of wandb, which itse
 PRELOADED += ["pandas"]  # which pyarrow imports as soon as it makes an array
 PRELOADED += ["tests.forked", "tests.warm"]
 
+# Whether there is a GPU is then asked in a way that leaves it usable after a fork, by whatever is imported.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(PRELOADED)
 

@@ -317,3 +317,11 @@ def test_importing_train_loads_nothing_that_is_slow_and_not_always_needed():
     code = f"import sys, train, hub; print([name for name in sys.modules if name.startswith({slow})])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_what_is_imported_leaves_a_gpu_to_forks():
+    """A process that has looked for a GPU has none in its forks, as a notebook makes them, and tests/forked.py."""
+    code = "import torch; torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = lambda: 1 / 0\n"
+    code += "import train, verify, replay, sample, export, evaluate, training.shards"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ Any number of processes reads what any other number wrote, and under DDP every f
 DCP takes as long to import as half of torch: training/checkpoint.py imports this module when it is first needed.
 """
 
+import functools
 import json
 import warnings
 from pathlib import Path
@@ -22,8 +23,12 @@ from config import ConfigError
 from files import fsync
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
-ON_GPU = torch.cuda.is_available()  # where pinned memory, and copies that are waited for together, are fast
-STAGER = DefaultStager(StagingOptions(ON_GPU, False, False, ON_GPU))
+
+
+@functools.cache
+def stager(on_gpu: bool) -> DefaultStager:
+    """From a GPU to pinned memory, by copies that are waited for together; elsewhere there is neither."""
+    return DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
 
 
 def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
@@ -39,7 +44,7 @@ def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
 
 def copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in CPU memory, which is kept from copy to copy: they hold until the next call."""
-    return STAGER.stage(tensors)
+    return stager(next(iter(tensors.values())).is_cuda).stage(tensors)
 
 
 class Writer(HuggingFaceStorageWriter):
