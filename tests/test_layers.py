@@ -59,6 +59,13 @@ def test_activations_are_those_of_the_global_batch(run):
         assert metrics(run)[1][f"layers/activation_rms/{index}"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_with_exact_they_are_the_same_on_any_number_of_processes(tmp_path):
+    exact = [*SHORT, "--exact", "true", "--global_batch_size", 12, "--tracking.layers", "true", "--out_dir", tmp_path]
+    for processes in (0, 2, 4):
+        train(*exact, "--name", processes, processes=processes)
+    assert metrics(tmp_path / "0") == metrics(tmp_path / "2") == metrics(tmp_path / "4")
+
+
 def test_the_picture_shows_them(run):
     drawn = (run / "layers.png").read_bytes()
     assert drawn.startswith(b"\x89PNG") and save_layers(run).read_bytes() == drawn

@@ -48,8 +48,9 @@ class LayerStatistics:
         columns = {"weight_norm": [total_norm(weights) for weights in before]}
         columns["gradient_norm"] = [total_norm(p.grad for p in block.parameters()) for block in self.blocks]
         yield
-        mean_squares = torch.stack([torch.stack(tuple(of_block)).mean() for of_block in self.mean_squares])
-        columns["activation_rms"] = self.accelerator.reduce(mean_squares, "mean").sqrt().tolist()
+        # A row for every micro-batch of the global batch, so that they are added in one order however many processes.
+        mean_squares = torch.stack([torch.stack(tuple(of_block)) for of_block in self.mean_squares], dim=1)
+        columns["activation_rms"] = self.accelerator.gather(mean_squares).mean(dim=0).sqrt().tolist()
         moved = [[p - old for p, old in zip(block.parameters(), olds, strict=True)]
                  for block, olds in zip(self.blocks, before, strict=True)]  # fmt: skip
         ratios = zip(moved, columns["weight_norm"], strict=True)
