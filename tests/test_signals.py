@@ -107,6 +107,16 @@ def test_a_second_training_in_a_directory_is_refused_and_disturbs_nothing(runs):
     assert launch.wait(60) == 75
 
 
+def test_after_a_kill_the_next_start_need_not_wait_for_the_processes_that_loaded_data(runs):
+    arguments = [*LONG, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
+    launch = start(["train.py", *arguments], 0, runs / "run")
+    (process,) = launch.processes
+    assert children(process.pid), "which look every five seconds whether it is still there"
+    process.kill()
+    process.join()
+    train(*arguments, "--steps", 2)
+
+
 SLOW_WANDB = """
 import time
 import training.checkpoint as checkpoint

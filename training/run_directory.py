@@ -246,6 +246,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / LOCK
         self._lock_file = open(file, "w")
+        os.register_at_fork(after_in_child=self._lock_file.close)  # loaders of data outlive a kill for some seconds
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mine = os.path.samestat(os.fstat(self._lock_file.fileno()), file.stat())
