@@ -20,8 +20,10 @@ from training.compute import prepare_exact
 from training.continuation import complete, differences, read_settings
 from training.fingerprint import digests
 from training.manifest import (
+    MANIFEST,
     InvalidCheckpoint,
     Manifest,
+    checkpoints_in,
     read_manifest,
     readable_checkpoints,
     step_directory,
@@ -168,6 +170,10 @@ def audit(run: Run, count: int, folder: Path) -> None:
     if not intervals:
         raise ConfigError(f"audit: {run.path} has no checkpoint that can be read")
     failures = 0
+    for checkpoint in checkpoints_in(run.path / "checkpoints"):
+        if checkpoint not in run.manifests:
+            failures += 1
+            say(f"FAIL  {checkpoint}: its {MANIFEST} is missing or damaged")
     chosen = of_main_process(random.sample(intervals, min(count, len(intervals))))
     for before, begin, (end, manifest) in sorted(chosen, key=lambda interval: interval[0]):
         why = run.differs_here(manifest.step)
@@ -181,7 +187,7 @@ def audit(run: Run, count: int, folder: Path) -> None:
         failures += verdict == "FAIL"
         say(f"{verdict}  steps {before + 1} to {manifest.step}  {found}")
     if failures:
-        raise RunError(f"{run.path} is not what its settings give: {failures} interval(s) failed")
+        raise RunError(f"{run.path} is not what its settings give: {failures} failure(s)")
     say(f"{run.path} is what its settings give, as far as it was trained again.")
 
 

@@ -183,6 +183,11 @@ def a_file_alone(run):
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
 
 
+def a_manifest_alone(run):
+    manifest = run / "checkpoints" / "step-00000006" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 7'))
+
+
 def a_training_loss(run):
     rewrite_rows(run, lambda row: row.update({"train/loss": row["train/loss"] - 0.01}) if row["step"] == 5 else None)
 
@@ -238,8 +243,8 @@ def read_manifest_of(run, step):
 
 
 TAMPERINGS = [
-    *(a_weight, a_moment, a_file_alone, a_training_loss, a_validation_loss, a_digest, a_row_that_is_gone),
-    *(a_setting, a_setting_in_one_place, another_seed, other_data, a_swapped_checkpoint),
+    *(a_weight, a_moment, a_file_alone, a_manifest_alone, a_training_loss, a_validation_loss, a_digest),
+    *(a_row_that_is_gone, a_setting, a_setting_in_one_place, another_seed, other_data, a_swapped_checkpoint),
     a_checkpoint_that_claims_another_step,
 ]
 
