@@ -67,6 +67,13 @@ def test_everything_holds_here(processes, runs):
     assert len([*runs.rglob("*")]) == 6, "it leaves nothing behind, and what was there alone"
 
 
+def test_one_process_of_several_threads_is_exact_too(runs):
+    """As many as there are cores: how many share a sum changes its bits."""
+    of_a_user = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    done = forked.run("verify.py", [*TINY_STORIES, "--out_dir", str(runs)], 1, of_a_user)
+    assert results(done.stdout)[PROMISES[-1]] == "PASS", done.stdout + done.stderr
+
+
 def test_what_a_fork_may_break_still_stands_there():
     for file, before, *_ in MUTATIONS.values():
         assert (ROOT / file).read_text().count(before) == 1, (file, before)
