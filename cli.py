@@ -22,7 +22,8 @@ except ImportError:
     print("error: this runs on Linux and macOS, and on Windows inside WSL (wsl --install)", file=sys.stderr)
     sys.exit(2)
 
-from config import ConfigError, RunError, parse_config, parse_tool
+from arguments import parse_config, parse_tool
+from config import ConfigError, RunError
 from training.signals import Preempted, ignore_stop_signals
 from training.world import is_main_process, num_processes
 

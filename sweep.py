@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import compare
-from config import ConfigError, RunError, TrainConfig, parse_config
+from arguments import parse_config
+from config import ConfigError, RunError, TrainConfig
 from training.continuation import differences, flat_settings, read_settings
 from training.signals import STOP_SIGNALS
 from training.status import read_status

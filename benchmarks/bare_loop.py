@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
+from arguments import parse_config
 from benchmarks.nanogpt import build_peer
-from config import parse_config
 from data.corpus import load_corpus
 from examples.overlap import WAYS, average_gradients, hidden, lanes
 from model.gpt import GPTModel

@@ -31,7 +31,7 @@ from torch.profiler import profile
 
 try:
     import jsonargparse  # noqa: F401
-except ImportError:  # a lent machine may lack it; config.py names its types and its parser, neither is used here
+except ImportError:  # a machine may lack it; config.py names its types, which are not used here
     sys.modules["jsonargparse"] = sys.modules["jsonargparse.typing"] = MagicMock()
 
 from benchmarks.measure import Group

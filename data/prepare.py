@@ -40,7 +40,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import chat
-from config import ConfigError, parse_tool
+from arguments import parse_tool
+from config import ConfigError
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
 from data.sources import Source, find_files, source_stamp
 from data.tokenizer import NAMES, load_tokenizer, save_tokenizer

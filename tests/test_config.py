@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from config import CheckpointConfig, ConfigError, DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig, parse_config
+from arguments import parse_config
+from config import CheckpointConfig, ConfigError, DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from data.corpus import load_corpus
 from model.config import GPTConfig
 from model.gpt import MLP, GPTModel, make_norm

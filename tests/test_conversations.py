@@ -20,7 +20,8 @@ import data.prepare
 import evaluate
 import export
 import sample
-from config import ConfigError, parse_config, parse_tool
+from arguments import parse_config, parse_tool
+from config import ConfigError
 from data.corpus import load_corpus
 from data.integrity import open_columns
 from data.text import TextCorpus, TextDataset

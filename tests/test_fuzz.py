@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import cli
-from config import ConfigError, parse_config
+from arguments import parse_config
+from config import ConfigError
 from plot import save_loss_curve
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
 

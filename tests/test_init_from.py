@@ -6,7 +6,8 @@ import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
 import export
-from config import ConfigError, parse_config
+from arguments import parse_config
+from config import ConfigError
 from data.corpus import load_corpus
 from export import ExportConfig
 from hub import tensors_from_transformers

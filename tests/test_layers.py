@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from config import parse_config
+from arguments import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
 from plot import save_layers

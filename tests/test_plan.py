@@ -10,7 +10,7 @@ import torch
 from torch.profiler import profile
 
 import plan
-from config import parse_config
+from arguments import parse_config
 from model.gpt import GPTModel
 from tests.conftest import ROOT, TINY_STORIES, environment, train
 from training.optimizer import build_optimizer

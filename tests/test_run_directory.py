@@ -13,7 +13,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from config import ConfigError, TrainConfig, parse_config
+from arguments import parse_config
+from config import ConfigError, TrainConfig
 from data.corpus import load_corpus
 from files import sha256
 from plot import save_loss_curve

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from config import parse_tool
+from arguments import parse_tool
 from docs import scaling
 from docs.scaling import SHAPES, STRATEGIES, Machines
 from tests.conftest import ROOT

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import cli
-from config import ConfigError, RunError, parse_config
+from arguments import parse_config
+from config import ConfigError, RunError
 from sweep import SweepConfig, main, own_arguments_first, plan, split
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
@@ -24,7 +25,7 @@ sys.path.insert(0, {root!r})
 from dataclasses import asdict
 from pathlib import Path
 import yaml
-from config import parse_config
+from arguments import parse_config
 config = parse_config(sys.argv[2:])
 config.global_batch_size, config.data.seed = config.global_batch_size or 8, 0
 run = Path(config.out_dir, config.name)

@@ -22,8 +22,9 @@ import yaml
 from torch.utils.data import DataLoader
 
 import data.prepare
+from arguments import parse_config
 from benchmarks.parts import corpus_of_zeros
-from config import ConfigError, parse_config
+from config import ConfigError
 from data.corpus import load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas

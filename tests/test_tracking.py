@@ -23,7 +23,8 @@ from accelerate import PartialState
 from accelerate.utils import LoggerType
 
 import trackers
-from config import ConfigError, parse_config
+from arguments import parse_config
+from config import ConfigError
 from plot import save_loss_curve
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command

@@ -2,7 +2,7 @@
 
 import gc
 
-from config import parse_config
+from arguments import parse_config
 
 parse_config([])  # builds the parser
 gc.freeze()  # no collection of a fork visits, and so copies, what it has inherited
