@@ -9,6 +9,7 @@ sample.py, evaluate.py, export.py and `init_from` stand on it.
 import hashlib
 import json
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from difflib import get_close_matches
@@ -27,7 +28,14 @@ from hub import from_transformers
 from model.gpt import GPTModel
 from training.compute import compute_as_any_processor
 from training.continuation import complete, flat_settings
-from training.manifest import InvalidCheckpoint, Manifest, newest_valid, readable_checkpoints, validate
+from training.manifest import (
+    InvalidCheckpoint,
+    Manifest,
+    checkpoints_in,
+    newest_valid,
+    readable_checkpoints,
+    validate,
+)
 from training.world import is_main_process, num_processes
 
 if TYPE_CHECKING:
@@ -99,7 +107,7 @@ def is_run(path: Path) -> bool:
 def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path, Manifest]:
     """The directory and the manifest of a checkpoint of the run at `path`, or of that at `path` itself.
 
-    The main process says which newer ones than the latest are damaged.
+    The main process says which damaged ones are passed over.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -110,11 +118,12 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
         directory, manifest, rejected = newest_valid(path / "checkpoints")
         if directory is None:
             raise ConfigError("\n  ".join([f"{path} has no valid checkpoint", *rejected]))
-        for reason in rejected if is_main_process() else ():
-            print(f"Checkpoint passed over: {reason}", file=sys.stderr)
+        say_passed_over(rejected)
         return directory, manifest
     else:
         manifests = readable_checkpoints(path / "checkpoints")
+        rejected = [found for found in checkpoints_in(path / "checkpoints") if found not in manifests]
+        say_passed_over(f"{found}: its manifest is missing or damaged" for found in rejected)
         losses = {found: manifest.val_loss for found, manifest in manifests.items() if manifest.val_loss is not None}
         chosen = [found for found, manifest in manifests.items() if manifest.step == checkpoint]
         if checkpoint == "best":
@@ -128,6 +137,12 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
         return directory, validate(directory)
     except InvalidCheckpoint as invalid:
         raise ConfigError(str(invalid)) from None
+
+
+def say_passed_over(reasons: Iterable[str]) -> None:
+    """Name checkpoints that are not taken because they are damaged; on the main process."""
+    for reason in reasons if is_main_process() else ():
+        print(f"Checkpoint passed over: {reason}", file=sys.stderr)
 
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:

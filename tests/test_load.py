@@ -18,7 +18,7 @@ from config import ConfigError
 from data.stories import StoriesDataset, log_prob
 from data.tokenizer import save_tokenizer
 from files import sha256
-from load import Loaded, load_run
+from load import Loaded, find_checkpoint, load_run
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, metrics, python, tensors, train
 from tests.test_model import make_model
@@ -118,6 +118,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
     for command in (*loaded, f"python export.py {tmp_path}/run {tmp_path}/out"):
         assert python(command).stderr.count(f"Checkpoint passed over: {damaged}: missing\n") == 1, command
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["step"] == 7
+
+
+def test_a_damaged_manifest_is_named_where_the_best_is_asked_for(run, tmp_path, capsys):
+    """It may be that of the best one, and what is loaded then the second best."""
+    damaged = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000008" / "manifest.json"
+    damaged.write_text("{}")
+    find_checkpoint(tmp_path / "run", "best")
+    assert f"Checkpoint passed over: {damaged.parent}: its manifest" in capsys.readouterr().err
 
 
 def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
