@@ -187,7 +187,7 @@ class Verification:
             columns = open_columns(file)
             for column in columns:
                 column.validate(full=True)
-            largest = np.max(columns[0].values.to_numpy(), initial=0)
+            largest = np.max(np.from_dlpack(columns[0].values), initial=0)
         except (pa.ArrowException, ValueError) as error:
             self._fail(f"{file} is damaged: {error}")
             return False

@@ -65,13 +65,13 @@ class TextDataset(Dataset):
         files = [corpus.path / file for file in corpus.metadata["files"] if file.startswith(split)]
         columns = [open_columns(file) for file in files]
         # Views of the files: the tokens, and of conversations the masks of answers.
-        self.values = [[column.values.to_numpy() for column in file] for file in columns]
+        self.values = [[np.from_dlpack(column.values) for column in file] for file in columns]
         self.first_tokens = [0, *accumulate(len(tokens) for tokens, *_ in self.values)]
         if self.first_tokens[-1] != corpus.metadata[split]["tokens"]:
             raise ConfigError(f"data: {corpus.path} is damaged: not all tokens of {split} are there; {REMEDY}")
         self.num_rows = (self.first_tokens[-1] - 1) // (seq_len - 1)
         if corpus.has_conversations or documents == "padded":
-            self._find_rows([tokens.offsets.to_numpy() for tokens, *_ in columns])
+            self._find_rows([np.from_dlpack(tokens.offsets) for tokens, *_ in columns])
         self.num_samples = min(num_samples or self.num_rows, self.num_rows)
         if self.num_rows < 1:
             problem = f"data: the {split} split of {corpus.path}, of {self.first_tokens[-1]} tokens, has not one row"
