@@ -6,14 +6,16 @@ Training goes on in a run of its own, in a folder that is thrown away, from a ch
 import contextlib
 import os
 import random
+from collections import ChainMap
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 import train
-from config import ConfigError, RunError
+from config import ConfigError, RunError, TrainConfig
 from load import config_of, whole_tensors
 from nested import nested_training, of_main_process
 from training.compute import prepare_exact
@@ -32,6 +34,8 @@ from training.manifest import (
 from training.metrics_file import read_rows
 from training.world import is_main_process, num_processes
 
+# What may change when a run goes on, and shows in what it logs: a step is trained again with what it was done with.
+AS_THEN = ("evaluation", "compile", "activation_checkpointing", "chunked_loss")
 ROUNDING = 1e-3  # relative; what other processors and numbers of processes make of the same step
 
 
@@ -42,7 +46,7 @@ class Run:
         settings = read_settings(path / "config.yaml", remedy="")
         if settings is None:
             raise ConfigError(f"run: {str(path)!r} is not the directory of a run: it has no config.yaml")
-        self.path, self.config = path, config_of(settings)
+        self.path, self.settings, self.config = path, settings, config_of(settings)
         self.manifests = readable_checkpoints(path / "checkpoints")
         self.rows = {row["step"]: row for row in read_rows(path / "metrics.jsonl")}
         self.starts = list(read_rows(path / "starts.jsonl")) if (path / "starts.jsonl").exists() else []
@@ -56,19 +60,35 @@ class Run:
             prepare_exact()  # before anything is computed
 
     def computed(self, step: int) -> dict:
-        """How `step` was computed, by what its start or the checkpoint after it wrote down."""
-        started = [start for start in self.starts if start["step"] < step]
-        later = [m for m in self.manifests.values() if m.step >= step]
-        facts = started[-1] if started else vars(min(later, key=lambda m: m.step)) if later else {}
-        return {name: facts.get(name) for name in ("processes", "threads", "mixed_precision")}
+        """How `step` was computed, by what its start or else the checkpoint after it wrote down."""
+        later = sorted((m for m in self.manifests.values() if m.step >= step), key=lambda m: m.step)[:1]
+        started = [start for start in self.starts if start["step"] < step][-1:]
+        facts = ChainMap(*started, *map(vars, later))
+        return {name: facts.get(name) for name in ("processes", "threads", "mixed_precision", "config")}
 
-    def differs_here(self, step: int) -> str:
-        """Why the bits of a step may be others here, in words; "" if they may not."""
-        then = self.computed(step)
-        now = {"processes": num_processes(), "threads": torch.get_num_threads()}
+    def config_then(self, step: int) -> TrainConfig:
+        """The settings that `step` was done with."""
+        stored = self.computed(step)["config"]
+        return config_of(stored) if stored else self.config
+
+    def ends(self, begin: int, until: int) -> list[int]:
+        """Where the starts ended that did the steps after `begin` until `until`."""
+        return [*sorted({start["step"] for start in self.starts if begin < start["step"] < until}), until]
+
+    def differs_here(self, begin: int, until: int) -> str:
+        """Why the bits of the steps after `begin` until `until` may be others here, in words; "" if they may not."""
+        now = {"processes": num_processes()}
+        if num_processes() > 1:  # one alone takes as many threads as there were
+            now["threads"] = torch.get_num_threads()
         if self.config.exact:
             return ""
-        return ", ".join(f"{then[n]} {n} then and {now[n]} now" for n in now if then[n] not in (None, now[n]))
+        whys = [
+            f"{then[n]} {n} then and {now[n]} now"
+            for then in map(self.computed, self.ends(begin, until))
+            for n in now
+            if then[n] not in (None, now[n])
+        ]
+        return ", ".join(dict.fromkeys(whys))
 
     def checkpoint_before(self, step: int) -> Path | None:
         """The newest one that is whole and older than `step`."""
@@ -82,10 +102,23 @@ class Run:
     def retrain(self, checkpoint: Path | None, until: int, folder: Path, **changes) -> "Retrained":
         """Train from a checkpoint, or the beginning, until after step `until`, in a run of its own in `folder`.
 
+        Where the run was stopped on the way and started again, so is this.
+
         Raises:
             Preempted: a signal asked to stop.
         """
+        rows = {}
+        for end in self.ends(read_manifest(checkpoint).step if checkpoint else 0, until):
+            again = self._retrain(checkpoint, end, folder, changes)
+            checkpoint, rows = again.checkpoint, rows | again.rows
+            if again.failure:
+                break
+        return replace(again, rows=rows)
+
+    def _retrain(self, checkpoint: Path | None, until: int, folder: Path, changes: dict) -> "Retrained":
         config = deepcopy(self.config)
+        for name in AS_THEN:
+            setattr(config, name, getattr(self.config_then(until), name))
         config.out_dir, config.name, config.resume = str(folder), f"until-{until}", "auto"
         if checkpoint is not None:
             config.branch_from, config.init_from = str(checkpoint.resolve()), None
@@ -170,13 +203,17 @@ def audit(run: Run, count: int, folder: Path) -> None:
     if not intervals:
         raise ConfigError(f"audit: {run.path} has no checkpoint that can be read")
     failures = 0
+    last = (run.starts[-1].get("config") if run.starts else None) or {}
+    if last and (changed := [key for key, value in complete(last).items() if run.settings.get(key) != value]):
+        failures += 1
+        say(f"FAIL  config.yaml: {changed[0]} is not that of the last start")
     for checkpoint in checkpoints_in(run.path / "checkpoints"):
         if checkpoint not in run.manifests:
             failures += 1
             say(f"FAIL  {checkpoint}: its {MANIFEST} is missing or damaged")
     chosen = of_main_process(random.sample(intervals, min(count, len(intervals))))
     for before, begin, (end, manifest) in sorted(chosen, key=lambda interval: interval[0]):
-        why = run.differs_here(manifest.step)
+        why = run.differs_here(before, manifest.step)
         verdict, found = "PASS", f"but for rounding ({why})" if why else "bit for bit"
         if problem := saved_problem(run, end, manifest):
             verdict, found = "FAIL", problem
@@ -212,8 +249,12 @@ def saved_problem(run: Run, checkpoint: Path, manifest: Manifest) -> str:
 
 def trained_problem(run: Run, begin: Path | None, first: int, manifest: Manifest, folder: Path) -> str:
     """What training an interval again, from the checkpoint `begin`, gives otherwise, in words; "" if nothing."""
-    logged, last = config_of(manifest.config), manifest.step
-    if missing := [step for step in range(first, last + 1) if any(logged.due(step)[:2]) and step not in run.rows]:
-        return f"metrics.jsonl has no row of step {missing[0]}"
+    last = manifest.step
+    for before, end in pairwise([first - 1, *run.ends(first - 1, last)]):
+        config = run.config_then(end)
+        for step in range(before + 1, end + 1):
+            for due, name in zip(config.due(step), ("train/loss", "val/loss"), strict=False):
+                if due and name not in run.rows.get(step, {}):
+                    return f"metrics.jsonl has no {name} of step {step}"
     again = run.retrain(begin, last, folder)
-    return str(again.failure or again.difference(run, run.differs_here(last)))
+    return str(again.failure or again.difference(run, run.differs_here(first - 1, last)))

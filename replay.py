@@ -103,7 +103,7 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
     if step <= run.begin:
         raise ConfigError(f"step: {step} is of the run that {run.path} branched from after step {run.begin}; open that")
     first = read_manifest(before).step if before else 0
-    why = run.differs_here(step)
+    why = run.differs_here(first, step)
     if first < step - 1:
         again = run.retrain(before, step - 1, folder)
         begin = before or "the beginning"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -155,13 +156,16 @@ def content(run, step):
 
 
 def change_settings(run, **settings):
-    """In config.yaml and in all manifests."""
+    """In config.yaml, in all manifests and in starts.jsonl."""
     files = [read_manifest(path).config for path in (run / "checkpoints").iterdir()]
-    for config in (*files, whole := yaml.safe_load((run / "config.yaml").read_text())):
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    whole = yaml.safe_load((run / "config.yaml").read_text())
+    for config in (*files, whole, *(start["config"] for start in starts)):
         for name, value in settings.items():
             section, _, key = name.rpartition("__")
             (config[section] if section else config)[key] = value
     (run / "config.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
+    (run / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     for path, config in zip((run / "checkpoints").iterdir(), files, strict=True):
         replace(read_manifest(path), config=config).write(path)
 
@@ -205,6 +209,10 @@ def a_row_that_is_gone(run):
     rewrite_rows(run, lambda row: row["step"] != 3)
 
 
+def a_number_that_is_gone(run):
+    rewrite_rows(run, lambda row: row.pop("train/loss") and None if row["step"] == 3 else None)
+
+
 def a_setting(run):
     change_settings(run, optimizer__weight_decay=0.2)
 
@@ -212,6 +220,12 @@ def a_setting(run):
 def a_setting_in_one_place(run):
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["optimizer"]["betas"] = [0.8, 0.95]
+    (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def how_it_is_evaluated(run):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["evaluation"]["num_samples"] += 1
     (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
 
@@ -244,8 +258,8 @@ def read_manifest_of(run, step):
 
 TAMPERINGS = [
     *(a_weight, a_moment, a_file_alone, a_manifest_alone, a_training_loss, a_validation_loss, a_digest),
-    *(a_row_that_is_gone, a_setting, a_setting_in_one_place, another_seed, other_data, a_swapped_checkpoint),
-    a_checkpoint_that_claims_another_step,
+    *(a_row_that_is_gone, a_number_that_is_gone, a_setting, a_setting_in_one_place, how_it_is_evaluated),
+    *(another_seed, other_data, a_swapped_checkpoint, a_checkpoint_that_claims_another_step),
 ]
 
 
@@ -263,6 +277,15 @@ def test_an_honest_run_passes(run, in_process, tmp_path, capsys):
     assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == [
         f"steps {step - 1} to {step}  bit for bit" for step in (2, 4, 6)
     ]
+
+
+def test_an_honest_run_passes_that_went_on_with_what_may_change(in_process, tmp_path, capsys):
+    """Before its only checkpoint fewer steps were logged, and other sequences evaluated."""
+    words = [*RECIPE, "--checkpoint.every", 9, "--checkpoint.keep", 1, "--out_dir", tmp_path, "--name", "run"]
+    train(*words, *"--tracking.log_every 2 --stop_after 4".split(), exit_code=75)
+    train(*words, "--evaluation.num_samples", 5)
+    audit(Run(tmp_path / "run"), 99, tmp_path)
+    assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == ["steps 1 to 6  bit for bit"]
 
 
 def test_an_honest_branch_passes_and_where_its_beginning_is_gone_the_rest_is_audited(
@@ -285,6 +308,12 @@ def test_an_honest_branch_passes_and_where_its_beginning_is_gone_the_rest_is_aud
 def test_an_exact_run_of_two_processes_is_audited_on_one(tmp_path):
     train(*RECIPE, "--exact", "true", "--out_dir", tmp_path, "--name", "run", processes=2)
     assert python(f"python replay.py {tmp_path / 'run'} --audit 3").stdout.count("bit for bit\n") == 3
+
+
+def test_one_process_takes_as_many_threads_as_the_run_had(run, in_process, tmp_path, capsys):
+    torch.set_num_threads(2)
+    audit(Run(run), 1, tmp_path)
+    assert capsys.readouterr().out.count("bit for bit\n") == 1
 
 
 def test_without_exact_another_number_of_processes_passes_but_for_rounding(tmp_path):

@@ -172,12 +172,12 @@ class RunDirectory:
             theirs = [Path(corpus).expanduser() / "tokenizer" for corpus in config.data.mix or [config.data.path]]
             theirs.sort(key=lambda place: not (place / "chat_template.jinja").exists())  # one that can talk, if any can
             copy_folder(theirs[0], self.path / "tokenizer")
-        self._record_start(start, now)
+        self._record_start(start, now | {"config": _plain(config)})
         self.record_progress(start.step)
         return start
 
     def _record_start(self, start: Start, now: dict[str, Any]) -> None:
-        """Keep what this start computes with: a line of starts.jsonl, and what the commit that it names lacks.
+        """Keep what this start computes, and with what: a line of starts.jsonl, and what the commit there lacks.
 
         Of a branch also where it begins, for the checkpoint that branch_from names may be moved or deleted.
         """
