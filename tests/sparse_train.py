@@ -1,5 +1,5 @@
 """train.py with a model whose MLPs do nothing for some micro-batches, so that their parameters go unused on some
-processes, and have a matrix that is never used."""
+processes, and have a matrix that is never used and one that is frozen."""
 
 import sys
 from pathlib import Path
@@ -15,6 +15,7 @@ import model.gpt
 class SparseMLP(model.gpt.MLP):
     def __init__(self, config):
         super().__init__(config)
+        self.up_proj.weight.requires_grad_(False)
         self.never = torch.nn.Parameter(torch.empty(2, 2))
 
     def forward(self, x_BTC):

@@ -91,7 +91,7 @@ def test_the_bits_do_not_depend_on_what_the_first_batch_used(trained):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-def test_a_model_that_leaves_parameters_out_trains_alike_on_any_number_of_processes(runs):
+def test_a_model_that_leaves_parameters_out_or_freezes_some_trains_alike_on_any_number_of_processes(runs):
     """As a mixture of experts does. MLPs see normalised vectors, so the sign of a sum is as good as random."""
     words = [*TINY_STORIES, *"--steps 4 --evaluation.every 0 --model.dropout 0 --check_replicas_every 1".split()]
     for processes in (0, 2):
@@ -104,3 +104,5 @@ def test_a_model_that_leaves_parameters_out_trains_alike_on_any_number_of_proces
         assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4)
     never = [tensors(runs / name, 4)["model.blocks.0.mlp.never"] for name in ("0", "2")]
     assert torch.equal(*never) and not torch.equal(never[0], tensors(runs / "0", 1)["model.blocks.0.mlp.never"])
+    frozen = [tensors(runs / name, step)["model.blocks.0.mlp.up_proj.weight"] for name in ("0", "2") for step in (1, 4)]
+    assert all(torch.equal(frozen[0], weight) for weight in frozen)

@@ -32,9 +32,10 @@ def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> 
     """The backward by which DDP orders its sums for good: all parameters, the last first, whatever the batch used."""
     if isinstance(model, DistributedDataParallel):
         # What has to be compiled and allocated is so now, out of DDP's sight.
-        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        torch.autograd.grad(loss, trained, allow_unused=True)
         loss = loss.detach()
-        for parameter in model.parameters():
+        for parameter in trained:
             loss = _Reach.apply(loss, parameter)
     accelerator.backward(loss)
 
