@@ -171,7 +171,7 @@ def reading_a_corpus(options: Namespace) -> Iterator[Group]:
         wanted = [order.indices(next(numbers)) for _ in range(batches)]
         ordered, faults = time.perf_counter(), getrusage(RUSAGE_SELF).ru_minflt
         for indices in wanted:
-            dataset.batch(indices)
+            dataset.arrays(indices)
         looked_up, faults = time.perf_counter(), getrusage(RUSAGE_SELF).ru_minflt - faults
         tracemalloc.start()
         order.indices(0)

@@ -24,16 +24,16 @@ Sums = dict[str, tuple[Tensor | float, Tensor | float]]
 class Batches(Dataset):
     """A map-style dataset by whole batches: item [i, j, ...] is the dict of their tensors, each [B, T].
 
-    One that has a method `batch(indices)`, which gives arrays of [B, T], is asked for that: stacking rows takes as long
-    as making them.
+    One that has a method `arrays(indices)`, which gives those of a batch, is asked for them: stacking rows takes as
+    long as making them.
     """
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
 
     def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
-        if hasattr(self.dataset, "batch"):
-            return {name: torch.from_numpy(rows) for name, rows in self.dataset.batch(indices).items()}
+        if hasattr(self.dataset, "arrays"):
+            return {name: torch.from_numpy(rows) for name, rows in self.dataset.arrays(indices).items()}
         return default_collate([self.dataset[index] for index in indices])
 
 

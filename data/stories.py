@@ -187,9 +187,9 @@ class StoriesDataset(Dataset):
 
         The labels are the inputs, not shifted, with -100 at the padding.
         """
-        return {name: torch.from_numpy(rows[0]) for name, rows in self.batch([index]).items()}
+        return {name: torch.from_numpy(rows[0]) for name, rows in self.arrays([index]).items()}
 
-    def batch(self, indices: list[int]) -> dict[str, np.ndarray]:
+    def arrays(self, indices: list[int]) -> dict[str, np.ndarray]:
         """The rows of these stories, each array int64 [B, seq_len]."""
         input_ids = np.full((len(indices), self.seq_len), VOCABULARY[END_OF_TEXT])
         labels = np.full_like(input_ids, -100)

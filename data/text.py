@@ -111,9 +111,9 @@ class TextDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """`input_ids` and `labels`, and what `documents` adds, each int64 [T]; the labels are not shifted."""
-        return {name: torch.from_numpy(rows[0]) for name, rows in self.batch([index]).items()}
+        return {name: torch.from_numpy(rows[0]) for name, rows in self.arrays([index]).items()}
 
-    def batch(self, indices: list[int]) -> dict[str, np.ndarray]:
+    def arrays(self, indices: list[int]) -> dict[str, np.ndarray]:
         """The samples of a batch, each array int64 [B, T]."""
         input_ids = np.full((len(indices), self.seq_len), self.corpus.end_of_text)
         in_row, in_answer, begins = np.zeros((3, *input_ids.shape), int)  # no memory before it is written to
@@ -175,7 +175,7 @@ class TextDataset(Dataset):
                 token_bytes[index] = len(token.encode() if index in added else token)
             special = [index for index, token in added.items() if token.special]  # these no text can give
             token_bytes[[self.corpus.end_of_text, *special]] = 0
-        targets = (self.batch([index])["labels"][:, 1:] for index in range(len(self)))
+        targets = (self.arrays([index])["labels"][:, 1:] for index in range(len(self)))
         return float(sum(token_bytes[ids[ids != -100]].sum() for ids in targets))
 
 

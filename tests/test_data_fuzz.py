@@ -60,7 +60,7 @@ def read_all(path):
     for split in ("train", "validation"):
         for documents in ("isolated", "padded"):
             dataset = TextDataset(corpus, split, 32, documents)
-            samples += [array.tolist() for array in dataset.batch(range(len(dataset))).values()]
+            samples += [array.tolist() for array in dataset.arrays(range(len(dataset))).values()]
             samples.append(dataset.num_bytes)
     verification = Verification([corpus])
     verification.start()

@@ -15,6 +15,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -27,7 +28,7 @@ import data.prepare
 from arguments import parse_config
 from benchmarks.parts import corpus_of_zeros
 from config import ConfigError
-from data.corpus import load_corpus
+from data.corpus import Batches, load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas
 from data.text import TextCorpus, TextDataset
@@ -79,6 +80,13 @@ def settings(folder, *arguments):
 
 
 # Windows
+
+
+def test_batches_of_a_hugging_face_dataset():
+    """Which has a method `batch` of its own."""
+    rows = {"input_ids": [[1, 2], [3, 4], [5, 6]], "labels": [[1, 2], [-100, 4], [5, 6]]}
+    batch = Batches(datasets.Dataset.from_dict(rows).with_format("torch"))[[2, 1]]
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {name: of[:0:-1] for name, of in rows.items()}
 
 
 def test_the_windows_are_those_of_the_stream(folder):
