@@ -13,7 +13,7 @@ from uuid import uuid4
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 import export
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, no_code_for
 from files import finite_or_null
 from hub import family_of
 from load import find_checkpoint
@@ -33,7 +33,7 @@ def check(config: TrainConfig) -> None:
             model like the one that is to be exported.
     """
     tracking = config.tracking
-    if tracking.tracker != "wandb":
+    if kind_of(tracking.tracker) is TrackerRun:
         if tracking.tracker not in map(str, get_available_trackers()):
             raise ConfigError(f"tracking.tracker: {tracking.tracker} is not installed: pip install {tracking.tracker}")
     elif tracking.wandb == "online":
@@ -52,9 +52,21 @@ def check(config: TrainConfig) -> None:
 
 def start_tracker(config: TrainConfig, run: RunDirectory, step: int, say: Callable[[str], None]) -> "TrackerRun | None":
     """What the settings ask for, of a start after `step`; `say` prints."""
-    if config.tracking.tracker != "wandb":
-        return TrackerRun(config, run, step, say)
-    return WandbRun(config, run, step, say) if config.tracking.wandb != "disabled" else None
+    tracking = config.tracking
+    if tracking.tracker == "wandb" and tracking.wandb == "disabled":
+        return None
+    return kind_of(tracking.tracker)(config, run, step, say)
+
+
+def kind_of(tracker: str) -> "type[TrackerRun]":
+    """What follows a run with the tracker of this name."""
+    match tracker:
+        case "wandb":
+            return WandbRun
+        case "tensorboard" | "trackio":
+            return TrackerRun
+        case other:
+            raise no_code_for("tracking.tracker", other)
 
 
 class TrackerRun:

@@ -9,8 +9,17 @@ import pytest
 import torch
 import yaml
 
+import trackers
 from arguments import parse_config
-from config import CheckpointConfig, ConfigError, DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from config import (
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrackingConfig,
+    TrainConfig,
+)
 from data.corpus import load_corpus
 from model.config import GPTConfig
 from model.gpt import MLP, GPTModel, make_norm
@@ -197,6 +206,7 @@ CHOICES = {
     "data.source": lambda: load_corpus(TrainConfig(data=DataConfig(source="new"))),
     "schedule.name": lambda: lr_scale(ScheduleConfig(name="new"), 0, 10),
     "optimizer.name": lambda: build_optimizer(GPTModel(GPTConfig(8)), OptimizerConfig(name="new")),
+    "tracking.tracker": lambda: trackers.check(TrainConfig(tracking=TrackingConfig(tracker="new"))),
     "on_nonfinite": lambda: TrainConfig(on_nonfinite="new").max_skipped,
     "checkpoint.on_failure": lambda: CheckpointConfig(on_failure="new").stops_on_failure,
     "model.norm": lambda: make_norm(GPTConfig(8, norm="new")),

@@ -212,6 +212,24 @@ def test_trackio_gets_numbers_at_their_steps_and_goes_on(tracked, monkeypatch):
     assert calls == [(3, {"train/loss": 1.5}), (4, {"train/loss": 1.25}), "finish"]
 
 
+def test_a_tracker_of_ones_own_asks_for_no_package(tracked, tmp_path, monkeypatch):
+    class Lines(trackers.TrackerRun):
+        def _start(self, step):
+            self.run = open(tmp_path / "lines", "w")
+
+        def log(self, step, metrics):
+            self._try(lambda: print(step, metrics["train/loss"], file=self.run))
+
+        def finish(self, failure):
+            self._try(lambda: self.run.close())
+
+    monkeypatch.setattr(trackers, "kind_of", lambda tracker: Lines)
+    monkeypatch.setattr(trackers, "get_available_trackers", list)
+    with tracked("--tracking.tracker", "tensorboard") as tracker:
+        tracker.log(3, {"train/loss": 1.5})
+    assert (tmp_path / "lines").read_text() == "3 1.5\n"
+
+
 def test_a_tracker_that_fails_stops_no_run(tracked, tmp_path, monkeypatch, capsys):
     def fail(**options):
         raise OSError("no such server")
