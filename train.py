@@ -155,8 +155,8 @@ def train(
         throughput.restart(start.step)
 
         for step in range(start.step, config.steps):
-            lr = config.optimizer.lr * lr_scale(config.schedule, step, config.steps)
-            set_lr(optimizer, lr)
+            lr_share = lr_scale(config.schedule, step, config.steps)
+            set_lr(optimizer, lr_share)
             scale = loss_scale(accelerator.mixed_precision, step, totals.skipped)
             done = step + 1
             for index, micro_batch in enumerate(micro_batches(batch, config.micro_batch_size)):
@@ -190,8 +190,8 @@ def train(
                     digests.check_replicas(accelerator, done)
             if log_now:
                 metrics |= {f"train/{name}": average for name, average in totals.averages.items()}
-                metrics |= {"train/lr": lr, "train/grad_norm": totals.grad_norm, **layers.metrics}
-                metrics |= throughput.measure(done)
+                metrics |= {"train/lr": config.optimizer.lr * lr_share, "train/grad_norm": totals.grad_norm}
+                metrics |= layers.metrics | throughput.measure(done)
                 if config.max_skipped:
                     metrics["train/skipped"] = totals.skipped
             if evaluate_now:

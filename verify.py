@@ -147,7 +147,7 @@ class Verification:
             for parameter in network.parameters():
                 parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or torch.inf)
-            set_lr(optimizer, self.config.optimizer.lr)
+            set_lr(optimizer, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             total, count = add(torch.tensor(losses, device=self.device).sum(dim=0)).tolist()

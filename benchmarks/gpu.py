@@ -108,7 +108,7 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, foreach: bool = False,
 
     def step() -> Tensor:
         nonlocal done, target_tokens
-        set_lr(optimizer, OPTIMIZER.lr)
+        set_lr(optimizer, 1.0)
         torch.manual_seed(derive_seed(0, "dropout", done, 0))
         loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=target_tokens)[1]
         totals.add(loss)
@@ -132,7 +132,7 @@ def nanogpt(config: GPTConfig, tokens: Tensor, scale: Scale, path: Path) -> Buil
     model, targets = torch.compile(network, backend=scale.backend), tokens.roll(-1, dims=1)
 
     def step() -> Tensor:
-        set_lr(optimizer, OPTIMIZER.lr)
+        set_lr(optimizer, 1.0)
         with torch.autocast(scale.device, torch.bfloat16):
             _logits, loss = model(tokens, targets)
         loss.backward()

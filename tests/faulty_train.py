@@ -43,8 +43,8 @@ def local_part(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def begin_step(optimizer, lr):
-    set_lr(optimizer, lr)
+def begin_step(optimizer, scale):
+    set_lr(optimizer, scale)
     if Model.step is None:
         Model.step = next(iter(STARTS_AT))
     Model.step += 1

@@ -73,14 +73,14 @@ def test_muon_and_adamw_together_are_each_alone():
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0},
     ]
     muon = NorMuon(hidden.values(), lr=1, weight_decay=0.2, betas=(0.8, 0.9))
-    adamw = torch.optim.AdamW(decay, lr=1, weight_decay=0.2, betas=(0.8, 0.9), fused=True)
+    adamw = torch.optim.AdamW(decay, lr=CONFIG.lr, weight_decay=0.2, betas=(0.8, 0.9), fused=True)
     for step in range(6):
         backward(together, step)
         for name, parameter in together.named_parameters():
             named[name].grad = parameter.grad.clone()
         muon.lr = 0.01 / (step + 1)
         for each in (optimizer, adamw):
-            set_lr(each, muon.lr)
+            set_lr(each, muon.lr / CONFIG.lr)
         for each in (optimizer, muon, adamw):
             each.step()
         if step == 2:  # another optimizer takes the moments over

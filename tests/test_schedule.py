@@ -55,8 +55,10 @@ def test_only_matrices_decay():
     assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
 
 
-def test_set_lr_reaches_every_group():
-    model = torch.nn.Linear(2, 2)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1.0))
-    set_lr(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+def test_set_lr_scales_the_learning_rate_of_every_group():
+    """A fork may give each its own, as torch's optimizers let it."""
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), OptimizerConfig(lr=1.0))
+    optimizer.param_groups[1]["lr"] = 0.5
+    for scale in (0.25, 0.0, 0.5):
+        set_lr(optimizer, scale)
+        assert [group["lr"] for group in optimizer.param_groups] == [scale, 0.5 * scale]

@@ -27,10 +27,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             raise no_code_for("optimizer.name", other)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Write the learning rate of the coming update into every group."""
+def set_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Write the learning rate of the coming update into every group: `scale` times that which it was built with."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = scale * group.setdefault("initial_lr", group["lr"])
 
 
 # Amsel et al. 2025, arXiv:2505.16932: one after the other the best polynomials for singular values from 0.001 to 1,
