@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.futures import Future
 
@@ -26,9 +26,9 @@ FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @functools.cache
-def stager(on_gpu: bool) -> DefaultStager:
-    """From a GPU to pinned memory, by copies that are waited for together; elsewhere there is neither."""
-    return DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+def stager(on_gpu: bool) -> StateDictStager:
+    """From a GPU to pinned memory. DefaultStager, around it, is of no more use after its first copy in torch 2.11."""
+    return StateDictStager(pin_memory=on_gpu)
 
 
 def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
@@ -44,7 +44,11 @@ def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
 
 def copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in CPU memory, which is kept from copy to copy: they hold until the next call."""
-    return stager(next(iter(tensors.values())).is_cuda).stage(tensors)
+    on_gpu = next(iter(tensors.values())).is_cuda
+    copies = stager(on_gpu).stage(tensors, non_blocking=on_gpu)
+    if on_gpu:  # all are under way, and waited for together
+        torch.cuda.current_stream().synchronize()
+    return copies
 
 
 class Writer(HuggingFaceStorageWriter):
