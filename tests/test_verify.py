@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import cli
 import model.gpt
 import train
 import verify as verify_module
+from arguments import parse_config
 from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
 
@@ -72,6 +74,12 @@ def test_one_process_of_several_threads_is_exact_too(runs):
     of_a_user = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     done = forked.run("verify.py", [*TINY_STORIES, "--out_dir", str(runs)], 1, of_a_user)
     assert results(done.stdout)[PROMISES[-1]] == "PASS", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_logits_are_compared_of_a_model_of_short_sequences_too(family):
+    config = parse_config([*TINY_STORIES, *"--seq_len 8 --model.max_position_embeddings 8".split()])
+    assert verify_module.Verification.logits_equal(SimpleNamespace(config=config), family)[0]
 
 
 def test_what_a_fork_may_break_still_stands_there():
