@@ -125,7 +125,7 @@ class Run:
         config.stop_after = until
         config.tracking = replace(config.tracking, tracker="wandb", wandb="disabled", log_every=1)
         config.check_replicas_every = 0
-        config.checkpoint.every = 10**9
+        config.checkpoint.every, config.checkpoint.keep_every = 10**9, 0
         for name, value in changes.items():
             section, _, field = name.rpartition("__")
             setattr(getattr(config, section) if section else config, field, value)
