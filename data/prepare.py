@@ -253,8 +253,8 @@ def prepare(config: PrepareConfig) -> dict:
     except RuntimeError as error:
         raise ConfigError(f"out: {config.out!r}: {error}") from None
     reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
-    work, source = out.with_name(f"{out.name}.partial"), Source(config.source, *reading)
-    held_out = Source(config.validation, *reading) if own else None
+    work, source = Path(f"{out}.partial"), Source(config.source, *reading)
+    held_out = Source(config.validation, *reading, setting="validation") if own else None
     if held_out and (shared := held_out.shared_with(source)):
         raise ConfigError(f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}")
     stamps = source.stamps | (held_out.stamps if held_out else {})
@@ -280,7 +280,8 @@ def prepare(config: PrepareConfig) -> dict:
         except BlockingIOError:
             raise ConfigError(f"out: another process is preparing {out}") from None
         begun, content = work / "parts" / "request", json.dumps(request).encode()
-        if begun.exists() and begun.read_bytes() != content:
+        # Before the tokenizer, which is the first thing to be kept, nothing is there that another source could spoil.
+        if (work / "tokenizer").exists() and begun.read_bytes() != content:
             raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
         write_atomically(begun, content)
         metadata = _make_corpus(config, source, held_out, work) | {"request": request}

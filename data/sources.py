@@ -24,7 +24,7 @@ class Source:
 
     A conversation is a text, too: its messages as JSON.
 
-    Args: as data.prepare explains them.
+    Args: as data.prepare explains them; and `setting`, what messages call it.
 
     Raises:
         ConfigError: there is no such source, or it cannot be read as text.
@@ -35,6 +35,7 @@ class Source:
     document_separator: str | None = None
     invalid_utf8: str = "replace"
     streaming: bool = False
+    setting: str = "source"
     conversations: bool | None = field(default=None, init=False)
     """Whether all documents are conversations; None before the first row is read, and of txt files."""
 
@@ -45,10 +46,10 @@ class Source:
         self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
         for file in self.files:
             if _kind(file) not in (".txt", ".jsonl", ".parquet"):
-                raise ConfigError(f"source: {file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
+                raise self._refusal(f"{file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
             if self.streaming:
                 raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
-        self.dataset, self.dataset_files = (None, []) if self.files else self._load()
+        self.dataset, self.dataset_files, self.slices = (None, [], []) if self.files else self._load()
         self.stamps = {file: source_stamp(file) for file in [*self.files, *self.dataset_files]}
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
@@ -58,24 +59,28 @@ class Source:
                 for text, ends in self._txt(place) if _kind(place) == ".txt" else self._rows(place):
                     yield text, ends
                     number += ends
-                read = [place] if self.files else self.dataset_files
-                changed = [file for file in read if source_stamp(file) != self.stamps[file]]
+                changed = [f for f in ([place] if self.files else self.stamps) if source_stamp(f) != self.stamps[f]]
             except Exception as error:  # as many kinds as there are formats, file systems and networks
-                raise ConfigError(f"source: {place!r}, document {number}: {type(error).__name__}: {error}") from None
+                raise self._refusal(f"{place!r}, document {number}: {type(error).__name__}: {error}") from None
             if changed:
-                raise ConfigError(f"source: {changed[0]!r} changed while it was read; start again when it is complete")
+                raise self._refusal(f"{changed[0]!r} changed while it was read; start again when it is complete")
 
     def shared_with(self, other: "Source") -> str | None:
         """A file, or a data set, that is in both; by whatever name, as through a link. None if there is none."""
         if self.dataset is not None and self.name == other.name:
             return self.name
-        if "[" in self.name + other.name and self.dataset is not None and other.dataset is not None:
-            return None  # parts of a split, as train[:90%] and train[90%:]
+        of_a_split = [(a, b) for a in self.slices for b in other.slices if a.splitname == b.splitname]
+        if of_a_split and all(a.to <= b.from_ or b.to <= a.from_ for a, b in of_a_split):
+            return None  # as train[:90%] and train[90%:]
         ours = {_identity(file) for file in self.files or self.dataset_files}
         return next((file for file in other.files or other.dataset_files if _identity(file) in ours), None)
 
-    def _load(self) -> tuple[Iterable[dict], list[str]]:
-        """The data set, and the files of its split: on this machine, or as names that hold a revision of the Hub."""
+    def _refusal(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.setting}: {problem}")
+
+    def _load(self) -> tuple[Iterable[dict], list[str], list]:
+        """The data set, and the files of its split: on this machine, or as names that hold a revision of the Hub; and
+        which rows of which splits it is, where it does not stream."""
         import datasets  # slow, and not needed for files
 
         path, configuration, split = [*self.name.split(":", 2), "", ""][:3]
@@ -85,13 +90,16 @@ class Source:
             files = builder.config.data_files or {}
             files = [str(file) for name in re.split(r"\+|\[.*?\]", split) for file in files.get(name, [])]
             if self.streaming:
-                return builder.as_streaming_dataset(split=split), files
+                return builder.as_streaming_dataset(split=split), files, []
+            if builder.name == "text" and os.path.isdir(path):
+                raise ValueError(f"each line of its txt files would be a document; use '{path}/*.txt', of whole files")
             builder.download_and_prepare()
-            return builder.as_dataset(split=split), files
+            rows = {name: facts.num_examples for name, facts in builder.info.splits.items()}
+            return builder.as_dataset(split=split), files, datasets.ReadInstruction.from_spec(split).to_absolute(rows)
         except Exception as error:  # as many kinds as there are ways to fail at a download
-            problem = f"source: there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
+            problem = f"there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
             remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
-            raise ConfigError(f"{problem}: {error!r}\n{remedy}") from None
+            raise self._refusal(f"{problem}: {error!r}\n{remedy}") from None
 
     def _txt(self, file: str) -> Iterator[tuple[str, bool]]:
         separator, rest = self.separator, ""
@@ -133,17 +141,13 @@ class Source:
 
 def find_files(pattern: str) -> list[str]:
     """The files that a pattern matches in the order of their names, each once, however many links lead to it."""
-    found = {}
-    for file in sorted(filter(os.path.isfile, _expand(pattern)), key=lambda file: (len(file), file)):
-        found.setdefault(_identity(file), file)
-    return sorted(found.values())
+    shortest_last = sorted(filter(os.path.isfile, _expand(pattern)), key=lambda file: (len(file), file), reverse=True)
+    return sorted({_identity(file): file for file in shortest_last}.values())
 
 
 def source_stamp(file: str) -> list[int] | None:
     """Size and time of a file on this machine; None for one of the Hub, whose name holds its revision."""
-    if "://" in file:
-        return None
-    return [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
+    return None if "://" in file else [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
 
 
 def _expand(pattern: str) -> Iterator[str]:

@@ -243,8 +243,21 @@ def test_a_file_is_never_in_both_splits(tmp_path, monkeypatch):
         message = refusal(texts / "*.jsonl", tmp_path / "out", validation=str(validation))
         assert "in common" in message and "validation" in message and "source" in message, message
     assert "in common" in refusal(texts, tmp_path / "out", validation=str(texts))
+    for overlapping in ("train[1:]", "train[:1]+train[1:]", "train"):
+        message = refusal(f"{texts}::train[-50%:]", tmp_path / "out", validation=f"{texts}::{overlapping}")
+        assert "in common" in message, message
     metadata = make(f"{texts}::train[:50%]", tmp_path / "out", validation=f"{texts}::train[50%:]")
     assert metadata["train"]["documents"] == metadata["validation"]["documents"] == 1
+
+
+def test_a_folder_of_txt_files_is_not_taken_line_by_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one\ndocument")
+    message = refusal(tmp_path / "texts", tmp_path / "out")
+    assert "line" in message and f"{tmp_path / 'texts'}/*.txt" in message, message
+    make(tmp_path / "texts" / "*.txt", tmp_path / "out", validation="hash:0.0")
+    assert texts(tmp_path / "out") == ["one\ndocument"]
 
 
 def test_no_text_can_end_a_document(tmp_path):
@@ -609,7 +622,9 @@ def test_a_file_without_permission_is_named(tmp_path):
     [
         ({"validation": "hash:1.5"}, ["validation", "hash:1.5", "hash:0.1"]),
         ({"validation": "tail:"}, ["validation", "tail:0.1"]),
-        ({"validation": "missing.txt"}, ["missing.txt"]),
+        ({"validation": "missing.txt"}, ["validation: ", "missing.txt"]),
+        ({"validation": "0.1"}, ["validation: ", "'0.1'"]),
+        ({"out": "/"}, ["out: / exists"]),
         ({"validation": "tail:0.1", "max_tokens": 10}, ["max_tokens", "10", "tail:0.1", "hash:0.005"]),
         ({"tokenizer": "train:200"}, ["tokenizer", "train:200", "train:8192"]),
         ({"tokenizer": "no/such-tokenizer"}, ["tokenizer", "no/such-tokenizer", "byte"]),
@@ -618,10 +633,18 @@ def test_a_file_without_permission_is_named(tmp_path):
 )
 def test_a_wrong_setting_is_named_with_its_value_and_remedy(tmp_path, settings, named):
     (tmp_path / "a.txt").write_text("text")
-    message = refusal(tmp_path / "a.txt", tmp_path / "out", **settings)
+    message = refusal(tmp_path / "a.txt", **{"out": tmp_path / "out", **settings})
     assert "~nouser" in refusal(tmp_path / "a.txt", "~nouser/x")
     assert all(word in message for word in named), message
     assert not (tmp_path / "out").exists()
+
+
+def test_a_command_that_was_refused_is_not_in_the_way_of_the_right_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "a.txt").write_text("text")
+    assert "gtp2" in refusal(tmp_path / "a.txt", tmp_path / "out", tokenizer="gtp2")
+    make(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.0")
+    assert texts(tmp_path / "out") == ["text"]
 
 
 def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
