@@ -20,8 +20,7 @@ def derive_seed(*parts: int | str) -> int:
 
     The same on every machine and Python version, unlike `hash`.
     """
-    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -91,8 +90,7 @@ class GlobalBatches:
         indices = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            key = derive_seed(self.seed, "epoch", int(epoch))
-            indices[here] = permute(offsets[here], self.num_samples, key)
+            indices[here] = permute(offsets[here], self.num_samples, derive_seed(self.seed, "epoch", int(epoch)))
         return indices
 
 

@@ -205,7 +205,7 @@ def make_part(folder: Path, encode: Callable, types: dict[str, str], index: int,
         write_atomically(folder / name, content)
         written = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
         part[split] = {**counts, "tokens": len(values["input_ids"]), **written}
-    write_atomically(_part_file(folder, index), json.dumps(part).encode())
+    write_atomically(folder / "parts" / f"{index:06d}.json", json.dumps(part).encode())
     return part
 
 
@@ -219,14 +219,10 @@ def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool)
     return text, {"input_ids": [end_of_text] * begins + encoding.ids} if text else {}
 
 
-def _part_file(folder: Path, index: int) -> Path:
-    return folder / "parts" / f"{index:06d}.json"
-
-
 def _finished_part(folder: Path, index: int) -> dict | None:
     """What make_part returned for a part whose files nothing has touched since."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        part = json.loads(_part_file(folder, index).read_bytes())
+        part = json.loads((folder / "parts" / f"{index:06d}.json").read_bytes())
         if all(file_stamp(folder / part[split]["file"]) == part[split]["stamp"] for split in SPLITS):
             return part
     return None

@@ -22,8 +22,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    kind, _, size = name.partition(":")
-    trained = kind == "train" and size.isdecimal() and int(size) > 256
+    trained = name.startswith("train:") and (size := name[6:]).isdecimal() and int(size) > 256
     if name != "byte" and not trained:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
