@@ -167,8 +167,7 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     kept = {*list(manifests)[: config.keep], *sorted(losses, key=losses.get)[:1]}
     if config.keep_every:
         kept |= {path for path, manifest in manifests.items() if manifest.step % config.keep_every == 0}
-    superfluous = manifests.keys() - kept
-    if superfluous:
+    if superfluous := manifests.keys() - kept:
         validate(step_directory(checkpoints, step))
     for path in superfluous:
         # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint behind.

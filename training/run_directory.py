@@ -187,8 +187,7 @@ class RunDirectory:
             write_atomically(self.path / name, changes + "\n")
         row = {"step": start.step, **now, **provenance(), "uncommitted_changes": name}
         if start.checkpoint and (parent := start.checkpoint.resolve().parent.parent) != self.path.resolve():
-            digest = start.metrics.get("state/digest")
-            row["branched_from"] = {"run": str(parent), "step": start.step, "digest": digest}
+            row["branched_from"] = {"run": str(parent), "step": start.step, "digest": start.metrics.get("state/digest")}
         with open(self.path / "starts.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -216,11 +215,10 @@ class RunDirectory:
             return Start()
         if config.steps < manifest.step:
             raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} that {path} has already done")
-        before = {name: getattr(manifest, name) for name in ("processes", "shards", "threads")}
+        before = {} if config.exact else {name: getattr(manifest, name) for name in ("processes", "shards", "threads")}
         if changed := [name for name, count in before.items() if None not in (count, now[name]) and count != now[name]]:
-            if not config.exact:
-                what = ", ".join(f"{now[name]} {name} instead of {before[name]}" for name in changed)
-                print(f"Resumed with {what}: from here on the bits may differ by rounding.")
+            what = ", ".join(f"{now[name]} {name} instead of {before[name]}" for name in changed)
+            print(f"Resumed with {what}: from here on the bits may differ by rounding.")
         return Start(path, manifest.step, manifest.skipped, manifest.metrics)
 
     def _had_saved(self) -> bool:
@@ -232,9 +230,8 @@ class RunDirectory:
         """Whether this is the run of these settings, and nobody else is running it."""
         try:
             before = read_settings(self.path / "config.yaml")
-            if before is None or _starts_afresh(config) or config.branch_from not in (None, before["branch_from"]):
-                return False
-            if differences(before, config):
+            same = before is not None and not _starts_afresh(config) and not differences(before, config)
+            if not same or config.branch_from not in (None, before["branch_from"]):
                 return False
             self._lock()
         except (ConfigError, OSError):
@@ -244,12 +241,11 @@ class RunDirectory:
     def _lock(self) -> None:
         """Held until the start is over, however it ends. It lies inside, for the directory may have several names."""
         self.path.mkdir(parents=True, exist_ok=True)
-        file = self.path / LOCK
-        self._lock_file = open(file, "w")
+        self._lock_file = open(self.path / LOCK, "w")
         os.register_at_fork(after_in_child=self._lock_file.close)  # loaders of data outlive a kill for some seconds
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(self._lock_file.fileno()), file.stat())
+            mine = os.path.samestat(os.fstat(self._lock_file.fileno()), (self.path / LOCK).stat())
         except (BlockingIOError, FileNotFoundError):
             mine = False
         if not mine:  # or it was moved aside just now, by another that starts afresh
