@@ -33,8 +33,8 @@ test-all: .venv/.installed-test ## the long tests too
 	$(PYTEST) $(ARGS)
 
 test-gpu: ## on a machine with a GPU: its tests, then its benchmark; against a peer: make test-gpu ARGS="--nanogpt PATH"
-	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m pytest -m cuda $(shell grep -l mark.cuda tests/test_*.py)
-	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS)
+	@PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m pytest -m cuda $(shell grep -l mark.cuda tests/test_*.py); tests=$$?; \
+	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS) && exit $$tests
 
 bench: .venv/.installed-test ## measure speed and memory, in an hour; against a peer: make bench ARGS="--nanogpt PATH --text FILE"
 	@for case in $(BENCHMARKS); do .venv/bin/python -m benchmarks $$case $(ARGS) || failed="$$failed $$case"; done; \

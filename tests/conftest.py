@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes, which torch reads when it is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else the Hub's client tries for half a minute before it gives up
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # of tests that compute here; torch looks at the first product
 
 import pytest
 
@@ -31,10 +32,9 @@ TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment of a user's shell: nothing of the test runner's own launcher, one thread a process."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC"))
-    }
+    """The environment of a user's shell: nothing of the test runner's own, one thread a process."""
+    own = "ACCELERATE_", "TORCHELASTIC", "CUBLAS_"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     return {**inherited, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **extra}
 
 

@@ -143,6 +143,7 @@ def test_a_small_model_is_measured_on_the_gpu(name):
     shape, *_, backend = gpu.CASES[name]
     with gpu.sdpa_kernel(gpu.BACKENDS[backend]) if backend else gpu.nullcontext():
         figures = by_turns(gpu.group(name, scale, NANOGPT and Path(NANOGPT)), rounds=2)
+    assert min(figures.pop(gpu.PRODUCT)["flops_per_second"]) > 0
     for case in figures.values():
         assert "error" not in case and case["kernels"]["compiled_regions_a_step"] >= 1
         assert min(case["tokens_per_second"]) > 0 and 0 < min(case["peak_gib"]) < 10
