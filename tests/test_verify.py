@@ -1,5 +1,6 @@
 """verify.py passes here, and fails where a fork has broken something."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import torch
 
 import cli
 import model.gpt
+import model.linear
 import train
 import verify as verify_module
 from arguments import parse_config
@@ -139,6 +141,26 @@ def test_each_check_stands_alone_and_says_why_it_fails_or_is_skipped(runs, tmp_p
     assert re.search(r"TypeError: .*\(verify.py:\d+\)", line[PROMISES[0]])
     assert "2 tensors are not its family's" in line[PROMISES[1]] and "blocks.0.mlp.scale" in line[PROMISES[1]]
     assert "values that are no tensors, so not saved, such as state." in line["resuming is bitwise"]
+
+
+def test_a_gpu_is_made_ready_for_exact_before_the_first_product(monkeypatch):
+    """torch asks once for the workspace of cuBLAS, and what is verified first is not exact."""
+
+    class Begun(Exception):
+        pass
+
+    def begin(config):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        raise Begun
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr("model.linear.use_onednn", model.linear.use_onednn)
+    monkeypatch.setattr(verify_module.launcher, "check", lambda config: None)
+    monkeypatch.setattr(verify_module, "Verification", begin)
+    with pytest.raises(Begun):
+        verify_module.main(None)
 
 
 def test_bad_settings_are_refused(runs):

@@ -42,7 +42,6 @@ def prepare_exact() -> None:
     Raises:
         ConfigError: as `compute_as_any_processor`.
     """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads what it did not write
     torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
@@ -50,7 +49,8 @@ def prepare_exact() -> None:
 
 
 def compute_as_any_processor() -> None:
-    """On a CPU use no other instructions than AVX2's, and no library that asks what the processor is.
+    """On a CPU use no other instructions than AVX2's, and no library that asks what the processor is; on a GPU let
+    products be deterministic, for which torch looks but once, at the first.
 
     The three that multiply matrices take what a processor has, and add up in another order with each. Every x86-64
     processor with AVX2 can do what is chosen here; of MKL's ways it is the only one that it takes on Intel's and AMD's
@@ -59,6 +59,7 @@ def compute_as_any_processor() -> None:
     Raises:
         ConfigError: this is an x86-64 processor without AVX2, or something was computed before.
     """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
     if platform.machine() not in ("x86_64", "AMD64"):
         return
     os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
