@@ -21,6 +21,7 @@ from nested import nested_training, of_main_process
 from training.compute import prepare_exact
 from training.continuation import complete, differences, read_settings
 from training.fingerprint import digests
+from training.launch import uses_cpu
 from training.manifest import (
     MANIFEST,
     InvalidCheckpoint,
@@ -80,14 +81,17 @@ class Run:
         now = {"processes": num_processes()}
         if num_processes() > 1:  # one alone takes as many threads as there were
             now["threads"] = torch.get_num_threads()
-        if self.config.exact:
-            return ""
-        whys = [
-            f"{then[n]} {n} then and {now[n]} now"
-            for then in map(self.computed, self.ends(begin, until))
-            for n in now
-            if then[n] not in (None, now[n])
-        ]
+        now_on_gpu, whys = not uses_cpu(os.environ), []
+        for then in map(self.computed, self.ends(begin, until)):
+            on_gpu = then["threads"] is None
+            if then["processes"] is None:
+                pass  # an older version wrote neither down
+            elif on_gpu != now_on_gpu:
+                whys.append("a GPU then and a CPU now" if on_gpu else "a CPU then and a GPU now")
+            elif on_gpu and not self.config.exact:
+                whys.append("a GPU adds up in another order each time, but for exact: true")
+            if not self.config.exact:
+                whys += [f"{then[n]} {n} then and {now[n]} now" for n in now if then[n] not in (None, now[n])]
         return ", ".join(dict.fromkeys(whys))
 
     def checkpoint_before(self, step: int) -> Path | None:
@@ -178,7 +182,7 @@ def outcome(run: Run, again: Retrained, why: str) -> str:
     """What comparing with the run's log gave, in words."""
     compared = sum("state/digest" in run.rows.get(step, {}) for step in again.rows)
     if difference := again.difference(run, why):
-        return f"NOT as in the run: {difference}"
+        return f"NOT as in the run: {difference}" + (f" ({why})" if why else "")
     if why:
         return f"as in the run but for rounding ({why})"
     return f"as in the run, by {compared} fingerprint(s)" if compared else "the run has logged nothing to compare"

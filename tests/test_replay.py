@@ -323,6 +323,18 @@ def test_without_exact_another_number_of_processes_passes_but_for_rounding(tmp_p
     assert "as in the run but for rounding (2 processes then and 1 now)" in shown
 
 
+def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch):
+    monkeypatch.setattr("audit.uses_cpu", lambda environment: False)
+    opened = Run(run)
+    assert opened.differs_here(3, 4) == "a CPU then and a GPU now"
+    opened.starts[0]["threads"] = None
+    assert "in another order each time, but for exact: true" in opened.differs_here(3, 4)
+    opened.config.exact = True
+    assert opened.differs_here(3, 4) == ""
+    monkeypatch.setattr("audit.uses_cpu", lambda environment: True)
+    assert opened.differs_here(3, 4) == "a GPU then and a CPU now"
+
+
 def test_two_processes_replay_and_audit_a_run_of_two(tmp_path):
     """Every fingerprint is compared, and nothing stays in the temporary folder that they share."""
     train(*RECIPE, "--out_dir", tmp_path, "--name", "run", processes=2)
