@@ -15,6 +15,7 @@ from model.gpt import GPTModel, plain_attention
 from model.loss import next_token_loss
 from tests.conftest import ROOT, environment, metrics, train, train_command
 from training.compute import available_cores, threads_to_set
+from training.throughput import peak_memory_bytes
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -210,6 +211,12 @@ def test_a_profile_backwards_is_refused(tmp_path):
 )
 def test_processes_share_the_cores_unless_told_otherwise(own, of_launcher, threads):
     assert threads_to_set(own, of_launcher, cores=8) == threads
+
+
+def test_the_memory_of_a_run_on_a_cpu_is_that_of_the_cpu_where_cuda_is_up(monkeypatch):
+    """As torch.compile brings it up on a machine that has a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert peak_memory_bytes() > 2**20
 
 
 def test_the_number_of_threads_in_force_is_the_one_printed(tmp_path):

@@ -34,9 +34,9 @@ def peak_flops(accelerator: Accelerator) -> float:
 
 
 def peak_memory_bytes() -> int:
-    """The most that this process has held: tensors on a GPU, and without one all that is in memory."""
+    """The most that this process has held: tensors on a GPU, and without any there all that is in memory."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else resident
+    return torch.cuda.max_memory_allocated() or resident  # compiling for a CPU brings CUDA up as well
 
 
 class Throughput:
