@@ -44,11 +44,7 @@ def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
 
 def copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in CPU memory, which is kept from copy to copy: they hold until the next call."""
-    on_gpu = next(iter(tensors.values())).is_cuda
-    copies = stager(on_gpu).stage(tensors, non_blocking=on_gpu)
-    if on_gpu:  # all are under way, and waited for together
-        torch.cuda.current_stream().synchronize()
-    return copies
+    return stager(next(iter(tensors.values())).is_cuda).stage(tensors)
 
 
 class Writer(HuggingFaceStorageWriter):
