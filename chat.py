@@ -106,6 +106,9 @@ def encode(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
     in_answer = bytearray(len(text) + 1)
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
+            if index == 0:
+                problem = f"messages: {str(messages)[:80]} ... begins with an answer, and where it"
+                raise ConfigError(f"{problem} is cannot be told; put what it answers before it")
             before = _apply(tokenizer, messages[:index], tokenize=False, add_generation_prompt=True)
             after = _apply(tokenizer, messages[: index + 1], tokenize=False)
             answer = after[len(before) :]

@@ -60,11 +60,11 @@ A causal language model of {parameters:,} parameters, {origin}.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+{opened}
 ```
-
-A text began with an end-of-text token (id {end_of_text}) in training, so a prompt should.
 """
+BEGINNING = "In training a text began with an end-of-text token (id {}), so a prompt should{}.\n"
+IN_CHAT = "; a conversation began as the chat template of the tokenizer writes it"
 
 
 def main(config: ExportConfig) -> None:
@@ -156,14 +156,17 @@ def write(folder: Path, loaded: Loaded) -> None:
 
 def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path) -> str:
     """The model card, whose picture goes into the folder."""
-    end_of_text = None if loaded.tokenizer is None else loaded.tokenizer.eos_token_id
+    tokenizer = loaded.tokenizer
+    opened = "# It has no tokenizer." if tokenizer is None else f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
     steps = " and ".join(str(manifest.step) for _, manifest in sources)
     origin = "converted from another folder in transformers' format"
     if sources:
         origin = f"trained with Accelerate; the weights are those of step {steps}" + ", averaged" * (len(sources) > 1)
-    lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, end_of_text=end_of_text)]
+    lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, opened=opened)]
     if loaded.config is None:
         return lines[0]
+    if tokenizer is not None:
+        lines.append(BEGINNING.format(tokenizer.eos_token_id, IN_CHAT if tokenizer.chat_template else ""))
     directory, manifest = sources[0]
     numbers = [f"| {name} | {value:.6g} |" for name, value in manifest.metrics.items() if isinstance(value, float)]
     if numbers:
@@ -190,8 +193,9 @@ def data_facts(loaded: Loaded) -> str:
         try:
             metadata = read_metadata(Path(path).expanduser())
             train, tokenizer = metadata["train"], metadata["tokenizer"]["name"]
+            kind = "conversations" if metadata.get("conversations") else "documents"
             facts.append(
-                f"- `{Path(path).name}`: {train['documents']:,} documents, {train['tokens']:,} tokens by `{tokenizer}`"
+                f"- `{Path(path).name}`: {train['documents']:,} {kind}, {train['tokens']:,} tokens by `{tokenizer}`"
             )
         except (ConfigError, KeyError):  # gone since, which takes nothing from the model
             facts.append(f"- `{Path(path).name}`")

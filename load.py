@@ -52,6 +52,9 @@ CAN_BE_OPENED = "the directory of a run or of a checkpoint, a folder in transfor
 # Of a run that needs other code.
 REMEDY = "use the code that trained it, whose commit starts.jsonl of the run names"
 
+# A folder with a tokenizer has at least one; an older one of GPT-2 has no tokenizer.json.
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
+
 # What a model that goes on from another's weights may have for itself.
 OWN = {"dropout"}
 
@@ -241,7 +244,7 @@ def load_transformers(name: str, checkpoint: str | int = "latest", setting: str 
     try:
         hf_model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         tokenizer = None
-        if not local or (Path(name) / "tokenizer.json").exists():
+        if not local or any((Path(name) / file).exists() for file in TOKENIZER_FILES):
             tokenizer = AutoTokenizer.from_pretrained(name)
         model = from_transformers(hf_model)
     except Exception as error:  # as many kinds as there are ways to fail at a download

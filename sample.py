@@ -76,7 +76,7 @@ def main(config: SampleConfig) -> None:
     prepare_cpu()
     loaded = load_run(config.run, config.checkpoint)
     if loaded.tokenizer is None:
-        raise ConfigError(f"run: {config.run!r} has no tokenizer: its model was trained on random tokens")
+        raise ConfigError(f"run: {config.run!r} has no tokenizer, as a model of random tokens has none")
     loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
     if config.chat:
         converse(loaded, config)

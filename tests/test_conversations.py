@@ -264,6 +264,9 @@ def test_a_template_that_rewrites_answers_is_refused_with_what_helps(folder, tmp
     message = refusal([{"messages": conversation(1, 2)}], tmp_path, str(tokenizer))
     assert "{% generation %}" in message and "chat_template.jinja" in message
     shutil.rmtree(tmp_path / "out.partial")
+    message = refusal([{"messages": conversation(1)[1:]}], tmp_path, str(folder / "tokenizer_chatml"))
+    assert "begins with an answer" in message and "\n" not in message
+    shutil.rmtree(tmp_path / "out.partial")
     with_template(tokenizer, "{{ raise_exception('Roles must alternate') }}")
     assert "Roles must alternate" in refusal([MESSAGES], tmp_path, str(tokenizer))
 
@@ -430,6 +433,13 @@ def test_an_older_run_takes_the_tokenizer_of_its_corpus(runs, folder, tmp_path):
 def exported(runs):
     export.main(ExportConfig(str(runs / "run"), str(runs / "export")))
     return runs / "export"
+
+
+def test_the_card_says_how_a_conversation_begins(exported, runs, folder):
+    assert "; a conversation began as the chat template" in (exported / "README.md").read_text()
+    shutil.copytree(folder / "chatml", runs / "corpus")
+    assert " conversations, " in export.data_facts(load_run(runs / "run"))
+    shutil.rmtree(runs / "corpus")
 
 
 def test_an_export_has_the_template_and_ends_where_an_answer_does(exported, folder):

@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import evaluate
 import export
@@ -86,6 +87,17 @@ def test_what_does_not_go_together_is_refused(made):
         evaluate.main(EvaluateConfig(str(made / "run"), seq_len=129))
     with pytest.raises(ConfigError, match="out: '.*input.txt/x' cannot be written: .*Not a directory"):
         evaluate.main(EvaluateConfig(str(made / "run"), num_samples=1, out=str(made / "input.txt" / "x")))
+
+
+def test_an_older_folder_of_gpt2_is_opened_with_its_tokenizer(made, tmp_path):
+    """It has vocab.json and merges.txt, and no tokenizer.json; a corpus of other tokens is refused all the same."""
+    config = GPT2Config(vocab_size=300, n_positions=32, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    Tokenizer.from_file(str(made / "other" / "tokenizer" / "tokenizer.json")).model.save(str(tmp_path))
+    assert load_run(tmp_path).tokenizer.decode(load_run(tmp_path).tokenizer(TEXT)["input_ids"]) == TEXT
+    evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "other"), out=str(tmp_path)))
+    with pytest.raises(ConfigError, match="tokenizer of the corpus is not that of"):
+        evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
 
 
 def test_data_of_other_code_are_not_measured_on(made, tmp_path):

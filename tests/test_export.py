@@ -87,10 +87,22 @@ def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
         "  lr: 0.01\n",
         'AutoModelForCausalLM.from_pretrained("story-teller")',
         "![Training and validation loss](loss.png)",
+        "began with an end-of-text token (id 0), so a prompt should.",
     ):
         assert said in card
     assert str(runs) not in card, "no path of this machine"
     assert (tmp_path / "story-teller" / "loss.png").exists() and out.endswith("story-teller")
+
+
+def test_the_card_promises_no_tokenizer_and_no_beginning_that_is_not_known(runs, tmp_path):
+    random = "--data.source random --model.vocab_size 50 --evaluation.num_story_samples 0 --steps 2".split()
+    train(*TINY_STORIES, *random, "--out_dir", tmp_path, "--name", "random")
+    for source, opened in ((tmp_path / "random", "# It has no tokenizer."), (runs / "gpt2", "AutoTokenizer.from_pre")):
+        first = exported(source, tmp_path / f"{source.name}-export")
+        second = exported(first, tmp_path / f"{source.name}-again")
+        cards = [(tmp_path / out / "README.md").read_text() for out in (first, second)]
+        assert all(opened in card for card in cards)
+        assert [" began with" in card for card in cards] == [source.name == "gpt2", False]
 
 
 def test_a_model_that_transformers_does_not_have_is_refused(runs, tmp_path):
