@@ -178,7 +178,9 @@ def torch_itself(config: TrainConfig, accelerator: Accelerator) -> int:
     """What is in memory of a process on a CPU that has trained a model of nearly nothing."""
     small = replace(config, micro_batch_size=1, global_batch_size=accelerator.num_processes, steps=1)
     small.model = replace(config.model, n_layers=1, d_model=16, n_heads=1, n_kv_heads=None, head_dim=None, d_ff=16)
-    small.evaluation = replace(config.evaluation, num_samples=50, num_story_samples=9, num_samples_shown=0)
+    small.evaluation = replace(
+        config.evaluation, num_samples=2, micro_batch_size=1, num_story_samples=9, num_samples_shown=0
+    )
     if not several_machines():
         burst(small, accelerator, 1)
     if config.tracking.wandb != "disabled":

@@ -108,6 +108,15 @@ def test_sums_of_exact_and_gathered_blocks_are_added(monkeypatch):
     assert parts["gathered by FSDP2"] == 4 * count  # both of its two blocks, and what is outside them
 
 
+def test_an_evaluation_is_counted_once(monkeypatch):
+    """Its logits stay in the heap: what is measured before the model is counted must not have had them."""
+    config = parse_config([*map(str, TINY_STORIES), "--evaluation.micro_batch_size", "50", "--model.vocab_size", "266"])
+    tried = []
+    monkeypatch.setattr(plan, "burst", lambda config, *_: tried.append(config))
+    plan.torch_itself(config, SimpleNamespace(num_processes=1))
+    assert tried[0].evaluation.every and tried[0].evaluation.micro_batch_size == 1
+
+
 RANDOM = (
     "--data.source random --tracking.wandb disabled --evaluation.num_samples 9 --evaluation.every 0 --steps 4 "
     "--checkpoint.every 2"
