@@ -47,7 +47,7 @@ class Saver:
         self.rank = accelerator.process_index
         # The thread's messages must not mix with those of training: a group of its own, on CPU whatever the device.
         self.group = None
-        if accelerator.num_processes > 1:
+        if dist.is_initialized():  # as it may be for one process
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
