@@ -93,7 +93,8 @@ class Attention(nn.Module):
         if cache is not None:
             k_BKTD, v_BKTD = cache.append(k_BKTD, v_BKTD)
         if isinstance(mask, BlockMask):
-            y_BHTD = compiled_flex_attention()(q_BHTD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=self.groups > 1)
+            attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+            y_BHTD = attend(q_BHTD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=self.groups > 1)
         elif self.prefers_plain(q_BHTD, mask):
             y_BHTD = plain_attention(q_BHTD, k_BKTD, v_BKTD)
         else:
@@ -153,15 +154,15 @@ class Block(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
-def document_mask(position_ids: Tensor, dropout: float) -> Tensor | BlockMask | None:
+def document_mask(position_ids: Tensor, dropout: float, head_size: int) -> Tensor | BlockMask | None:
     """Which earlier positions of its own document each position may attend to.
 
     A BlockMask of [B, 1, T, T] on CUDA with Triton, where flex attention then skips what is masked. Elsewhere, and with
-    dropout of attention weights, which it does not offer, bool [B, 1, T, T]; on a CPU None if no row has a second
-    document.
+    what it does not offer, dropout of attention weights and heads narrower than 16, bool [B, 1, T, T]; on a CPU
+    None if no row has a second document.
     """
     document_BT = (position_ids == 0).cumsum(dim=-1)
-    if position_ids.is_cuda and dropout == 0 and HAS_TRITON:
+    if position_ids.is_cuda and dropout == 0 and head_size >= 16 and HAS_TRITON:
 
         def sees(b, head, query, key):
             return (query >= key) & (document_BT[b, query] == document_BT[b, key])
@@ -287,7 +288,7 @@ class GPTModel(Generation, nn.Module):
             mask = causal_TT & attention_mask.bool()[:, None, None, :]
 
         if position_ids is not None:
-            mask = document_mask(position_ids, self.config.dropout if self.training else 0.0)
+            mask = document_mask(position_ids, self.config.dropout * self.training, self.config.head_size)
 
         rope = None
         x_BTC = self.token_embedding(input_ids)

@@ -5,12 +5,14 @@ from typing import get_args
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import model.gpt
 from model.config import GPTConfig
-from model.gpt import GPTModel, rope_tables
+from model.gpt import BlockMask, GPTModel, document_mask, rope_tables
 
 SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d_model=32, d_ff=48, dropout=0.0)
 QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False, n_kv_heads=2)
@@ -339,3 +341,38 @@ def test_under_bfloat16_the_loss_is_computed_in_float32(settings, recwarn):
     assert model(tokens, labels=tokens)[1].item() == pytest.approx(loss.item(), rel=0.02)
     assert [str(warning.message) for warning in recwarn] == []
     assert model.bfloat16()(tokens, labels=tokens)[1].dtype == torch.float32
+
+
+class OnGPU(torch.Tensor):
+    """Says that it lies on one."""
+
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize("dropout, head_size, flex", [(0.0, 16, True), (0.1, 16, False), (0.0, 8, False)])
+def test_on_a_gpu_documents_have_a_mask_that_flex_attention_takes_if_it_can(dropout, head_size, flex, monkeypatch):
+    monkeypatch.setattr(model.gpt, "HAS_TRITON", True)
+    positions = torch.tensor([[0, 1, 2, 0, 1]]).as_subclass(OnGPU)
+    assert isinstance(document_mask(positions, dropout, head_size), BlockMask) == flex
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("error")
+def test_a_compiled_block_has_flex_attention_in_its_one_graph(monkeypatch):
+    """The mask is a new function in every step; compiling again for each would end in no compilation at all."""
+    monkeypatch.setattr(model.gpt, "HAS_TRITON", True)
+    config = GPTConfig(vocab_size=50, n_layers=1, n_heads=4, n_kv_heads=2, d_model=64, d_ff=64, dropout=0.0)
+    network, positions = GPTModel(config), torch.arange(128).repeat(2, 1)
+    expected = []
+    for first in (40, 64, 100):
+        positions[:, first:] = torch.arange(128 - first)
+        expected.append((positions.clone(), network(positions % 50, position_ids=positions)[0]))
+    compiled = torch._dynamo.testing.CompileCounter()
+    network.blocks[0].compile(backend=compiled, fullgraph=True)
+    monkeypatch.setattr(
+        model.gpt, "document_mask", lambda positions, *settings: document_mask(positions.as_subclass(OnGPU), *settings)
+    )
+    for positions, logits in expected:
+        torch.testing.assert_close(network(positions % 50, position_ids=positions)[0], logits, rtol=1e-4, atol=1e-5)
+    assert compiled.frame_count == 1
