@@ -113,7 +113,8 @@ def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
         if config.data is None:
             raise ConfigError(f"data: {config.run!r} is no run here, so name a corpus made by data.prepare")
         settings = settings or TrainConfig(seq_len=limit)
-        settings = replace(settings, data=DataConfig(source="text", path=config.data))
+        of_run = settings.data.documents  # a model that never saw two documents together is not measured so
+        settings = replace(settings, data=DataConfig(source="text", path=config.data, documents=of_run))
     settings.seq_len = config.seq_len or settings.seq_len
     if not 2 <= settings.seq_len <= limit:
         raise ConfigError(f"seq_len: {settings.seq_len} must be from 2 to the {limit} positions that the model has")

@@ -46,8 +46,8 @@ def save_loss_curve(run_directory: Path) -> Path:
 
 def finish_axes(axes, losses: list[float]) -> None:
     """Scale, grid and legend of a picture of losses."""
-    if min(losses, default=1.0) > 0:
-        axes.set_yscale("log")
+    if (least := min(losses, default=1.0)) > 0:
+        axes.set_yscale("log", subs=(2, 5) if max(losses, default=1.0) > 10 * least else None)  # labels have room
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter("{x:.3g}")
     axes.set(xlabel="optimizer step", ylabel="loss (nats a token)")
@@ -130,7 +130,11 @@ def save_layers(run_directory: Path) -> Path | None:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:] or sys.exit(__doc__):
+    helped = {"-h", "--help"} & {*sys.argv}
+    if helped or not sys.argv[1:]:
+        print(__doc__, file=sys.stdout if helped else sys.stderr)
+        sys.exit(0 if helped else 2)
+    for argument in sys.argv[1:]:
         try:
             print(save_loss_curve(Path(argument)))
             if path := save_layers(Path(argument)):

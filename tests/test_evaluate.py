@@ -100,6 +100,13 @@ def test_an_older_folder_of_gpt2_is_opened_with_its_tokenizer(made, tmp_path):
         evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
 
 
+def test_documents_are_kept_apart_where_training_did(made):
+    loaded = load_run(made / "run")
+    loaded.config.data.documents = "isolated"
+    config = EvaluateConfig(str(made / "run"), data=str(made / "corpus"))
+    assert evaluate.settings_of(config, loaded).data.documents == "isolated"
+
+
 def test_data_of_other_code_are_not_measured_on(made, tmp_path):
     checkpoint = made / "run" / "checkpoints" / "step-00000003"
     directory = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoints" / checkpoint.name)

@@ -15,17 +15,20 @@ import termios
 import threading
 from collections import Counter
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from accelerate import PartialState
 from accelerate.utils import LoggerType
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 import trackers
 from arguments import parse_config
 from config import ConfigError
-from plot import save_loss_curve
+from plot import finish_axes, save_loss_curve
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command
 from training.run_directory import RunDirectory
@@ -339,8 +342,25 @@ def test_the_picture_can_be_drawn_again_and_a_missing_run_is_said(tmp_path):
         '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5, "val/loss": 1.6, "val/floor": 1.0}\n'
     )
     assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
-    done = subprocess.run([*train_command()[:1], "plot.py", "nowhere"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "nowhere" in done.stderr and "Traceback" not in done.stderr
+    for arguments, code, said in (("nowhere", 2, "nowhere"), ("", 2, "python plot.py"), ("--help", 0, "")):
+        command = [*train_command()[:1], "plot.py", *arguments.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
+        assert ("python plot.py" in done.stdout) == (code == 0)
+
+
+@pytest.mark.parametrize("losses", [[5.1, 0.0038], [5.0, 0.43], [11.0, 1.2], [6.5, 6.2]])
+def test_no_label_of_a_loss_stands_on_another(losses):
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(losses)
+    finish_axes(axes, losses)
+    FigureCanvasAgg(figure).draw()
+    low, high = axes.get_ylim()
+    labels = [label for minor in (False, True) for label in axes.get_yticklabels(minor)]
+    seen = [label for label in labels if low < label.get_position()[1] < high and label.get_text()]
+    boxes = sorted(label.get_window_extent().extents[[1, 3]].tolist() for label in seen)
+    assert len(boxes) > 2 and all(a[1] <= b[0] + 1 for a, b in pairwise(boxes))
 
 
 class Terminal(io.StringIO):
