@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from config import RunError, TrainConfig
 from data.order import GlobalBatches
@@ -115,6 +116,25 @@ def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples(monkeypat
     totals.receive(1, torch.tensor(math.nan))
     with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[8\]"):
         totals.read(at_once=True)
+
+
+class NoNumberByIndex(TorchFunctionMode):
+    """`tensor[0] = 1` copies from the CPU: on a GPU it waits for everything that was begun before."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.Tensor.__setitem__ or isinstance(args[2], torch.Tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_numbers_are_sent_without_a_wait_for_the_device():
+    totals = StepTotals(None, 1, 0, ALONE)
+    totals.agree_on_names({"rows": (0, 0)})
+    with NoNumberByIndex():
+        totals.add(torch.tensor(1.5), {"rows": (1, 2)})
+        totals.send(12, stop=True)
+        assert totals.receive(1, torch.tensor(3.0)) == 12
+    totals.read(at_once=True)
+    assert totals.stop and totals.averages == {"loss": 1.5, "rows": 0.5}
 
 
 def test_names_that_change_or_are_taken_are_refused(monkeypatch):

@@ -101,7 +101,7 @@ class StepTotals:
         numbers = [loss.float(), *(number for pair in sums.values() for number in pair)]
         self._rows.append(torch.empty(len(numbers), dtype=self._dtype, device=self.accelerator.device))
         for place, number in enumerate(numbers):
-            self._rows[-1][place] = number
+            self._rows[-1][place].fill_(number)  # not by `=`, which copies a plain number and waits for a GPU
 
     def send(self, next_targets: Tensor | int, stop: bool) -> None:
         """Begin to tell all processes what each knows of this step, beside the backward of its last micro-batch.
@@ -115,7 +115,8 @@ class StepTotals:
         # them up in the same order on any number of processes.
         numbers = 2 + self.accelerator.num_processes * rows * self._width
         self._sent = torch.zeros(numbers, dtype=self._dtype, device=self.accelerator.device)
-        self._sent[0], self._sent[1] = next_targets, stop
+        self._sent[0].fill_(next_targets)
+        self._sent[1].fill_(stop)
         if rows:
             self._sent[2:].view(-1, rows * self._width)[rank] = torch.cat(self._rows)
             self._rows = []
