@@ -148,3 +148,19 @@ def test_a_small_model_is_measured_on_the_gpu(name):
         assert "error" not in case and case["kernels"]["compiled_regions_a_step"] >= 1
         assert min(case["tokens_per_second"]) > 0 and 0 < min(case["peak_gib"]) < 10
     torch.compiler.reset()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+def test_a_step_does_not_wait_for_the_gpu():
+    scale = gpu.Scale(shapes=((1, 2, 128, 512), (2, 2, 128, 512)), context=256)
+    tokens = torch.randint(512, (2, 256), device="cuda")
+    _, _, step = gpu.ours(scale.config("124M", 256), tokens, scale)
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
