@@ -216,6 +216,9 @@ def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool)
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     except Exception as error:  # tokenizers raises nothing more special
         raise ConfigError(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}: {error}") from None
+    if end_of_text in encoding.ids:  # as one of whole words may
+        problem = f"it makes its end of text of characters, in a text that begins {text[:40]!r}; take them out"
+        raise ConfigError(f"tokenizer: {problem}, or name {tokenizer.id_to_token(end_of_text)!r} as document_separator")
     return text, {"input_ids": [end_of_text] * begins + encoding.ids} if text else {}
 
 

@@ -575,6 +575,9 @@ def test_a_tokenizer_without_tokens_for_a_text_says_so(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["known", "unheard of"])
     message = refusal(source, tmp_path / "out", str(tmp_path / "words"))
     assert "tokenizer" in message and "unheard of" in message
+    write_jsonl(tmp_path / "b.jsonl", ["known", "<|end|>"])
+    message = refusal(tmp_path / "b.jsonl", tmp_path / "out2", str(tmp_path / "words"))
+    assert "makes its end of text of characters" in message and "'<|end|>' as document_separator" in message
 
 
 @pytest.mark.parametrize(
