@@ -45,7 +45,7 @@ from hub import FAMILIES, to_transformers
 from model.gpt import GPTModel
 from nested import nested_training
 from training import checkpoint, launch, shards
-from training.compute import compute_as_any_processor
+from training.compute import compute_as_any_processor, prepare_network
 from training.optimizer import build_optimizer, set_lr
 from training.signals import Preempted
 from training.tree_sum import TreeSum
@@ -129,6 +129,7 @@ class Verification:
         accumulation = self.config.global_batch_size // (self.config.micro_batch_size * num_processes)
         torch.manual_seed(self.config.seed)
         network, optimizer = self.build()
+        prepare_network(network, self.config, self.device)  # compiled or in chunks the bits are others
         order = self.corpus.order(self.config.global_batch_size, self.config.seed)
         add_micro_batch = TreeSum(network, accumulation, 0, 1).add_micro_batch if in_a_tree else lambda: None
         rows, states = [], []

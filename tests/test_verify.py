@@ -72,9 +72,10 @@ def test_everything_holds_here(processes, runs):
 
 
 def test_one_process_of_several_threads_is_exact_too(runs):
-    """As many as there are cores: how many share a sum changes its bits."""
+    """As many as there are cores: how many share a sum changes its bits, and so does a loss in chunks."""
     of_a_user = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
-    done = forked.run("verify.py", [*TINY_STORIES, "--out_dir", str(runs)], 1, of_a_user)
+    words = [*TINY_STORIES, "--chunked_loss", "true", "--out_dir", str(runs)]
+    done = forked.run("verify.py", words, 1, of_a_user)
     assert results(done.stdout)[PROMISES[-1]] == "PASS", done.stdout + done.stderr
 
 
