@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "sweep.py": {"arguments", "cli", "compare", "config", "training"},
     "hub.py": {"model"},
     "load.py": {"config", "data", "files", "hub", "model", "training"},
+    "model_checks.py": {"hub", "model"},
     "nested.py": {"training"},
     "plan.py": {"config", "data", "launcher", "load", "model", "nested", "train", "training"},
     "evaluate.py": {"cli", "config", "data", "files", "load", "training"},
@@ -57,7 +58,7 @@ MAY_IMPORT = {
     "sample.py": {"chat", "cli", "config", "data", "load", "training"},
     "trackers.py": {"config", "export", "files", "hub", "load", "training"},
     "train.py": {"cli", "config", "data", "launcher", "load", "model", "plot", "trackers", "training"},
-    "verify.py": {"cli", "config", "data", "hub", "launcher", "model", "nested", "train", "training"},
+    "verify.py": {"cli", "config", "data", "hub", "launcher", "model", "model_checks", "nested", "train", "training"},
     "audit.py": {"config", "load", "nested", "train", "training"},
     "replay.py": {"audit", "cli", "config", "data", "launcher", "load", "model", "nested", "train", "training"},
     "examples": {"model", "examples"},
@@ -182,7 +183,7 @@ def test_an_experiment_trains_resumes_and_is_verified(experiments, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     results = re.findall(r"^(PASS|SKIP)  ", done.stdout, re.M)
     no_family = {"block_parallel", "mlp_experts"} & {name for name, *_ in experiments}
-    assert results.count("SKIP") == (2 if no_family else 0) and len(results) == 8
+    assert results.count("SKIP") == (2 if no_family else 0) and len(results) == 9
 
 
 # The pages: what they show runs, long trainings shortened, and what they name is there.
@@ -231,7 +232,7 @@ def test_a_command_of_the_readme(command, out_dir):
     if "replay.py" in command:
         assert done.stdout.count("as in the run, by 1 fingerprint(s)") == 2, "it is started like the run"
     if command == "make verify":
-        assert done.stdout.count("\nPASS  ") == 8 and "\nEverything holds.\n" in done.stdout
+        assert done.stdout.count("\nPASS  ") == 9 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
         assert "above the floor" in done.stdout and "sample/accepted" in done.stdout
         assert "The run lies in" in done.stdout and (out_dir / "stories" / "loss.png").exists()

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +13,11 @@ import torch
 import cli
 import model.gpt
 import model.linear
+import model_checks
 import train
 import verify as verify_module
 from arguments import parse_config
+from model.config import GPTConfig
 from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
 
@@ -24,6 +25,7 @@ PROMISES = [
     "order is a permutation in every epoch",
     "logits = transformers' gpt2",
     "logits = transformers' qwen3",
+    "writing, with a cache = the whole at once",
     "replicas are equal after every step",
     "gradient = hand-written all-reduce",
     "N processes = 1 process x N accumulation",
@@ -40,6 +42,9 @@ MUTATIONS = {
     "checkpoint_not_loaded": ("train.py", "    if start.checkpoint:", "    if False:", "resuming is bitwise"),
     "processes_not_added": (
         "training/tree_sum.py", "torch._foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
+    "another_place_in_the_cache": (
+        "model/gpt.py", "table.weight[begin:seq_len]", "table.weight[: seq_len - begin]",
+        "writing, with a cache = the whole at once"),
     "another_rotation": (
         "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
 }  # fmt: skip
@@ -82,7 +87,7 @@ def test_one_process_of_several_threads_is_exact_too(runs):
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_logits_are_compared_of_a_model_of_short_sequences_too(family):
     config = parse_config([*TINY_STORIES, *"--seq_len 8 --model.max_position_embeddings 8".split()])
-    assert verify_module.Verification.logits_equal(SimpleNamespace(config=config), family)[0]
+    assert model_checks.logits_equal(family, config.model)[0]
 
 
 def test_what_a_fork_may_break_still_stands_there():
@@ -135,7 +140,7 @@ def test_each_check_stands_alone_and_says_why_it_fails_or_is_skipped(runs, tmp_p
     process.start()
     process.join(200)
     said = (tmp_path / "out").read_text()
-    words = ["FAIL", "SKIP", "SKIP", "SKIP", "PASS", "PASS", "FAIL", "PASS"]
+    words = ["FAIL", "SKIP", "SKIP", "PASS", "SKIP", "PASS", "PASS", "FAIL", "PASS"]
     assert results(said) == dict(zip(PROMISES, words, strict=True)), said
     assert process.exitcode == 1
     line = dict(zip(PROMISES, said.splitlines()[1:], strict=False))
@@ -162,6 +167,44 @@ def test_a_gpu_is_made_ready_for_exact_before_the_first_product(monkeypatch):
     monkeypatch.setattr(verify_module, "Verification", begin)
     with pytest.raises(Begun):
         verify_module.main(None)
+
+
+def verify_what_is_no_state(out_dir, file):
+    """Of a fork that evaluates an average of the weights, say, which no checkpoint holds."""
+    sys.stdout = open(file, "w")
+    sys.argv = ["verify.py", *TINY_STORIES, "--out_dir", str(out_dir), *verify_module.SHORT]
+    evaluate, evaluations = train.evaluate, []
+
+    def evaluate_twice(*arguments):
+        evaluations.append(evaluate(*arguments))
+        return evaluations[-1] | {"ema/loss": len(evaluations)}
+
+    train.evaluate = evaluate_twice
+    verify_module.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
+    cli.leave(cli.call("verify"))
+
+
+def test_a_number_that_is_logged_otherwise_after_a_resume_is_found(runs, tmp_path):
+    process = forked.server.Process(target=verify_what_is_no_state, args=(runs, tmp_path / "out"))
+    process.start()
+    process.join(200)
+    said = (tmp_path / "out").read_text()
+    assert results(said) == {"resuming is bitwise": "FAIL"} and process.exitcode == 1, said
+    assert "0 of 148 weights and moments differ" in said and said.endswith("were logged, of ema/loss\n"), said
+
+
+class ForgetsWhatIsCached(model.gpt.GPTModel):
+    def forward(self, input_ids, cache=None):
+        return super().forward(input_ids, cache=cache if input_ids.shape[1] > 1 else None)
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 16])
+@pytest.mark.parametrize("own", [{}, {"position": "rope", "zero_init": True}], ids=str)
+def test_writing_is_held_against_the_whole_at_once(own, seq_len, monkeypatch):
+    config = GPTConfig(vocab_size=20, d_model=16, **own)
+    assert model_checks.writes_as_trained(config, seq_len)[0] is True
+    monkeypatch.setattr(model_checks, "GPTModel", ForgetsWhatIsCached)
+    assert model_checks.writes_as_trained(config, seq_len)[0] is False
 
 
 def test_bad_settings_are_refused(runs):
