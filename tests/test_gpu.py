@@ -14,6 +14,7 @@ from model.loss import next_token_loss
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.test_sharding import launcher_environment
 from training.fingerprint import digests
+from training.shards import copy_to_cpu
 from training.tree_sum import TreeSum
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")]
@@ -72,6 +73,18 @@ def test_the_background_changes_no_bit_of_a_checkpoint(exact, runs):
     train(*EXACT, "--out_dir", runs, "--checkpoint.asynchronous", "false", **precision("bf16"))
     for step in range(1, STEPS + 1):
         assert_same_bits(tensors(runs / "run", step), tensors(exact, step))
+
+
+def test_copies_for_a_checkpoint_are_pinned_once_and_new_each_time():
+    tensors = {"large": torch.zeros(2**19, device=GPU), "small": torch.zeros(3, device=GPU)}
+    places = set()
+    for value in (1.0, 2.0):
+        for tensor in tensors.values():
+            tensor.fill_(value)
+        copies = copy_to_cpu(tensors)
+        places.add(copies["large"].data_ptr())
+        assert copies["large"].is_pinned() and all((copy == value).all() for copy in copies.values())
+    assert len(places) == 1
 
 
 @pytest.mark.parametrize("name, rel", [("no", 1e-4), ("bf16", 2e-2), ("fp16", 5e-3)])

@@ -27,8 +27,9 @@ FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 @functools.cache
 def stager(on_gpu: bool) -> StateDictStager:
-    """From a GPU to pinned memory. DefaultStager, around it, is of no more use after its first copy in torch 2.11."""
-    return StateDictStager(pin_memory=on_gpu)
+    """From a GPU to pinned memory, which costs too much for small tensors. DefaultStager, which is around it, is of no
+    more use after its first copy in torch 2.11."""
+    return StateDictStager(pin_memory=on_gpu, pin_memory_min_bytes=2**20)
 
 
 def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
