@@ -106,13 +106,14 @@ def test_a_run_goes_on_on_the_cpu_and_back(runs):
     assert losses(runs / "run") == pytest.approx(whole, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["no", "bf16"])
-def test_compiled_blocks_train_alike(name, runs):
+@pytest.mark.parametrize("name, rel", [("no", 1e-4), ("bf16", 1e-2)])
+def test_compiled_blocks_train_alike(name, rel, runs):
+    """Without casts closely enough to tell other dropout masks, which change the loss of this model by a few 0.1%."""
     for compiled in ("false", "true"):
-        arguments = [*RUN, "--model.dropout", 0.1, "--compile", compiled, "--out_dir", runs / compiled]
+        arguments = [*RUN, "--model.dropout", 0.2, "--compile", compiled, "--out_dir", runs / compiled]
         done = train(*arguments, **precision(name))
     assert "compiled" in done.stdout and "not compiled" not in done.stdout
-    assert losses(runs / "true" / "run") == pytest.approx(losses(runs / "false" / "run"), rel=1e-2)
+    assert losses(runs / "true" / "run") == pytest.approx(losses(runs / "false" / "run"), rel=rel)
 
 
 @pytest.mark.parametrize("name", ["no", "bf16"])
