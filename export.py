@@ -173,7 +173,7 @@ def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder
         averaged = ", of the newest checkpoint alone" if len(sources) > 1 else ""
         lines.append("\n".join([f"## Numbers at step {manifest.step}{averaged}\n", "| | |", "|---|---|", *numbers, ""]))
     if (run := directory.resolve().parent.parent / "metrics.jsonl").exists():
-        shutil.copy(save_loss_curve(run.parent), folder / "loss.png")
+        save_loss_curve(run.parent, folder / "loss.png")  # the run may be somebody else's, to be read alone
         lines.append("![Training and validation loss](loss.png)\n")
     lines.append(f"## Data\n\n{data_facts(loaded)}\n")
     made_by = {**manifest.provenance, "mixed_precision": manifest.mixed_precision, "processes": manifest.processes}

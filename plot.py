@@ -16,8 +16,9 @@ NUM_POINTS_DRAWN = 1000  # of a curve, in a page
 warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a run's name in letters that the font lacks
 
 
-def save_loss_curve(run_directory: Path) -> Path:
-    """Write `<run_directory>/loss.png`: training and validation loss in nats a token, and the floor where it is known.
+def save_loss_curve(run_directory: Path, picture: Path | None = None) -> Path:
+    """Write `picture`, or else `<run_directory>/loss.png`: training and validation loss in nats a token, and the floor
+    where it is known.
 
     Raises:
         OSError: there is no metrics.jsonl, or the picture cannot be written.
@@ -40,8 +41,9 @@ def save_loss_curve(run_directory: Path) -> Path:
         axes.axhline(floors[-1], color="black", linestyle="--", linewidth=1, label=f"floor = {floors[-1]:.4f}")
     axes.set(title=run_directory.resolve().name)
     finish_axes(axes, [*floors, *curve("train/loss")[1], *validation[1]])
-    figure.savefig(run_directory / "loss.png", dpi=150)
-    return run_directory / "loss.png"
+    picture = picture or run_directory / "loss.png"
+    figure.savefig(picture, dpi=150)
+    return picture
 
 
 def finish_axes(axes, losses: list[float]) -> None:

@@ -75,7 +75,9 @@ def test_the_newest_checkpoints_are_averaged(runs, tmp_path):
 
 
 def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
+    (runs / "gpt2" / "loss.png").unlink()
     out = exported(runs / "gpt2", tmp_path / "story-teller", checkpoint=4)
+    assert not (runs / "gpt2" / "loss.png").exists(), "nothing is written into the run"
     card = (tmp_path / "story-teller" / "README.md").read_text()
     row = next(row for row in metrics(runs / "gpt2") if row["step"] == 4)
     manifest = json.loads((runs / "gpt2" / "checkpoints" / "step-00000004" / "manifest.json").read_text())
