@@ -75,7 +75,7 @@ def test_the_newest_checkpoints_are_averaged(runs, tmp_path):
 
 
 def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
-    (runs / "gpt2" / "loss.png").unlink()
+    (runs / "gpt2" / "loss.png").unlink(missing_ok=True)
     out = exported(runs / "gpt2", tmp_path / "story-teller", checkpoint=4)
     assert not (runs / "gpt2" / "loss.png").exists(), "nothing is written into the run"
     card = (tmp_path / "story-teller" / "README.md").read_text()
