@@ -48,6 +48,7 @@ from model_checks import logits_equal, writes_as_trained
 from nested import nested_training
 from training import checkpoint, launch, shards
 from training.compute import compute_as_any_processor, prepare_network
+from training.gradients import loss_scale
 from training.optimizer import build_optimizer, set_lr
 from training.signals import Preempted
 from training.tree_sum import TreeSum
@@ -139,6 +140,7 @@ class Verification:
         add_micro_batch = TreeSum(network, accumulation, 0, 1).add_micro_batch if in_a_tree else lambda: None
         rows, states = [], []
         for step in range(STEPS):
+            scale = loss_scale(self.accelerator.mixed_precision, step, skipped=0)
             samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
             batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
             num_targets = add(train.count_targets(batch).double())
@@ -147,11 +149,11 @@ class Verification:
                 torch.manual_seed(derive_seed(self.config.seed, "dropout", step, rank * accumulation + index))
                 with self.accelerator.autocast():
                     _, loss, *sums = network(**micro_batch, num_items_in_batch=num_targets)
-                loss.backward()
+                (scale * loss).backward()
                 losses.append([float(number) for number in dict(*sums).get("loss", (loss.detach(), 0))])
                 add_micro_batch()
             for parameter in network.parameters():
-                parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+                parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad) / scale
             norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or torch.inf)
             set_lr(optimizer, 1.0)
             optimizer.step()

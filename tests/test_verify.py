@@ -84,6 +84,12 @@ def test_one_process_of_several_threads_is_exact_too(runs):
     assert results(done.stdout)[PROMISES[-1]] == "PASS", done.stdout + done.stderr
 
 
+def test_fp16_is_held_against_a_loop_that_scales_its_loss_too(runs):
+    words = [*TINY_STORIES, "--on_nonfinite", "skip", "--out_dir", str(runs)]
+    done = forked.run("verify.py", words, 1, environment(ACCELERATE_MIXED_PRECISION="fp16"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_logits_are_compared_of_a_model_of_short_sequences_too(family):
     config = parse_config([*TINY_STORIES, *"--seq_len 8 --model.max_position_embeddings 8".split()])
