@@ -40,6 +40,7 @@ class Source:
     """Whether all documents are conversations; None before the first row is read, and of txt files."""
 
     def __post_init__(self) -> None:
+        self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so no shell has done it
         self.separator = (self.document_separator or "").replace("\\n", "\n")
         self.errors = "strict" if self.invalid_utf8 == "refuse" else "replace"
         # A name with brackets in it is a file before it is a pattern.
@@ -91,7 +92,7 @@ class Source:
             files = [str(file) for name in re.split(r"\+|\[.*?\]", split) for file in files.get(name, [])]
             if self.streaming:
                 return builder.as_streaming_dataset(split=split), files, []
-            if builder.name == "text" and os.path.isdir(path):
+            if builder.name == "text" and any(map(os.path.exists, files)):
                 raise ValueError(f"each line of its txt files would be a document; use '{path}/*.txt', of whole files")
             builder.download_and_prepare()
             rows = {name: facts.num_examples for name, facts in builder.info.splits.items()}

@@ -256,7 +256,8 @@ def test_a_folder_of_txt_files_is_not_taken_line_by_line(tmp_path, monkeypatch):
     (tmp_path / "texts" / "a.txt").write_text("one\ndocument")
     message = refusal(tmp_path / "texts", tmp_path / "out")
     assert "line" in message and f"{tmp_path / 'texts'}/*.txt" in message, message
-    make(tmp_path / "texts" / "*.txt", tmp_path / "out", validation="hash:0.0")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make("~/texts/*.txt", tmp_path / "out", validation="hash:0.0")
     assert texts(tmp_path / "out") == ["one\ndocument"]
 
 
