@@ -113,7 +113,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
-        ahead = torch.stack([gathered(x) for x in torch._foreach_lerp(gradients, momenta, momentum)])  # Nesterov's
+        # Nesterov's; in place, as torch 2.11 does it with sharded ones too.
+        torch._foreach_lerp_(copies := [gradient.clone() for gradient in gradients], momenta, momentum)
+        ahead = torch.stack([gathered(copy) for copy in copies])
         steps = orthogonalize(ahead.to(torch.float32 if ahead.device.type == "cpu" else torch.bfloat16)).float()
         torch._foreach_lerp_(squares, steps.square().mean(-1, keepdim=True).unbind(), 1 - square_decay)
         normed = steps * torch.stack(squares).clamp(min=1e-10).rsqrt()
