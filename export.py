@@ -4,7 +4,7 @@ The folder has config.json, model.safetensors, generation_config.json, the token
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
@@ -178,9 +178,16 @@ def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder
     lines.append(f"## Data\n\n{data_facts(loaded)}\n")
     made_by = {**manifest.provenance, "mixed_precision": manifest.mixed_precision, "processes": manifest.processes}
     lines.append("## Made with\n\n" + "\n".join(f"- {name}: {value}" for name, value in made_by.items()) + "\n")
-    recipe = yaml.safe_dump({**manifest.config, "out_dir": "runs"}, sort_keys=False)
+    recipe = yaml.safe_dump(without_folders({**manifest.config, "out_dir": "runs"}), sort_keys=False)
     lines.append(f"## Recipe\n\nThe settings of the run, a `--config` of its `train.py`:\n\n```yaml\n{recipe}```\n")
     return "\n".join(lines)
+
+
+def without_folders(setting: Any) -> Any:
+    """Settings in which a path from the root is the last name of it: a card may be published."""
+    if isinstance(setting, dict):  # the keys of data.mix are paths
+        return {without_folders(name): without_folders(value) for name, value in setting.items()}
+    return Path(setting).name if isinstance(setting, str) and setting.startswith(("/", "~")) else setting
 
 
 def data_facts(loaded: Loaded) -> str:

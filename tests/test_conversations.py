@@ -436,7 +436,9 @@ def exported(runs):
 
 
 def test_the_card_says_how_a_conversation_begins(exported, runs, folder):
-    assert "; a conversation began as the chat template" in (exported / "README.md").read_text()
+    card = (exported / "README.md").read_text()
+    assert "; a conversation began as the chat template" in card
+    assert "path: corpus\n" in card and str(runs) not in card, "it may be published"
     shutil.copytree(folder / "chatml", runs / "corpus")
     assert " conversations, " in export.data_facts(load_run(runs / "run"))
     shutil.rmtree(runs / "corpus")

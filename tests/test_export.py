@@ -96,6 +96,12 @@ def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
     assert (tmp_path / "story-teller" / "loss.png").exists() and out.endswith("story-teller")
 
 
+def test_the_recipe_of_a_card_has_no_path_of_this_machine():
+    settings = {"data": {"mix": {"/home/me/a": 1.0, "b/c": 2.0}, "path": "~/x"}, "init_from": "Qwen/Qwen3-0.6B"}
+    shown = {"data": {"mix": {"a": 1.0, "b/c": 2.0}, "path": "x"}, "init_from": "Qwen/Qwen3-0.6B"}
+    assert export.without_folders(settings) == shown
+
+
 def test_the_card_promises_no_tokenizer_and_no_beginning_that_is_not_known(runs, tmp_path):
     random = "--data.source random --model.vocab_size 50 --evaluation.num_story_samples 0 --steps 2".split()
     train(*TINY_STORIES, *random, "--out_dir", tmp_path, "--name", "random")
