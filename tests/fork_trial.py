@@ -36,7 +36,8 @@ def main(out_dir: str, *settings: str) -> None:
     unbroken, killed = (Path(out_dir, name) for name in ("unbroken", "killed"))
     run("train.py", [*words, "--name", "unbroken"])
     launch = forked.Launch("train.py", [*words, "--name", "killed"], 2, dict(os.environ))
-    while not (killed / "metrics.jsonl").exists() or len(rows(killed)) < 8:
+    saved = killed / "checkpoints" / "step-00000005"  # in the background, while steps go on
+    while not saved.exists() or len(rows(killed)) < 8:
         assert all(process.is_alive() for process in launch.processes), launch.output()
         time.sleep(0.02)
     for process in launch.processes:
