@@ -234,7 +234,8 @@ def main(config: TrainConfig) -> None:
     verification, all_hold = Verification(config), True
     say = verification.accelerator.print
     try:
-        say(f"{verification.num_processes} x {verification.device}, {verification.accelerator.mixed_precision}")
+        precision = verification.accelerator.mixed_precision.replace("no", "fp32")
+        say(f"{verification.num_processes} x {verification.device.type}, {precision}")
         for promise, check in verification.checks().items():
             result, figure = verification.run(check)
             all_hold = all_hold and result != "FAIL"
