@@ -51,7 +51,7 @@ from torch import Tensor
 from config import ConfigError, DataConfig, TrainConfig
 from data.corpus import Corpus, Sums, load_corpus
 from files import finite_or_null, write_atomically
-from load import REMEDY, Loaded, check_tokenizer, find_checkpoint, is_run, load_checkpoint, load_run, lost_settings
+from load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
 from training import launch
 from training.corpus_check import CorpusCheck
 from training.evaluation import evaluate
@@ -66,11 +66,9 @@ def main(config: EvaluateConfig) -> None:
     Raises:
         ConfigError: there is no such model or corpus, they do not go together, or the numbers cannot be written.
     """
-    path = Path(config.run).expanduser()
-    found = find_checkpoint(path, config.checkpoint) if is_run(path) else None
+    loaded, found = load_with_source(config.run, config.checkpoint)
     if found and config.data is None:
         check_data(*found)
-    loaded = load_checkpoint(*found) if found else load_run(config.run, config.checkpoint)
     settings = settings_of(config, loaded)
     corpus = load_corpus(settings)
     check_tokenizer(config.run, loaded, corpus)
@@ -155,7 +153,7 @@ def output_directory(config: EvaluateConfig) -> Path:
     if config.out is None and (path / "checkpoints").exists():
         return path
     if config.out is None and (path / "manifest.json").exists():
-        return find_checkpoint(path)[0].resolve().parent.parent
+        return path.resolve().parent.parent
     return Path(config.out or ".").expanduser()
 
 

@@ -45,7 +45,7 @@ import chat
 from config import ConfigError, RunError
 from data.integrity import read_metadata
 from hub import to_transformers
-from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_run
+from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_with_source
 from plot import save_loss_curve
 from training.manifest import Manifest, readable_checkpoints
 
@@ -77,9 +77,8 @@ def main(config: ExportConfig) -> None:
     out = Path(config.out).expanduser()
     if out.exists():
         raise ConfigError(f"out: {str(out)!r} exists; name a folder that does not")
-    path = Path(config.run).expanduser()
-    sources = [find_checkpoint(path, config.checkpoint)] if is_run(path) else []
-    loaded = load_checkpoint(*sources[0]) if sources else load_run(config.run, config.checkpoint)
+    loaded, source = load_with_source(config.run, config.checkpoint)
+    sources = [source] if source else []
     if config.average > 1:
         sources = newest(config)
         average(loaded, sources)

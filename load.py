@@ -81,10 +81,18 @@ def load_run(path: str | Path, checkpoint: str | int = "latest", setting: str = 
     Raises:
         ConfigError: there is no such model, it cannot be read, or it has settings that this one lacks.
     """
+    return load_with_source(path, checkpoint, setting)[0]
+
+
+def load_with_source(
+    path: str | Path, checkpoint: str | int = "latest", setting: str = "run"
+) -> tuple[Loaded, tuple[Path, Manifest] | None]:
+    """As load_run; and the directory and the manifest of the checkpoint, None of a model that is no run's."""
     path = Path(path).expanduser()
     if not is_run(path):
-        return load_transformers(str(path), checkpoint, setting)
-    return load_checkpoint(*find_checkpoint(path, checkpoint))
+        return load_transformers(str(path), checkpoint, setting), None
+    source = find_checkpoint(path, checkpoint)
+    return load_checkpoint(*source), source
 
 
 def load_checkpoint(directory: Path, manifest: Manifest) -> Loaded:
