@@ -120,9 +120,9 @@ class Run:
         return replace(again, rows=rows)
 
     def _retrain(self, checkpoint: Path | None, until: int, folder: Path, changes: dict) -> "Retrained":
-        config = deepcopy(self.config)
+        config, config_then = deepcopy((self.config, self.config_then(until)))
         for name in AS_THEN:
-            setattr(config, name, getattr(self.config_then(until), name))
+            setattr(config, name, getattr(config_then, name))
         config.out_dir, config.name, config.resume = str(folder), f"until-{until}", "auto"
         if checkpoint is not None:
             config.branch_from, config.init_from = str(checkpoint.resolve()), None

@@ -33,7 +33,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -45,7 +44,7 @@ from data.order import GlobalBatches, derive_seed
 from hub import FAMILIES
 from model.gpt import GPTModel
 from model_checks import logits_equal, writes_as_trained
-from nested import nested_training
+from nested import nested_training, of_main_process
 from training import checkpoint, launch, shards
 from training.compute import compute_as_any_processor, prepare_network
 from training.gradients import loss_scale
@@ -72,12 +71,12 @@ class Verification:
 
     def own_directory(self, out_dir: Path) -> str:
         """A new directory below `out_dir`, the same on all processes: what lies there is nobody else's."""
-        made = [None]
+        made = None
         if self.rank == 0:
             with contextlib.suppress(OSError):
                 out_dir.mkdir(parents=True, exist_ok=True)
-                made = [tempfile.mkdtemp(prefix="verify-", dir=out_dir)]
-        if (directory := broadcast_object_list(made)[0]) is None:
+                made = tempfile.mkdtemp(prefix="verify-", dir=out_dir)
+        if (directory := of_main_process(made)) is None:
             raise ConfigError(f"out_dir: {str(out_dir)!r}: cannot write there")
         return directory
 

@@ -49,7 +49,7 @@ from files import absent_folder, folder_written_atomically, fsync, write_atomica
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; documents of more than two are encoded in pieces
-PART = 2**24  # characters, of one file of tokens
+PART, PART_FILE = 2**24, "parts/{:06d}.json"  # characters, of one file of tokens; what is kept of it until all is done
 TRAINING_TEXTS = 10**6  # documents, or pieces of a txt file, from which train:VOCAB learns: the first of the source
 
 Text = tuple[str, bool, str | None]
@@ -205,7 +205,7 @@ def make_part(folder: Path, encode: Callable, types: dict[str, str], index: int,
         write_atomically(folder / name, content)
         written = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
         part[split] = {**counts, "tokens": len(values["input_ids"]), **written}
-    write_atomically(folder / "parts" / f"{index:06d}.json", json.dumps(part).encode())
+    write_atomically(folder / PART_FILE.format(index), json.dumps(part).encode())
     return part
 
 
@@ -225,7 +225,7 @@ def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool)
 def _finished_part(folder: Path, index: int) -> dict | None:
     """What make_part returned for a part whose files nothing has touched since."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        part = json.loads((folder / "parts" / f"{index:06d}.json").read_bytes())
+        part = json.loads((folder / PART_FILE.format(index)).read_bytes())
         if all(file_stamp(folder / part[split]["file"]) == part[split]["stamp"] for split in SPLITS):
             return part
     return None

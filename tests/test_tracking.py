@@ -202,8 +202,8 @@ def test_trackio_gets_numbers_at_their_steps_and_goes_on(tracked, monkeypatch):
     """Of trackio itself only the names are here, as Accelerate calls them."""
     calls = []
     run = SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish"))
-    stub = SimpleNamespace(init=lambda **options: calls.append(options) or run)
-    monkeypatch.setitem(sys.modules, "trackio", stub)
+    fake = SimpleNamespace(init=lambda **options: calls.append(options) or run)
+    monkeypatch.setitem(sys.modules, "trackio", fake)
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TRACKIO])
     with tracked("--tracking.tracker", "trackio") as tracker:
         tracker.log(3, {"train/loss": 1.5, "state/digest": "0123456789abcdef"})

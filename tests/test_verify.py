@@ -141,14 +141,19 @@ def verify_a_fork(out_dir, file):
     cli.leave(cli.call("verify"))
 
 
-def test_each_check_stands_alone_and_says_why_it_fails_or_is_skipped(runs, tmp_path):
-    process = forked.server.Process(target=verify_a_fork, args=(runs, tmp_path / "out"))
+def in_a_fork(verify, out_dir, file):
+    """What it said into the file, and its exit code."""
+    process = forked.server.Process(target=verify, args=(out_dir, file))
     process.start()
     process.join(200)
-    said = (tmp_path / "out").read_text()
+    return file.read_text(), process.exitcode
+
+
+def test_each_check_stands_alone_and_says_why_it_fails_or_is_skipped(runs, tmp_path):
+    said, exit_code = in_a_fork(verify_a_fork, runs, tmp_path / "out")
     words = ["FAIL", "SKIP", "SKIP", "PASS", "SKIP", "PASS", "PASS", "FAIL", "PASS"]
     assert results(said) == dict(zip(PROMISES, words, strict=True)), said
-    assert process.exitcode == 1
+    assert exit_code == 1
     line = dict(zip(PROMISES, said.splitlines()[1:], strict=False))
     assert re.search(r"TypeError: .*\(verify.py:\d+\)", line[PROMISES[0]])
     assert "2 tensors are not its family's" in line[PROMISES[1]] and "blocks.0.mlp.scale" in line[PROMISES[1]]
@@ -191,11 +196,8 @@ def verify_what_is_no_state(out_dir, file):
 
 
 def test_a_number_that_is_logged_otherwise_after_a_resume_is_found(runs, tmp_path):
-    process = forked.server.Process(target=verify_what_is_no_state, args=(runs, tmp_path / "out"))
-    process.start()
-    process.join(200)
-    said = (tmp_path / "out").read_text()
-    assert results(said) == {"resuming is bitwise": "FAIL"} and process.exitcode == 1, said
+    said, exit_code = in_a_fork(verify_what_is_no_state, runs, tmp_path / "out")
+    assert results(said) == {"resuming is bitwise": "FAIL"} and exit_code == 1, said
     assert "0 of 148 weights and moments differ" in said and said.endswith("were logged, of ema/loss\n"), said
 
 
