@@ -258,7 +258,8 @@ class TrainConfig:
     by DDP, with deterministic algorithms only, and on the CPU with one thread a process."""
 
     compile: bool = False
-    """Compile each transformer block with torch.compile. A run on a machine without a compiler says so and goes on."""
+    """Compile each transformer block with torch.compile, and what the loss in chunks does between its products. A run
+    on a machine without a compiler says so and goes on."""
 
     activation_checkpointing: bool = False
     """Keep only the input of each transformer block and compute the rest again in the backward: less memory for a

@@ -190,7 +190,7 @@ class GPTModel(Generation, nn.Module):
         if problems:
             raise ValueError("\n".join(problems))
         self.config = config
-        self.chunked_loss: bool | None = None
+        self.next_token_loss = next_token_loss  # training/compute.py says how it goes about it
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
@@ -307,7 +307,7 @@ class GPTModel(Generation, nn.Module):
 
         logits, loss = None, None
         if labels is not None:
-            loss, _ = next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch, self.chunked_loss)
+            loss, _ = self.next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch)
         if labels is None or logits_to_keep is not None:
             logits = linear(x_BTC[:, -(logits_to_keep or 0) :], self.output_weight)
         return logits, loss

@@ -1,5 +1,8 @@
 """The loss of a language model, also without ever holding the logits of all positions."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +15,29 @@ CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 MIN_CHUNK_ROWS = 128
 
 
+def loss_of_chunk(
+    logits_NV: Tensor, targets_N: Tensor, z_loss: float, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The sums over the targets of the loss, of its cross-entropy and of the squared log-sum-exp, [3] and at least
+    float32; and the gradient of the first, [N, V] in the dtype of the logits."""
+    sum_dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+    ignored_N1, target_N1 = (targets_N == -100)[:, None], targets_N[:, None].clamp_min(0)
+    log_probabilities = F.log_softmax(logits_NV, dim=-1, dtype=sum_dtype)
+    cross_entropy = F.nll_loss(log_probabilities, targets_N, ignore_index=-100, reduction="sum")
+    log_z_N1 = logits_NV.gather(1, target_N1).to(sum_dtype) - log_probabilities.gather(1, target_N1)
+    z_squared = log_z_N1.masked_fill(ignored_N1, 0).square().sum()
+    sums = torch.stack((cross_entropy + z_loss * z_squared, cross_entropy, z_squared))
+    if not needs_gradient:
+        return sums, None
+    scores = log_probabilities.exp_()
+    if z_loss:
+        scores *= 1 + 2 * z_loss * log_z_N1
+    at_target_N1 = (scores.gather(1, target_N1) - 1).masked_fill_(ignored_N1, 0)
+    scores = scores.masked_fill_(ignored_N1, 0).to(logits_NV.dtype)
+    # Last, on what is written anyway: so torch.compile makes one kernel of all before.
+    return sums, scores.scatter_(1, target_N1, at_target_N1.to(scores.dtype))
+
+
 def next_token_loss(
     hidden_BTC: Tensor,
     weight_VC: Tensor,
@@ -19,6 +45,7 @@ def next_token_loss(
     num_items_in_batch: Tensor | float | None = None,
     chunked: bool | None = None,
     z_loss: float = 0.0,
+    of_chunk: Callable[..., tuple[Tensor, Tensor | None]] = loss_of_chunk,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Cross-entropy, in nats, of predicting each label from the position before it; see GPTModel.forward.
 
@@ -31,6 +58,8 @@ def next_token_loss(
             memory does not grow with B x T x V. None: if the logits take more than one chunk.
         z_loss: how much of the squared log-sum-exp of each target's logits is added, which keeps it near 0 (Chowdhery
             et al. 2022, "PaLM", arXiv:2204.02311, section 5); customary is 1e-4. In chunks it takes no product more.
+        of_chunk: `loss_of_chunk`, or that compiled: a GPU then reads the logits twice and writes them once, instead of
+            a dozen times.
 
     Returns:
         loss: what is to be differentiated, 0-dim.
@@ -39,10 +68,10 @@ def next_token_loss(
     """
     # The last position predicts nothing and the first label is predicted by nothing: T - 1 targets a row.
     hidden, targets = hidden_BTC[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
-    vocab_size = weight_VC.shape[0]
-    chunk = max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(hidden.device.type, 2**25) // (4 * vocab_size))
+    chunk = max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(hidden.device.type, 2**25) // (4 * len(weight_VC)))
     if chunked or (chunked is None and len(hidden) > chunk):
-        loss_sum, cross_entropy, z_squared = ChunkedCrossEntropy.apply(hidden, weight_VC, targets, chunk, z_loss)
+        with_z = partial(of_chunk, z_loss=z_loss)
+        loss_sum, cross_entropy, z_squared = ChunkedCrossEntropy.apply(hidden, weight_VC, targets, chunk, with_z)
     else:
         logits = linear(hidden, weight_VC)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 sums lose digits of the loss
@@ -58,51 +87,35 @@ def next_token_loss(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The sum of cross-entropies of `hidden @ weight.T`, `chunk` rows at a time, plus z_loss times that of the squares
-    of their log-sum-exp; and both alone, which cannot be differentiated.
+    """The sums of `loss_of_chunk` of `hidden @ weight.T`, `chunk` rows at a time; only the first can be differentiated.
 
     The gradients of a chunk follow from its probabilities while these are at hand (Hsu et al. 2024, "Liger Kernel",
     arXiv:2410.10989): no product is done twice, and the backward has but to scale them.
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int, z_loss: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx, hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunk: int, of_chunk: Callable) -> Tensor:
         device, needs_gradient = hidden_NC.device.type, any(ctx.needs_input_grad)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
         sum_dtype = torch.promote_types(dtype, torch.float32)
-        cross_entropy, z_squared = (hidden_NC.new_zeros((), dtype=sum_dtype) for _ in range(2))
+        totals = hidden_NC.new_zeros(3, dtype=sum_dtype)
         hidden_gradient = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC
         weight_gradient = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
         with torch.autocast(device, enabled=False):
             weight = weight_VC.to(dtype)
-            rows = hidden_NC.split(chunk), targets_N.split(chunk), hidden_gradient.split(chunk)
+            rows = hidden_NC.to(dtype).split(chunk), targets_N.split(chunk), hidden_gradient.split(chunk)
             for hidden, targets, gradient in zip(*rows, strict=True):
-                hidden = hidden.to(dtype)
-                logits = linear(hidden, weight)
-                at_target = torch.arange(len(targets), device=targets.device), targets.clamp_min(0)
-                log_probabilities = F.log_softmax(logits, dim=-1, dtype=sum_dtype)
-                cross_entropy += F.nll_loss(log_probabilities, targets, ignore_index=-100, reduction="sum")
-                if z_loss:
-                    log_z = logits[at_target].to(sum_dtype) - log_probabilities[at_target]
-                    z_squared += log_z.masked_fill(targets == -100, 0).square().sum()
-                del logits  # before the next tensor of this size
+                sums, scores = of_chunk(linear(hidden, weight), targets, needs_gradient=needs_gradient)
+                totals += sums
                 if needs_gradient:
-                    scores = log_probabilities.exp_()
-                    if z_loss:
-                        scores *= (1 + 2 * z_loss * log_z)[:, None]
-                    scores[at_target] -= 1
-                    scores = scores.masked_fill_((targets == -100)[:, None], 0).to(dtype)
                     gradient.copy_(linear(scores, weight.t()))
                     weight_gradient += linear(scores.t(), hidden.t())
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         ctx.weight_dtype = weight_VC.dtype
-        ctx.mark_non_differentiable(cross_entropy, z_squared)
-        return cross_entropy + z_loss * z_squared, cross_entropy, z_squared
+        return totals
 
     @staticmethod
-    def backward(ctx, gradient: Tensor, *_) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden_gradient, weight_gradient = ctx.saved_tensors
+    def backward(ctx, gradient_3: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        (hidden_gradient, weight_gradient), scale = ctx.saved_tensors, gradient_3[0]
         # In place, for it may be the largest tensor of the step: a second backward through this loss is an error.
-        return hidden_gradient * gradient, weight_gradient.mul_(gradient).to(ctx.weight_dtype), None, None, None
+        return hidden_gradient * scale, weight_gradient.mul_(scale).to(ctx.weight_dtype), None, None, None

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 
 import model.gpt
 import model.linear
+from config import TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel, plain_attention
-from model.loss import next_token_loss
+from model.loss import loss_of_chunk, next_token_loss
 from tests.conftest import ROOT, environment, metrics, train, train_command
-from training.compute import available_cores, threads_to_set
+from training.compute import available_cores, prepare_network, threads_to_set
 from training.throughput import peak_memory_bytes
 
 
@@ -149,8 +151,30 @@ def test_the_logits_never_exist_at_once():
 
     logits = 4 * 8 * 255 * 50_257
     assert largest() < logits / 8
-    network.chunked_loss = False
+    network.next_token_loss = partial(next_token_loss, chunked=False)
     assert largest() >= logits
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_what_the_loss_in_chunks_does_compiles_to_one_graph(backend, z_loss):
+    compiled = torch.compile(loss_of_chunk, backend=backend, fullgraph=True)
+    for rows in (7, 5):  # the last chunk is a shorter one
+        logits = leaf(rows, 37).detach()
+        targets = torch.randint(37, (rows,), generator=torch.Generator().manual_seed(1))
+        targets[2:4] = -100
+        results = [of_chunk(logits, targets, z_loss, True) for of_chunk in (compiled, loss_of_chunk)]
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+    torch.compiler.reset()
+
+
+def test_compile_is_for_the_loss_too():
+    config = TrainConfig(compile=True, chunked_loss=True)
+    network = GPTModel(GPTConfig(vocab_size=37, n_layers=1, n_heads=2, d_model=16, d_ff=32))
+    prepare_network(network, config, torch.device("cpu"))
+    of_chunk = network.next_token_loss.keywords["of_chunk"]
+    assert of_chunk is not loss_of_chunk and of_chunk._torchdynamo_orig_callable is loss_of_chunk
 
 
 def test_without_gradients_the_loss_in_chunks_makes_none():

@@ -10,7 +10,7 @@ import torch
 
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.loss import next_token_loss
+from model.loss import loss_of_chunk, next_token_loss
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.test_sharding import launcher_environment
 from training.fingerprint import digests
@@ -154,16 +154,17 @@ def test_the_loss_in_chunks_is_the_loss(cast, monkeypatch):
     labels = torch.randint(301, (3, 40), generator=torch.Generator().manual_seed(2)).to(GPU)
     labels[0, 3:6] = -100
     results = []
-    for chunked in (False, True):
+    for chunked, of_chunk in ((False, loss_of_chunk), (True, loss_of_chunk), (True, torch.compile(loss_of_chunk))):
         generator = torch.Generator().manual_seed(3)
         hidden = torch.randn(3, 40, 64, generator=generator).to(GPU).requires_grad_()
         weight = torch.randn(301, 64, generator=generator).to(GPU).requires_grad_()
         with torch.autocast(GPU.type, torch.bfloat16, enabled=cast):
-            loss, _ = next_token_loss(hidden, weight, labels, 11.0, chunked)
+            loss, _ = next_token_loss(hidden, weight, labels, 11.0, chunked, of_chunk=of_chunk)
         loss.backward()
         results.append((loss, hidden.grad, weight.grad))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2 if cast else 1e-4, atol=2e-2 if cast else 1e-5)
+    for whole, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(whole, other, rtol=2e-2 if cast else 1e-4, atol=2e-2 if cast else 1e-5)
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16"])

@@ -115,7 +115,7 @@ def test_settings_reach_the_model_and_the_optimizer(monkeypatch):
         network, optimizer, _ = gpu.ours(scale.config("124M", 48), tokens, scale, **gpu.SETTINGS[name])
         (group, _) = optimizer.param_groups
         checkpointed = "forward" in vars(network.blocks[0])
-        return network.chunked_loss, group["fused"], bool(group["foreach"]), checkpointed
+        return network.next_token_loss.keywords["chunked"], group["fused"], bool(group["foreach"]), checkpointed
 
     assert {name: facts(name) for name in gpu.SETTINGS} == {
         "ours": (None, True, False, False),

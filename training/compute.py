@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from config import ConfigError, TrainConfig
 from model import gpt, linear
 from model.gpt import GPTModel
+from model.loss import loss_of_chunk, next_token_loss
 
 # mallopt's names for: when to give memory back, how much to ask for at once, from what size a block is mapped alone.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -122,9 +124,11 @@ def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device) -> None:
-    """Set how the network computes what it computes: each block recomputed in the backward, compiled, or both."""
-    network.chunked_loss = config.chunked_loss
+    """Set how the network computes what it computes: each block recomputed in the backward, compiled, or both, and the
+    loss in chunks."""
     compiled = config.compile and not no_compiler(device)
+    of_chunk = torch.compile(loss_of_chunk) if compiled else loss_of_chunk
+    network.next_token_loss = partial(next_token_loss, chunked=config.chunked_loss, of_chunk=of_chunk)
     for block in network.blocks:
         if config.activation_checkpointing:
             block.forward = recomputed(block.forward)

@@ -8,17 +8,8 @@ import torch
 from accelerate import Accelerator
 
 # Dense bf16 peaks in FLOP/s, from the makers' data sheets. On a device that is not here no MFU is reported.
-PEAK_BF16_FLOPS = {
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
+PEAK_BF16_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
+PEAK_BF16_FLOPS |= {"L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 def peak_bf16_flops(device: torch.device) -> float:
