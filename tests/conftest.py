@@ -158,6 +158,12 @@ def assert_same_bits(ours: "dict[str, torch.Tensor]", theirs: "dict[str, torch.T
     assert not different, f"{len(different)} of {len(ours)} tensors differ, such as {different[0]}"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """All but the tests marked `cuda` are of the CPU, of gloo and of bits that no GPU promises."""
+    if "cuda" not in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files go first, so that one is never what the other worker waits for at the end."""
     items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
