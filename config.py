@@ -267,7 +267,8 @@ class TrainConfig:
 
     chunked_loss: bool | None = None
     """Go through the output projection and the loss in chunks of positions, so that the logits never exist as a whole.
-    null: where they take more than one chunk (32 MiB on a CPU, 512 MiB on a GPU). On a CPU it is also faster."""
+    null: with `compile`, and where they take more than one chunk (32 MiB on a CPU, 1 GiB on a GPU). On a CPU it is also
+    faster."""
 
     stop_after: PositiveInt | None = None
     """Save and stop after this step, as a signal would stop the run; started again, it goes on to `steps`."""

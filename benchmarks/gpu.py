@@ -102,7 +102,7 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, foreach: bool = False,
     optimizer = build_optimizer(network, OPTIMIZER)
     for group in optimizer.param_groups if foreach else ():
         group["fused"], group["foreach"] = False, True
-    model = accelerator.prepare_model(network)
+    model, parameters = accelerator.prepare_model(network), list(network.parameters())
     totals, done = StepTotals(None, 1, 0, accelerator), 0  # the order only words an error
     target_tokens = (tokens[:, 1:] != -100).sum()
 
@@ -114,7 +114,7 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, foreach: bool = False,
         totals.add(loss)
         totals.send((tokens[:, 1:] != -100).sum(), stop=False)
         accelerator.backward(loss)
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
+        grad_norm = accelerator.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)
         done += 1
         target_tokens = totals.receive(done, grad_norm)
         totals.read(at_once=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from model.linear import linear
 
 # Logits of a chunk, in bytes of float32: what stays in the cache of a CPU, and what keeps a GPU busy.
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 # Each chunk adds to the gradient of the whole weight, which with few rows would be most of the work.
 MIN_CHUNK_ROWS = 128
 

@@ -169,12 +169,12 @@ def test_what_the_loss_in_chunks_does_compiles_to_one_graph(backend, z_loss):
     torch.compiler.reset()
 
 
-def test_compile_is_for_the_loss_too():
-    config = TrainConfig(compile=True, chunked_loss=True)
+@pytest.mark.parametrize("asked, chunked", [(None, True), (True, True), (False, False)])
+def test_compile_is_for_the_loss_too_which_then_goes_in_chunks_unless_told_not_to(asked, chunked):
     network = GPTModel(GPTConfig(vocab_size=37, n_layers=1, n_heads=2, d_model=16, d_ff=32))
-    prepare_network(network, config, torch.device("cpu"))
-    of_chunk = network.next_token_loss.keywords["of_chunk"]
-    assert of_chunk is not loss_of_chunk and of_chunk._torchdynamo_orig_callable is loss_of_chunk
+    prepare_network(network, TrainConfig(compile=True, chunked_loss=asked), torch.device("cpu"))
+    settings = network.next_token_loss.keywords
+    assert settings["of_chunk"]._torchdynamo_orig_callable is loss_of_chunk and settings["chunked"] is chunked
 
 
 def test_without_gradients_the_loss_in_chunks_makes_none():

@@ -128,7 +128,8 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
     loss in chunks."""
     compiled = config.compile and not no_compiler(device)
     of_chunk = torch.compile(loss_of_chunk) if compiled else loss_of_chunk
-    network.next_token_loss = partial(next_token_loss, chunked=config.chunked_loss, of_chunk=of_chunk)
+    chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
+    network.next_token_loss = partial(next_token_loss, chunked=chunked, of_chunk=of_chunk)
     for block in network.blocks:
         if config.activation_checkpointing:
             block.forward = recomputed(block.forward)
