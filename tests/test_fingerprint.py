@@ -13,7 +13,7 @@ import yaml
 from config import ConfigError
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 from training.compute import prepare_exact
-from training.fingerprint import VALUES_AT_ONCE, digests
+from training.fingerprint import _factors, _hash_rows, digests
 from training.manifest import read_manifest
 
 TENSORS = {
@@ -54,11 +54,14 @@ def test_two_tensors_that_change_places_are_seen():
     assert str(digests({"a": a, "b": b})) != str(digests({"a": b, "b": a}))
 
 
-def test_a_large_tensor_is_the_same_however_it_is_cut(monkeypatch):
-    large = torch.randn(3 * VALUES_AT_ONCE["cpu"] // 1000, 1000)
-    whole = str(digests({"large": large}))
-    monkeypatch.setitem(VALUES_AT_ONCE, "cpu", 1)
-    assert whole == str(digests({"large": large}))
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_the_hash_of_a_row_is_a_sum_modulo_two_to_the_64(dtype):
+    """As Python's integers, which know no overflow, say it."""
+    limits = torch.iinfo(dtype)
+    rows = torch.randint(limits.min, limits.max, (3, 1000), dtype=dtype, generator=torch.Generator().manual_seed(1))
+    factors = _factors(1000, rows.device).tolist()
+    expected = [sum(map(int.__mul__, row, factors)) % 2**64 for row in rows.tolist()]
+    assert [number % 2**64 for number in _hash_rows(rows).tolist()] == expected
 
 
 @pytest.fixture(scope="module")

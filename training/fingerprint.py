@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -22,8 +23,7 @@ from training.optimizer import is_sharded
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, as all factors here: multiplying by it modulo 2**64 loses no bit
-# So many fit in a CPU's cache, and keep a GPU busy; no copy of a large tensor is made.
-VALUES_AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
+VALUES_AT_ONCE = 2**24  # keep a GPU busy; no copy of a large tensor is made
 
 
 class ReplicasDiffer(RunError):
@@ -129,9 +129,9 @@ def _hash_rows(rows: Tensor) -> Tensor:
     factors = _factors(rows.shape[1], rows.device)
     if rows.shape[1] == 1:  # most tensors are vectors, and each operation on a small one costs its launch
         return rows[:, 0] * factors
-    at_once = max(1, VALUES_AT_ONCE.get(rows.device.type, 2**17) // rows.shape[1])
-    parts = [(part * factors).sum(1) for part in rows.split(at_once)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if rows.device.type == "cpu":  # without a copy of all products
+        return torch.from_numpy(np.einsum("rc,c->r", rows.numpy(), factors.numpy()))
+    return torch.cat([(part * factors).sum(1) for part in rows.split(max(1, VALUES_AT_ONCE // rows.shape[1]))])
 
 
 @functools.cache
