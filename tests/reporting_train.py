@@ -25,8 +25,8 @@ class Model(train.GPTModel):
         return logits, loss, {**Model.sums, "targets_per_row": (num_targets, len(labels)), "nothing": (0, 0)}
 
 
-def loss_alone(*arguments):
-    loss, Model.sums = next_token_loss(*arguments[:5], z_loss=Z_LOSS)
+def loss_alone(*arguments, **settings):
+    loss, Model.sums = next_token_loss(*arguments, **settings, z_loss=Z_LOSS)
     return loss, None
 
 

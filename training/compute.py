@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from config import ConfigError, TrainConfig
 from model import gpt, linear
 from model.gpt import GPTModel
-from model.loss import loss_of_chunk, next_token_loss
+from model.loss import loss_of_chunk
 
 # mallopt's names for: when to give memory back, how much to ask for at once, from what size a block is mapped alone.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -129,7 +129,7 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
     compiled = config.compile and not no_compiler(device)
     of_chunk = torch.compile(loss_of_chunk) if compiled else loss_of_chunk
     chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
-    network.next_token_loss = partial(next_token_loss, chunked=chunked, of_chunk=of_chunk)
+    network.next_token_loss = partial(network.next_token_loss, chunked=chunked, of_chunk=of_chunk)
     for block in network.blocks:
         if config.activation_checkpointing:
             block.forward = recomputed(block.forward)
