@@ -155,7 +155,6 @@ def test_the_logits_never_exist_at_once():
     assert largest() >= logits
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method")  # of torch itself
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 def test_what_the_loss_in_chunks_does_compiles_to_one_graph(backend, z_loss):
