@@ -13,7 +13,7 @@ import yaml
 from config import ConfigError
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 from training.compute import prepare_exact
-from training.fingerprint import _factors, _hash_rows, digests
+from training.fingerprint import VALUES_AT_ONCE, _factors, _hash_rows, digests
 from training.manifest import read_manifest
 
 TENSORS = {
@@ -52,6 +52,15 @@ def test_any_bit_and_any_place_counts():
 def test_two_tensors_that_change_places_are_seen():
     a, b = torch.ones(3, 3), torch.zeros(3, 3)
     assert str(digests({"a": a, "b": b})) != str(digests({"a": b, "b": a}))
+
+
+def test_a_large_tensor_is_the_same_however_it_is_cut(monkeypatch):
+    """By numpy as a whole, and in parts as on a GPU."""
+    large = torch.randn(400, 1000)
+    whole = str(digests({"large": large}))
+    for at_once in (1, 3000):
+        monkeypatch.setitem(VALUES_AT_ONCE, "cpu", at_once)
+        assert whole == str(digests({"large": large}))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])

@@ -13,11 +13,12 @@ from model.gpt import GPTModel
 from model.loss import loss_of_chunk, next_token_loss
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.test_sharding import launcher_environment
-from training.fingerprint import digests
+from training.fingerprint import VALUES_AT_ONCE, digests
 from training.shards import copy_to_cpu
 from training.tree_sum import TreeSum
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")]
+WITHOUT = "no GPU is here, or hidden without -m cuda"
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason=WITHOUT)]
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 8
 RUN = [*TINY_STORIES, "--name", "run"]
@@ -185,7 +186,7 @@ def test_isolated_documents_are_those_that_stand_alone(cast):
 
 
 def test_the_digest_is_that_of_the_cpu(monkeypatch):
-    monkeypatch.setattr("training.fingerprint.VALUES_AT_ONCE", 1000)
+    monkeypatch.setitem(VALUES_AT_ONCE, GPU.type, 1000)
     state = small_model().state_dict()
     assert str(digests(state)) == str(digests({name: tensor.cpu() for name, tensor in state.items()}))
 

@@ -135,7 +135,7 @@ def test_every_group_is_one_that_can_run():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here, or hidden without -m cuda")
 @pytest.mark.parametrize("name", gpu.CASES)
 def test_a_small_model_is_measured_on_the_gpu(name):
     small = ((1, 2, 128, 512), (2, 2, 128, 512))
@@ -151,7 +151,7 @@ def test_a_small_model_is_measured_on_the_gpu(name):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here, or hidden without -m cuda")
 def test_a_step_does_not_wait_for_the_gpu():
     scale = gpu.Scale(shapes=((1, 2, 128, 512), (2, 2, 128, 512)), context=256)
     tokens = torch.randint(512, (2, 256), device="cuda")

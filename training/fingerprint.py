@@ -23,7 +23,8 @@ from training.optimizer import is_sharded
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, as all factors here: multiplying by it modulo 2**64 loses no bit
-VALUES_AT_ONCE = 2**24  # keep a GPU busy; no copy of a large tensor is made
+# 0: numpy adds up without a copy of the products. Elsewhere so many keep a GPU busy, and no large tensor is copied.
+VALUES_AT_ONCE = {"cpu": 0, "cuda": 2**24}
 
 
 class ReplicasDiffer(RunError):
@@ -129,9 +130,9 @@ def _hash_rows(rows: Tensor) -> Tensor:
     factors = _factors(rows.shape[1], rows.device)
     if rows.shape[1] == 1:  # most tensors are vectors, and each operation on a small one costs its launch
         return rows[:, 0] * factors
-    if rows.device.type == "cpu":  # without a copy of all products
+    if not (at_once := VALUES_AT_ONCE.get(rows.device.type, 2**24)):
         return torch.from_numpy(np.einsum("rc,c->r", rows.numpy(), factors.numpy()))
-    return torch.cat([(part * factors).sum(1) for part in rows.split(max(1, VALUES_AT_ONCE // rows.shape[1]))])
+    return torch.cat([(part * factors).sum(1) for part in rows.split(max(1, at_once // rows.shape[1]))])
 
 
 @functools.cache

@@ -66,9 +66,9 @@ def sample_texts(
     tracker.log_texts(step, f"sample/{config.data.source}", shown)
     if not scored:
         return {}
-    sums = corpus.score_texts(texts) | {"distinct": (len(set(texts)), num_texts)}
+    sums = corpus.score_texts(texts) | {"distinct": (len(distinct := set(texts)), num_texts)}
     if hasattr(corpus.train, "text"):
         trained_on = (corpus.train.text(i) for i in range(rank, len(corpus.train), num_processes))
-        seen = set(gather_object(sorted(set(texts).intersection(trained_on))))
+        seen = set(gather_object(sorted(distinct.intersection(trained_on))))
         sums["in_training_set"] = (sum(text in seen for text in texts), num_texts)
     return {f"sample/{name}": average([float(total)], [float(count)]) for name, (total, count) in sums.items()}
