@@ -210,5 +210,5 @@ def compute(
         token_losses.append(losses.detach())
     if not gradients:
         return token_losses, 0.0
-    fill_in(model.parameters())
+    fill_in(list(model.parameters()))
     return token_losses, total_norm(parameter.grad for parameter in model.parameters())

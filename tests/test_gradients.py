@@ -79,7 +79,7 @@ def test_unused_parameters_have_a_gradient_of_zero_and_used_ones_the_mean_of_the
         losses = [network(inputs(step, r), chosen[0]) + network(inputs(step, r), chosen[r]) for r in range(3)]
         network.zero_grad()
         (sum(losses) / 3).backward()
-        fill_in(network.parameters())
+        fill_in(list(network.parameters()))
         for of_process in trained[0]:
             for gradient, parameter in zip(of_process[step], network.parameters(), strict=True):
                 torch.testing.assert_close(gradient, parameter.grad)

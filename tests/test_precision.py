@@ -35,7 +35,7 @@ def test_without_a_scale_gradients_of_fp16_vanish_and_with_it_they_do_not():
             loss = linear(torch.ones(1, 4)).float().sum() * 1e-9
         linear.zero_grad()
         (scale * loss).backward()
-        fill_in(linear.parameters(), scale)
+        fill_in(list(linear.parameters()), scale)
         assert bool((linear.weight.grad == 0).all()) == vanishes
     torch.testing.assert_close(linear.weight.grad, torch.full((4, 4), 1e-9), rtol=1e-2, atol=0)
 

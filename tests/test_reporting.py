@@ -130,7 +130,9 @@ def test_plain_numbers_are_sent_without_a_wait_for_the_device():
     totals = StepTotals(None, 1, 0, ALONE)
     totals.agree_on_names({"rows": (0, 0)})
     with NoNumberByIndex():
-        totals.add(torch.tensor(1.5), {"rows": (1, 2)})
+        counted = torch.tensor(1.0, dtype=torch.float64)
+        totals.add(torch.tensor(1.5), {"rows": (counted, 2)})
+        counted += 1  # a model may go on with its counters
         totals.send(12, stop=True)
         assert totals.receive(1, torch.tensor(3.0)) == 12
     totals.read(at_once=True)

@@ -3,8 +3,6 @@
 DDP waits for the gradients of all parameters, so every backward comes by each of them, with nothing to add to it.
 """
 
-from collections.abc import Iterable
-
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -49,11 +47,10 @@ def loss_scale(precision: str, step: int, skipped: int) -> float:
     return 2.0 ** (16 - skipped + (step - skipped) // 2000) if precision == "fp16" else 1.0
 
 
-def fill_in(parameters: Iterable[nn.Parameter], scale: float = 1.0) -> None:
-    """A gradient of zero for every parameter that no micro-batch used; the others are divided by `scale` in place."""
-    parameters = list(parameters)
-    if scale != 1:
-        torch._foreach_div_([parameter.grad for parameter in parameters if parameter.grad is not None], scale)
+def fill_in(parameters: list[nn.Parameter], scale: float = 1.0) -> None:
+    """A gradient of zero for every parameter that no micro-batch used, and all divided by `scale` in place."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    if scale != 1:
+        torch._foreach_div_([parameter.grad for parameter in parameters], scale)

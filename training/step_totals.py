@@ -65,8 +65,8 @@ class StepTotals:
         self.max_skipped, self.run = max_skipped, run
         self._dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64  # exact counts up to 2**53
         self._names: list[str] = []
-        self._rows: list[Tensor] = []  # of the micro-batches of this step
-        self._sent: Tensor
+        self._numbers: list[Tensor | float] = []  # of the micro-batches of this step, one after another
+        self._message: Tensor
         self._sending: dist.Work | None = None
         self._targets = math.nan  # of the step that is read next, as the exchange before it told
         self._unread: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
@@ -84,11 +84,6 @@ class StepTotals:
         if taken := RESERVED_NAMES & sums.keys():
             raise RunError(f"the model reports {', '.join(sorted(taken))}: a name that is logged already; use another")
 
-    @property
-    def _width(self) -> int:
-        """How many numbers each micro-batch has to tell."""
-        return 1 + 2 * len(self._names)
-
     @torch.no_grad()
     def add(self, loss: Tensor, sums: Mapping[str, tuple] = NOTHING) -> None:
         """Take in a micro-batch: its part of the loss, which all add up to, and its (sum, count) of each name.
@@ -98,10 +93,8 @@ class StepTotals:
         """
         if list(sums) != self._names:
             raise RunError(f"the model reported {self._names} at the start and {list(sums)} now: names must not change")
-        numbers = [loss.float(), *(number for pair in sums.values() for number in pair)]
-        self._rows.append(torch.empty(len(numbers), dtype=self._dtype, device=self.accelerator.device))
-        for place, number in enumerate(numbers):
-            self._rows[-1][place].fill_(number)  # not by `=`, which copies a plain number and waits for a GPU
+        for number in (loss, *(number for pair in sums.values() for number in pair)):
+            self._numbers.append(number.to(self._dtype, copy=True) if torch.is_tensor(number) else number)
 
     def send(self, next_targets: Tensor | int, stop: bool) -> None:
         """Begin to tell all processes what each knows of this step, beside the backward of its last micro-batch.
@@ -110,18 +103,16 @@ class StepTotals:
             next_targets: the number of target tokens in this process's share of the next global batch.
             stop: whether this process was asked to stop.
         """
-        rank, rows = self.accelerator.process_index, len(self._rows)
+        rank, count = self.accelerator.process_index, len(self._numbers)
         # Every micro-batch has a place of its own, so that the sum of zeros and one number is exact and the host adds
-        # them up in the same order on any number of processes.
-        numbers = 2 + self.accelerator.num_processes * rows * self._width
-        self._sent = torch.zeros(numbers, dtype=self._dtype, device=self.accelerator.device)
-        self._sent[0].fill_(next_targets)
-        self._sent[1].fill_(stop)
-        if rows:
-            self._sent[2:].view(-1, rows * self._width)[rank] = torch.cat(self._rows)
-            self._rows = []
+        # them up in the same order on any number of processes. The last place is the gradient norm's.
+        size = 3 + self.accelerator.num_processes * count
+        self._message = torch.zeros(size, dtype=self._dtype, device=self.accelerator.device)
+        for place, number in ((0, next_targets), (1, stop), *enumerate(self._numbers, 2 + rank * count)):
+            self._message[place].fill_(number)  # not by `=`, which copies a plain number and waits for a GPU
+        self._numbers = []
         if self.accelerator.num_processes > 1:
-            self._sending = dist.all_reduce(self._sent, async_op=True)
+            self._sending = dist.all_reduce(self._message, async_op=True)
 
     def receive(self, step: int, grad_norm: Tensor) -> Tensor:
         """Take what all sent, as that of the update number `step`, without making the host wait for a device.
@@ -134,14 +125,15 @@ class StepTotals:
         """
         if self._sending:
             self._sending.wait()
+        self._message[-1].fill_(grad_norm)
         on_cuda = self.accelerator.device.type == "cuda"
-        on_host = torch.cat((self._sent, grad_norm.to(self._sent).reshape(1))).to("cpu", non_blocking=on_cuda)
+        on_host = self._message.to("cpu", non_blocking=on_cuda)
         copied = None
         if on_cuda:
             copied = torch.cuda.Event()
             copied.record()
         self._unread.append((step, on_host, copied))
-        return self._sent[0]
+        return self._message[0]
 
     def read(self, at_once: bool) -> None:
         """Read all but the latest exchange; with `at_once`, or where it is time to stop, the latest too.
@@ -154,9 +146,10 @@ class StepTotals:
             step, on_host, copied = self._unread.popleft()
             if copied is not None:
                 copied.synchronize()
-            targets, self._targets = self._targets, on_host[0].item()
-            self.stop, self.grad_norm = on_host[1].item() > 0, on_host[-1].item()
-            losses, *columns = on_host[2:-1].view(-1, self._width).T.tolist()
+            targets, (self._targets, stopping, *numbers, self.grad_norm) = self._targets, on_host.tolist()
+            self.stop = stopping > 0
+            width = 1 + 2 * len(self._names)  # so many of each micro-batch
+            losses, *columns = (numbers[place::width] for place in range(width))
             loss = average(losses, [1.0])
             pairs = zip(self._names, columns[::2], columns[1::2], strict=True)
             self.averages = {"loss": loss} | {name: average(sums, counts) for name, sums, counts in pairs}
