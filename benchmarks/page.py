@@ -1,8 +1,7 @@
 """What is kept of figures, and docs/performance.md's tables and pictures of them: python -m benchmarks.page
 
 benchmarks/results/NAME.json holds {group: {case: {quantity: value}}}, and where they come from. A list has the value of
-every round; {"median", "rounds"} is of rounds that were not kept; anything else is a fact. A table replaces what stands
-between `<!-- NAME -->` and `<!-- end -->`.
+every round; anything else is a fact. A table replaces what stands between `<!-- NAME -->` and `<!-- end -->`.
 """
 
 import json
@@ -35,6 +34,7 @@ TABLES = {  # which quantities of a result, and what heads them
     "generation": SPEED | {"processor_seconds": "processor seconds"},
     "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU of the data sheet", "peak_gib": "peak, GiB"},
 }
+MANY = 6  # turns, of which the quarters at either end are left out of the parentheses
 NO_RATIO = {"val/loss", "tokens", "share_hidden", "mfu"}
 # Curves of growth: what was measured and its legend; theory's legend, and what the cost is proportional to by it.
 CLOCK = "microseconds_per_token"
@@ -47,12 +47,7 @@ BY_SIZE = [
     ("windows_nanoseconds_per_token", "windows, measured", "windows, constant", lambda n, case: 1),
 ]
 BY_CORES = [
-    (
-        CLOCK,
-        "by the clock, measured",
-        "by the clock, shared by {cores} cores",
-        lambda n, case: 1 / min(n, case["cores"]),
-    ),
+    (CLOCK, "by the clock, measured", "the clock, shared by {cores} cores", lambda n, case: 1 / min(n, case["cores"])),
     (f"cpu_{CLOCK}", "processor time, measured", "processor time, constant", lambda n, case: 1),
 ]
 # The point whose speed theory takes over: where few FLOPs are done slowly, in small models, the largest; where FLOPs
@@ -88,8 +83,8 @@ def write(name: str, figures: Figures, left_out: list[str]) -> None:
 
 def dump(record: dict) -> str:
     """As JSON, a figure on one line."""
-    figure = r"\[[^\[\]{}]*\]|\{\s*\"median\"[^{}]*\}"
-    return re.sub(figure, lambda found: json.dumps(json.loads(found[0])), json.dumps(record, indent=2)) + "\n"
+    lists = r"\[[^\[\]{}]*\]"
+    return re.sub(lists, lambda found: json.dumps(json.loads(found[0])), json.dumps(record, indent=2)) + "\n"
 
 
 def read(name: str) -> dict:
@@ -98,45 +93,29 @@ def read(name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {"figures": {}}
 
 
-def values(recorded: object) -> tuple[list[float], int]:
-    """Of a figure the values, or only their median where no more was kept, and the number of rounds; of a fact none."""
-    if isinstance(recorded, dict):
-        return [recorded["median"]], recorded["rounds"]
-    return (recorded, len(recorded)) if isinstance(recorded, list) else ([], 0)
-
-
 def number(value: float) -> str:
     """Thousands apart, and three digits of a fraction."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e9 or isinstance(value, int) else f"{value:.3g}"
 
 
-def shown(figures: list[float], rounds: int, unit: str = "") -> str:
-    """The median and `unit`, and how far the rounds lay apart; or how many there were, if few or not kept."""
-    lowest, highest, many = min(figures), max(figures), len(figures) > 5
-    if many:
-        lowest, _, highest = quantiles(figures, n=4)
-    notes = [f"{number(lowest)} to {number(highest)}"] if len(figures) > 1 else []
-    if many:
-        notes.append(f"half of {rounds} turns")
-    elif rounds < 3 or not notes:
-        notes.append("one round" if rounds == 1 else f"{rounds} rounds")
-    return f"{number(median(figures))}{unit} ({', '.join(notes)})"
+def shown(figures: list[float], unit: str = "") -> str:
+    """The median and `unit`, and between what all rounds lie, or half of many turns; or how many there were, if few."""
+    lowest, *_, highest = quantiles(figures, n=4) if len(figures) >= MANY else (min(figures), max(figures))
+    spread = f"{number(lowest)} to {number(highest)}" + ", 2 rounds" * (len(figures) == 2)
+    return f"{number(median(figures))}{unit} ({spread if len(figures) > 1 else 'one round'})"
 
 
 def cell(value: object) -> str:
-    figures, rounds = values(value)
-    return shown(figures, rounds) if rounds else number(value) if isinstance(value, int | float) else str(value)
+    return shown(value) if isinstance(value, list) else number(value) if isinstance(value, int | float) else str(value)
 
 
 def ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
-    """A case's figure over that of each one that it is set against: round by round, because cases take turns, or of the
-    medians where there is no more."""
-    (own, rounds), written = values(case.get(quantity)), []
+    """A case's figure over that of each one that it is set against, round by round, because cases take turns."""
+    written = []
     for name in case.get("against", []):
-        other, of_other = values(cases.get(name, {}).get(quantity))
-        if own and other:
-            pairs = zip(own, other, strict=True) if len(own) == len(other) else [(median(own), median(other))]
-            written.append(shown([one / two for one, two in pairs], min(rounds, of_other), f"x {name}"))
+        rounds = case.get(quantity), cases.get(name, {}).get(quantity)
+        if all(isinstance(figures, list) for figures in rounds):
+            written.append(shown([one / two for one, two in zip(*rounds, strict=False)], f"x {name}"))
     return "; ".join(written)
 
 
@@ -167,6 +146,8 @@ def section(name: str) -> str:
     if others := [cores for case in cases for cores in case.get("others_cores", [])]:
         most = f"{median(others):.2f} in the median and {max(others):.2f} at most"
         where += f" Cores that other work kept busy meanwhile: {most}."
+    if (turns := max(len(rounds) for case in cases for rounds in case.values() if isinstance(rounds, list))) >= MANY:
+        where += f" Half of {turns} turns lie in the parentheses."
     return f"{markdown(table(record['figures'], TABLES[name]))}\n\n{where}"
 
 
@@ -195,11 +176,10 @@ def draw(axis: str, cases: dict[str, dict], path: Path) -> None:
     axes = figure.add_subplot(xscale="log", xlabel=label, ylabel=f"{unit} per token")
     for index, (quantity, measured, theory, cost) in enumerate(curves):
         if quantity:
-            figures = [values(case[quantity])[0] for case in each]
+            figures = [case[quantity] for case in each]
             least, medians, most = np.array([(min(rounds), median(rounds), max(rounds)) for rounds in figures]).T
-            axes.errorbar(
-                points, medians, [medians - least, most - medians], fmt=f"o-C{index}", capsize=3, label=measured
-            )
+            reach = [medians - least, most - medians]
+            axes.errorbar(points, medians, reach, fmt=f"o-C{index}", capsize=3, label=measured)
             scale = medians[start] / cost(points[start], each[start])
         by_theory = [scale * cost(*at) for at in zip(points, each, strict=True)]
         axes.plot(points, by_theory, f"--C{index}", label=theory.format(start=points[start], **each[0]))

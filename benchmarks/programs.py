@@ -135,18 +135,16 @@ def overhead(options: Namespace) -> Iterator[Group]:
         recipes = {"random tokens": (RANDOM | model(**TINY, vocab_size=64), 32, 1)}
     every, one = 2 if options.quick else 10, "train.py, 1 process"
     for name, (recipe, seq_len, lines) in recipes.items():
-        cases, against = {}, {}
+        cases, against, tokens = {}, {}, lines * every * 16 * seq_len
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             for launched, processes in ((0, "1 process"),) if options.quick else ((0, "1 process"), (2, "2 processes")):
                 share = max(1, launched)
                 env = {"OMP_NUM_THREADS": str(max(1, available_cores() // share))}
                 settings = recipe | {"micro_batch_size": 16 // share, "tracking.log_every": every}
                 settings = endless(settings, folder, processes), launched
-                commands = {"train.py": launch(*settings), "bare loop": launch(*settings, BARE_LOOP)}
-                for label, command in commands.items():
-                    cases[f"{label}, {processes}"] = awake(
-                        stack, lines * every * 16 * seq_len, command, lines=lines, **env
-                    )
+                for label, script in {"train.py": ("train.py",), "bare loop": BARE_LOOP}.items():
+                    command = launch(*settings, script)
+                    cases[f"{label}, {processes}"] = awake(stack, tokens, command, lines=lines, **env)
                 against[f"train.py, {processes}"] = [f"bare loop, {processes}", one]
             yield Group(name, cases, against, TURNS * options.rounds)
 
