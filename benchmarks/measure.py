@@ -124,22 +124,23 @@ class Program:
             raise RuntimeError(f"exit code {self.process.returncode}\n{''.join(self.printed)}")
 
     def turn(self, beginning: str | tuple[str, ...] = LOGGED, lines: int = 1) -> dict[str, float]:
-        """Let it run until it has printed so many lines that begin so; others may have their turn then."""
+        """Let it run until it has printed so many lines that begin so; others may have their turn then. The seconds are
+        those before the last line, since the line before it if there is one."""
         worked = self.processor_seconds()
         for process in self.asleep:
             process.resume()
-        start = time.perf_counter() if self.asleep else self.start
-        said = (line for _, line in self.lines() if line.startswith(beginning))
-        if len(list(islice(said, lines))) < lines:
+        start = time.perf_counter() - self.start if self.asleep else 0.0
+        said = (seconds for seconds, line in self.lines() if line.startswith(beginning))
+        times = [start, *islice(said, lines)]
+        if len(times) <= lines:
             raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
-        seconds = time.perf_counter() - start
         for process in self.asleep:
             process.suspend()
         # Those that it started meanwhile; finding them takes longer than putting known ones to sleep.
         self.asleep = [*self.process.children(recursive=True), self.process]
         for process in self.asleep:
             process.suspend()
-        return {"seconds": seconds, "processor_seconds": self.processor_seconds() - worked}
+        return {"seconds": times[-1] - times[-2], "processor_seconds": self.processor_seconds() - worked}
 
     def processor_seconds(self) -> float:
         """Those that processors have worked for the process and all below it."""
@@ -150,8 +151,8 @@ class Program:
 def awake(stack: ExitStack, tokens: int, command: list[str], cwd: Path = ROOT, lines: int = 1, **env: str) -> Case:
     """A case for a program that lives as long as the stack, and sleeps but for its turns of a few seconds.
 
-    What slows the machine for a minute so slows all that are compared. A turn goes on for so many lines of figures, and
-    trains on so many tokens; the first few warm up.
+    What slows the machine for a minute so slows all that are compared. A turn goes on for so many lines of figures, of
+    which the last says that so many tokens were trained on; the first few turns warm up.
     """
     programs: list[Program] = []
 

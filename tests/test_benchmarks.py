@@ -190,6 +190,10 @@ def test_a_program_is_watched_and_what_it_took_is_counted(monkeypatch):
         assert 0 < took["processor_seconds"] and 0 < took["seconds"] < 60
     with pytest.raises(RuntimeError, match="ready"), Program([sys.executable, "-c", "print('ready')"]) as program:
         program.turn("never")
+    monkeypatch.setattr(Program, "lines", lambda program: iter([(5.0, "go 1"), (5.5, "warming"), (6.5, "go 2")]))
+    with Program([sys.executable, "-c", "import time; time.sleep(60)"]) as program:
+        assert program.turn("go", lines=2)["seconds"] == 1.5, "the first line warms up"
+        assert program.turn("go", lines=1)["seconds"] < 5.0, "since it was woken"
     # 21 of 10 x cores processor seconds were busy, 6 of them with this.
     busy_share = iter([0.0, 210 / psutil.cpu_count()])
     monkeypatch.setattr(psutil, "cpu_percent", lambda: next(busy_share))
