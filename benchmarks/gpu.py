@@ -37,7 +37,7 @@ except ImportError:  # a machine may lack it; config.py names its types, which a
 from benchmarks.measure import Group
 from benchmarks.nanogpt import build_peer
 from config import OptimizerConfig, TrainConfig
-from data.order import derive_seed
+from data.order import GlobalBatches, derive_seed
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from training.compute import no_compiler, prepare_network
@@ -103,7 +103,7 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, foreach: bool = False,
     for group in optimizer.param_groups if foreach else ():
         group["fused"], group["foreach"] = False, True
     model, parameters = accelerator.prepare_model(network), list(network.parameters())
-    totals, done = StepTotals(None, 1, 0, accelerator), 0  # the order only words an error
+    totals, done = StepTotals(GlobalBatches(1, 1, 0), 1, 0, accelerator), 0  # the order only words an error
     target_tokens = (tokens[:, 1:] != -100).sum()
 
     def step() -> Tensor:
