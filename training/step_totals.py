@@ -93,7 +93,7 @@ class StepTotals:
         """
         if list(sums) != self._names:
             raise RunError(f"the model reported {self._names} at the start and {list(sums)} now: names must not change")
-        for number in (loss, *(number for pair in sums.values() for number in pair)):
+        for number in (loss.float(), *(number for pair in sums.values() for number in pair)):
             self._numbers.append(number.to(self._dtype, copy=True) if torch.is_tensor(number) else number)
 
     def send(self, next_targets: Tensor | int, stop: bool) -> None:
