@@ -219,8 +219,8 @@ def train(
 
 def micro_batches(batch: dict[str, Tensor], micro_batch_size: int) -> Iterator[dict[str, Tensor]]:
     """Cut a process's share of a global batch into micro-batches of [micro_batch_size, T]."""
-    for first in range(0, len(batch["input_ids"]), micro_batch_size):
-        yield {name: tensor[first : first + micro_batch_size] for name, tensor in batch.items()}
+    for parts in zip(*(tensor.split(micro_batch_size) for tensor in batch.values()), strict=True):
+        yield dict(zip(batch, parts, strict=True))
 
 
 def count_targets(batch: dict[str, Tensor] | None) -> Tensor | int:

@@ -146,7 +146,8 @@ def section(name: str) -> str:
     if others := [cores for case in cases for cores in case.get("others_cores", [])]:
         most = f"{median(others):.2f} in the median and {max(others):.2f} at most"
         where += f" Cores that other work kept busy meanwhile: {most}."
-    if (turns := max(len(rounds) for case in cases for rounds in case.values() if isinstance(rounds, list))) >= MANY:
+    measured = [case[quantity] for case in cases for quantity in TABLES[name] if isinstance(case.get(quantity), list)]
+    if (turns := max(map(len, measured), default=0)) >= MANY:
         where += f" Half of {turns} turns lie in the parentheses."
     return f"{markdown(table(record['figures'], TABLES[name]))}\n\n{where}"
 

@@ -42,6 +42,13 @@ def test_a_changed_result_changes_the_page(monkeypatch, tmp_path):
     assert "other work kept busy meanwhile: 0.12 in the median and 0.25 at most." in page.page()
 
 
+def test_a_result_of_which_every_case_failed_is_shown(monkeypatch, tmp_path):
+    failed = page.read("memory") | {"figures": {"a group": {"ours": {"error": "OSError: no", "against": ["theirs"]}}}}
+    (tmp_path / "memory.json").write_text(json.dumps(failed))
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert "| a group | ours: OSError: no |" in page.section("memory")
+
+
 @pytest.mark.parametrize("path", sorted(page.RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_result_says_where_it_comes_from_and_of_how_many_rounds_a_figure_is(path):
     recorded = json.loads(path.read_text())
