@@ -32,9 +32,9 @@ from training.compute import prepare_network, step_profiler
 from training.corpus_check import CorpusCheck
 from training.evaluation import evaluate, require_finite_loss
 from training.fingerprint import state_digests
-from training.gradients import backward, fill_in, first_backward, loss_scale
+from training.gradients import backward, clip, fill_in, first_backward, loss_scale
 from training.layers import LayerStatistics
-from training.optimizer import build_optimizer, gathered, set_lr
+from training.optimizer import build_optimizer, set_lr
 from training.run_directory import RunDirectory, Start
 from training.sampling import sample_texts
 from training.schedule import lr_scale
@@ -172,7 +172,7 @@ def train(
                 if config.exact:
                     tree_sum.add_micro_batch()
             fill_in(parameters, scale)
-            grad_norm = gathered(accelerator.clip_grad_norm_(parameters, config.optimizer.grad_clip or math.inf))
+            grad_norm = clip(parameters, config.optimizer.grad_clip or math.inf)
 
             target_tokens = totals.receive(done, grad_norm)
             log_now, evaluate_now, save_now, compare_now = config.due(done)

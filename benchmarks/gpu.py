@@ -41,6 +41,7 @@ from data.order import GlobalBatches, derive_seed
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from training.compute import no_compiler, prepare_network
+from training.gradients import clip
 from training.optimizer import build_optimizer, set_lr
 from training.step_totals import StepTotals
 from training.throughput import peak_bf16_flops
@@ -114,7 +115,7 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, foreach: bool = False,
         totals.add(loss)
         totals.send((tokens[:, 1:] != -100).sum(), stop=False)
         accelerator.backward(loss)
-        grad_norm = accelerator.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)
+        grad_norm = clip(parameters, OPTIMIZER.grad_clip)
         done += 1
         target_tokens = totals.receive(done, grad_norm)
         totals.read(at_once=False)

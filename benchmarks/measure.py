@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from training.metrics_file import read_rows
 ROOT, CPU = Path(__file__).parent.parent, "accelerate_configs/cpu.yaml"
 LOGGED = ("[step ", "iter ")  # what lines of train.py, of the bare loop and of nanoGPT begin with
 Case = Callable[[], dict | None]
+TURNS = 5  # in a row, of a program that sleeps in between
 
 
 class Group(NamedTuple):
@@ -149,19 +150,23 @@ class Program:
 
 
 def awake(stack: ExitStack, tokens: int, command: list[str], cwd: Path = ROOT, lines: int = 1, **env: str) -> Case:
-    """A case for a program that lives as long as the stack, and sleeps but for its turns of a few seconds.
+    """A case for a program that lives no longer than the stack, and sleeps but for its turns of a few seconds.
 
     What slows the machine for a minute so slows all that are compared. A turn goes on for so many lines of figures, of
-    which the last says that so many tokens were trained on; the first few turns warm up.
+    which the last says that so many tokens were trained on; the first few turns warm up. After TURNS the program is
+    started anew: where in memory it happens to lie is worth a percent or two, as long as it lives.
     """
-    programs: list[Program] = []
+    life, taken = stack.enter_context(ExitStack()), count()
+    program = None
 
     def case() -> dict[str, float]:
-        if not programs:
-            programs.append(stack.enter_context(Program(command, cwd, **env)))
+        nonlocal program
+        if next(taken) % TURNS == 0:
+            life.close()
+            program = life.enter_context(Program(command, cwd, **env))
             for _ in range(4):
-                programs[0].turn()
-        figures = watched(lambda: programs[0].turn(lines=lines))
+                program.turn()
+        figures = watched(lambda: program.turn(lines=lines))
         return figures | {"tokens_per_second": tokens / figures["seconds"]}
 
     return case

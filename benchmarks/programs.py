@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.measure import CPU, ROOT, Case, Group, Program, awake, launch, run, train, words
+from benchmarks.measure import CPU, ROOT, TURNS, Case, Group, Program, awake, launch, run, train, words
 from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
 from benchmarks.parts import reading_a_corpus
 from examples.overlap import WAYS
@@ -32,7 +32,6 @@ QWEN3 = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True
 GPT2 = {"bias": False, "tie_embeddings": True, "mlp": "gelu_erf"}  # as nanoGPT has it
 BARE_LOOP = "-m", "benchmarks.bare_loop"
 FIRST_STEP = "[step 1 /"
-TURNS = 5  # a round of programs that take turns has so many
 
 
 def model(**sizes: int) -> dict[str, int]:
@@ -123,17 +122,18 @@ def overhead(options: Namespace) -> Iterator[Group]:
     """What train.py costs over a hand-written loop, with its data loading, logging, W&B (offline), clipping and checks.
 
     In 1 process, and in 2 with DDP; on stories, where steps are short and a grammar writes the data meanwhile, and on
-    random tokens. Both have the same settings, and as many threads: together one for each core.
+    random tokens. Both have the same settings, and as many threads: together one for each core. A line, which has a
+    digest of the state, comes as often as the recipe says.
     """
     larger = model(n_layers=4, d_model=256, vocab_size=512) | {"seq_len": 128}
-    recipes = {  # and turns in a round: the shorter they are, the more alike is the machine in those that are compared
-        "stories, 0.46M parameters": (STORIES, 96, 20),
-        "random tokens, 3.4M parameters": (RANDOM | larger, 128, 8),
+    recipes = {  # tokens of a row, steps between lines, turns in a round
+        "stories, 0.46M parameters": (STORIES, 96, 20, 4 * TURNS),
+        "random tokens, 3.4M parameters": (RANDOM | larger, 128, 10, TURNS),
     }
     if options.quick:
-        recipes = {"random tokens": (RANDOM | model(**TINY, vocab_size=64), 32, 2)}
-    every, one = 2 if options.quick else 10, "train.py, 1 process"
-    for name, (recipe, seq_len, turns) in recipes.items():
+        recipes = {"random tokens": (RANDOM | model(**TINY, vocab_size=64), 32, 2, 2)}
+    one = "train.py, 1 process"
+    for name, (recipe, seq_len, every, turns) in recipes.items():
         cases, against, tokens = {}, {}, every * 16 * seq_len
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             for launched, processes in ((0, "1 process"),) if options.quick else ((0, "1 process"), (2, "2 processes")):

@@ -216,18 +216,20 @@ def test_programs_take_turns_in_which_the_others_sleep(monkeypatch):
 
     programs = []
     monkeypatch.setattr(measure, "Program", start)
+    monkeypatch.setattr(measure, "TURNS", 3)
     counting = [sys.executable, "-c", "for i in range(10**9): print('[step', i, flush=True) or sum(range(10_000))"]
     with ExitStack() as stack:
         cases = [awake(stack, 6, counting, lines=lines) for lines in (1, 5)]
-        for case in cases * 3:
+        for case in cases * 4:
             took = case()
             assert took["tokens_per_second"] == 6 / took["seconds"] and took["processor_seconds"] >= 0
             deadline = time.monotonic() + 60  # a process that is on a core may have a moment more
-            while {program.process.status() for program in programs} != {psutil.STATUS_STOPPED}:
+            alive = [program.process for program in programs if program.process.is_running()]
+            while {process.status() for process in alive} != {psutil.STATUS_STOPPED}:
                 assert time.monotonic() < deadline
-        assert len(programs) == 2  # each began once
+        assert [program.process.is_running() for program in programs] == [False, False, True, True]
         said = [sum(line.startswith("[step") for line in program.printed) for program in programs]
-        assert said == [4 + 3, 4 + 3 * 5], "four lines of warming up, and three turns"
+        assert said == [4 + 3, 4 + 3 * 5, 4 + 1, 4 + 5], "four lines of warming up, and three turns; then one anew"
     assert not any(program.process.is_running() for program in programs)
 
 

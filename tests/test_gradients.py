@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.forked import server
-from training.gradients import backward, fill_in, first_backward
+from training.gradients import backward, clip, fill_in, first_backward
 
 # Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
 STEPS = [[[0, 1], [0, 1], [0, 1]], [[2], [3, 2], [1]], [[0, 1, 2], [3], [2, 0]]]
@@ -89,6 +89,21 @@ def test_unused_parameters_have_a_gradient_of_zero_and_used_ones_the_mean_of_the
 def test_the_bits_do_not_depend_on_what_the_first_batch_used(trained):
     for one, other in zip(trained[0][0], trained[1][0], strict=True):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("largest", [0.01, 3.0, 1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize("max_norm", [1.0, torch.inf])
+def test_clipping_is_that_of_torch_to_the_bit(largest, max_norm):
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.zeros(size)) for size in (5, 300, 1)] for _ in range(2))
+    for one, other in zip(ours, theirs, strict=True):
+        one.grad = torch.rand_like(one) * largest
+        other.grad = one.grad.clone()
+    expected, norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm), clip(ours, max_norm)
+    torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
+    if expected.isfinite():
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_model_that_leaves_parameters_out_or_freezes_some_trains_alike_on_any_number_of_processes(runs):

@@ -8,6 +8,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from training.optimizer import gathered
+
 
 class _Reach(torch.autograd.Function):
     @staticmethod
@@ -54,3 +56,16 @@ def fill_in(parameters: list[nn.Parameter], scale: float = 1.0) -> None:
             parameter.grad = torch.zeros_like(parameter)
     if scale != 1:
         torch._foreach_div_([parameter.grad for parameter in parameters], scale)
+
+
+def clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients in place so that their global L2 norm is at most `max_norm`; what it was before, 0-dim.
+
+    As accelerator.clip_grad_norm_, to the bit. But that looks at each gradient three times and multiplies by 1 where
+    there is nothing to clip, which costs a small model on a CPU 1% of a step.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    norm = gathered(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+    if norm.device.type != "cpu" or norm > max_norm:  # a GPU is not asked, for the host would wait for it
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

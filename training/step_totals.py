@@ -21,7 +21,6 @@ from config import RunError
 from data.order import GlobalBatches
 
 RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped", "perplexity", "floor", "bits_per_byte"}  # as train/ or val/
-NOTHING: Mapping[str, tuple] = MappingProxyType({})
 
 
 class NonFiniteError(RunError):
@@ -71,7 +70,7 @@ class StepTotals:
         self._targets = math.nan  # of the step that is read next, as the exchange before it told
         self._unread: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
-    def agree_on_names(self, sums: Mapping[str, tuple] = NOTHING) -> None:
+    def agree_on_names(self, sums: Mapping[str, tuple] = MappingProxyType({})) -> None:
         """What the model reports, from its first forward on: the same names on all processes, and in every `add`.
 
         Raises:
@@ -85,7 +84,7 @@ class StepTotals:
             raise RunError(f"the model reports {', '.join(sorted(taken))}: a name that is logged already; use another")
 
     @torch.no_grad()
-    def add(self, loss: Tensor, sums: Mapping[str, tuple] = NOTHING) -> None:
+    def add(self, loss: Tensor, sums: Mapping[str, tuple] = MappingProxyType({})) -> None:
         """Take in a micro-batch: its part of the loss, which all add up to, and its (sum, count) of each name.
 
         Raises:

@@ -35,10 +35,8 @@ def summary(
         dtypes = dtypes.replace("weights", f"weights gathered in {precision}, kept")
     accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
     tokens_per_step = config.global_batch_size * config.seq_len
-    compiled = ""
-    if config.compile:
-        lack = no_compiler(device)
-        compiled = f", not compiled: {lack}" if lack else ", compiled"
+    lack = no_compiler(device)
+    compiled = (f", not compiled: {lack}" if lack else ", compiled") if config.compile else ""
     facts = {
         "run": f"{directory}" + (f", resumed at step {start.step} from {start.checkpoint}" if start.checkpoint else ""),
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
@@ -53,8 +51,5 @@ def summary(
     }
     if device.type == "cuda" and config.data.documents == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, for there is no Triton"
-    if corpus:
-        facts["corpus"] = corpus
-    if conversations:
-        facts["conversations"] = conversations
-    return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items())
+    facts |= {"corpus": corpus, "conversations": conversations}
+    return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items() if fact)

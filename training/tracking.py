@@ -68,8 +68,7 @@ class Tracker:
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept for later.")
         if self.remote is not None:
             self.remote.log(step, metrics)
-        training = {name: value for name, value in metrics.items() if name.startswith(("train/", "perf/"))}
-        if training:
+        if training := {name: value for name, value in metrics.items() if name.startswith(("train/", "perf/"))}:
             self._show_training(step, training)
         if words := [
             f"{name} = {shown(name, value)}"
