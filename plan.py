@@ -33,7 +33,7 @@ from load import take_over
 from model.gpt import GPTModel
 from nested import nested_training, of_main_process, temporary_folder
 from training import launch, shards  # noqa: F401  (what a run loads, the memory of this process has to hold)
-from training.compute import prepare_network
+from training.compute import no_compiler, prepare_network
 from training.metrics_file import read_rows
 from training.optimizer import build_optimizer
 from training.world import num_processes
@@ -90,8 +90,10 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
     device = accelerator.device
     with FakeTensorMode(), LiveBytes() as live, torch.device(device):
         network = GPTModel(config.model)
-        # What torch.compile keeps is less, and known to nobody before it has compiled.
-        prepare_network(network, replace(config, compile=False), device)
+        # What torch.compile keeps is less, and known to nobody before it has compiled; its loss goes in chunks.
+        compiled = config.compile and not no_compiler(device)
+        chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
+        prepare_network(network, replace(config, compile=False, chunked_loss=chunked), device)
         optimizer = build_optimizer(network, config.optimizer)
         live.label = "gradients"
         for parameter in network.parameters():

@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +93,21 @@ def test_the_bytes_of_a_step_are_those_that_are_really_allocated(optimizer):
         value.nbytes for states in updates.state.values() for value in states.values() if torch.is_tensor(value)
     )
     assert moments == state
+
+
+def test_a_compiled_run_needs_the_memory_of_a_loss_in_chunks(monkeypatch):
+    words = "--model.vocab_size 5000 --micro_batch_size 8 --global_batch_size 8 --compile true".split()
+    config = parse_config([*map(str, TINY_STORIES), *words])
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=1, distributed_type="NO", autocast=nullcontext
+    )
+    logits = {}
+    for lack, chunked in (("", None), ("", True), ("no compiler", None), ("no compiler", True), ("", False)):
+        monkeypatch.setattr(plan, "no_compiler", lambda _device, lack=lack: lack)
+        parts, _ = plan.tensor_bytes(replace(config, chunked_loss=chunked), accelerator)
+        logits[lack, chunked] = parts["logits and loss"]
+    assert logits["", None] == logits["", True] == logits["no compiler", True]
+    assert logits["no compiler", None] == logits["", False] > logits["", True]
 
 
 def test_sums_of_exact_and_gathered_blocks_are_added(monkeypatch):
