@@ -44,6 +44,7 @@ import yaml
 import chat
 from config import ConfigError, RunError
 from data.integrity import read_metadata
+from files import share
 from hub import to_transformers
 from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_with_source
 from plot import save_loss_curve
@@ -149,6 +150,8 @@ def write(folder: Path, loaded: Loaded) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         hf_model.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):
+            share(file)
     except Exception as error:  # for a full disk tokenizers and safetensors have kinds of their own
         raise OSError(str(error)) from None
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -58,6 +58,12 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def share(path: Path) -> None:
+    """Let those read a file who can read its folder: safetensors makes files that their owner alone can."""
+    with suppress(OSError):  # of a file system without such modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def sha256(path: Path) -> str:

@@ -182,6 +182,11 @@ def left_in(directory):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was in use")
+def test_who_reads_the_manifest_reads_the_weights(finished):
+    checkpoint = finished / "checkpoints" / "step-00000001"
+    assert len({file.stat().st_mode for file in checkpoint.iterdir()}) == 1
+
+
 def test_writing_takes_no_memory_of_its_own(tmp_path):
     """A copy would also stop training while it is made: that takes one call, during which no Python runs."""
     weights = {f"model.{i}": torch.ones(2**20) for i in range(32)}

@@ -120,6 +120,11 @@ def test_a_model_that_transformers_does_not_have_is_refused(runs, tmp_path):
     assert not list(tmp_path.glob("out*")), "nothing is left behind"
 
 
+def test_who_reads_the_folder_reads_the_weights(runs, tmp_path):
+    exported(runs / "gpt2", tmp_path / "out")
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
+
+
 def test_a_folder_that_exists_is_left_alone(runs, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exists; name a folder that does not"):

@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "nested.py": {"training"},
     "plan.py": {"config", "data", "launcher", "load", "model", "nested", "train", "training"},
     "evaluate.py": {"cli", "config", "data", "files", "load", "training"},
-    "export.py": {"chat", "cli", "config", "data", "hub", "load", "model", "plot", "training"},
+    "export.py": {"chat", "cli", "config", "data", "files", "hub", "load", "model", "plot", "training"},
     "sample.py": {"chat", "cli", "config", "data", "load", "training"},
     "trackers.py": {"config", "export", "files", "hub", "load", "training"},
     "train.py": {"cli", "config", "data", "launcher", "load", "model", "plot", "trackers", "training"},

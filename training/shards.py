@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.futures import Future
 
 from config import ConfigError
-from files import fsync
+from files import fsync, share
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -57,8 +57,8 @@ class Writer(HuggingFaceStorageWriter):
         begins = {item.index.fqn: {"saved_offsets": item.tensor_data.chunk.offsets} for item in plan.items}
         if tensors:
             file = Path(self.path, f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors")
-            facts = {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
-            save_file(tensors, file, facts)
+            save_file(tensors, file, {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"})
+            share(file)
             fsync(file)
         written = Future()
         written.set_result([])
