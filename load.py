@@ -124,6 +124,8 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
         ConfigError: there is none, or it is damaged.
     """
     if (path / "manifest.json").exists():
+        if checkpoint != "latest":
+            raise ConfigError(f"checkpoint: {checkpoint!r} is of runs, and {str(path)!r} is a checkpoint; leave it out")
         directory = path
     elif checkpoint == "latest":
         directory, manifest, rejected = newest_valid(path / "checkpoints")

@@ -131,11 +131,12 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
 
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
     """The given prompt; without one, what is typed; where nobody types, none or, in a chat, the lines of the input."""
-    if given is not None or not (chat or sys.stdin.isatty()):
+    typed = sys.stdin is not None and sys.stdin.isatty()  # None: it was closed
+    if given is not None or not (chat or typed):
         yield given or ""
         return
-    if not sys.stdin.isatty():
-        yield from (line.rstrip("\n") for line in sys.stdin)
+    if not typed:
+        yield from (line.rstrip("\n") for line in sys.stdin or ())
         return
     with suppress(ImportError):
         import readline  # noqa: F401 -- lines can be edited and called back

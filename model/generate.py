@@ -26,7 +26,7 @@ def choose(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
     """The next token of each row, int64 [B, 1]; see Generation.stream."""
-    if temperature == 0:
+    if temperature < 1e-30:  # as 0: divided by less, logits are infinite
         return logits_BV.argmax(dim=-1, keepdim=True)
     logits_BV = logits_BV.float() / temperature
     if top_k is not None:

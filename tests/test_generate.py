@@ -65,6 +65,12 @@ def test_top_k_and_top_p_draw_from_the_tokens_that_transformers_draws_from():
         assert not frequencies[expected == 0].any()
 
 
+def test_a_temperature_near_0_takes_the_likeliest_token():
+    logits = 9 * torch.randn(3, 61, generator=torch.Generator().manual_seed(0))
+    for temperature in (0, 1e-300, 1e-40, 1e-20):
+        assert torch.equal(choose(logits, temperature, None, 0.9, None), logits.argmax(-1, keepdim=True))
+
+
 def test_samples_follow_the_distribution_at_their_temperature():
     model, prompt = make_lively_model(), make_tokens(rows=1, length=3)
     samples = model.generate(

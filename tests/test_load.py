@@ -143,6 +143,9 @@ def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="has no valid checkpoint"):
         load_run(tmp_path)
+    for other in ("best", 7):
+        with pytest.raises(ConfigError, match=f"{other!r} is of runs, and '.*step-00000008' is a checkpoint; leave it"):
+            load_run(run / "checkpoints" / "step-00000008", other)
     with pytest.raises(ConfigError, match="'best' is of runs"):
         (tmp_path / "empty").mkdir()
         load_run(tmp_path / "empty", "best")
@@ -234,6 +237,12 @@ def test_without_a_prompt_a_terminal_is_asked_again_and_again(run, capsys, monke
     out, err = capsys.readouterr()
     texts = [line for line in out.splitlines() if not line.startswith("  (")]
     assert texts[0].startswith("Meet a") and texts[1].startswith("There") and "'Dragon'" in err
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_closed_input_is_that_of_nobody(chat, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert list(sample.prompts(None, chat)) == ([] if chat else [""])
 
 
 def test_the_script_reads_its_settings_like_train_py(run):
