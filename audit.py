@@ -36,7 +36,8 @@ from training.metrics_file import read_rows
 from training.world import is_main_process, num_processes
 
 # What may change when a run goes on, and shows in what it logs: a step is trained again with what it was done with.
-AS_THEN = ("evaluation", "compile", "activation_checkpointing", "chunked_loss")
+AS_THEN = ("steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row")
+AS_THEN += ("compile", "activation_checkpointing", "chunked_loss")
 ROUNDING = 1e-3  # relative; what other processors and numbers of processes make of the same step
 
 
@@ -49,8 +50,9 @@ class Run:
             raise ConfigError(f"run: {str(path)!r} is not the directory of a run: it has no config.yaml")
         self.path, self.settings, self.config = path, settings, config_of(settings)
         self.manifests = readable_checkpoints(path / "checkpoints")
-        self.rows = {row["step"]: row for row in read_rows(path / "metrics.jsonl")}
-        self.starts = list(read_rows(path / "starts.jsonl")) if (path / "starts.jsonl").exists() else []
+        metrics, starts = path / "metrics.jsonl", path / "starts.jsonl"
+        self.rows = {row["step"]: row for row in read_rows(metrics)} if metrics.exists() else {}
+        self.starts = list(read_rows(starts)) if starts.exists() else []
         self.origin: dict[Path, Manifest] = {}  # of a branch: the checkpoint that it began from, if it is still there
         if self.config.branch_from is not None:
             with contextlib.suppress(InvalidCheckpoint):
@@ -127,7 +129,7 @@ class Run:
         if checkpoint is not None:
             config.branch_from, config.init_from = str(checkpoint.resolve()), None
         config.stop_after = until
-        config.tracking = replace(config.tracking, tracker="wandb", wandb="disabled", log_every=1)
+        config.tracking = replace(config_then.tracking, tracker="wandb", wandb="disabled", log_every=1)
         config.check_replicas_every = 0
         config.checkpoint.every, config.checkpoint.keep_every = 10**9, 0
         for name, value in changes.items():
@@ -170,11 +172,13 @@ class Retrained:
         """
         for step, ours in self.rows.items():
             for name, theirs in run.rows.get(step, {}).items():
-                if name.startswith("perf/") or name not in ours or theirs == ours[name]:
+                again = ours.get(name)
+                if name.startswith("perf/") or theirs == again:
                     continue
-                if why and (isinstance(theirs, str) or abs(theirs - ours[name]) <= ROUNDING * abs(theirs)):
+                near = {type(theirs), type(again)} <= {int, float} and abs(theirs - again) <= ROUNDING * abs(theirs)
+                if why and (near or name.startswith(("state/", "sample/"))):  # what is sampled may turn at a rounding
                     continue
-                return f"step {step}: {name} is {theirs} in the run, and {ours[name]} trained again"
+                return f"step {step}: {name} is {theirs} in the run, and {again} trained again"
         return ""
 
 
@@ -206,15 +210,16 @@ def audit(run: Run, count: int, folder: Path) -> None:
     intervals = list(zip([run.begin, *(manifest.step for _, manifest in kept)], begins, kept, strict=False))
     if not intervals:
         raise ConfigError(f"audit: {run.path} has no checkpoint that can be read")
-    failures = 0
     last = (run.starts[-1].get("config") if run.starts else None) or {}
-    if last and (changed := [key for key, value in complete(last).items() if run.settings.get(key) != value]):
-        failures += 1
-        say(f"FAIL  config.yaml: {changed[0]} is not that of the last start")
-    for checkpoint in checkpoints_in(run.path / "checkpoints"):
-        if checkpoint not in run.manifests:
-            failures += 1
-            say(f"FAIL  {checkpoint}: its {MANIFEST} is missing or damaged")
+    changed = [key for key, value in complete(last).items() if run.settings.get(key) != value] if last else []
+    wrong = [f"config.yaml: {key} is not that of the last start" for key in changed[:1]]
+    damaged = [path for path in checkpoints_in(run.path / "checkpoints") if path not in run.manifests]
+    wrong += [f"{path}: its {MANIFEST} is missing or damaged" for path in damaged]
+    beyond = [step for step in run.rows if step > run.config.steps]
+    wrong += [f"metrics.jsonl: step {step} is beyond the {run.config.steps} steps" for step in beyond[:1]]
+    for problem in wrong:
+        say(f"FAIL  {problem}")
+    failures = len(wrong)
     chosen = of_main_process(random.sample(intervals, min(count, len(intervals))))
     for before, begin, (end, manifest) in sorted(chosen, key=lambda interval: interval[0]):
         why = run.differs_here(before, manifest.step)
@@ -240,14 +245,13 @@ def saved_problem(run: Run, checkpoint: Path, manifest: Manifest) -> str:
         return str(invalid)
     if lines := differences(complete(manifest.config), run.config):
         return f"its settings are not those of config.yaml: {lines[0]}"
-    row = run.rows.get(manifest.step, {})
+    row = run.rows.setdefault(manifest.step, {})
     if wrong := [name for name, value in manifest.metrics.items() if row.get(name) != value]:
         both = f"{row.get(wrong[0])}, and the manifest {manifest.metrics[wrong[0]]}"
         return f"of {wrong[0]} at step {manifest.step} metrics.jsonl says {both}"
-    digest = manifest.metrics.get("state/digest")
-    tensors = whole_tensors(checkpoint, manifest)
-    if digest is not None and digest != str(digests(tensors)):
-        return f"its tensors have the digest {digests(tensors)}, its manifest says {digest}"
+    digest = str(digests(whole_tensors(checkpoint, manifest)))
+    if digest != (logged := row.setdefault("state/digest", digest)):  # without one, training again has to give this
+        return f"its tensors have the digest {digest}, metrics.jsonl says {logged}"
     return ""
 
 

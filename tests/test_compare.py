@@ -113,10 +113,13 @@ def test_what_is_no_run_is_skipped_in_a_line(pair, capsys, tmp_path):
     (tmp_path / "damaged" / "config.yaml").write_text("steps: [")
     (tmp_path / "blank").mkdir()
     (tmp_path / "blank" / "config.yaml").touch()
-    shown = printed(capsys, tmp_path / "empty", tmp_path / "damaged", tmp_path / "blank", *pair)
+    (tmp_path / "edited").mkdir()
+    (tmp_path / "edited" / "config.yaml").write_text("{global_batch_size: 4, data: {seed: 0}, seq_len: long}")
+    shown = printed(capsys, *(tmp_path / name for name in ("empty", "damaged", "blank", "edited")), *pair)
     assert f"skipped: {tmp_path / 'empty'} is no run: it has no config.yaml\n" in shown
     assert re.search(r"^skipped: .*damaged", shown) or "damaged/config.yaml is damaged" in shown
     assert f"skipped: {tmp_path / 'blank' / 'config.yaml'} is damaged (it is empty)\n" in shown
+    assert f"skipped: {tmp_path / 'edited' / 'config.yaml'} is damaged (seq_len is none)\n" in shown
     assert [row["run"] for row in table(shown)] == ["b", "a"]
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -101,6 +102,8 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(lie, small_disk, left_alone
     assert done.stderr.count("train.py: error: cannot write the checkpoint") == 1, done.stderr
     assert ("No space left on device" if lie else "MB are needed, but") in done.stderr
     assert 'Traceback (most recent call last):\n  File "/' not in done.stderr.partition("train.py: error")[0]
+    for needed, free in re.findall(r"([\d.]+) MB are needed, but ([\d.]+) MB are free", done.stderr):
+        assert float(needed) >= float(free)
     run = disk / "run"
     assert status(run)["state"] == "failed" and "cannot write the checkpoint" in status(run)["reason"]
     path, manifest, rejected = newest_valid(run / "checkpoints")

@@ -6,6 +6,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import cli
-from audit import Run, audit
+from audit import Retrained, Run, audit
 from config import ConfigError, RunError
 from files import sha256
 from replay import ReplayConfig
@@ -257,10 +258,31 @@ def read_manifest_of(run, step):
     return manifest
 
 
+def a_number_that_was_never_measured(run):
+    rewrite_rows(run, lambda row: row.update({"val/loss": 0.1}) if row["step"] == 5 else None)
+
+
+def a_step_that_was_never_done(run):
+    with open(run / "metrics.jsonl", "a") as rows:
+        rows.write('{"step": 7, "val/loss": 0.1}\n')
+
+
+def a_weight_of_which_no_digest_tells(run):
+    tensors = content(run, 6)
+    tensors["model.blocks.1.mlp.down_proj.weight"][3, 5] += 1e-7
+    forge(run, 6, tensors, metrics={})
+    rewrite_rows(run, lambda row: row.pop("state/digest") and None if row["step"] == 6 else None)
+
+
+def the_whole_log(run):
+    (run / "metrics.jsonl").unlink()
+
+
 TAMPERINGS = [
     *(a_weight, a_moment, a_file_alone, a_manifest_alone, a_training_loss, a_validation_loss, a_digest),
     *(a_row_that_is_gone, a_number_that_is_gone, a_setting, a_setting_in_one_place, how_it_is_evaluated),
     *(another_seed, other_data, a_swapped_checkpoint, a_checkpoint_that_claims_another_step),
+    *(a_number_that_was_never_measured, a_step_that_was_never_done, a_weight_of_which_no_digest_tells, the_whole_log),
 ]
 
 
@@ -271,6 +293,27 @@ def test_tampering_is_found(tamper, run, in_process, tmp_path, capsys):
     with pytest.raises((RunError, ConfigError)):
         audit(Run(copy), 99, tmp_path)
     assert "FAIL" in capsys.readouterr().out
+
+
+def test_the_end_of_a_run_that_was_extended_is_audited_as_it_was_evaluated_then(in_process, tmp_path, capsys):
+    words = [*RECIPE, *"--schedule.name constant --evaluation.every 9 --checkpoint.keep 9".split()]
+    words += ["--out_dir", tmp_path, "--name", "run"]
+    train(*words, "--steps", 3)
+    train(*words, "--steps", 5)
+    audit(Run(tmp_path / "run"), 99, tmp_path / "honest")
+    forge(tmp_path / "run", 3, metrics={**read_manifest_of(tmp_path / "run", 3).metrics, "val/loss": 1.0})
+    with pytest.raises(RunError):
+        audit(Run(tmp_path / "run"), 99, tmp_path / "forged")
+    assert "FAIL  steps 3 to 3  step 3: val/loss is 1.0 in the run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [None, "low", 5.0])
+def test_only_a_number_is_the_same_but_for_rounding(value):
+    again = Retrained(None, {3: {"train/loss": 5.1, "state/digest": "b", "sample/accepted": 0.5}}, None)
+    row = {"state/digest": "a", "sample/accepted": 0.4, "train/loss": 5.1001}
+    assert not again.difference(SimpleNamespace(rows={3: row}), "2 processes then and 1 now")
+    row["train/loss"] = value
+    assert "train/loss" in again.difference(SimpleNamespace(rows={3: row}), "2 processes then and 1 now")
 
 
 def test_an_honest_run_passes(run, in_process, tmp_path, capsys):

@@ -197,6 +197,18 @@ def test_a_valid_checkpoint_of_other_tensors_is_refused(change, run):
     assert "holds other tensors than this model and optimizer have" in done.stderr and name in done.stderr
 
 
+@pytest.mark.parametrize("gone", [True, False], ids=["gone", "edited"])
+def test_without_its_config_a_run_does_not_go_on_with_other_settings(gone, run):
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").unlink()
+    if not gone:
+        (run / "config.yaml").write_text(settings.replace("\nseed: 0", "\nseed: 5"))
+    done = train(*RECIPE, "--out_dir", run.parent, "--steps", 6, "--seed", 5, exit_code=2)
+    assert "step-00000004 is of other settings" in done.stderr and "seed: 0 there, 5 now" in done.stderr
+    (run / "config.yaml").unlink(missing_ok=True)
+    train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
+
+
 # The status of a start that was refused
 
 
@@ -295,6 +307,14 @@ def test_rows_that_are_none_are_passed_over_and_do_not_stop_a_start(run):
     file.unlink()
     done = train(*RECIPE, "--out_dir", run.parent)
     assert "Training finished." in done.stdout and "Traceback" not in done.stderr
+
+
+def test_half_the_line_of_a_start_does_not_hide_the_next_one(run):
+    train(*RECIPE, "--out_dir", run.parent, "--steps", 5)
+    before = (run / "starts.jsonl").read_text()
+    (run / "starts.jsonl").write_text(before + before[: len(before) // 2])
+    train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
+    assert [row["step"] for row in read_rows(run / "starts.jsonl")] == [4, 5]
 
 
 def test_a_picture_is_drawn_of_the_rows_that_are_there(tmp_path):

@@ -112,10 +112,10 @@ class Saver:
                 if self.rank == 0:
                     for leftover in self.checkpoints.glob(".*step-*"):  # of a process killed while writing or deleting
                         shutil.rmtree(leftover)
-                    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+                    num_bytes = SPARE_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
                     free_bytes = shutil.disk_usage(self.checkpoints).free
-                    if free_bytes < num_bytes + SPARE_BYTES:
-                        raise OSError(f"{num_bytes / 1e6:,.1f} MB are needed, but {free_bytes / 1e6:,.1f} MB are free")
+                    if free_bytes < num_bytes:
+                        raise OSError(f"{num_bytes / 1e6:,.2f} MB are needed, but {free_bytes / 1e6:,.2f} MB are free")
                     temporary.mkdir()
             files: dict[str, File] = {}
             from training import shards

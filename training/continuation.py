@@ -57,7 +57,7 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
         if not isinstance(stored := yaml.safe_load(file.read_text()), dict):
             raise ValueError("it is empty" if stored is None else "it holds no settings")
         settings = complete(stored)
-        kinds = {"global_batch_size": int, "data.seed": int, "resume": str}
+        kinds = {"steps": int, "seq_len": int, "global_batch_size": int, "data.seed": int, "resume": str}
         if wrong := [name for name, kind in kinds.items() if type(settings[name]) is not kind]:
             raise ValueError(f"{wrong[0]} is none")
         if settings["resume"] not in ("auto", "never"):
@@ -72,9 +72,8 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     """What going on with `config` would change of the trajectory of a run with the settings `before`, a line each."""
     now = flat_settings(asdict(config))
-    yet_unknown = {key for key in FILLED_IN if now[key] is None}
-    if config.init_from is None:  # then that there are none is known
-        yet_unknown.discard("init_hash")
+    known = {"init_hash"} if config.init_from is None else set()  # then that there are none is known
+    yet_unknown = {key for key in FILLED_IN - known if now[key] is None}
     lines = []
     for key in sorted((before.keys() | now.keys()) - yet_unknown):
         section = key.split(".")[0]
@@ -85,13 +84,15 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     return lines
 
 
-def check_learning_rates(config: TrainConfig, path: Path, manifest: Manifest) -> None:
-    """Refuse a schedule by which the updates until the checkpoint at `path` would have been others.
+def check_own(config: TrainConfig, path: Path, manifest: Manifest) -> None:
+    """Refuse settings by which the updates until the checkpoint at `path` of the run itself would have been others.
 
     Raises:
-        ConfigError: with the first such step.
+        ConfigError: with those settings, or with the first step that had another learning rate.
     """
     before = complete(manifest.config)
+    if different := differences(before, config):  # config.yaml is gone, or was edited
+        raise ConfigError("\n  ".join([f"{path} is of other settings, which going on would change:", *different]))
     old_schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
     for step in range(min(manifest.step, config.steps)):
         old, new = lr_scale(old_schedule, step, before["steps"]), lr_scale(config.schedule, step, config.steps)

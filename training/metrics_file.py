@@ -24,9 +24,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def forget_after(path: Path, step: int) -> None:
     """Leave only the rows until `step`: those after it are done again, and would stand there twice."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith(b"\n") and (row := _row(line)) and row["step"] <= step]
     if lines != kept:
         write_atomically(path, b"".join(kept).decode())

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from config import ConfigError, RunError, TrainConfig
 from files import copy_folder, write_atomically
-from training.continuation import check_foreign, check_learning_rates, complete, differences, read_settings
+from training.continuation import check_foreign, check_own, complete, differences, read_settings
 from training.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
 from training.metrics_file import forget_after
 from training.provenance import arrangement, provenance, uncommitted_changes
@@ -167,6 +167,7 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         for file in (self.metrics_file, self.samples_file):
             forget_after(file, start.step)
+        forget_after(self.path / "starts.jsonl", config.steps)  # half a line, of a start that had no room for it
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
         if config.data.source == "text":
             theirs = [Path(corpus).expanduser() / "tokenizer" for corpus in config.data.mix or [config.data.path]]
@@ -201,7 +202,7 @@ class RunDirectory:
                     f"mixed_precision: {now['mixed_precision']} of the launch, but {path} was trained with "
                     f"{manifest.mixed_precision}; use that, or a new run: --name NEW --branch_from {path}"
                 )
-            check_learning_rates(config, path, manifest)
+            check_own(config, path, manifest)
         elif rejected or self._had_saved():
             raise ConfigError(f"{NONE_LEFT} in {self.checkpoints}; mend one, or start afresh with --resume never")
         elif config.branch_from is not None:
