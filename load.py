@@ -21,8 +21,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from config import ConfigError, TrainConfig
-from data.corpus import Corpus
-from data.stories import END_OF_TEXT, build_tokenizer
+from data.corpus import Corpus, load_corpus
+from data.tokenizer import END_OF_TEXT
 from files import absent_folder
 from hub import from_transformers
 from model.gpt import GPTModel
@@ -227,12 +227,17 @@ def run_tokenizer(directory: Path, config: TrainConfig) -> "PreTrainedTokenizerB
     """The tokenizer of the run that a checkpoint lies in, or of its corpus."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
-    if config.data.source == "stories":
-        return PreTrainedTokenizerFast(
-            tokenizer_object=build_tokenizer(), eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-        )
     if config.data.source != "text":
-        return None
+        try:
+            data = load_corpus(config)
+        except ConfigError as error:  # as of a source that a fork has
+            raise ConfigError(f"the tokenizer of {directory} is not known here: {error}; {REMEDY}") from None
+        if data.tokenizer is None:
+            return None
+        end = END_OF_TEXT if data.end_of_text is None else data.tokenizer.id_to_token(data.end_of_text)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=data.tokenizer, eos_token=end, clean_up_tokenization_spaces=False
+        )
     corpus = next(iter(config.data.mix or [config.data.path]))
     places = directory.resolve().parent.parent / "tokenizer", Path(corpus).expanduser() / "tokenizer"
     for place in places:

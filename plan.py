@@ -21,13 +21,13 @@ import psutil
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import launcher
 import train
-from config import ConfigError, TrainConfig
+from config import ConfigError, RunError, TrainConfig
 from data.corpus import load_corpus
 from load import take_over
 from model.gpt import GPTModel
@@ -105,7 +105,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
         accumulates = config.global_batch_size > config.micro_batch_size * accelerator.num_processes
         with_ddp = accelerator.num_processes > 1 and launch.num_shards(accelerator) == 1 and not config.exact
         optimizer.zero_grad(set_to_none=config.exact or not (with_ddp or accumulates))
-        for parameter in network.parameters():
+        for parameter in filter(lambda p: p.requires_grad, network.parameters()):
             parameter.register_post_accumulate_grad_hook(lambda p: live.relabel(p.grad, "gradients"))
 
         def head(module, inputs, output: Tensor) -> None:
@@ -117,7 +117,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
         live.label = "activations"
         tokens = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
         with accelerator.autocast():
-            _, loss = network(tokens, labels=tokens, num_items_in_batch=1.0)
+            loss = network(tokens, labels=tokens, num_items_in_batch=1.0)[1]
         loss.backward()
         del loss
         live.label = "activations"
@@ -129,7 +129,8 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
             at_once = min(config.evaluation.micro_batch_size, config.evaluation.num_samples or math.inf)
             tokens = torch.zeros((at_once, config.seq_len), dtype=torch.int64)
             with accelerator.autocast(), torch.no_grad(), kept:
-                network.eval()(tokens, labels=tokens, logits_to_keep=0 if config.data.source == "stories" else None)
+                keep = 0 if config.data.source == "stories" else None
+                network.eval()(tokens, labels=tokens, num_items_in_batch=1.0, logits_to_keep=keep)
     # The heap of a CPU's process keeps what is freed, and finds little room in it for tensors of other sizes.
     peaks = [dict(live.at_peak)]
     if device.type == "cpu":
@@ -145,7 +146,10 @@ def gathered_by_fsdp(network: GPTModel) -> int:
 
 def memory(config: TrainConfig, accelerator: Accelerator, network: GPTModel) -> tuple[dict[str, float], int]:
     """Bytes of the tensors of a process at its peak, by part, and those of a checkpoint."""
-    parts, moments = tensor_bytes(config, accelerator)
+    try:
+        parts, moments = tensor_bytes(config, accelerator)
+    except DynamicOutputShapeException as error:
+        raise RunError(f"what this model computes depends on its data ({error}): no plan can know its memory") from None
     sharing, processes = launch.num_shards(accelerator), accelerator.num_processes
     weights = sum(weight.nbytes for weight in network.parameters())
     parts = {name: size / (sharing if name in STATE else 1) for name, size in parts.items()}
@@ -222,6 +226,7 @@ def main(config: TrainConfig) -> None:
 
     Raises:
         ConfigError: as train.py does, of settings that do not fit the launch or the data.
+        RunError: a step cannot be gone through without data.
         Preempted: a signal asked to stop.
     """
     launcher.check(config)

@@ -70,6 +70,7 @@ from training.gradients import fill_in
 from training.launch import uses_cpu
 from training.layers import total_norm
 from training.manifest import read_manifest
+from training.optimizer import build_optimizer
 from training.world import is_main_process
 
 NUM_WORST, TEXT_SHOWN = 5, 120  # tokens, characters
@@ -152,7 +153,7 @@ def show_sequences(run: Run, before: Path | None, step: int, config: ReplayConfi
         read_weights(before, read_manifest(before), model.state_dict())
     elif run.config.init_from:
         model.load_state_dict(load_run(run.config.init_from).model.state_dict())
-    model.to(device)
+    build_optimizer(model.to(device), run.config.optimizer)  # it freezes what a fork does not train
     indices = corpus.order(run.config.global_batch_size, run.config.seed).indices(step - 1)
     batch = {name: tensor.to(device) for name, tensor in Batches(corpus.train)[list(indices)].items()}
     ours = run.computed(step)["mixed_precision"] or "no"
@@ -160,7 +161,8 @@ def show_sequences(run: Run, before: Path | None, step: int, config: ReplayConfi
     targets = batch["labels"][:, 1:] != -100
     means = token_losses.sum(1) / targets.sum(1).clamp(min=1)
     with torch.no_grad():  # the loss that is trained on may be another than the mean over the tokens
-        alone = [model(**{name: rows[i : i + 1] for name, rows in batch.items()})[1] for i in range(len(indices))]
+        rows = [{name: tensor[i : i + 1] for name, tensor in batch.items()} for i in range(len(indices))]
+        alone = [model(**row, num_items_in_batch=n)[1] for row, n in zip(rows, targets.sum(1), strict=True)]
     not_finite = ~torch.stack(alone).isfinite()
     order = torch.where(not_finite, torch.inf, means.nan_to_num(nan=torch.inf)).argsort(descending=True)
     say(f"sequences of step {step}, the {min(len(order), config.num_sequences)} of {len(order)} with the highest loss:")

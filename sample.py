@@ -190,6 +190,7 @@ def write(
     print()
     if loaded.config is not None and loaded.config.data.source == "stories":
         ids_1T = torch.tensor([ids[: model.config.max_position_embeddings]], device=device)
-        models = -model(ids_1T, labels=ids_1T, num_items_in_batch=1)[1].item()
+        _, loss, *sums = model(ids_1T, labels=ids_1T, num_items_in_batch=1)
+        models = -float(dict(*sums).get("loss", (loss, 1))[0])  # without what is to help training alone
         print(f"  ({verdict(text)}; the model's {models:.2f})")
     return text

@@ -8,6 +8,7 @@ from data.corpus import load_corpus
 from model.gpt import GPTModel
 from plot import save_layers
 from tests.conftest import TINY_STORIES, metrics, tensors, train
+from training.layers import LayerStatistics
 
 SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 --optimizer.grad_clip null".split()]
 
@@ -69,3 +70,11 @@ def test_with_exact_they_are_the_same_on_any_number_of_processes(tmp_path):
 def test_the_picture_shows_them(run):
     drawn = (run / "layers.png").read_bytes()
     assert drawn.startswith(b"\x89PNG") and save_layers(run).read_bytes() == drawn
+
+
+def test_of_a_block_that_returns_more_the_first_is_its_output():
+    """As one with a term of the loss of its own does."""
+    block = torch.nn.Identity()
+    statistics = LayerStatistics([block], 1, None)
+    block((torch.tensor([3.0, -3.0]), torch.tensor(99.0)))
+    assert [mean_square.item() for mean_square in statistics.mean_squares[0]] == [9.0]

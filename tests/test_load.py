@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import sample
 from config import ConfigError
+from data.corpus import Corpus
 from data.stories import StoriesDataset, log_prob
 from data.tokenizer import save_tokenizer
 from files import sha256
@@ -168,6 +169,39 @@ def test_a_sample_is_what_the_model_writes_with_its_verdict(run, capsys):
     loss = model(expected, labels=expected, num_items_in_batch=1)[1]
     shown = written(capsys, run, prompt="Meet a", checkpoint="best", temperature=0, max_new_tokens=20)
     assert shown == f"{text}\n  (not accepted by the grammar; the model's {-loss:.2f})\n"
+
+
+def test_the_probability_of_a_story_is_without_what_is_to_help_training_alone(run, capsys, monkeypatch):
+    loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
+    tokens, settings = [0, *loaded.tokenizer(story)["input_ids"]], SampleConfig("", temperature=0, max_new_tokens=1)
+    sample.write(loaded, story, tokens, 0, settings)
+    expected, forward = capsys.readouterr().out, type(loaded.model).forward
+
+    def with_a_term(self, *arguments, **named):
+        logits, loss = forward(self, *arguments, **named)
+        return (logits, loss) if loss is None else (logits, loss + 5, {"loss": (loss, 99)})
+
+    monkeypatch.setattr(type(loaded.model), "forward", with_a_term)
+    sample.write(loaded, story, tokens, 0, settings)
+    assert capsys.readouterr().out == expected
+
+
+def test_data_with_a_tokenizer_of_their_own_bring_it_along(run, monkeypatch):
+    """As a source of a fork does; the end of a text has the name that it has there."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[END]": 2}, unk_token="[END]"))
+    corpus = Corpus([], [], tokenizer, 3, end_of_text=2)
+    monkeypatch.setattr("load.load_corpus", lambda config: corpus)
+    loaded = load_run(run)
+    assert loaded.tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert loaded.tokenizer.eos_token == "[END]" and loaded.tokenizer.eos_token_id == 2
+
+
+def test_a_run_on_data_of_other_code_is_refused(copy):
+    directory, manifest, weights = copy
+    manifest.config["data"]["source"] = "chars"
+    write(directory, manifest, [(weights, {})])
+    with pytest.raises(ConfigError, match="tokenizer of .* is not known here: data.source: 'chars' .*; use the code"):
+        load_run(directory)
 
 
 def test_the_grammar_accepts_a_story(run, capsys):

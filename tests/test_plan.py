@@ -13,6 +13,7 @@ from torch.profiler import profile
 
 import plan
 from arguments import parse_config
+from config import RunError
 from model.gpt import GPTModel
 from tests.conftest import ROOT, TINY_STORIES, environment, train
 from training.optimizer import build_optimizer
@@ -108,6 +109,46 @@ def test_a_compiled_run_needs_the_memory_of_a_loss_in_chunks(monkeypatch):
         logits[lack, chunked] = parts["logits and loss"]
     assert logits["", None] == logits["", True] == logits["no compiler", True]
     assert logits["no compiler", None] == logits["", False] > logits["", True]
+
+
+class Fork(GPTModel):
+    """A model that reports a number of its own, and weighs a term by the targets."""
+
+    def forward(self, *arguments, **named):
+        logits, loss = super().forward(*arguments, **named)
+        return logits, loss + 1 / named["num_items_in_batch"], {"one": (1, 1)}
+
+
+def test_a_fork_is_planned_that_reports_numbers_and_trains_a_part_alone(monkeypatch):
+    def build_and_freeze(network, config):
+        network.token_embedding.requires_grad_(False)
+        return build_optimizer(network, config)
+
+    config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266"])
+    config.global_batch_size = 6
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=1, distributed_type="NO", autocast=nullcontext
+    )
+    _, whole = plan.tensor_bytes(config, accelerator)
+    monkeypatch.setattr(plan, "GPTModel", Fork)
+    monkeypatch.setattr(plan, "build_optimizer", build_and_freeze)
+    _, moments = plan.tensor_bytes(config, accelerator)
+    assert whole - moments == 2 * 4 * 266 * config.model.d_model + 4  # two moments and a step
+
+
+def test_a_model_whose_shapes_depend_on_the_data_is_refused(monkeypatch):
+    class Chooses(GPTModel):
+        def forward(self, input_ids, **named):
+            return super().forward(input_ids[input_ids[:, 0] == 0], **named)
+
+    monkeypatch.setattr(plan, "GPTModel", Chooses)
+    config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266"])
+    config.global_batch_size = 6
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=1, distributed_type="NO", autocast=nullcontext
+    )
+    with pytest.raises(RunError, match="depends on its data"):
+        plan.memory(config, accelerator, None)
 
 
 def test_sums_of_exact_and_gathered_blocks_are_added(monkeypatch):

@@ -18,7 +18,8 @@ from audit import Retrained, Run, audit
 from config import ConfigError, RunError
 from files import sha256
 from replay import ReplayConfig
-from tests.conftest import TINY_STORIES, assert_same_bits, python, tensors, train
+from tests import forked
+from tests.conftest import TINY_STORIES, assert_same_bits, environment, python, tensors, train
 from training.fingerprint import digests
 from training.manifest import File, read_manifest
 
@@ -54,6 +55,18 @@ def test_a_step_is_opened(run):
     losses = [float(loss) for loss in re.findall(r"sample \d+: loss ([\d.]+); '<\|endoftext\|>", shown)]
     assert len(losses) == 3 and losses == sorted(losses, reverse=True)
     assert len(re.findall(r"^ +[01]  .*\d", shown, re.MULTILINE)) == 2, "a line for each of the two blocks"
+
+
+def test_a_step_of_a_fork_is_opened(tmp_path):
+    """Its gradient is that of what the fork trains."""
+    recipe = [*map(str, RECIPE), "--model.dropout", "0", "--out_dir", str(tmp_path), "--name", "fork"]
+    for words in (["train", *recipe], ["replay", str(tmp_path / "fork"), "--step", "3"]):
+        done = forked.run("tests/freezing.py", words, 1, environment(CXX="/nonexistent"))
+        assert done.returncode == 0, done.stdout + done.stderr
+    row = next(row for row in map(json.loads, (tmp_path / "fork" / "metrics.jsonl").open()) if row["step"] == 3)
+    assert "step 3: as in the run, by 1 fingerprint(s)" in done.stdout
+    norm = float(re.search(r"fp32 +[\d.]+ +([\d.]+)$", done.stdout, re.MULTILINE)[1])
+    assert norm == pytest.approx(row["train/grad_norm"], abs=1e-6)
 
 
 def test_the_sequences_and_the_arithmetic_are_those_of_the_step(run):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from training.optimizer import gathered
 
 
-def _note_mean_square(mean_squares: deque[Tensor], block: nn.Module, inputs: tuple, output: Tensor) -> None:
+def _note_mean_square(mean_squares: deque[Tensor], block: nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
     if block.training:
-        mean_squares.append(output.detach().float().square().mean())
+        mean_squares.append((output[0] if isinstance(output, tuple) else output).detach().float().square().mean())
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:

@@ -1,0 +1,35 @@
+"""python tests/freezing.py train|replay ...: either, with a model that weighs a term by the targets, as docs/forking.md
+does, and an optimizer that trains the output projections of attention alone, as a fork's might."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import cli
+import replay
+import train
+from training.optimizer import build_optimizer
+
+
+class Model(train.GPTModel):
+    def forward(self, input_ids, labels=None, num_items_in_batch=None, **named):
+        logits, loss = super().forward(input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **named)
+        if labels is None:
+            return logits, loss
+        num_targets = (labels[:, 1:] != -100).sum()
+        sums = {"loss": (loss.detach() * num_items_in_batch, num_targets)}
+        return logits, loss + num_targets / num_items_in_batch, sums
+
+
+def build_and_freeze(network, config):
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_("out_proj" in name)
+    return build_optimizer(network, config)
+
+
+if __name__ == "__main__":
+    for module in (train, replay):
+        module.GPTModel, module.build_optimizer = Model, build_and_freeze
+    script = sys.argv.pop(1)
+    cli.run(script, replay.ReplayConfig if script == "replay" else None)
