@@ -35,8 +35,8 @@ if __name__ == "__main__":  # before anything slow is imported
     run("export", ExportConfig)
 
 import os
-import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import yaml
@@ -83,17 +83,18 @@ def main(config: ExportConfig) -> None:
     if config.average > 1:
         sources = newest(config)
         average(loaded, sources)
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     try:
-        partial.mkdir(parents=True)
-        write(partial, loaded)
-        (partial / "README.md").write_text(card(out.name, loaded, sources, partial))
-        os.rename(partial, out)
+        if not out.parent.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+        # Another export to the same place has a folder of its own, and the first to be done wins.
+        with TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as folder:
+            partial = Path(folder, out.name)
+            partial.mkdir()
+            write(partial, loaded)
+            (partial / "README.md").write_text(card(out.name, loaded, sources, partial))
+            os.rename(partial, out)
     except OSError as error:
         raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     print(f"The model lies in {out}.")
     if config.push:
         push(out, config.push)

@@ -158,7 +158,8 @@ class Verification:
             optimizer.step()
             optimizer.zero_grad()
             total, count = add(torch.tensor(losses, device=self.device).sum(dim=0)).tolist()
-            rows.append({"train/loss": total / (count or 1), "train/grad_norm": norm.item()})
+            tokens = (step + 1) * add(torch.tensor(batch["input_ids"].numel(), device=self.device)).item()
+            rows.append({"train/loss": total / (count or 1), "train/grad_norm": norm.item(), "train/tokens": tokens})
             states.append({name: t.clone() for name, t in shards.state_tensors(network, optimizer).items()})
         return rows, states[0], states[-1]
 
@@ -182,8 +183,9 @@ class Verification:
             / max(torch.stack([moments[name].norm() for name in kind]).norm().item(), 1e-12)
             for kind in kinds or [list(moments)]
         )
-        logged = max(abs(row[name] / hand[name] - 1) for row, hand in zip(rows, by_hand, strict=True) for name in hand)
-        return max(gradient, logged) < self.tolerance, f"gradient within {gradient:.1e}, logged within {logged:.1e}"
+        pairs = zip(rows, by_hand, strict=True)
+        logged, worst = max((abs(row[name] / hand[name] - 1), name) for row, hand in pairs for name in hand)
+        return max(gradient, logged) < self.tolerance, f"gradient within {gradient:.1e}, {worst} within {logged:.1e}"
 
     def resuming_is_bitwise(self) -> tuple[bool | None, str]:
         exact = self.device.type == "cuda" and self.can_be_exact  # on it, only deterministic algorithms repeat bits

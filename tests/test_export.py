@@ -142,6 +142,21 @@ def test_what_cannot_be_written_is_said(runs, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"
 
 
+def test_of_two_exports_to_one_folder_the_first_to_be_done_is_there_whole(runs, tmp_path, monkeypatch):
+    def write_while_another_does(folder, loaded):
+        monkeypatch.setattr(export, "write", write)
+        exported(runs / "gpt2", tmp_path / "out")
+        before.update({file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()})
+        write(folder, loaded)
+
+    write, before = export.write, {}
+    monkeypatch.setattr(export, "write", write_while_another_does)
+    with pytest.raises(ConfigError, match="out: '.*out' cannot be written: .*not empty"):
+        exported(runs / "gpt2", tmp_path / "out")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left behind"
+
+
 def test_it_is_pushed_to_the_hub(runs, tmp_path, monkeypatch):
     calls = []
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import model_checks
 import train
 import verify as verify_module
 from arguments import parse_config
+from data.stories import StoriesDataset
 from model.config import GPTConfig
 from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
@@ -219,3 +221,19 @@ def test_bad_settings_are_refused(runs):
     words = [*TINY_STORIES, "--out_dir", str(runs), "--model.n_heads", "5"]
     done = forked.run("verify.py", words, 2, environment())
     assert done.returncode == 1 and done.stderr.count("verify.py: error:") == 1
+
+
+def verify_short_rows(out_dir, file):
+    """Of a fork whose rows are half as long as it says, so that it counts twice the tokens that it trains on."""
+    sys.stdout = open(file, "w")
+    sys.argv = ["verify.py", *TINY_STORIES, "--out_dir", str(out_dir), *verify_module.SHORT]
+    arrays = StoriesDataset.arrays
+    StoriesDataset.arrays = lambda self, indices: {n: rows[:, :64] for n, rows in arrays(self, indices).items()}
+    name = "gradient = hand-written all-reduce"
+    verify_module.Verification.checks = lambda self: {name: partial(self.equals_loop_by_hand, all_reduce=True)}
+    cli.leave(cli.call("verify"))
+
+
+def test_rows_of_another_length_than_is_said_are_found(runs, tmp_path):
+    said, exit_code = in_a_fork(verify_short_rows, runs, tmp_path / "out")
+    assert "train/tokens within 1.0e+00" in said and exit_code == 1, said

@@ -149,7 +149,7 @@ class Saver:
             error = str(problem)
         errors = [found for found in self._gather(error) if found is not None]
         if errors:
-            remedy = "Older checkpoints are untouched; free space or choose another out_dir, and start again"
+            remedy = "Older checkpoints are untouched; mend it or choose another out_dir, and start again"
             if not (self.checkpoints.parent / "config.yaml").exists():
                 remedy = "The directory of the run is gone"
             raise SaveError(f"cannot write the checkpoint {final}: {errors[0]}. {remedy}")
