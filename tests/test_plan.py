@@ -24,6 +24,7 @@ MEASURE = (
     "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)"
 )
 PAGE = (ROOT / "docs" / "scaling.md").read_text()
+ON_A_CPU = SimpleNamespace(device=torch.device("cpu"), num_processes=1, distributed_type="NO", autocast=nullcontext)
 
 
 def planned_megabytes(text):
@@ -66,13 +67,7 @@ def test_without_a_run_directory_none_is_made_and_wrong_settings_are_refused(run
 def test_the_bytes_of_a_step_are_those_that_are_really_allocated(optimizer):
     words = "--model.vocab_size 266 --model.d_model 64 --model.d_ff 256 --micro_batch_size 2 --global_batch_size 2"
     config = parse_config([*map(str, TINY_STORIES), *words.split(), "--optimizer.name", optimizer])
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"),
-        num_processes=1,
-        distributed_type="NO",
-        autocast=lambda: torch.autocast("cpu", enabled=False),
-    )
-    counted, moments = plan.tensor_bytes(config, accelerator)
+    counted, moments = plan.tensor_bytes(config, ON_A_CPU)
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         network = GPTModel(config.model)
@@ -99,13 +94,10 @@ def test_the_bytes_of_a_step_are_those_that_are_really_allocated(optimizer):
 def test_a_compiled_run_needs_the_memory_of_a_loss_in_chunks(monkeypatch):
     words = "--model.vocab_size 5000 --micro_batch_size 8 --global_batch_size 8 --compile true".split()
     config = parse_config([*map(str, TINY_STORIES), *words])
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"), num_processes=1, distributed_type="NO", autocast=nullcontext
-    )
     logits = {}
     for lack, chunked in (("", None), ("", True), ("no compiler", None), ("no compiler", True), ("", False)):
         monkeypatch.setattr(plan, "no_compiler", lambda _device, lack=lack: lack)
-        parts, _ = plan.tensor_bytes(replace(config, chunked_loss=chunked), accelerator)
+        parts, _ = plan.tensor_bytes(replace(config, chunked_loss=chunked), ON_A_CPU)
         logits[lack, chunked] = parts["logits and loss"]
     assert logits["", None] == logits["", True] == logits["no compiler", True]
     assert logits["no compiler", None] == logits["", False] > logits["", True]
@@ -126,13 +118,10 @@ def test_a_fork_is_planned_that_reports_numbers_and_trains_a_part_alone(monkeypa
 
     config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266"])
     config.global_batch_size = 6
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"), num_processes=1, distributed_type="NO", autocast=nullcontext
-    )
-    _, whole = plan.tensor_bytes(config, accelerator)
+    _, whole = plan.tensor_bytes(config, ON_A_CPU)
     monkeypatch.setattr(plan, "GPTModel", Fork)
     monkeypatch.setattr(plan, "build_optimizer", build_and_freeze)
-    _, moments = plan.tensor_bytes(config, accelerator)
+    _, moments = plan.tensor_bytes(config, ON_A_CPU)
     assert whole - moments == 2 * 4 * 266 * config.model.d_model + 4  # two moments and a step
 
 
@@ -144,11 +133,8 @@ def test_a_model_whose_shapes_depend_on_the_data_is_refused(monkeypatch):
     monkeypatch.setattr(plan, "GPTModel", Chooses)
     config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266"])
     config.global_batch_size = 6
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"), num_processes=1, distributed_type="NO", autocast=nullcontext
-    )
     with pytest.raises(RunError, match="depends on its data"):
-        plan.memory(config, accelerator, None)
+        plan.memory(config, ON_A_CPU, None)
 
 
 def test_sums_of_exact_and_gathered_blocks_are_added(monkeypatch):

@@ -35,7 +35,7 @@ def summary(
         dtypes = dtypes.replace("weights", f"weights gathered in {precision}, kept")
     accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
     tokens_per_step = config.global_batch_size * config.seq_len
-    lack = no_compiler(device)
+    lack = config.compile and no_compiler(device)
     compiled = (f", not compiled: {lack}" if lack else ", compiled") if config.compile else ""
     facts = {
         "run": f"{directory}" + (f", resumed at step {start.step} from {start.checkpoint}" if start.checkpoint else ""),
