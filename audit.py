@@ -38,6 +38,7 @@ from training.world import is_main_process, num_processes
 # What may change when a run goes on, and shows in what it logs: a step is trained again with what it was done with.
 AS_THEN = ("steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row")
 AS_THEN += ("compile", "activation_checkpointing", "chunked_loss")
+LOGGED = ("train/loss", "train/grad_norm", "train/lr")
 ROUNDING = 1e-3  # relative; what other processors and numbers of processes make of the same step
 
 
@@ -257,12 +258,13 @@ def saved_problem(run: Run, checkpoint: Path, manifest: Manifest) -> str:
 
 def trained_problem(run: Run, begin: Path | None, first: int, manifest: Manifest, folder: Path) -> str:
     """What training an interval again, from the checkpoint `begin`, gives otherwise, in words; "" if nothing."""
-    last = manifest.step
+    last, digest = manifest.step, {"state/digest"} & manifest.metrics.keys()  # an older version logged none
     for before, end in pairwise([first - 1, *run.ends(first - 1, last)]):
         config = run.config_then(end)
         for step in range(before + 1, end + 1):
-            for due, name in zip(config.due(step), ("train/loss", "val/loss"), strict=False):
-                if due and name not in run.rows.get(step, {}):
-                    return f"metrics.jsonl has no {name} of step {step}"
+            log_due, evaluation_due, *_ = config.due(step)
+            needed = [*LOGGED, *digest] * log_due + ["val/loss"] * evaluation_due
+            if missing := [name for name in needed if name not in run.rows.get(step, {})]:
+                return f"metrics.jsonl has no {missing[0]} of step {step}"
     again = run.retrain(begin, last, folder)
     return str(again.failure or again.difference(run, run.differs_here(first - 1, last)))

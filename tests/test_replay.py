@@ -224,8 +224,16 @@ def a_row_that_is_gone(run):
     rewrite_rows(run, lambda row: row["step"] != 3)
 
 
-def a_number_that_is_gone(run):
-    rewrite_rows(run, lambda row: row.pop("train/loss") and None if row["step"] == 3 else None)
+def a_number_that_is_gone(run, name="train/loss"):
+    rewrite_rows(run, lambda row: row.pop(name) and None if row["step"] == 3 else None)
+
+
+def a_gradient_norm_that_is_gone(run):
+    a_number_that_is_gone(run, "train/grad_norm")
+
+
+def a_digest_that_is_gone(run):
+    a_number_that_is_gone(run, "state/digest")
 
 
 def a_setting(run):
@@ -293,6 +301,7 @@ def the_whole_log(run):
 
 TAMPERINGS = [
     *(a_weight, a_moment, a_file_alone, a_manifest_alone, a_training_loss, a_validation_loss, a_digest),
+    *(a_gradient_norm_that_is_gone, a_digest_that_is_gone),
     *(a_row_that_is_gone, a_number_that_is_gone, a_setting, a_setting_in_one_place, how_it_is_evaluated),
     *(another_seed, other_data, a_swapped_checkpoint, a_checkpoint_that_claims_another_step),
     *(a_number_that_was_never_measured, a_step_that_was_never_done, a_weight_of_which_no_digest_tells, the_whole_log),
