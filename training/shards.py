@@ -16,13 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.futures import Future
 
 from config import ConfigError
 from files import fsync, share
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # for DCP: one process is one process
 
 
 @functools.cache
@@ -72,9 +73,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.Process
         OSError: it cannot be written.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is one process
-            dcp.save(tensors, storage_writer=Writer(str(directory), save_distributed=True), process_group=group)
+        dcp.save(tensors, storage_writer=Writer(str(directory), save_distributed=True), process_group=group)
     except CheckpointException as exception:
         raise OSError("; ".join(sorted({str(cause) for cause, _ in exception.failures.values()}))) from None
     except SafetensorError as error:
@@ -87,16 +86,14 @@ def read(directory: Path, model, optimizer) -> None:
     Raises:
         ConfigError: there are other tensors than they have, or they cannot be read.
     """
-    tensors = state_tensors(model, optimizer)
+    tensors = state_tensors(model, optimizer)  # their own, filled in place; moments that are not there yet are made
     ours = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
     try:
         reader = HuggingFaceStorageReader(str(directory))
         stored = reader.read_metadata().state_dict_metadata
         theirs = {name: f"{list(facts.size)} {facts.properties.dtype}" for name, facts in stored.items()}
         if ours == theirs:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.load(tensors, storage_reader=reader)
+            dcp.load(tensors, storage_reader=reader)
     except (OSError, ValueError, LookupError, TypeError, CheckpointException, SafetensorError) as error:
         raise ConfigError(f"resume: {directory} cannot be read: {type(error).__name__}: {error}") from None
     if different := [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]:
@@ -105,7 +102,3 @@ def read(directory: Path, model, optimizer) -> None:
             f"resume: {directory} holds other tensors than this model and optimizer have: {len(different)} differ, "
             f"such as {first}: {theirs.get(first, 'none')} there, {ours.get(first, 'none')} now"
         )
-    weights, moments = get_state_dict(model, optimizer, options=FLATTENED)
-    weights.update({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
-    moments.update({name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")})
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLATTENED)
