@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerAction, profile
+from torch.profiler import profile, schedule
 from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError, TrainConfig
@@ -147,14 +147,9 @@ def step_profiler(config: TrainConfig, first_step: int, directory: Path, rank: i
     if config.profile is None:
         return nullcontext()
     first, last = config.profile
-
-    def action(index: int) -> ProfilerAction:
-        step = first_step + 1 + index
-        if step == last:
-            return ProfilerAction.RECORD_AND_SAVE
-        if first <= step < last:
-            return ProfilerAction.RECORD
-        return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
-
+    action = schedule(wait=first - 1, warmup=1, active=last - first + 1, repeat=1)
     path = directory / f"trace-steps-{first}-{last}-rank-{rank}.json"
-    return profile(schedule=action, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)))
+    return profile(
+        schedule=lambda index: action(first_step + 1 + index),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)),
+    )
