@@ -127,10 +127,7 @@ class StepTotals:
         self._message[-1].fill_(grad_norm)
         on_cuda = self.accelerator.device.type == "cuda"
         on_host = self._message.to("cpu", non_blocking=on_cuda)
-        copied = None
-        if on_cuda:
-            copied = torch.cuda.Event()
-            copied.record()
+        copied = torch.cuda.current_stream().record_event() if on_cuda else None
         self._unread.append((step, on_host, copied))
         return self._message[0]
 
