@@ -43,7 +43,7 @@ from training.step_totals import StepTotals
 from training.summary import summary
 from training.throughput import Throughput, peak_flops
 from training.tracking import Tracker
-from training.tree_sum import TreeSum, prepare_without_ddp
+from training.tree_sum import TreeSum
 
 
 def main(config: TrainConfig) -> None:
@@ -101,7 +101,9 @@ def train(
     layers = LayerStatistics(network.blocks if config.tracking.layers else [], accumulation, accelerator)
     optimizer = build_optimizer(network, config.optimizer)
     if config.exact:
-        model = prepare_without_ddp(network, accelerator)
+        # So every process keeps its own gradients: Accelerate leaves DDP out of what is only to be evaluated. In train
+        # mode the model stays all the same.
+        model = accelerator.prepare_model(network, evaluation_mode=True)
         tree_sum = TreeSum(network, accumulation * num_processes, rank, num_processes)
     else:
         model, optimizer = accelerator.prepare(network, optimizer)

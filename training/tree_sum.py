@@ -8,18 +8,9 @@ Gropp 2005), in which partners add the same two numbers and so need no further e
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from training.gradients import fill_in
-
-
-def prepare_without_ddp(network: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """As accelerator.prepare, on the device and in mixed precision, but every process keeps its own gradients.
-
-    Accelerate leaves DDP out of a model that is only to be evaluated. In train mode it stays all the same.
-    """
-    return accelerator.prepare_model(network, evaluation_mode=True)
 
 
 class TreeSum:
