@@ -113,7 +113,8 @@ def encode(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
             after = _apply(tokenizer, messages[: index + 1], tokenize=False)
             answer = after[len(before) :]
             if not text.startswith(answer, len(before)):  # as Qwen3's, which leaves thoughts to the last answer
-                answer = answer[answer.find(message["content"]) :]
+                begins = range(answer.rfind(message["content"]) + 1)
+                answer = next((answer[i:] for i in begins if text.startswith(answer[i:], len(before))), answer)
             if not (text.startswith(before) and after.startswith(before) and text.startswith(answer, len(before))):
                 raise ConfigError(
                     "tokenizer: its chat template does not write an answer as it follows the prompt for one, or not "

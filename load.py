@@ -328,7 +328,7 @@ def check_tokenizer(name: str, loaded: Loaded, corpus: Corpus) -> None:
             what = f"{len(different)} entries differ, such as {min(different, key=lambda entry: entry[1])}"
         elif cut(ours) != cut(theirs):
             what = f"they cut {PROBE!r} differently"
-    elif corpus.vocab_size > size:
+    if not what and corpus.vocab_size > size:  # as where tokens were added, and the embedding was not resized
         what = f"it has {corpus.vocab_size} tokens, and the model {size}"
     if what:
         raise ConfigError(

@@ -175,6 +175,8 @@ def write(
     decoder, written, ids = DecodeStream(skip_special_tokens=True), [prompt], list(tokens)
     print(prompt, end="", flush=True)
     settings = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    if max(tokens, default=0) >= (size := model.config.vocab_size):
+        raise ConfigError(f"run: the tokenizer gives token {max(tokens)}, and the model has {size} tokens")
     for token in tokens:  # so that what follows is decoded as its continuation
         decoder.step(tokenizer.backend_tokenizer, token)
     for next_11 in model.stream(

@@ -152,6 +152,16 @@ def test_thoughts_before_the_last_answer_alone_are_learnt_there(folder):
     assert learnt == "Fine.<|im_end|>\n<think>Fine.<|im_end|>\n"
 
 
+@pytest.mark.parametrize("answer", ["", "i", "think"])
+def test_an_answer_that_stands_in_what_is_put_before_the_last_one_is_found(folder, answer):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml")
+    tokenizer.chat_template = THINKING
+    messages = [{"role": role, "content": answer} for role in ("user", "assistant") * 2]
+    tokens, answers = chat.encode(tokenizer, messages)
+    learnt = tokenizer.decode([token for token, answer in zip(tokens, answers, strict=True) if answer])
+    assert learnt == f"{answer}<|im_end|>\n<think>{answer}<|im_end|>\n"
+
+
 def test_the_first_token_is_of_no_answer_for_nothing_predicts_it(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
     tokenizer.chat_template = MARKED.replace("{{ eos_token }}", "").replace("{{ m['role'] + ': ' }}", "")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import evaluate
 import export
+import sample
 from config import ConfigError, TrainConfig
 from data.corpus import load_corpus
 from data.order import derive_seed
@@ -20,6 +21,7 @@ from data.stories import StoriesDataset, log_prob
 from evaluate import EvaluateConfig
 from export import ExportConfig
 from load import load_run
+from sample import SampleConfig
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
 from training.manifest import read_manifest
@@ -98,6 +100,16 @@ def test_an_older_folder_of_gpt2_is_opened_with_its_tokenizer(made, tmp_path):
     evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "other"), out=str(tmp_path)))
     with pytest.raises(ConfigError, match="tokenizer of the corpus is not that of"):
         evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made, tmp_path):
+    config = GPT2Config(vocab_size=250, n_positions=32, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    load_run(made / "export").tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="data: the tokenizer of the corpus .* has 257 tokens, and the model 250"):
+        evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
+    with pytest.raises(ConfigError, match="run: the tokenizer gives token 256, and the model has 250 tokens"):
+        sample.main(SampleConfig(str(tmp_path), prompt="To be"))
 
 
 def test_documents_are_kept_apart_where_training_did(made):
