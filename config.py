@@ -62,7 +62,7 @@ class DataConfig:
         """Every setting that does not go with the source."""
         if self.source == "text":
             lacks = (self.path is None) == (not self.mix)
-            needs = "data.source: text needs data.path, a corpus made by data.prepare, or data.mix of several"
+            needs = "data.source: text needs either data.path, a corpus made by data.prepare, or data.mix of several"
             return [needs] if lacks else []
         of_text = {"path": self.path, "mix": self.mix, "hash": self.hash}
         given = {name: value for name, value in of_text.items() if value is not None}

@@ -191,9 +191,9 @@ def make_part(folder: Path, encode: Callable, types: dict[str, str], index: int,
         rows, counts = [], Counter()
         for text, begins, _ in (piece for piece in pieces if piece[2] == split):
             text, columns = encode(text, begins)
-            counts.update(documents=begins and columns != {}, empty_documents=columns == {}, bytes=len(text.encode()))
-            counts.update(replacement_characters=text.count("\ufffd"))
-            if columns:
+            counts.update(documents=begins and columns != {}, empty_documents=columns == {})
+            if columns:  # the bytes are those that tokens stand for
+                counts.update(bytes=len(text.encode()), replacement_characters=text.count("\ufffd"))
                 rows.append({name: np.array(columns[name], dtype) for name, dtype in types.items()})
         offsets = pa.array(np.cumsum([0, *(len(row["input_ids"]) for row in rows)], dtype=np.int32))
         values = {name: np.concatenate([np.empty(0, t), *(row[name] for row in rows)]) for name, t in types.items()}
