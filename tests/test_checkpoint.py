@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
 
 import training.manifest
-from config import CheckpointConfig
+from config import CheckpointConfig, OptimizerConfig
 from files import sha256
+from model.config import GPTConfig
+from model.gpt import GPTModel
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from training import shards
+from training.fingerprint import digests, state_digests
 from training.manifest import (
     MANIFEST,
     File,
@@ -31,6 +35,7 @@ from training.manifest import (
     step_directory,
     validate,
 )
+from training.optimizer import build_optimizer
 
 STEPS = 4
 SHORT = [*TINY_STORIES, "--steps", STEPS, "--evaluation.every", 0]
@@ -181,12 +186,12 @@ def left_in(directory):
     return sorted(int(path.name[-1]) for path in directory.iterdir())
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was in use")
 def test_who_reads_the_manifest_reads_the_weights(finished):
     checkpoint = finished / "checkpoints" / "step-00000001"
     assert len({file.stat().st_mode for file in checkpoint.iterdir()}) == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was in use")
 def test_writing_takes_no_memory_of_its_own(tmp_path):
     """A copy would also stop training while it is made: that takes one call, during which no Python runs."""
     weights = {f"model.{i}": torch.ones(2**20) for i in range(32)}
@@ -199,6 +204,32 @@ def test_writing_takes_no_memory_of_its_own(tmp_path):
     before = resident_mib("VmRSS")
     shards.write(tmp_path, weights, None)
     assert resident_mib("VmHWM") - before < 64, "MiB, of 128"
+
+
+def test_blocks_may_share_their_weights(tmp_path):
+    """As a fork's that is one block several times: each name has its tensor in the file, moments are there once."""
+
+    def trained(seed, steps):
+        torch.manual_seed(seed)
+        network = GPTModel(GPTConfig(vocab_size=16, d_model=8, n_heads=2, d_ff=16, n_layers=2, dropout=0.0))
+        network.blocks[1] = network.blocks[0]
+        optimizer = build_optimizer(network, OptimizerConfig())
+        for tokens in torch.randint(16, (steps, 2, 8)):
+            network(tokens, labels=tokens)[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return network, optimizer
+
+    network, optimizer = trained(0, steps=2)
+    shards.write(tmp_path, shards.state_tensors(network, optimizer), None)
+    [file] = tmp_path.iterdir()
+    stored = load_file(file)
+    assert torch.equal(stored["model.blocks.1.mlp.up_proj.weight"], stored["model.blocks.0.mlp.up_proj.weight"])
+    assert str(digests(stored)) == str(state_digests(network, optimizer))
+    other = trained(1, steps=1)
+    shards.read(tmp_path, *other)
+    assert other[0].blocks[1] is other[0].blocks[0]
+    assert str(state_digests(*other)) == str(state_digests(network, optimizer))
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):

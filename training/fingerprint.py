@@ -75,10 +75,9 @@ class StateDigests:
 
 def state_digests(network: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigests:
     """Of all that a checkpoint holds, under the names that it has there; called by all processes together."""
-    tensors = {}
-    for name, value in network.state_dict(keep_vars=True).items():
-        tensors[f"model.{name}"] = value
-        for key, moment in optimizer.state.get(value, {}).items():
+    tensors = {f"model.{name}": value for name, value in network.state_dict(keep_vars=True).items()}
+    for name, parameter in network.named_parameters():  # weights that blocks share have their moments once
+        for key, moment in optimizer.state.get(parameter, {}).items():
             if torch.is_tensor(moment):
                 tensors[f"optimizer.state.{name}.{key}"] = moment
     return digests(tensors)

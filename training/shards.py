@@ -55,15 +55,20 @@ class Writer(HuggingFaceStorageWriter):
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list]:
         """The file of this process, as the base would write it."""
         tensors = {item.index.fqn: planner.resolve_data(item).detach().cpu().contiguous() for item in plan.items}
+        written = set()
+        for name, tensor in tensors.items():
+            if tensor.data_ptr() in written:  # of blocks that share weights; in a file each name has its own
+                tensors[name] = tensor.clone()
+            written.add(tensor.data_ptr())
         begins = {item.index.fqn: {"saved_offsets": item.tensor_data.chunk.offsets} for item in plan.items}
         if tensors:
             file = Path(self.path, f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors")
             save_file(tensors, file, {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"})
             share(file)
             fsync(file)
-        written = Future()
-        written.set_result([])
-        return written
+        done = Future()
+        done.set_result([])
+        return done
 
 
 def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
