@@ -170,6 +170,7 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
         section, _, name = key.rpartition(".")
         if key not in lost:
             setattr(getattr(config, section) if section else config, name, value)
+    config.given = frozenset(vars(config.model))  # where the run is begun again, its model is the same
     problems = [line for key, line in lost.items() if key.startswith("model.")] or config.model.problems()
     if problems:
         raise ConfigError(f"{'; '.join(problems)}; {REMEDY}")
@@ -304,6 +305,19 @@ def take_over(config: TrainConfig) -> Loaded | None:
     if problems := config.problems(num_processes()):
         raise ConfigError("\n".join(problems))
     return loaded
+
+
+def begin_with(network: GPTModel, initial: Loaded) -> None:
+    """Give a new model the weights of another. What that lacks, as a fork's LoRA, stays as it is, and is named.
+
+    Raises:
+        ConfigError: the new one lacks some of them.
+    """
+    lacking, unknown = network.load_state_dict(initial.model.state_dict(), strict=False)
+    if unknown:
+        raise ConfigError(f"init_from: the model has no place for {len(unknown)} of its tensors, such as {unknown[0]}")
+    if lacking and is_main_process():
+        print(f"init_from: {len(lacking)} tensors are not in it and begin as in a new model, such as {lacking[0]}")
 
 
 def weights_hash(weights: dict[str, Tensor]) -> str:

@@ -34,6 +34,7 @@ from model.gpt import GPTModel
 from nested import nested_training, of_main_process, temporary_folder
 from training import launch, shards  # noqa: F401  (what a run loads, the memory of this process has to hold)
 from training.compute import no_compiler, prepare_network
+from training.gradients import trained
 from training.metrics_file import read_rows
 from training.optimizer import build_optimizer
 from training.world import num_processes
@@ -96,7 +97,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
         prepare_network(network, replace(config, compile=False, chunked_loss=chunked), device)
         optimizer = build_optimizer(network, config.optimizer)
         live.label = "gradients"
-        for parameter in network.parameters():
+        for parameter in trained(network):
             parameter.grad = torch.zeros_like(parameter)
         live.label = "moments"
         optimizer.step()
@@ -105,7 +106,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
         accumulates = config.global_batch_size > config.micro_batch_size * accelerator.num_processes
         with_ddp = accelerator.num_processes > 1 and launch.num_shards(accelerator) == 1 and not config.exact
         optimizer.zero_grad(set_to_none=config.exact or not (with_ddp or accumulates))
-        for parameter in filter(lambda p: p.requires_grad, network.parameters()):
+        for parameter in trained(network):
             parameter.register_post_accumulate_grad_hook(lambda p: live.relabel(p.grad, "gradients"))
 
         def head(module, inputs, output: Tensor) -> None:

@@ -61,12 +61,12 @@ from audit import Run, audit, outcome, say
 from config import ConfigError, TrainConfig
 from data.corpus import Batches, load_corpus
 from data.order import derive_seed
-from load import load_run, read_weights
+from load import begin_with, load_run, read_weights
 from model.gpt import GPTModel
 from nested import temporary_folder
 from training import launch
 from training.compute import no_compiler, prepare_network
-from training.gradients import fill_in
+from training.gradients import fill_in, trained
 from training.launch import uses_cpu
 from training.layers import total_norm
 from training.manifest import read_manifest
@@ -152,7 +152,7 @@ def show_sequences(run: Run, before: Path | None, step: int, config: ReplayConfi
     if before:
         read_weights(before, read_manifest(before), model.state_dict())
     elif run.config.init_from:
-        model.load_state_dict(load_run(run.config.init_from).model.state_dict())
+        begin_with(model, load_run(run.config.init_from))
     build_optimizer(model.to(device), run.config.optimizer)  # it freezes what a fork does not train
     indices = corpus.order(run.config.global_batch_size, run.config.seed).indices(step - 1)
     batch = {name: tensor.to(device) for name, tensor in Batches(corpus.train)[list(indices)].items()}
@@ -212,5 +212,5 @@ def compute(
         token_losses.append(losses.detach())
     if not gradients:
         return token_losses, 0.0
-    fill_in(list(model.parameters()))
-    return token_losses, total_norm(parameter.grad for parameter in model.parameters())
+    fill_in(parameters := trained(model))
+    return token_losses, total_norm(parameter.grad for parameter in parameters)

@@ -24,7 +24,7 @@ import trackers
 from config import TrainConfig
 from data.corpus import Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
-from load import Loaded, check_tokenizer, take_over
+from load import Loaded, begin_with, check_tokenizer, take_over
 from model.gpt import GPTModel
 from plot import save_layers, save_loss_curve
 from training import checkpoint, launch
@@ -32,7 +32,7 @@ from training.compute import prepare_network, step_profiler
 from training.corpus_check import CorpusCheck
 from training.evaluation import evaluate, require_finite_loss
 from training.fingerprint import state_digests
-from training.gradients import backward, clip, fill_in, first_backward, loss_scale
+from training.gradients import backward, clip, fill_in, first_backward, loss_scale, trained
 from training.layers import LayerStatistics
 from training.optimizer import build_optimizer, set_lr
 from training.run_directory import RunDirectory, Start
@@ -96,7 +96,7 @@ def train(
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
     if initial:
-        network.load_state_dict(initial.model.state_dict())
+        begin_with(network, initial)
     prepare_network(network, config, device)
     layers = LayerStatistics(network.blocks if config.tracking.layers else [], accumulation, accelerator)
     optimizer = build_optimizer(network, config.optimizer)
@@ -108,7 +108,7 @@ def train(
     else:
         model, optimizer = accelerator.prepare(network, optimizer)
         optimizer = optimizer.optimizer  # the wrapper around it looks in every step which packages are installed
-    parameters = list(network.parameters())
+    parameters = trained(network)
     # DDP averages over the processes what is to be summed.
     averaged_over = 1 if config.exact else num_processes
     if start.checkpoint:

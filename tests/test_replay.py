@@ -101,7 +101,7 @@ def test_a_step_of_a_branch_is_opened(run, branch):
 
 
 def test_a_run_that_began_with_the_weights_of_another_is_replayed_and_audited(run, in_process, tmp_path, capsys):
-    begin = ["--init_from", run, "--checkpoint.keep_every", 2]
+    begin = ["--init_from", run, "--model.dropout", 0.2, "--checkpoint.keep_every", 2]
     train(*RECIPE, "--steps", 4, *begin, "--out_dir", tmp_path, "--name", "tuned")
     shown = python(f"python replay.py {tmp_path / 'tuned'} 1 --num_sequences 6", CXX="/nonexistent").stdout
     assert "step 1: as in the run, by 1 fingerprint(s)" in shown

@@ -21,6 +21,11 @@ class _Reach(torch.autograd.Function):
         return gradient, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
+def trained(network: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [parameter for parameter in network.parameters() if parameter.requires_grad]
+
+
 def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
     """Add the gradients of `loss` to those of the prepared model's parameters, used or not."""
     if isinstance(model, DistributedDataParallel):
@@ -32,10 +37,9 @@ def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> 
     """The backward by which DDP orders its sums for good: all parameters, the last first, whatever the batch used."""
     if isinstance(model, DistributedDataParallel):
         # What has to be compiled and allocated is so now, out of DDP's sight.
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        torch.autograd.grad(loss, trained, allow_unused=True)
+        torch.autograd.grad(loss, trained(model), allow_unused=True)
         loss = loss.detach()
-        for parameter in trained:
+        for parameter in trained(model):
             loss = _Reach.apply(loss, parameter)
     accelerator.backward(loss)
 

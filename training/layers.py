@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from training.gradients import trained
 from training.optimizer import gathered
 
 
@@ -19,7 +20,8 @@ def _note_mean_square(mean_squares: deque[Tensor], block: nn.Module, inputs: tup
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
     """L2 norm of all tensors together, which may be sharded."""
-    return torch.stack([gathered(tensor.detach().float().norm()) for tensor in tensors]).norm().item()
+    norms = [gathered(tensor.detach().float().norm()) for tensor in tensors]
+    return torch.stack(norms).norm().item() if norms else 0.0
 
 
 class LayerStatistics:
@@ -46,7 +48,7 @@ class LayerStatistics:
             return
         before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
         columns = {"weight_norm": [total_norm(weights) for weights in before]}
-        columns["gradient_norm"] = [total_norm(p.grad for p in block.parameters()) for block in self.blocks]
+        columns["gradient_norm"] = [total_norm(p.grad for p in trained(block)) for block in self.blocks]
         yield
         # A row for every micro-batch of the global batch, so that they are added in one order however many processes.
         mean_squares = torch.stack([torch.stack(tuple(of_block)) for of_block in self.mean_squares], dim=1)

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from config import TrainConfig
 from model.gpt import HAS_TRITON, GPTModel
 from training.compute import no_compiler
+from training.gradients import trained
 from training.launch import num_shards
 from training.run_directory import Start
 
@@ -37,6 +38,7 @@ def summary(
     tokens_per_step = config.global_batch_size * config.seq_len
     lack = config.compile and no_compiler(device)
     compiled = (f", not compiled: {lack}" if lack else ", compiled") if config.compile else ""
+    frozen = model.num_parameters() - sum(parameter.numel() for parameter in trained(model))
     facts = {
         "run": f"{directory}" + (f", resumed at step {start.step} from {start.checkpoint}" if start.checkpoint else ""),
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
@@ -44,7 +46,7 @@ def summary(
         + compiled
         + (", activation checkpointing" if config.activation_checkpointing else "")
         + (", deterministic" if config.exact else ""),
-        "model": f"{model.num_parameters():,} parameters",
+        "model": f"{model.num_parameters():,} parameters" + (f", {frozen:,} of them frozen" if frozen else ""),
         "global batch": f"{config.global_batch_size} sequences = {config.micro_batch_size} micro-batch"
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
         "tokens": f"{tokens_per_step:,} a step x {config.steps:,} steps = {tokens_per_step * config.steps:,}",

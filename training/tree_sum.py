@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.gradients import fill_in
+from training.gradients import fill_in, trained
 
 
 class TreeSum:
@@ -22,7 +22,7 @@ class TreeSum:
     """
 
     def __init__(self, network: nn.Module, num_micro_batches: int, rank: int, num_processes: int):
-        self.parameters = list(network.parameters())
+        self.parameters = trained(network)
         self.rank, self.num_processes = rank, num_processes
         num_leaves = num_micro_batches & -num_micro_batches  # the largest power of two that divides it
         self.micro_batches_per_leaf = num_micro_batches // num_leaves
