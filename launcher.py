@@ -3,18 +3,22 @@
 import glob
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import gather_object
 from torch import nn
 
 from config import ConfigError, TrainConfig
 from model import gpt
+from training.continuation import flat_settings
 from training.launch import is_on, uses_cpu
 
 # Sections of a launch file, and what Accelerate puts before their keys to find its own command-line argument.
@@ -29,6 +33,8 @@ LAUNCH_FILE_SECTIONS = {
 }
 SIZES = "parallelism_config_"
 SIZE_NAMES = [f"{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
+# Where things lie, and what no result depends on: each machine may have its own.
+OF_EACH_MACHINE = {"out_dir", "resume", "branch_from", "init_from", "data.path", "data.num_workers"}
 NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 
 
@@ -45,6 +51,27 @@ def check(config: TrainConfig) -> None:
     problems += lost(os.environ, asked) + unsupported(os.environ, asked, config) + missing_devices(os.environ)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_alike(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Refuse processes that were started with different settings, as by hand on each machine; called by all together.
+
+    Nothing else would find it: of other data, each process adds up its own.
+
+    Raises:
+        ConfigError: on all processes alike, with every such setting.
+    """
+    mine = flat_settings(asdict(config)) | {"mixed_precision": accelerator.mixed_precision}
+    first, *others = gather_object([mine])
+    different = {
+        name: f"{name}: {first.get(name)} in process 0, {theirs.get(name)} in process {rank}"
+        for rank, theirs in reversed([*enumerate(others, start=1)])
+        for name in (first.keys() | theirs.keys()) - OF_EACH_MACHINE
+        if first.get(name) != theirs.get(name)
+    }
+    if different:
+        lines = [different[name] for name in sorted(different)]
+        raise ConfigError("\n  ".join(["the processes of this run have different settings:", *lines]))
 
 
 def lost(environment: Mapping[str, str], asked: dict[str, Any]) -> list[str]:

@@ -67,6 +67,7 @@ def main(config: TrainConfig) -> None:
         config.model.vocab_size = corpus.vocab_size
         run.check(config)
         accelerator = launch.start(config)
+        launcher.check_alike(config, accelerator)
         stop_signal = StopSignal()
         start = run.open(config, accelerator)
         if start.step < config.steps:

@@ -269,6 +269,27 @@ def test_processes_of_mpirun_train_together_and_what_does_not_fit_them_is_said(r
     assert code == 2 and "global_batch_size: 5 is not a multiple" in err
 
 
+def test_processes_of_different_settings_are_refused(runs):
+    """Each would add up its own data, and the run be that of neither; where things lie may differ."""
+
+    def start_both(*theirs):
+        told = environment(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        words = [*TINY_STORIES, "--steps", "2", "--out_dir", str(runs), "--name", "run"]
+        launches = [
+            Launch("train.py", [*words, *own], 0, told | {"RANK": rank, "LOCAL_RANK": rank})
+            for rank, own in (("0", ()), ("1", theirs))
+        ]
+        code = launches[0].wait(120)
+        launches[1].end()
+        return code, launches[0].output()[1]
+
+    code, err = start_both("--seed", "1", "--evaluation.num_samples", "9")
+    assert code == 2 and not runs.exists()
+    assert "evaluation.num_samples: 7 in process 0, 9 in process 1\n  seed: 0 in process 0, 1 in process 1\n" in err
+    code, err = start_both("--data.num_workers", "1", "--out_dir", str(runs / "." / ".." / runs.name))
+    assert code == 0, err
+
+
 def test_a_machine_without_fcntl_is_told_where_this_runs():
     code = "import sys, runpy; sys.modules['fcntl'] = None; runpy.run_path('train.py', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -266,6 +266,5 @@ def _starts_afresh(config: TrainConfig) -> bool:
 
 def _plain(config: TrainConfig) -> dict[str, Any]:
     settings = json.loads(json.dumps(asdict(config)))  # tuples become lists, as YAML and JSON have them
-    if config.resume == "never":
-        settings["resume"] = "auto"  # it was meant for this start, not for those that read the file
-    return settings
+    # never was meant for this start, not for those that read the file
+    return settings | ({"resume": "auto"} if config.resume == "never" else {})
