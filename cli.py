@@ -119,6 +119,14 @@ def adopt(environment: MutableMapping[str, str]) -> None:
             told["MASTER_ADDR"] = "127.0.0.1"
         environment |= told | dict(environment)
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if not (value := environment.get(name, "1")).isdecimal():
+            raise ConfigError(f"{name}: {value!r} of the environment is no whole number")
+    if not int(environment.get("RANK", 0)) < int(environment["WORLD_SIZE"]):
+        raise ConfigError(
+            f"RANK: {environment.get('RANK', 0)} of the environment, but WORLD_SIZE is {environment['WORLD_SIZE']}; "
+            "ranks are counted from 0"
+        )
     if int(environment["WORLD_SIZE"]) > 1 and (missing := [name for name in needed if name not in environment]):
         raise ConfigError(
             f"WORLD_SIZE: {environment['WORLD_SIZE']} processes, but {', '.join(missing)} of the environment is not "

@@ -252,6 +252,23 @@ def test_launchers_of_torch_come_before_mpi():
         cli.adopt({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
 
 
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"RANK": "2"}, "RANK: 2 of the environment, but WORLD_SIZE is 2; ranks are counted from 0"),
+        ({"WORLD_SIZE": "0"}, "RANK: 1 of the environment, but WORLD_SIZE is 0"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: '' of the environment is no whole number"),
+        ({"MASTER_PORT": "tcp"}, "MASTER_PORT: 'tcp' of the environment is no whole number"),
+    ],
+    ids=lambda value: " ".join(map("=".join, value.items())) if isinstance(value, dict) else "",
+)
+def test_processes_that_are_counted_wrong_are_told_so(wrong, message):
+    """By hand or by a script with a variable that is empty: not with a traceback, or after ten minutes of waiting."""
+    told = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    with pytest.raises(ConfigError, match=message):
+        cli.adopt(told | wrong)
+
+
 def test_processes_of_mpirun_train_together_and_what_does_not_fit_them_is_said(runs):
     def mpirun(*arguments):
         port, launches = str(free_port()), []
