@@ -1,5 +1,6 @@
 """Files: written whole or not at all, and read without trust in what is in them."""
 
+import fcntl
 import hashlib
 import json
 import math
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -64,6 +65,15 @@ def share(path: Path) -> None:
     """Let those read a file who can read its folder: safetensors makes files that their owner alone can."""
     with suppress(OSError):  # of a file system without such modes
         path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def lock(file: TextIO) -> bool:
+    """Take an open file for this process until it is closed; False where another one has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def sha256(path: Path) -> str:

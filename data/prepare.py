@@ -13,7 +13,6 @@ Of conversations a row is one of them, as the tokenizer's chat template writes i
 is 1 at the tokens of answers (chat.py).
 """
 
-import fcntl
 import json
 import math
 import os
@@ -45,7 +44,7 @@ from config import ConfigError
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
 from data.sources import Source, find_files, source_stamp
 from data.tokenizer import NAMES, load_tokenizer, save_tokenizer
-from files import absent_folder, folder_written_atomically, fsync, write_atomically
+from files import absent_folder, folder_written_atomically, fsync, lock, write_atomically
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; documents of more than two are encoded in pieces
@@ -273,11 +272,9 @@ def prepare(config: PrepareConfig) -> dict:
         raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
     for name in ("parts", *SPLITS):
         (work / name).mkdir(parents=True, exist_ok=True)
-    with open(work / "parts" / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"out: another process is preparing {out}") from None
+    with open(work / "parts" / "lock", "w") as lock_file:
+        if not lock(lock_file):
+            raise ConfigError(f"out: another process is preparing {out}")
         begun, content = work / "parts" / "request", json.dumps(request).encode()
         # Before the tokenizer, which is the first thing to be kept, nothing is there that another source could spoil.
         if (work / "tokenizer").exists() and begun.read_bytes() != content:

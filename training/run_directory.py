@@ -1,6 +1,5 @@
 """The directory of a run, `<out_dir>/<name>/`: who may write in it, and where a start in it begins."""
 
-import fcntl
 import itertools
 import json
 import os
@@ -17,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from config import ConfigError, RunError, TrainConfig
-from files import copy_folder, write_atomically
+from files import copy_folder, lock, write_atomically
 from training.continuation import check_foreign, check_own, complete, differences, read_settings
 from training.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
 from training.metrics_file import forget_after
@@ -244,12 +243,10 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock_file = open(self.path / LOCK, "w")
         os.register_at_fork(after_in_child=self._lock_file.close)  # loaders of data outlive a kill for some seconds
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(self._lock_file.fileno()), (self.path / LOCK).stat())
-        except (BlockingIOError, FileNotFoundError):
-            mine = False
-        if not mine:  # or it was moved aside just now, by another that starts afresh
+        mine = False
+        with suppress(FileNotFoundError):  # it was moved aside just now, by another that starts afresh
+            mine = lock(self._lock_file) and os.path.samefile(self._lock_file.fileno(), self.path / LOCK)
+        if not mine:
             raise ConfigError(f"{self.path} is in use: another training is running in it; choose another name")
 
     def _move_aside(self) -> None:
