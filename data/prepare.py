@@ -172,7 +172,7 @@ def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, share: float, sou
         yield part, source.dataset.state_dict() if source.streaming else None
 
 
-def make_part(folder: Path, encode: Callable, types: dict[str, str], index: int, texts: Part) -> dict:
+def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], index: int, texts: Part) -> dict:
     """Encode and write a part, and last a JSON file with what is returned: its counts, and the state given.
 
     A part that a killed process has completed is only read.
@@ -193,17 +193,15 @@ def make_part(folder: Path, encode: Callable, types: dict[str, str], index: int,
             counts.update(documents=begins and columns != {}, empty_documents=columns == {})
             if columns:  # the bytes are those that tokens stand for
                 counts.update(bytes=len(text.encode()), replacement_characters=text.count("\ufffd"))
-                rows.append({name: np.array(columns[name], dtype) for name, dtype in types.items()})
-        offsets = pa.array(np.cumsum([0, *(len(row["input_ids"]) for row in rows)], dtype=np.int32))
-        values = {name: np.concatenate([np.empty(0, t), *(row[name] for row in rows)]) for name, t in types.items()}
-        columns = {name: pa.ListArray.from_arrays(offsets, pa.array(column)) for name, column in values.items()}
+                rows.append({name: np.array(columns[name], kind.to_pandas_dtype()) for name, kind in types.items()})
+        columns = {name: pa.array([row[name] for row in rows], pa.list_(kind)) for name, kind in types.items()}
         batch, stream = pa.record_batch(columns), pa.BufferOutputStream()
         with pa.ipc.new_stream(stream, batch.schema) as writer:
             writer.write_batch(batch)
         name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
         write_atomically(folder / name, content)
         written = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
-        part[split] = {**counts, "tokens": len(values["input_ids"]), **written}
+        part[split] = {**counts, "tokens": len(batch["input_ids"].values), **written}
     write_atomically(folder / PART_FILE.format(index), json.dumps(part).encode())
     return part
 
@@ -296,10 +294,10 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         with folder_written_atomically(work / "tokenizer") as folder:
             save_tokenizer(config.tokenizer, folder, said)
     tokenizer, facts = load_tokenizer(work / "tokenizer")
-    types = {"input_ids": "uint16" if facts["vocab_size"] <= 2**16 else "uint32"}
+    types = {"input_ids": pa.uint16() if facts["vocab_size"] <= 2**16 else pa.uint32()}
     encode = partial(encode_text, tokenizer, facts["end_of_text"])
     if source.conversations:
-        encode, types["assistant_masks"] = partial(chat.encode_row, chat.open_tokenizer(work / "tokenizer")), "uint8"
+        encode, types["assistant_masks"] = partial(chat.encode_row, chat.open_tokenizer(work / "tokenizer")), pa.uint8()
 
     parts, most = [], config.max_tokens or math.inf
     if config.streaming:  # what is done need not be downloaded again
