@@ -79,16 +79,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self.adamw = adamw
         muon = {"params": hidden, "lr": config.lr, "weight_decay": config.weight_decay, "betas": config.betas}
         super().__init__([muon, *adamw.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        """One list of groups and one state, of which AdamW works on its own: what is saved is what is used."""
-        self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Take over another's moments."""
-        super().load_state_dict(state_dict)
-        self._share()
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -100,6 +90,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 alike.setdefault(weight if is_sharded(weight) else weight.shape, []).append(weight)
         for weights in alike.values():
             self._step_along_momentum(weights, muon["lr"], muon["weight_decay"], *muon["betas"])
+        # One list of groups and one state, of which AdamW works on its own: what is saved is what is used.
+        self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
         self.adamw.step()
 
     def _step_along_momentum(
