@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ class SaveError(RunError):
     """A checkpoint could not be written; those before it are untouched."""
 
 
-class Saver:
+class Saver(AbstractContextManager):
     """Saves checkpoints while training goes on: the state is copied in CPU memory, and a thread writes the copy.
 
     With `checkpoint.asynchronous: false` the same is done while training waits. All processes call it together.
@@ -51,9 +51,6 @@ class Saver:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
-
-    def __enter__(self) -> "Saver":
-        return self
 
     def __exit__(self, exception_type, exception, traceback) -> None:
         # After any other, a process may be gone, and nothing would come of waiting.

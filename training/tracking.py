@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 from accelerate import Accelerator
@@ -26,7 +26,7 @@ def shown(name: str, value: float) -> str:
     return format(value, FORMATS.get(name, ".4f" if value == 0 or abs(value) >= 0.01 else ".3g"))
 
 
-class Tracker:
+class Tracker(AbstractContextManager):
     """Logs metrics and prints, on the main process; on every other process its methods do nothing.
 
     On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
@@ -109,9 +109,6 @@ class Tracker:
         if self.is_main_process:
             self.bar.write(text, file=sys.stdout)
             sys.stdout.flush()
-
-    def __enter__(self) -> "Tracker":
-        return self
 
     def __exit__(self, exception_type, exception, traceback) -> None:
         if not self.is_main_process:
