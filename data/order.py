@@ -60,6 +60,16 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+def permute_each(positions: np.ndarray, size: int, seed: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The group of `size` positions (`name`: an epoch, a block) that each position lies in, and its place there after a
+    permutation by (seed, name, group); all int64 [n]."""
+    groups, places = np.divmod(positions, size)
+    for group in np.unique(groups):
+        here = groups == group
+        places[here] = permute(places[here], size, derive_seed(seed, name, int(group)))
+    return groups, places
+
+
 class GlobalBatches:
     """The sample indices of every global batch of a run.
 
@@ -86,12 +96,7 @@ class GlobalBatches:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
-        epochs, offsets = np.divmod(positions, self.num_samples)
-        indices = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permute(offsets[here], self.num_samples, derive_seed(self.seed, "epoch", int(epoch)))
-        return indices
+        return permute_each(positions, self.num_samples, self.seed, "epoch")[1]
 
 
 class MixedBatches(GlobalBatches):
@@ -109,10 +114,7 @@ class MixedBatches(GlobalBatches):
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
-        blocks, slots = np.divmod(positions, MIX_BLOCK)
-        for block in np.unique(blocks):
-            here = blocks == block
-            slots[here] = permute(slots[here], MIX_BLOCK, derive_seed(self.seed, "block", int(block)))
+        blocks, slots = permute_each(positions, MIX_BLOCK, self.seed, "block")
         corpora = np.searchsorted(self.quota_ends, slots, side="right")
         indices = np.empty_like(positions)
         for c in np.unique(corpora):
