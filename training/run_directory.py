@@ -74,8 +74,7 @@ class RunDirectory:
         existing = self.path
         try:
             existing = next(path for path in (self.path, *self.path.parents) if path.exists())
-            with tempfile.TemporaryFile(dir=existing):
-                pass
+            tempfile.TemporaryFile(dir=existing).close()
         except OSError as error:
             raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
         before = None if _starts_afresh(config) else read_settings(self.path / "config.yaml")
