@@ -54,13 +54,11 @@ def plain_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
-    match config.norm:
-        case "rmsnorm":
-            return nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        case "layernorm":
-            return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
-        case other:
-            raise ValueError(f"model.norm: {other!r} is a choice without code")
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+    raise ValueError(f"model.norm: {config.norm!r} is a choice without code")
 
 
 class Attention(nn.Module):
