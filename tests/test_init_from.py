@@ -11,7 +11,8 @@ from config import ConfigError
 from data.corpus import load_corpus
 from export import ExportConfig
 from hub import tensors_from_transformers
-from load import load_run, take_over
+from load import begin_with, load_run, take_over
+from model.gpt import GPTModel
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
 
 MODELS = {
@@ -117,6 +118,20 @@ def test_dropout_may_be_its_own(made):
     config = parse_config(arguments(made, "--init_from", made / "gpt2", "--model.dropout", 0.3))
     take_over(config)
     assert config.model.dropout == 0.3 and config.model.n_heads == 2
+
+
+def test_what_a_fork_adds_begins_as_in_a_new_model_and_nothing_of_the_other_is_lost(made, capsys):
+    initial = load_run(made / "gpt2")
+    network = GPTModel(initial.model.config)
+    network.adapter = torch.nn.Linear(2, 2)
+    begun, weights = network.adapter.weight.clone(), initial.model.state_dict()
+    begin_with(network, initial)
+    assert "init_from: 2 tensors are not in it and begin as in a new model, such as adapter." in capsys.readouterr().out
+    assert torch.equal(network.adapter.weight, begun)
+    assert all(torch.equal(network.state_dict()[name], weight) for name, weight in weights.items())
+    del network.final_norm
+    with pytest.raises(ConfigError, match=r"no place for 2 of its tensors, such as final_norm\."):
+        begin_with(network, initial)
 
 
 def test_a_corpus_with_other_tokens_is_refused(made):

@@ -17,7 +17,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             is_hidden = config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks.")
             (hidden if is_hidden else matrices if parameter.dim() >= 2 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]  # a checkpoint has nothing of an empty one, nor is it read
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     match config.name:
         case "adamw":
