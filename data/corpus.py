@@ -81,8 +81,8 @@ def load_corpus(config: TrainConfig) -> Corpus:
     """
     seed = config.data.seed or 0
     sizes = {"train": config.data.num_samples, "validation": config.evaluation.num_samples}
-    vocab_size = config.model.vocab_size
     if config.data.source == "random":
+        vocab_size = config.model.vocab_size
         splits = [RandomTokensDataset(split, size, seed, config.seq_len, vocab_size) for split, size in sizes.items()]
         return Corpus(*splits, tokenizer=None, vocab_size=vocab_size)
     if config.data.source == "text":
@@ -93,7 +93,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
     tokenizer = build_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
     judges = {"score_texts": score_stories, "verdict": verdict}
-    return Corpus(*splits, tokenizer, _checked_vocab_size(vocab_size, num_tokens), **judges)
+    return Corpus(*splits, tokenizer, _checked_vocab_size(config, num_tokens), **judges)
 
 
 def _load_text(config: TrainConfig) -> Corpus:
@@ -118,7 +118,7 @@ def _load_text(config: TrainConfig) -> Corpus:
     sizes = [evaluation.num_samples and max(1, evaluation.num_samples * quota // MIX_BLOCK) for quota in quotas]
     wanted = zip(corpora, sizes, strict=True) if evaluation.every else ()
     validation = [TextDataset(corpus, "validation", config.seq_len, data.documents, size) for corpus, size in wanted]
-    vocab_size = _checked_vocab_size(config.model.vocab_size, corpora[0].vocab_size)
+    vocab_size = _checked_vocab_size(config, corpora[0].vocab_size)
     facts = {"verification": Verification(corpora), "end_of_text": corpora[0].end_of_text}
     facts["conversations"] = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
     if data.mix:
@@ -127,7 +127,9 @@ def _load_text(config: TrainConfig) -> Corpus:
     return Corpus(train[0], *validation or [None], corpora[0].tokenizer, vocab_size, quotas, **facts)
 
 
-def _checked_vocab_size(vocab_size: int | None, num_tokens: int) -> int:
+def _checked_vocab_size(config: TrainConfig, num_tokens: int) -> int:
+    vocab_size = config.model.vocab_size
     if vocab_size is not None and vocab_size < num_tokens:
-        raise ConfigError(f"model.vocab_size: {vocab_size} is less than the tokenizer's {num_tokens}; null takes that")
+        remedy = f"prepare the corpus with that of {config.init_from}" if config.init_from else "null takes that"
+        raise ConfigError(f"model.vocab_size: {vocab_size} is less than the tokenizer's {num_tokens}; {remedy}")
     return vocab_size or num_tokens

@@ -145,6 +145,17 @@ def test_a_corpus_with_other_tokens_is_refused(made):
     assert not (made / "runs" / "other").exists()
 
 
+def test_a_corpus_with_more_tokens_is_to_be_prepared_anew(made, tmp_path):
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(GPT2Config(**MODELS["gpt2"].to_diff_dict() | {"vocab_size": 100})).save_pretrained(
+        tmp_path / "small"
+    )
+    config = parse_config(arguments(made, "--init_from", tmp_path / "small"))
+    take_over(config)
+    with pytest.raises(ConfigError, match=r"model.vocab_size: 100 is less .* prepare the corpus with that of .*small$"):
+        load_corpus(config)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("finetune_*.yaml")), ids=lambda path: path.stem)
 def test_the_recipes_take_everything_from_the_model(path, made):
     small = path.stem.removeprefix("finetune_").split("_")[0]
