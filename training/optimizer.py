@@ -88,15 +88,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 # Sharded ones go one by one: each has to be gathered, and all of them may be too large.
                 alike.setdefault(weight if is_sharded(weight) else weight.shape, []).append(weight)
         for weights in alike.values():
-            self._step_along_momentum(weights, muon["lr"], muon["weight_decay"], *muon["betas"])
+            self._step_along_momentum(weights, muon)
         # One list of groups and one state, of which AdamW works on its own: what is saved is what is used.
         self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
         self.adamw.step()
 
-    def _step_along_momentum(
-        self, weights: list[nn.Parameter], lr: float, weight_decay: float, momentum: float, square_decay: float
-    ) -> None:
+    def _step_along_momentum(self, weights: list[nn.Parameter], group: dict) -> None:
         """Muon, for matrices of one shape."""
+        (momentum, square_decay), lr = group["betas"], group["lr"]
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -112,7 +111,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(squares, steps.square().mean(-1, keepdim=True).unbind(), 1 - square_decay)
         normed = steps * torch.stack(squares).clamp(min=1e-10).rsqrt()
         steps = normed * (length(steps) / length(normed).clamp(min=1e-7))
-        torch._foreach_mul_(weights, 1 - lr * weight_decay)
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         steps = [sharded_as(weight, step) for weight, step in zip(weights, steps, strict=True)]
         torch._foreach_add_(weights, steps, alpha=-lr * 0.2 * math.sqrt(max(ahead.shape[-2:])))
 
