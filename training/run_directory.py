@@ -55,10 +55,9 @@ class RunDirectory:
 
         Whether it may go on from there is for `check` to say.
         """
-        with suppress(ConfigError):
+        with suppress(ConfigError, InvalidCheckpoint):
             if not _starts_afresh(config) and (before := read_settings(self.path / "config.yaml")):
                 return before["data.seed"]
-        with suppress(InvalidCheckpoint):
             if config.branch_from is not None:
                 return complete(read_manifest(Path(config.branch_from)).config)["data.seed"]
         return 0
@@ -227,15 +226,13 @@ class RunDirectory:
 
     def _may_be_claimed(self, config: TrainConfig) -> bool:
         """Whether this is the run of these settings, and nobody else is running it."""
-        try:
+        with suppress(ConfigError, OSError):
             before = read_settings(self.path / "config.yaml")
             same = before is not None and not _starts_afresh(config) and not differences(before, config)
-            if not same or config.branch_from not in (None, before["branch_from"]):
-                return False
-            self._lock()
-        except (ConfigError, OSError):
-            return False
-        return True
+            if same and config.branch_from in (None, before["branch_from"]):
+                self._lock()
+                return True
+        return False
 
     def _lock(self) -> None:
         """Held until the start is over, however it ends. It lies inside, for the directory may have several names."""
