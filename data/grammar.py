@@ -20,9 +20,9 @@ import math
 import os.path
 import random
 import re
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, pairwise
-from typing import NamedTuple
 
 # A token is a word or a punctuation mark, with the space before it: tokens put end to end are the text.
 TOKEN = re.compile(r" ?[A-Za-z]+| ?[^A-Za-z ]")
@@ -33,18 +33,8 @@ _PIECE = re.compile(r"(?P<space> ?)\{(?:(?P<rule>[A-Z_]+)|(?P<slot>[a-z]+)"
 
 Entry = Mapping[str, str]  # the forms of a table's entry; the form "" is the entry itself
 
-
-class Piece(NamedTuple):
-    """Of a template: plain text, or what stands in braces, with the space before it; "" is what it has not."""
-
-    space: str
-    rule: str
-    slot: str
-    form: str
-    table: str
-    other: str
-    text: str
-
+Piece = namedtuple("Piece", _PIECE.groupindex)
+"""Of a template: plain text, or what stands in braces, with the space before it; "" is what it has not."""
 
 Option = Entry | list[Piece]
 
