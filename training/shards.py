@@ -81,8 +81,6 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.Process
         dcp.save(tensors, storage_writer=Writer(str(directory), save_distributed=True), process_group=group)
     except CheckpointException as exception:
         raise OSError("; ".join(sorted({str(cause) for cause, _ in exception.failures.values()}))) from None
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
 
 
 def read(directory: Path, model, optimizer) -> None:
