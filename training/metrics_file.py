@@ -17,9 +17,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         OSError: the file cannot be read.
     """
-    for line in path.read_bytes().splitlines():
-        if (row := _row(line)) is not None:
-            yield row
+    yield from filter(None, map(_row, path.read_bytes().splitlines()))
 
 
 def forget_after(path: Path, step: int) -> None:
