@@ -12,6 +12,7 @@ if __name__ == "__main__":  # before anything slow is imported; `run` comes back
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 import launcher
 import trackers
 from config import TrainConfig
-from data.corpus import Batches, Corpus, load_corpus
+from data.corpus import TOKENS_AT_ONCE, Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
 from load import Loaded, begin_with, check_tokenizer, take_over
 from model.gpt import GPTModel
@@ -117,17 +118,7 @@ def train(
         state_digests(network, optimizer).require(start.metrics.get("state/digest"), start.checkpoint)
 
     order = corpus.order(config.global_batch_size, config.seed)
-    # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
-    loader = DataLoader(
-        Batches(corpus.train),
-        batch_size=None,
-        sampler=StepSampler(order, start.step, config.steps, rank, num_processes),
-        num_workers=config.data.num_workers,
-        worker_init_fn=ignore_stop_signals,
-        pin_memory=device.type == "cuda",
-    )
-    on_cuda = device.type == "cuda"  # elsewhere a copy that nobody waits for may be read too early
-    batches = ({name: tensor.to(device, non_blocking=on_cuda) for name, tensor in batch.items()} for batch in loader)
+    batches = load_batches(config, corpus, StepSampler(order, start.step, config.steps, rank, num_processes), device)
     # torch.manual_seed also notes a seed, with a stack trace, for a GPU that a machine without one does not have.
     seed_draws = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     tokens_per_step = config.global_batch_size * config.seq_len
@@ -218,6 +209,23 @@ def train(
         require_finite_loss(metrics, config.steps)
         draw_loss_curve(run.path, accelerator)
         tracker.say(f"The run lies in {run.path}.")
+
+
+def load_batches(config: TrainConfig, corpus: Corpus, sampler: StepSampler, device) -> Iterator[dict[str, Tensor]]:
+    """The training batches that the sampler asks for, on the device."""
+    # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
+    loader = DataLoader(
+        Batches(corpus.train),
+        batch_size=max(1, TOKENS_AT_ONCE * sampler.num_processes // (config.global_batch_size * config.seq_len)),
+        collate_fn=list,
+        sampler=sampler,
+        num_workers=config.data.num_workers,
+        worker_init_fn=ignore_stop_signals,
+        pin_memory=device.type == "cuda",
+    )
+    for batch in chain.from_iterable(loader):
+        # Elsewhere than from pinned memory to a GPU, a copy that nobody waits for may be read too early.
+        yield {name: tensor.to(device, non_blocking=device.type == "cuda") for name, tensor in batch.items()}
 
 
 def micro_batches(batch: dict[str, Tensor], micro_batch_size: int) -> Iterator[dict[str, Tensor]]:

@@ -21,6 +21,9 @@ Sums = dict[str, tuple[Tensor | float, Tensor | float]]
 """Numbers to be reported as sum / count, by their names, which must always be the same."""
 
 
+TOKENS_AT_ONCE = 2**13  # so many batches are made in one go
+
+
 class Batches(Dataset):
     """A map-style dataset by whole batches: item [i, j, ...] is the dict of their tensors, each [B, T].
 
@@ -35,6 +38,12 @@ class Batches(Dataset):
         if hasattr(self.dataset, "arrays"):
             return {name: torch.from_numpy(rows) for name, rows in self.dataset.arrays(indices).items()}
         return default_collate([self.dataset[index] for index in indices])
+
+    def __getitems__(self, batches: list[list[int]]) -> list[dict[str, Tensor]]:
+        """Several items of one size B, made in one go: between two steps of training a CPU's caches forget how."""
+        together = self[[index for indices in batches for index in indices]]
+        columns = (tensor.split(len(batches[0])) for tensor in together.values())
+        return [dict(zip(together, column, strict=True)) for column in zip(*columns, strict=True)]
 
 
 @dataclass

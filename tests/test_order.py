@@ -5,8 +5,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
+from data.corpus import Batches
 from data.order import GlobalBatches, StepSampler, derive_seed, permute
+from data.random_tokens import RandomTokensDataset
+from data.stories import StoriesDataset
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 1000, 65_537])
@@ -87,3 +91,13 @@ def test_seeds_are_stable_and_distinct():
     assert derive_seed(0, "dropout", 5, 1) == 5326986413471182180  # the same on every machine and in every version
     assert len({derive_seed(0, name, i) for name in ("a", "b") for i in range(1000)}) == 2000
     assert derive_seed(1, 23) != derive_seed(12, 3)
+
+
+@pytest.mark.parametrize("make", [StoriesDataset, RandomTokensDataset])
+def test_batches_that_are_made_in_one_go_are_those_made_one_by_one(make):
+    dataset = make("train", 50, 0, 96, *([30] if make is RandomTokensDataset else []))
+    batches, asked = Batches(dataset), [[3, 49], [0, 3], [7, 8]]
+    for indices, batch in zip(asked, batches.__getitems__(asked), strict=True):
+        assert batch.keys() == {"input_ids", "labels"}
+        for name, rows in batch.items():
+            assert torch.equal(rows, torch.stack([dataset[index][name] for index in indices]))
