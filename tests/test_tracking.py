@@ -314,12 +314,12 @@ def test_every_metric_of_the_contract_is_there(runs):
     assert stored == parse_config([*map(str, SHORT), "--out_dir", str(runs), "--name", "run", *filled_in])
 
 
-def test_a_terminal_shows_a_progress_bar(runs):
-    arguments = [*SHORT, "--out_dir", runs, "--name", "run"]
+def shown_on_a_terminal(runs, columns, processes):
+    """All that a run shows on a terminal that is so wide."""
+    words = [str(word) for word in (*SHORT, "--out_dir", runs, "--name", "run")]
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))
-    words = [str(word) for word in arguments]
-    launch = forked.Launch("train.py", words, 2, environment(), terminal=os.ttyname(theirs))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    launch = forked.Launch("train.py", words, processes, environment(), terminal=os.ttyname(theirs))
     threading.Thread(target=lambda: (launch.wait(120), os.close(theirs))).start()
     shown = b""
     while True:
@@ -328,13 +328,22 @@ def test_a_terminal_shows_a_progress_bar(runs):
         except OSError:  # the other end is closed
             break
         shown += chunk
-    assert [process.exitcode for process in launch.processes] == [0, 0]
-    text = shown.decode()
+    assert [process.exitcode for process in launch.processes] == [0] * processes
+    return shown.decode()
+
+
+def test_a_terminal_shows_a_progress_bar(runs):
+    text = shown_on_a_terminal(runs, columns=160, processes=2)
     assert "loading torch" in text and "waiting for all 2 processes" in text
     assert "4/4" in text and "tokens/s=" in text and "loss=" in text and "step/s" in text
     assert "train/loss" not in text and "] loss =" not in text, "the lines are for where there is no terminal"
     assert text.rstrip().endswith("Training finished.")
     assert text.count("run: ") == 1, "only the main process prints"
+
+
+def test_a_terminal_without_width_shows_lines(runs):
+    text = shown_on_a_terminal(runs, columns=0, processes=1)
+    assert "[step 4 / 4] loss = " in text and "step/s" not in text
 
 
 def test_the_picture_can_be_drawn_again_and_a_missing_run_is_said(tmp_path):

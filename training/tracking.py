@@ -1,5 +1,6 @@
 """Where a run's numbers and words go: its files, the screen and a tracker such as Weights & Biases."""
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
@@ -44,8 +45,10 @@ class Tracker(AbstractContextManager):
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
         if not self.is_main_process:
             return
+        # Some containers have a terminal that is 0 columns wide, on which a bar shows nothing.
+        has_room = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
         self.bar = tqdm(
-            total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not sys.stdout.isatty(),
+            total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not has_room,
             file=sys.stdout,
         )  # fmt: skip
         self.metrics_file = MetricsFile(run.metrics_file)
