@@ -226,6 +226,16 @@ def test_a_refused_start_of_this_run_is_written_down(precision, run):
     assert read_status(run / "status.json") == Status("finished", STEPS)
 
 
+def test_only_the_process_that_writes_a_refusal_down_takes_the_lock(run, monkeypatch):
+    """Else the main one, which is refused at the same time, finds the directory in use, and writes nothing."""
+    config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="^refused$"):
+        with (directory := RunDirectory(config.out_dir, config.name)).outcome_recorded(config):
+            raise ConfigError("refused")
+    assert directory._lock_file is None
+
+
 @pytest.mark.parametrize(
     "arguments", [["--seed", 5], ["--resume", "never"], ["--resume", OLD_RUNS / "format-1" / "checkpoints"]], ids=str
 )

@@ -135,7 +135,7 @@ class RunDirectory:
             self._record("preempted", str(preempted))
             raise
         except BaseException as error:
-            if self.is_open or self._may_be_claimed(config):
+            if self.is_open or (is_main_process() and self._may_be_claimed(config)):  # which the others do not write
                 self._record("failed", f"{type(error).__name__}: {error}")
             raise
         else:
