@@ -90,8 +90,8 @@ def load_corpus(config: TrainConfig) -> Corpus:
     """
     seed = config.data.seed or 0
     sizes = {"train": config.data.num_samples, "validation": config.evaluation.num_samples}
+    vocab_size = config.model.vocab_size
     if config.data.source == "random":
-        vocab_size = config.model.vocab_size
         splits = [RandomTokensDataset(split, size, seed, config.seq_len, vocab_size) for split, size in sizes.items()]
         return Corpus(*splits, tokenizer=None, vocab_size=vocab_size)
     if config.data.source == "text":
