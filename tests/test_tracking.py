@@ -376,9 +376,13 @@ class Terminal(io.StringIO):
     def isatty(self):
         return True
 
+    def fileno(self):
+        return -1
+
 
 def test_the_bar_moves_in_every_step_logged_or_not(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((80, 24)))
     config = parse_config([*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run"])
     run = RunDirectory(str(tmp_path), "run")
     run.path.mkdir()
