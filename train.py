@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before anything slow is imported; `run` comes back
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -134,15 +133,14 @@ def train(
         tracker.say(summary(config, accelerator, network, run.path, start, verified, corpus.conversations))
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
         # So that number comes first: here for the first step, and later with the totals of the step before.
-        batch = next(batches)
-        totals.send(count_targets(batch), stop=False)
+        share, num_targets = next(batches)
+        totals.send(num_targets, stop=False)
         target_tokens = totals.receive(start.step, torch.zeros((), device=device))
         totals.read(at_once=True)
         totals.skipped, totals.skipped_in_a_row = start.skipped
         # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
         # resumed run adds in the same order as one that never stopped.
-        micro_batch = next(micro_batches(batch, config.micro_batch_size))
-        _, micro_loss, *sums = model(**micro_batch, num_items_in_batch=target_tokens)
+        _, micro_loss, *sums = model(**share[0], num_items_in_batch=target_tokens)
         first_backward(micro_loss, model, accelerator)
         optimizer.zero_grad()
         totals.agree_on_names(*sums)
@@ -153,15 +151,15 @@ def train(
             set_lr(optimizer, lr_share)
             scale = loss_scale(accelerator.mixed_precision, step, totals.skipped)
             done = step + 1
-            for index, micro_batch in enumerate(micro_batches(batch, config.micro_batch_size)):
+            for index, micro_batch in enumerate(share):
                 seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
                     _, micro_loss, *sums = model(**micro_batch, num_items_in_batch=target_tokens / averaged_over)
                     totals.add(micro_loss / averaged_over, *sums)
                     if index == accumulation - 1:
-                        batch = next(batches, None)
+                        share, num_targets = next(batches, ([], 0))
                         stop = stop_signal.received or saver.failed or corpus_check.failed or done == config.stop_after
-                        totals.send(count_targets(batch), stop)
+                        totals.send(num_targets, stop)
                     backward(scale * micro_loss, model, accelerator)
                 if config.exact:
                     tree_sum.add_micro_batch()
@@ -211,8 +209,8 @@ def train(
         tracker.say(f"The run lies in {run.path}.")
 
 
-def load_batches(config: TrainConfig, corpus: Corpus, sampler: StepSampler, device) -> Iterator[dict[str, Tensor]]:
-    """The training batches that the sampler asks for, on the device."""
+def load_batches(config: TrainConfig, corpus: Corpus, sampler: StepSampler, device) -> Iterator[tuple]:
+    """This process's share of every global batch that the sampler asks for, on the device: micro-batches, targets."""
     # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
     loader = DataLoader(
         Batches(corpus.train),
@@ -223,9 +221,11 @@ def load_batches(config: TrainConfig, corpus: Corpus, sampler: StepSampler, devi
         worker_init_fn=ignore_stop_signals,
         pin_memory=device.type == "cuda",
     )
-    for batch in chain.from_iterable(loader):
-        # Elsewhere than from pinned memory to a GPU, a copy that nobody waits for may be read too early.
-        yield {name: tensor.to(device, non_blocking=device.type == "cuda") for name, tensor in batch.items()}
+    # Elsewhere than from pinned memory to a GPU, a copy that nobody waits for may be read too early.
+    non_blocking = device.type == "cuda"
+    for batches in loader:
+        batches = [{name: t.to(device, non_blocking=non_blocking) for name, t in batch.items()} for batch in batches]
+        yield from [(list(micro_batches(batch, config.micro_batch_size)), count_targets(batch)) for batch in batches]
 
 
 def micro_batches(batch: dict[str, Tensor], micro_batch_size: int) -> Iterator[dict[str, Tensor]]:
@@ -234,9 +234,9 @@ def micro_batches(batch: dict[str, Tensor], micro_batch_size: int) -> Iterator[d
         yield dict(zip(batch, parts, strict=True))
 
 
-def count_targets(batch: dict[str, Tensor] | None) -> Tensor | int:
+def count_targets(batch: dict[str, Tensor]) -> Tensor:
     """The number of target tokens in a batch: labels that are predicted by the position before them, [] int64."""
-    return (batch["labels"][:, 1:] != -100).sum() if batch else 0
+    return (batch["labels"][:, 1:] != -100).sum()
 
 
 def draw_loss_curve(run_directory: Path, accelerator: Accelerator) -> None:

@@ -139,10 +139,15 @@ def verdict(text: str) -> str:
 VOCABULARY = {token: index for index, token in enumerate([END_OF_TEXT, *GRAMMAR.tokens])}
 
 
-@functools.cache
-def encode(words: str) -> bytes:
-    """What the tokenizer makes of a piece of a story, int64: there are few, looked up faster than they are cut."""
-    return np.array([VOCABULARY[token] for token in TOKEN.findall(words)]).tobytes()
+class Encoded(dict[str, bytes]):
+    """What the tokenizer makes of pieces of stories, int64: there are few, looked up faster than they are cut."""
+
+    def __missing__(self, words: str) -> bytes:
+        self[words] = np.array([VOCABULARY[token] for token in TOKEN.findall(words)]).tobytes()
+        return self[words]
+
+
+encode = Encoded().__getitem__
 
 
 def build_tokenizer() -> Tokenizer:

@@ -62,6 +62,7 @@ class StepTotals:
         """At most `max_skipped` updates in a row may be skipped. `run` is named where a step cannot go on."""
         self.order, self.micro_batch_size, self.accelerator = order, micro_batch_size, accelerator
         self.max_skipped, self.run = max_skipped, run
+        self._on_host = accelerator.device.type == "cpu"
         self._dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64  # exact counts up to 2**53
         self._names: list[str] = []
         self._numbers: list[Tensor | float] = []  # of the micro-batches of this step, one after another
@@ -83,7 +84,6 @@ class StepTotals:
         if taken := RESERVED_NAMES & sums.keys():
             raise RunError(f"the model reports {', '.join(sorted(taken))}: a name that is logged already; use another")
 
-    @torch.no_grad()
     def add(self, loss: Tensor, sums: Mapping[str, tuple] = MappingProxyType({})) -> None:
         """Take in a micro-batch: its part of the loss, which all add up to, and its (sum, count) of each name.
 
@@ -93,7 +93,9 @@ class StepTotals:
         if list(sums) != self._names:
             raise RunError(f"the model reported {self._names} at the start and {list(sums)} now: names must not change")
         for number in (loss.float(), *(number for pair in sums.values() for number in pair)):
-            self._numbers.append(number.to(self._dtype, copy=True) if torch.is_tensor(number) else number)
+            if torch.is_tensor(number):  # a GPU is not asked, for the host would wait for it
+                number = number.item() if self._on_host else number.detach().to(self._dtype, copy=True)
+            self._numbers.append(number)
 
     def send(self, next_targets: Tensor | int, stop: bool) -> None:
         """Begin to tell all processes what each knows of this step, beside the backward of its last micro-batch.
