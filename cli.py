@@ -123,8 +123,8 @@ def adopt(environment: MutableMapping[str, str]) -> None:
         environment |= told | dict(environment)
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        if not (value := environment.get(name, "1")).isdecimal():
-            raise ConfigError(f"{name}: {value!r} of the environment is no whole number")
+        if not (value := environment.get(name, "1")).isdecimal() or int(value) >= 2**16:
+            raise ConfigError(f"{name}: {value!r} of the environment is no whole number below 65,536")
     if not int(environment.get("RANK", 0)) < int(environment["WORLD_SIZE"]):
         raise ConfigError(
             f"RANK: {environment.get('RANK', 0)} of the environment, but WORLD_SIZE is {environment['WORLD_SIZE']}; "

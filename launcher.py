@@ -62,6 +62,7 @@ def check_alike(config: TrainConfig, accelerator: Accelerator) -> None:
         ConfigError: on all processes alike, with every such setting.
     """
     mine = flat_settings(asdict(config)) | {"mixed_precision": accelerator.mixed_precision}
+    mine["data.mix"] = config.data.mix and list(config.data.mix.values())  # its keys are paths
     first, *others = gather_object([mine])
     different = {
         name: f"{name}: {first.get(name)} in process 0, {theirs.get(name)} in process {rank}"

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import yaml
 
 import cli
 import launcher
-from config import ConfigError, RunError, TrainConfig
+from config import ConfigError, DataConfig, RunError, TrainConfig
 from model import gpt
 from tests.conftest import ROOT, TINY_STORIES, environment, what_is_started
 from tests.forked import Launch, free_port, run
@@ -172,6 +173,8 @@ def test_gpus_that_are_too_few_or_too_old_are_said(monkeypatch):
     assert launcher.missing_devices(told | {"ACCELERATE_USE_CPU": "true"}) == []
     assert launcher.missing_devices({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}) == []
     assert not uses_cpu({}) and uses_cpu({"ACCELERATE_USE_CPU": "true"})
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU: 'maybe' of the environment must be true or false"):
+        uses_cpu({"ACCELERATE_USE_CPU": "maybe"})
 
 
 # Real launches
@@ -259,6 +262,7 @@ def test_launchers_of_torch_come_before_mpi():
         ({"WORLD_SIZE": "0"}, "RANK: 1 of the environment, but WORLD_SIZE is 0"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE: '' of the environment is no whole number"),
         ({"MASTER_PORT": "tcp"}, "MASTER_PORT: 'tcp' of the environment is no whole number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT: '70000' of the environment is no whole number below 65,536"),
     ],
     ids=lambda value: " ".join(map("=".join, value.items())) if isinstance(value, dict) else "",
 )
@@ -305,6 +309,24 @@ def test_processes_of_different_settings_are_refused(runs):
     assert "evaluation.num_samples: 7 in process 0, 9 in process 1\n  seed: 0 in process 0, 1 in process 1\n" in err
     code, err = start_both("--data.num_workers", "1", "--out_dir", str(runs / "." / ".." / runs.name))
     assert code == 0, err
+
+
+def test_the_corpora_of_a_mixture_may_lie_elsewhere_on_each_machine(monkeypatch):
+    def told(*mixes):
+        settings = []
+
+        def gather_object(mine):  # of the processes that have come so far
+            settings[:0] = mine
+            return settings
+
+        monkeypatch.setattr(launcher, "gather_object", gather_object)
+        for mix in mixes:
+            config = TrainConfig(data=DataConfig(source="text", mix=mix))
+            launcher.check_alike(config, SimpleNamespace(mixed_precision="no"))
+
+    told({"/here/one": 2.0, "/here/two": 1.0}, {"/there/one": 2.0, "/there/two": 1.0})
+    with pytest.raises(ConfigError, match=r"data.mix: \[3.0, 1.0\] in process 0, \[2.0, 1.0\] in process 1"):
+        told({"/here/one": 2.0, "/here/two": 1.0}, {"/here/one": 3.0, "/here/two": 1.0})
 
 
 def test_a_machine_without_fcntl_is_told_where_this_runs():

@@ -15,15 +15,23 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin, str_to_bool
 
-from config import TrainConfig
+from config import ConfigError, TrainConfig
 from training.compute import prepare_cpu, prepare_exact
 from training.rendezvous import fresh_store
 from training.world import is_main_process, num_processes
 
 
 def is_on(environment: Mapping[str, str], name: str) -> bool:
-    """Whether a switch of Accelerate is on."""
-    return bool(str_to_bool(environment.get(name) or "false"))
+    """Whether a switch of Accelerate is on.
+
+    Raises:
+        ConfigError: its value is no word for it.
+    """
+    value = environment.get(name) or "false"
+    try:
+        return bool(str_to_bool(value))
+    except ValueError:
+        raise ConfigError(f"{name}: {value!r} of the environment must be true or false") from None
 
 
 def uses_cpu(environment: Mapping[str, str]) -> bool:
