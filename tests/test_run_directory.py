@@ -98,6 +98,14 @@ def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
     ]
 
 
+def test_a_path_may_change_where_a_hash_says_what_lies_there():
+    settings, config = stored(data__path="a.csv")
+    config.data.path = "b.csv"
+    assert continuation.differences(continuation.complete(settings), config) == ["data.path: a.csv there, b.csv now"]
+    settings["data"]["hash"] = config.data.hash = "0123"
+    assert continuation.differences(continuation.complete(settings), config) == []
+
+
 def test_a_stored_setting_that_is_gone_is_named_unless_it_had_its_last_default(monkeypatch):
     settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
     assert continuation.differences(continuation.complete(settings), config) == [

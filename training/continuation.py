@@ -12,7 +12,8 @@ from training.manifest import Manifest
 from training.schedule import lr_scale
 
 # What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
-# are compared by the learning rates that they gave so far; data.path by data.hash, init_from by init_hash.
+# are compared by the learning rates that they gave so far; data.path by data.hash, if it has one, init_from by
+# init_hash.
 FREE_SETTINGS = {
     *("name", "out_dir", "resume", "branch_from", "steps", "schedule", "compile", "on_nonfinite"),
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
@@ -74,12 +75,14 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     now = flat_settings(asdict(config))
     known = {"init_hash"} if config.init_from is None else set()  # then that there are none is known
     yet_unknown = {key for key in FILLED_IN - known if now[key] is None}
+    # A source without a hash, as a fork's may be, is known by its path alone.
+    free = FREE_SETTINGS - ({"data.path"} if before["data.hash"] is None else set())
     lines = []
     for key in sorted((before.keys() | now.keys()) - yet_unknown):
         section = key.split(".")[0]
-        if key not in now and (section == "schedule" or not FREE_SETTINGS & {key, section}):
+        if key not in now and (section == "schedule" or not free & {key, section}):
             lines.append(f"{key}: {before[key]} there, and no setting any more")
-        elif key in now and before[key] != now[key] and not FREE_SETTINGS & {key, section}:
+        elif key in now and before[key] != now[key] and not free & {key, section}:
             lines.append(f"{key}: {before[key]} there, {now[key]} now")
     return lines
 
