@@ -267,8 +267,8 @@ class GPTModel(Generation, nn.Module):
             and processes of a step, and sum / count is logged as train/NAME; over the validation set, as val/NAME.
             `loss` is what is differentiated, and reported as train/loss and val/loss too, unless there is a (sum,
             count) of that name, as next_token_loss gives it. So a term that is only to help training, a mean over the
-            targets here, is added to the loss that is returned, times their number / num_items_in_batch, and the
-            cross-entropy without it is returned as "loss".
+            targets here, is added to the loss that is returned, times their number / num_items_in_batch (as it is,
+            if that is None), and the cross-entropy without it is returned as "loss".
 
         Raises:
             ValueError: the sequence is longer than max_position_embeddings.

@@ -21,6 +21,8 @@ from jsonargparse import ArgumentParser
 
 from config import TrainConfig
 from docs import settings
+from model.config import GPTConfig
+from model.gpt import GPTModel
 from tests.conftest import ROOT, commands, environment, python, shell
 from tests.test_prepare import make_documents, write_jsonl
 
@@ -256,6 +258,19 @@ def test_the_chinese_readme_says_the_same():
     words = [" ".join(re.sub(r"(?s)```.*?```", "", page).split()) for page in (README, chinese)]
     ours, theirs = (set(re.findall(r"`[^`]+`", page)) for page in words)
     assert ours == theirs, ours ^ theirs
+
+
+def test_the_term_of_a_loss_that_the_forking_page_shows():
+    """In training, and for whoever calls a model without the number of targets."""
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "forking.md").read_text(), re.DOTALL)
+    labels, x_BTC = torch.ones(2, 5, dtype=torch.int64), torch.randn(2, 5, 128)
+    for number, share in ((None, 1), (8, 1), (32, 1 / 4)):
+        model = GPTModel(GPTConfig(8))
+        names = {"self": model, "x_BTC": x_BTC, "labels": labels, "num_items_in_batch": number}
+        made = {"balance": torch.tensor(3.0)}
+        exec(code, names, made)
+        without = model.next_token_loss(x_BTC, model.output_weight, labels, number)[0]
+        assert (made["loss"] - without).item() == pytest.approx(0.03 * share, rel=1e-4)
 
 
 def test_all_the_commands_of_the_readme_were_found():
