@@ -125,7 +125,7 @@ class MixedBatches(GlobalBatches):
 
 
 def mix_quotas(weights: list[float]) -> list[int]:
-    """How many of MIX_BLOCK samples each corpus gives: whole numbers as near to the weights as their sum allows."""
+    """How many of MIX_BLOCK samples each corpus gives: its share, rounded up or down so that the sum is right."""
     return np.diff(np.rint(np.cumsum(weights) / np.sum(weights) * MIX_BLOCK).astype(int), prepend=0).tolist()
 
 

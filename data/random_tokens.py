@@ -1,4 +1,7 @@
-"""Random tokens, the data of the field's tutorials: there is nothing to learn, and the loss can only fall to ln(V)."""
+"""Random tokens, the data of the field's tutorials: there is nothing to learn but the samples that return.
+
+On others the loss can only fall to ln(V).
+"""
 
 import math
 
