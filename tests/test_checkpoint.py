@@ -133,6 +133,15 @@ def test_deleted_checkpoints_are_missed_each_time(run):
     assert metrics(run)
 
 
+def test_a_killed_run_that_once_went_on_misses_its_deleted_checkpoints(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "status.json").write_text('{"state": "running", "step": 1}')
+    with open(run / "starts.jsonl", "a") as starts:
+        starts.write('{"step": 1}\n')
+    done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
+    assert "no valid checkpoint" in done.stderr and metrics(run)
+
+
 def test_no_valid_checkpoint_left_is_said_and_nothing_starts_from_scratch(run):
     for checkpoint in (run / "checkpoints").iterdir():
         empty_the_manifest(checkpoint)

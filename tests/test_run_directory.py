@@ -184,6 +184,15 @@ def test_a_run_is_no_checkpoint_to_branch_from(run):
         validate(run)
 
 
+def test_a_branch_of_the_run_that_would_be_moved_aside_is_refused(run):
+    start = run / "checkpoints" / "step-00000004"
+    done = train(
+        *RECIPE, "--out_dir", run.parent, "--resume", "never", "--branch_from", start, "--steps", 6, exit_code=2
+    )
+    assert "is of the run that --resume never would move aside; choose another name" in done.stderr
+    assert start.exists() and [*run.parent.iterdir()] == [run]
+
+
 @pytest.mark.parametrize("change", ["shape", "name", "dtype", "header"])
 def test_a_valid_checkpoint_of_other_tensors_is_refused(change, run):
     checkpoint = run / "checkpoints" / "step-00000004"

@@ -19,7 +19,7 @@ from config import ConfigError, RunError, TrainConfig
 from files import copy_folder, lock, write_atomically
 from training.continuation import check_foreign, check_own, complete, differences, read_settings
 from training.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
-from training.metrics_file import forget_after
+from training.metrics_file import forget_after, read_rows
 from training.provenance import arrangement, provenance, uncommitted_changes
 from training.signals import Preempted
 from training.status import Status, read_status, write_status
@@ -85,6 +85,11 @@ class RunDirectory:
         if before is None:
             if config.branch_from is not None and not Path(config.branch_from).is_dir():
                 raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
+            if _starts_afresh(config) and self.path.resolve() in Path(config.branch_from or "/").resolve().parents:
+                raise ConfigError(
+                    f"branch_from: {config.branch_from!r} is of the run that --resume never would move aside; choose "
+                    "another name"
+                )
             return
         if config.branch_from is None:
             config.branch_from = before["branch_from"]
@@ -221,7 +226,9 @@ class RunDirectory:
 
     def _had_saved(self) -> bool:
         """Whether a checkpoint was there for certain; a run that was killed may have been saving its first one."""
-        status = read_status(self.status_file)
+        starts, status = self.path / "starts.jsonl", read_status(self.status_file)
+        if starts.exists() and len({row["step"] for row in read_rows(starts)}) > 1:
+            return True  # one of them went on from a checkpoint
         return status is not None and (status.state in ("finished", "preempted") or NONE_LEFT in status.reason)
 
     def _may_be_claimed(self, config: TrainConfig) -> bool:
