@@ -266,5 +266,10 @@ def trained_problem(run: Run, begin: Path | None, first: int, manifest: Manifest
             needed = [*LOGGED, *digest] * log_due + ["val/loss"] * evaluation_due
             if missing := [name for name in needed if name not in run.rows.get(step, {})]:
                 return f"metrics.jsonl has no {missing[0]} of step {step}"
+    if begin:
+        try:
+            validate(begin)
+        except InvalidCheckpoint as invalid:  # a failure of this interval, and the others are still to be audited
+            return f"what it begins from is damaged: {invalid}"
     again = run.retrain(begin, last, folder)
     return str(again.failure or again.difference(run, run.differs_here(first - 1, last)))

@@ -104,6 +104,10 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
     if step <= run.begin:
         raise ConfigError(f"step: {step} is of the run that {run.path} branched from after step {run.begin}; open that")
     first = read_manifest(before).step if before else 0
+    if config.stop and os.path.lexists(config.stop):  # said now, and not after hours of training
+        raise ConfigError(f"stop: {config.stop!r} is there already; name a new folder")
+    if config.profile and Path(config.profile).is_file():
+        raise ConfigError(f"profile: {config.profile!r} is a file; name a folder")
     why = run.differs_here(first, step)
     if first < step - 1:
         again = run.retrain(before, step - 1, folder)
@@ -121,11 +125,11 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
     if config.profile:
         Path(config.profile).mkdir(parents=True, exist_ok=True)
         for trace in again.checkpoint.parent.parent.glob("trace-*.json"):
-            shutil.move(trace, config.profile)
+            shutil.move(trace, Path(config.profile, trace.name))  # in place of an older one
     if config.stop:
         if again.failure:
             raise again.failure
-        shutil.copytree(again.checkpoint, config.stop)  # ends with an error where there is one
+        shutil.copytree(again.checkpoint, config.stop)
         return
     if step in again.rows:
         show_blocks(again.rows[step])

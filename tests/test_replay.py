@@ -86,6 +86,13 @@ def test_the_checkpoint_of_any_step_is_the_one_that_was_not_saved(step, run, eve
     assert_same_bits(tensors(tmp_path, step), tensors(every_step, step))
 
 
+def test_the_trace_of_a_step_takes_the_place_of_an_older_one(run, tmp_path):
+    trace = tmp_path / "trace-steps-1-1-rank-0.json"
+    trace.touch()
+    python(f"python replay.py {run} 1 --num_sequences 1 --arithmetic false --profile {tmp_path}")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
 @pytest.fixture(scope="module")
 def branch(run):
     """Of that run after step 2, with more decay; saved at steps 4 and 6."""
@@ -125,6 +132,8 @@ def test_nothing_in_the_run_is_touched(run):
         ("{run}/../branch 2", "step: 2 is of the run that"),
         ("{run} 2 --audit 3", "step: name a step of the run to open, or --audit N"),
         ("{run}/checkpoints 2", "is not the directory of a run: it has no config.yaml"),
+        ("{run} 4 --stop {run}", "is there already; name a new folder"),
+        ("{run} 4 --profile {run}/config.yaml", "is a file; name a folder"),
     ],
 )
 def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatch, capsys):
@@ -315,6 +324,15 @@ def test_tampering_is_found(tamper, run, in_process, tmp_path, capsys):
     with pytest.raises((RunError, ConfigError)):
         audit(Run(copy), 99, tmp_path)
     assert "FAIL" in capsys.readouterr().out
+
+
+def test_behind_a_damaged_checkpoint_the_audit_goes_on(run, in_process, tmp_path, capsys):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / "checkpoints" / "step-00000002" / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
+    with pytest.raises(RunError, match=r"2 failure\(s\)"):
+        audit(Run(copy), 99, tmp_path)
+    shown = capsys.readouterr().out
+    assert "FAIL  steps 3 to 4  what it begins from is damaged: " in shown and "PASS  steps 5 to 6" in shown
 
 
 def test_the_end_of_a_run_that_was_extended_is_audited_as_it_was_evaluated_then(in_process, tmp_path, capsys):
