@@ -89,6 +89,8 @@ def load_with_source(
 ) -> tuple[Loaded, tuple[Path, Manifest] | None]:
     """As load_run; and the directory and the manifest of the checkpoint, None of a model that is no run's."""
     path = Path(path).expanduser()
+    if str(path).encode(errors="replace").decode() != str(path):
+        raise ConfigError(f"{setting}: {str(path)!r} is not UTF-8, and safetensors opens nothing else; rename it")
     if not is_run(path):
         return load_transformers(str(path), checkpoint, setting), None
     source = find_checkpoint(path, checkpoint)

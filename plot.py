@@ -39,7 +39,8 @@ def save_loss_curve(run_directory: Path, picture: Path | None = None) -> Path:
     floors = curve("val/floor")[1]
     if floors:
         axes.axhline(floors[-1], color="black", linestyle="--", linewidth=1, label=f"floor = {floors[-1]:.4f}")
-    axes.set(title=run_directory.resolve().name)
+    name = run_directory.resolve().name.encode(errors="replace").decode()  # a file system takes what nothing can draw
+    axes.set_title(name, parse_math=False)  # a dollar sign would begin a formula
     finish_axes(axes, [*floors, *curve("train/loss")[1], *validation[1]])
     picture = picture or run_directory / "loss.png"
     figure.savefig(picture, dpi=150)

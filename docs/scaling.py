@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from benchmarks.page import markdown
 from cli import run
@@ -62,21 +63,21 @@ class Machines:
     Bandwidths are those of one direction; the hops, the launch and tree_share are from NCCL's tuning table.
     """
 
-    matrix_flops_per_second: float = 790e12  # a large bf16 product, measured on one H200 (its data sheet says 989e12)
-    achieved_share: float = 0.5  # of it in a step without communication, recomputation counted: assumed
+    matrix_flops_per_second: PositiveFloat = 790e12  # a large bf16 product, measured on one H200 (data sheet: 989e12)
+    achieved_share: PositiveFloat = 0.5  # of it in a step without communication, recomputation counted: assumed
     memory_bytes: float = 141e9  # of one GPU, by its data sheet
-    gpus_per_machine: int = 8
-    nvlink_bytes_per_second: float = 450e9  # from a GPU to the others of its machine, by the data sheet
-    network_bytes_per_second: float = 50e9  # from a GPU's network card: 400 Gbit/s
+    gpus_per_machine: PositiveInt = 8
+    nvlink_bytes_per_second: PositiveFloat = 450e9  # from a GPU to the others of its machine, by the data sheet
+    network_bytes_per_second: PositiveFloat = 50e9  # from a GPU's network card: 400 Gbit/s
     nvlink_hop_seconds: float = 3.4e-6  # a step of a ring within a machine
     network_hop_seconds: float = 14e-6  # a step between machines, of a ring or a tree
     launch_seconds: float = 8.4e-6  # a collective operation of nothing at all
-    tree_share: float = 0.92  # of a ring's bandwidth
-    bucket_bytes: float = 25 * 2**20  # DDP sums gradients in buckets of this size, PyTorch's default
+    tree_share: PositiveFloat = 0.92  # of a ring's bandwidth
+    bucket_bytes: PositiveFloat = 25 * 2**20  # DDP sums gradients in buckets of this size, PyTorch's default
     gradient_bytes: int = 4  # a number that DDP sums: parameters are float32 under autocast, and so are their gradients
     gather_bytes: int = 2  # a parameter that FSDP gathers: bf16
     scatter_bytes: int = 4  # a number that FSDP sums: float32, whatever is multiplied in bf16
-    tokens: int = 16384  # of one GPU in one step
+    tokens: PositiveInt = 16384  # of one GPU in one step
 
     def ring(self, gpus: int) -> tuple[float, float]:
         """Bytes a second that each GPU sends on, where all cards of a machine carry what leaves it, and the latency of

@@ -139,6 +139,9 @@ def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
             ConfigError, match=f"run: '{name}' {what}; name the .* on the Hub .in runs .* such as run.$"
         ):
             load_run(name)
+    (tmp_path / "\udcff").symlink_to(run)
+    with pytest.raises(ConfigError, match="run: '.*udcff' is not UTF-8"):
+        load_run(tmp_path / "\udcff")
     with pytest.raises(ConfigError, match="init_from: 'runs/runn' is no"):
         load_run("runs/runn", setting="init_from")
     (tmp_path / "checkpoints").mkdir()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -109,13 +110,14 @@ def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples(monkeypat
     others_send_nothing = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr("training.step_totals.dist.all_reduce", lambda sent, async_op: others_send_nothing)
     accelerator = SimpleNamespace(**{**vars(ALONE), "process_index": 1, "num_processes": 2})
-    totals = StepTotals(SimpleNamespace(indices=lambda step: [5, 6, 7, 8]), 1, 0, accelerator)
+    totals = StepTotals(SimpleNamespace(indices=lambda step: [5, 6, 7, 8]), 1, 0, accelerator, Path("my runs/a"))
     for loss in (1.0, math.nan):
         totals.add(torch.tensor(loss))
     totals.send(12, stop=False)
     totals.receive(1, torch.tensor(math.nan))
-    with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[8\]"):
+    with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[8\]") as stopped:
         totals.read(at_once=True)
+    assert str(stopped.value).endswith("python replay.py 'my runs/a' 1"), "as a shell takes it"
 
 
 class NoNumberByIndex(TorchFunctionMode):

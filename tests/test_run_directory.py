@@ -352,6 +352,13 @@ def test_a_picture_is_drawn_of_the_rows_that_are_there(tmp_path):
     assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_may_have_a_name_that_looks_like_a_formula(tmp_path):
+    for name in ("a$x^$b", "\udcff"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.5}\n')
+        assert save_loss_curve(tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
 def test_rows_that_a_full_disk_has_no_room_for_are_written_later(tmp_path, monkeypatch):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.append({"step": 1})

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from arguments import parse_tool
+from config import ConfigError
 from docs import scaling
 from docs.scaling import SHAPES, STRATEGIES, Machines
 from tests.conftest import ROOT
@@ -28,6 +29,12 @@ def test_the_page_has_the_tables_that_the_command_prints(capsys):
 def test_the_commands_of_the_page_run(command, capsys):
     scaling.main(parse_tool(Machines, "scaling", command.split()))
     assert capsys.readouterr().out.count("|---|") > 5
+
+
+def test_what_nothing_can_be_divided_by_is_refused():
+    for name in ("achieved_share", "gpus_per_machine", "tokens"):
+        with pytest.raises(ConfigError, match=f"{name}: 0 must be"):
+            parse_tool(Machines, "scaling", [f"--{name}", "0"])
 
 
 @each("shape", SHAPES, ids=lambda shape: shape.name)

@@ -6,6 +6,7 @@ it: before a log line, an evaluation, a save and the end, and in every step wher
 """
 
 import math
+import shlex
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -168,5 +169,5 @@ class StepTotals:
             f"step {step}: loss = {average(losses, [1.0])}, gradient norm = {self.grad_norm}{in_a_row}"
             f"{', without one target token in the global batch' if targets == 0 else ''}, on process(es) {ranks} "
             f"whose training samples were {samples}; nothing was saved since the last checkpoint. "
-            f"To see what happened: python replay.py {self.run} {step}"
+            f"To see what happened: python replay.py {shlex.quote(str(self.run))} {step}"
         )
