@@ -152,8 +152,9 @@ def output_directory(config: EvaluateConfig) -> Path:
     path = Path(config.run).expanduser()
     if config.out is None and (path / "checkpoints").exists():
         return path
-    if config.out is None and (path / "manifest.json").exists():
-        return path.resolve().parent.parent
+    folder = path.resolve().parent  # elsewhere than in a run, above a checkpoint is whatever it was copied into
+    if config.out is None and (path / "manifest.json").exists() and folder.name == "checkpoints":
+        return folder.parent
     return Path(config.out or ".").expanduser()
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +79,12 @@ def test_a_run_is_measured_on_its_own_data(made, capsys):
     assert (shown["run"], shown["step"], shown["data"]) == (str(made / "run"), 3, data)
     evaluate.main(EvaluateConfig(str(made / "run" / "checkpoints" / "step-00000003")))
     assert (made / "run" / "evaluation.json").exists(), "beside the run"
+
+
+def test_the_numbers_of_a_checkpoint_that_was_taken_out_of_its_run_go_here(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "manifest.json").touch()
+    assert evaluate.output_directory(EvaluateConfig(str(tmp_path / "kept"))) == Path()
 
 
 def test_what_does_not_go_together_is_refused(made):
