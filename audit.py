@@ -52,7 +52,8 @@ class Run:
         self.path, self.settings, self.config = path, settings, config_of(settings)
         self.manifests = readable_checkpoints(path / "checkpoints")
         metrics, starts = path / "metrics.jsonl", path / "starts.jsonl"
-        self.rows = {row["step"]: row for row in read_rows(metrics)} if metrics.exists() else {}
+        logged = list(read_rows(metrics)) if metrics.exists() else []
+        self.logged_steps, self.rows = [row["step"] for row in logged], {row["step"]: row for row in logged}
         self.starts = list(read_rows(starts)) if starts.exists() else []
         self.origin: dict[Path, Manifest] = {}  # of a branch: the checkpoint that it began from, if it is still there
         if self.config.branch_from is not None:
@@ -216,8 +217,9 @@ def audit(run: Run, count: int, folder: Path) -> None:
     wrong = [f"config.yaml: {key} is not that of the last start" for key in changed[:1]]
     damaged = [path for path in checkpoints_in(run.path / "checkpoints") if path not in run.manifests]
     wrong += [f"{path}: its {MANIFEST} is missing or damaged" for path in damaged]
-    beyond = [step for step in run.rows if step > run.config.steps]
-    wrong += [f"metrics.jsonl: step {step} is beyond the {run.config.steps} steps" for step in beyond[:1]]
+    neighbours = pairwise([run.begin, *run.logged_steps])
+    added = [(step, last) for last, step in neighbours if not last < step <= run.config.steps]
+    wrong += [f"metrics.jsonl: step {step} after step {last}, of {run.config.steps}" for step, last in added[:1]]
     for problem in wrong:
         say(f"FAIL  {problem}")
     failures = len(wrong)

@@ -297,6 +297,17 @@ def a_step_that_was_never_done(run):
         rows.write('{"step": 7, "val/loss": 0.1}\n')
 
 
+def a_step_before_the_first(run):
+    path = run / "metrics.jsonl"
+    path.write_text('{"step": 0, "val/loss": 0.1}\n' + path.read_text())
+
+
+def a_step_that_is_told_twice(run):
+    path = run / "metrics.jsonl"
+    path.write_text("".join(line.replace(': 3,', ': 3, "val/loss": 0.1,', 1) + line if '"step": 3,' in line else line
+                            for line in path.read_text().splitlines(keepends=True)))  # fmt: skip
+
+
 def a_weight_of_which_no_digest_tells(run):
     tensors = content(run, 6)
     tensors["model.blocks.1.mlp.down_proj.weight"][3, 5] += 1e-7
@@ -313,7 +324,8 @@ TAMPERINGS = [
     *(a_gradient_norm_that_is_gone, a_digest_that_is_gone),
     *(a_row_that_is_gone, a_number_that_is_gone, a_setting, a_setting_in_one_place, how_it_is_evaluated),
     *(another_seed, other_data, a_swapped_checkpoint, a_checkpoint_that_claims_another_step),
-    *(a_number_that_was_never_measured, a_step_that_was_never_done, a_weight_of_which_no_digest_tells, the_whole_log),
+    *(a_number_that_was_never_measured, a_step_that_was_never_done, a_step_before_the_first, a_step_that_is_told_twice),
+    *(a_weight_of_which_no_digest_tells, the_whole_log),
 ]
 
 
