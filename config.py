@@ -378,10 +378,8 @@ class TrainConfig:
             problems.append(f"optimizer.betas: {list(self.optimizer.betas)} must both be at least 0 and below 1")
         schedule = self.schedule
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
-            problems.append(
-                f"schedule.warmup_steps: {schedule.warmup_steps} and schedule.decay_steps: {schedule.decay_steps or 0} "
-                f"together exceed steps: {self.steps}"
-            )
+            decay = f" and schedule.decay_steps: {schedule.decay_steps}" if schedule.decay_steps else ""
+            problems.append(f"schedule.warmup_steps: {schedule.warmup_steps}{decay}: more than steps: {self.steps}")
         return problems
 
     def _problems_of_sizes(self, num_processes: int) -> list[str]:

@@ -35,6 +35,7 @@ if __name__ == "__main__":  # before anything slow is imported
     run("export", ExportConfig)
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -46,9 +47,9 @@ from config import ConfigError, RunError
 from data.integrity import read_metadata
 from files import share
 from hub import to_transformers
-from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_with_source
+from load import Loaded, is_run, load_checkpoint, load_with_source
 from plot import save_loss_curve
-from training.manifest import Manifest, readable_checkpoints
+from training.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
 
 CARD = """---
 library_name: transformers
@@ -103,13 +104,16 @@ def main(config: ExportConfig) -> None:
 def newest(config: ExportConfig) -> list[tuple[Path, Manifest]]:
     """The checkpoints that are averaged."""
     path = Path(config.run).expanduser()
-    there = list(readable_checkpoints(path / "checkpoints")) if is_run(path) else []
+    there = []
+    for directory in readable_checkpoints(path / "checkpoints") if is_run(path) else ():
+        with suppress(InvalidCheckpoint):  # it was said when the newest one was opened
+            there.append((directory, validate(directory)))
     if config.checkpoint != "latest" or len(there) < config.average:
         raise ConfigError(
             f"average: {config.average} takes the newest checkpoints of a run, checkpoint: latest, and {path} has "
             f"{len(there)}; checkpoint.keep says how many a training keeps"
         )
-    return [find_checkpoint(directory) for directory in there[: config.average]]
+    return there[: config.average]
 
 
 @torch.no_grad()

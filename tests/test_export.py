@@ -1,6 +1,7 @@
 """An exported model is the same model, opened by transformers alone."""
 
 import json
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -72,6 +73,15 @@ def test_the_newest_checkpoints_are_averaged(runs, tmp_path):
     for settings in ({"average": 9}, {"average": 2, "checkpoint": "best"}):
         with pytest.raises(ConfigError, match=f"average: {settings['average']} takes the newest .* has 8; checkpoint"):
             exported(runs / "gpt2", tmp_path / "other", **settings)
+
+
+def test_a_damaged_checkpoint_is_none_of_the_newest(runs, tmp_path):
+    run = shutil.copytree(runs / "gpt2", tmp_path / "run")
+    next((run / "checkpoints" / "step-00000008").glob("*.safetensors")).write_bytes(b"")
+    state = load_run(exported(run, tmp_path / "out", average=2)).model.state_dict()
+    weight = "token_embedding.weight"
+    expected = sum(tensors(run, step)[f"model.{weight}"].double() for step in (6, 7)) / 2
+    assert torch.equal(state[weight], expected.float())
 
 
 def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
