@@ -64,6 +64,8 @@ class DataConfig:
             lacks = (self.path is None) == (not self.mix)
             needs = "data.source: text needs either data.path, a corpus made by data.prepare, or data.mix of several"
             return [needs] if lacks else []
+        if self.source not in ("random", "stories"):  # a fork's own, which may read files
+            return []
         of_text = {"path": self.path, "mix": self.mix, "hash": self.hash}
         given = {name: value for name, value in of_text.items() if value is not None}
         given |= {"documents": self.documents} if self.documents != "concat" else {}

@@ -202,6 +202,12 @@ def test_the_weights_that_are_counted_before_they_are_there_are_those_of_the_mod
         assert config.num_weights == sum(p.numel() for p in GPTModel(config).parameters() if p.dim() > 1)
 
 
+def test_a_source_of_a_fork_may_read_files():
+    files = {"path": "a.csv", "hash": "0123", "documents": "isolated"}
+    assert DataConfig(source="csv", **files).problems() == []
+    assert [problem.partition(":")[0] for problem in DataConfig(**files).problems()] == [f"data.{n}" for n in files]
+
+
 CHOICES = {
     "data.source": lambda: load_corpus(TrainConfig(data=DataConfig(source="new"))),
     "schedule.name": lambda: lr_scale(ScheduleConfig(name="new"), 0, 10),
