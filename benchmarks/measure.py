@@ -20,7 +20,7 @@ from training.metrics_file import read_rows
 
 ROOT, CPU = Path(__file__).parent.parent, "accelerate_configs/cpu.yaml"
 LOGGED = ("[step ", "iter ")  # what lines of train.py, of the bare loop and of nanoGPT begin with
-Case = Callable[[], dict | None]
+Case = Callable[[], object]
 TURNS = 5  # in a row, of a program that sleeps in between
 
 
@@ -48,7 +48,7 @@ def watched(case: Case) -> dict:
     many cores were busy with something else meanwhile."""
     psutil.cpu_percent()  # from here on
     start, own = time.perf_counter(), processor_seconds()
-    values = case() or {}
+    values = values if isinstance(values := case(), dict) else {}
     took = {"seconds": time.perf_counter() - start, "processor_seconds": processor_seconds() - own}
     busy_cores = psutil.cpu_percent() / 100 * psutil.cpu_count()
     own_cores = max(took["processor_seconds"], values.get("processor_seconds", 0.0)) / took["seconds"]

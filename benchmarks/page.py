@@ -10,6 +10,7 @@ import platform
 import re
 import sys
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -36,19 +37,29 @@ TABLES = {  # which quantities of a result, and what heads them
 }
 MANY = 6  # turns, of which the quarters at either end are left out of the parentheses
 NO_RATIO = {"val/loss", "tokens", "share_hidden", "mfu"}
+
+
+def clock(case: dict) -> np.ndarray:
+    """Microseconds a token in each round."""
+    return 1e6 / np.array(case["tokens_per_second"])
+
+
+def processors(case: dict) -> np.ndarray:
+    return clock(case) * case["processor_seconds"] / case["seconds"]
+
+
 # Curves of growth: what was measured and its legend; theory's legend, and what the cost is proportional to by it.
-CLOCK = "microseconds_per_token"
 BY_FLOPS = [
-    (CLOCK, "measured", "by FLOPs, at the speed of {start:,}", lambda n, case: case["flops_per_token"]),
-    ("", "", "of that for attention's scores", lambda n, case: case["attention_flops_per_token"]),
+    (clock, "measured", "by FLOPs, at the speed of {start:,}", lambda n, case: case["flops_per_token"]),
+    (None, "", "of that for attention's scores", lambda n, case: case["attention_flops_per_token"]),
 ]
 BY_SIZE = [
-    ("order_nanoseconds_per_token", "order, measured", "order, constant", lambda n, case: 1),
-    ("windows_nanoseconds_per_token", "windows, measured", "windows, constant", lambda n, case: 1),
+    (itemgetter("order_nanoseconds_per_token"), "order, measured", "order, constant", lambda n, case: 1),
+    (itemgetter("windows_nanoseconds_per_token"), "windows, measured", "windows, constant", lambda n, case: 1),
 ]
 BY_CORES = [
-    (CLOCK, "by the clock, measured", "the clock, shared by {cores} cores", lambda n, case: 1 / min(n, case["cores"])),
-    (f"cpu_{CLOCK}", "processor time, measured", "processor time, constant", lambda n, case: 1),
+    (clock, "by the clock, measured", "the clock, shared by {cores} cores", lambda n, case: 1 / min(n, case["cores"])),
+    (processors, "processor time, measured", "processor time, constant", lambda n, case: 1),
 ]
 # The point whose speed theory takes over: where few FLOPs are done slowly, in small models, the largest; where FLOPs
 # are of two kinds, with context, the shortest, so that theory shows how the other kind adds to it.
@@ -166,19 +177,19 @@ def page() -> str:
     return text
 
 
-def draw(axis: str, cases: dict[str, dict], path: Path) -> None:
+def draw(axis: str, record: dict, path: Path) -> None:
     """Cost per token over the points of an axis of growth, a bar from the lowest to the highest round; dashed is what
     theory says."""
     from matplotlib.figure import Figure  # without pyplot: no window system is asked for
 
-    (label, curves, start), points, each = PICTURES[axis], list(map(int, cases)), list(cases.values())
+    (label, curves, start), cases = PICTURES[axis], record["figures"][axis]
+    points, each = list(map(int, cases)), [case | record["machine"] for case in cases.values()]
     figure = Figure(figsize=(6, 3.75), layout="constrained")
     unit = "nanoseconds" if axis == "corpus" else "microseconds"
     axes = figure.add_subplot(xscale="log", xlabel=label, ylabel=f"{unit} per token")
-    for index, (quantity, measured, theory, cost) in enumerate(curves):
-        if quantity:
-            figures = [case[quantity] for case in each]
-            least, medians, most = np.array([(min(rounds), median(rounds), max(rounds)) for rounds in figures]).T
+    for index, (rounds, measured, theory, cost) in enumerate(curves):
+        if rounds:
+            least, medians, most = np.array([np.quantile(rounds(case), (0, 0.5, 1)) for case in each]).T
             reach = [medians - least, most - medians]
             axes.errorbar(points, medians, reach, fmt=f"o-C{index}", capsize=3, label=measured)
             scale = medians[start] / cost(points[start], each[start])
@@ -199,8 +210,8 @@ def draw(axis: str, cases: dict[str, dict], path: Path) -> None:
 def renew(name: str) -> None:
     """Write all tables, and the pictures of that result."""
     PAGE.write_text(page())
-    for axis, cases in read(name)["figures"].items() if name == "growth" else ():
-        draw(axis, cases, PAGE.parent / "growth" / f"{axis}.png")
+    for axis in PICTURES if name == "growth" else ():
+        draw(axis, read(name), PAGE.parent / "growth" / f"{axis}.png")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -222,9 +221,6 @@ def startup(options: Namespace) -> Iterator[Group]:
     """How long one waits for --help, for a refusal and for the first step, and what of it is torch's: to load it, and a
     bare script that imports torch, builds the same small model and takes a step."""
 
-    def to_its_end(*arguments: str, exit_code: int = 0) -> None:
-        run([sys.executable, *arguments], exit_code)
-
     def to_first_step(command: list[str], **env: str) -> dict:
         with Program(command, **env) as program:
             return program.turn(FIRST_STEP)
@@ -242,11 +238,11 @@ def startup(options: Namespace) -> Iterator[Group]:
         env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | ({"CXX": "no-such-compiler"} if options.quick else {})
         compiled = first_step(recipe | {"compile": True}, **env)
         cases = {
-            "import torch": partial(to_its_end, "-c", "import torch"),
-            "import torch, accelerate": partial(to_its_end, "-c", "import torch; import accelerate"),
-            "import train": partial(to_its_end, "-c", "import train"),
-            "train.py --help": partial(to_its_end, "train.py", "--help"),
-            "a refused setting": partial(to_its_end, "train.py", "--steps", "-1", exit_code=2),
+            "import torch": partial(run, [sys.executable, "-c", "import torch"]),
+            "import torch, accelerate": partial(run, [sys.executable, "-c", "import torch; import accelerate"]),
+            "import train": partial(run, [sys.executable, "-c", "import train"]),
+            "train.py --help": partial(run, [sys.executable, "train.py", "--help"]),
+            "a refused setting": partial(run, [sys.executable, "train.py", "--steps", "-1"], exit_code=2),
             "a bare script to its first step": partial(to_first_step, [sys.executable, "-c", BARE_SCRIPT]),
             "first step, the same model, without W&B": first_step(small | QUIET),
             "first step": first_step(recipe),
@@ -265,37 +261,26 @@ def startup(options: Namespace) -> Iterator[Group]:
 def growth(options: Namespace) -> Iterator[Group]:
     """What a token of training costs as things grow; benchmarks/page.py draws it beside what theory says it costs. The
     corpus is of zeros, and only read; processes have one thread each, all else one for each core."""
+    few, every = (slice(2), 1) if options.quick else (slice(None), 4)
 
-    def shape(width: int = 256, context: int = 256, **sizes: int) -> dict:
+    def shape(tokens: int, width: int = 256, context: int = 256, **sizes: int) -> dict:
         sizes = {"n_layers": 2, "n_heads": width // 64, "d_model": width, "d_ff": 8 * -(-width // 3)} | QWEN3 | sizes
-        return random_tokens(context, 1, 6, 1, max_position_embeddings=4096, **sizes)
+        batch = max(1, tokens // context // (8 if options.quick else 1))
+        return random_tokens(context, batch, 6, 1, max_position_embeddings=4096, **sizes)
 
-    axes = {  # tokens of a step, points, settings at a point
-        "context": (4096, [2**n for n in range(7, 13)], lambda n: shape(context=n)),
-        "width": (2048, [2**n for n in range(6, 11)], shape),
-        "depth": (2048, [1, 2, 4, 8, 16], lambda n: shape(n_layers=n)),
-        "vocabulary": (1024, [2**n for n in (8, 10, 12, 14, 15, 16, 17)], lambda n: shape(128, vocab_size=n)),
+    axes = {  # points, settings at a point, the first of which are the tokens of a step
+        "context": ([2**n for n in range(7, 13)], lambda n: shape(4096, context=n)),
+        "width": ([2**n for n in range(6, 11)], lambda n: shape(2048, n)),
+        "depth": ([1, 2, 4, 8, 16], lambda n: shape(2048, n_layers=n)),
+        "vocabulary": ([2**n for n in (8, 10, 12, 14, 15, 16, 17)], lambda n: shape(1024, 128, vocab_size=n)),
     }
-
-    def on_axis(settings: dict, tokens: int) -> dict:
-        figures = bare_loop(settings | {"micro_batch_size": tokens // settings["seq_len"]})
-        return {"microseconds_per_token": 1e6 / figures.pop("tokens_per_second"), "tokens_a_step": tokens, **figures}
-
-    for name, (tokens, points, at) in axes.items():
-        points, tokens = (points[:2], 256) if options.quick else (points, tokens)
-        yield Group(name, {str(point): partial(on_axis, at(point), tokens) for point in points})
+    for name, (points, at) in axes.items():
+        yield Group(name, {str(point): partial(bare_loop, at(point)) for point in points[few]})
     yield from reading_a_corpus(options)
-
-    def of_processes(processes: int, every: int = 1 if options.quick else 4) -> dict:
-        """The median of so many turns of so many steps, after the start and the first turn."""
-        settings = random_tokens(128, 2, 0, every, n_layers=2, d_model=256, d_ff=688) | {"global_batch_size": 16}
-        with tempfile.TemporaryDirectory() as folder:
-            with Program(launch(endless(settings, folder), processes), OMP_NUM_THREADS="1") as program:
-                turns = [program.turn() for _ in range(every + 1)][1:]
-        clock, processors = (median(turn[name] for turn in turns) for name in ("seconds", "processor_seconds"))
-        per_token = 1e6 / (every * 16 * 128)
-        measured = {"microseconds_per_token": clock * per_token, "cpu_microseconds_per_token": processors * per_token}
-        return measured | {"cores": available_cores()}
-
-    counts = (1, 2) if options.quick else (1, 2, 4, 8)
-    yield Group("processes", {str(count): partial(of_processes, count) for count in counts})
+    settings = random_tokens(128, 2, 0, every, n_layers=2, d_model=256, d_ff=688) | {"global_batch_size": 16}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        cases = {}
+        for processes in (1, 2, 4, 8)[few]:
+            command = launch(endless(settings, folder, str(processes)), processes)
+            cases[str(processes)] = awake(stack, every * 16 * 128, command, OMP_NUM_THREADS="1")
+        yield Group("processes", cases, rounds=TURNS * options.rounds)

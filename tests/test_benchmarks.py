@@ -164,10 +164,10 @@ def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch
 
 
 def test_pictures_are_drawn_from_the_records_beside_what_theory_says(monkeypatch, tmp_path):
-    figures, recorded = {}, page.read("growth")["figures"]
+    figures, record = {}, page.read("growth")
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figures.update({path.name: figure}))
-    for axis, cases in recorded.items():
-        page.draw(axis, cases, tmp_path / f"{axis}.png")
+    for axis in record["figures"]:
+        page.draw(axis, record, tmp_path / f"{axis}.png")
     assert figures.keys() == {file.name for file in (ROOT / "docs" / "growth").iterdir()}
 
     def drawn(axis):
@@ -176,9 +176,9 @@ def test_pictures_are_drawn_from_the_records_beside_what_theory_says(monkeypatch
         measured = [list(container.lines[0].get_ydata()) for container in axes.containers]
         return measured, [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"]
 
-    cases = list(recorded["width"].values())
+    cases = list(record["figures"]["width"].values())
     (medians,), (by_flops, attention) = drawn("width")
-    assert medians == [median(case["microseconds_per_token"]) for case in cases]
+    assert medians == [1e6 / median(case["tokens_per_second"]) for case in cases]
     assert by_flops[-1] == medians[-1] and max(attention) < max(by_flops), "it takes over the largest model's speed"
     assert by_flops[0] == pytest.approx(medians[-1] * cases[0]["flops_per_token"] / cases[-1]["flops_per_token"])
     (clock, processors), (shared, constant) = drawn("processes")
