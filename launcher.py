@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import psutil
 import torch
 import yaml
@@ -54,7 +55,8 @@ def check(config: TrainConfig) -> None:
 
 
 def check_alike(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Refuse processes that were started with different settings, as by hand on each machine; called by all together.
+    """Refuse processes that were started with different settings or versions, as by hand on each machine; called by all
+    together.
 
     Nothing else would find it: of other data, each process adds up its own.
 
@@ -63,6 +65,7 @@ def check_alike(config: TrainConfig, accelerator: Accelerator) -> None:
     """
     mine = flat_settings(asdict(config)) | {"mixed_precision": accelerator.mixed_precision}
     mine["data.mix"] = config.data.mix and list(config.data.mix.values())  # its keys are paths
+    mine |= {"torch": torch.__version__, "accelerate": accelerate.__version__}
     first, *others = gather_object([mine])
     different = {
         name: f"{name}: {first.get(name)} in process 0, {theirs.get(name)} in process {rank}"
@@ -72,7 +75,7 @@ def check_alike(config: TrainConfig, accelerator: Accelerator) -> None:
     }
     if different:
         lines = [different[name] for name in sorted(different)]
-        raise ConfigError("\n  ".join(["the processes of this run have different settings:", *lines]))
+        raise ConfigError("\n  ".join(["the processes of this run have different settings or versions:", *lines]))
 
 
 def lost(environment: Mapping[str, str], asked: dict[str, Any]) -> list[str]:

@@ -311,15 +311,22 @@ def test_processes_of_different_settings_are_refused(runs):
     assert code == 0, err
 
 
-def test_the_corpora_of_a_mixture_may_lie_elsewhere_on_each_machine(monkeypatch):
+@pytest.fixture
+def earlier(monkeypatch):
+    """What the processes have told that were checked before; the one that is checked now is process 0."""
+    settings = []
+
+    def gather_object(mine):
+        settings[:0] = mine
+        return settings
+
+    monkeypatch.setattr(launcher, "gather_object", gather_object)
+    return settings
+
+
+def test_the_corpora_of_a_mixture_may_lie_elsewhere_on_each_machine(earlier):
     def told(*mixes):
-        settings = []
-
-        def gather_object(mine):  # of the processes that have come so far
-            settings[:0] = mine
-            return settings
-
-        monkeypatch.setattr(launcher, "gather_object", gather_object)
+        earlier.clear()
         for mix in mixes:
             config = TrainConfig(data=DataConfig(source="text", mix=mix))
             launcher.check_alike(config, SimpleNamespace(mixed_precision="no"))
@@ -327,6 +334,16 @@ def test_the_corpora_of_a_mixture_may_lie_elsewhere_on_each_machine(monkeypatch)
     told({"/here/one": 2.0, "/here/two": 1.0}, {"/there/one": 2.0, "/there/two": 1.0})
     with pytest.raises(ConfigError, match=r"data.mix: \[3.0, 1.0\] in process 0, \[2.0, 1.0\] in process 1"):
         told({"/here/one": 2.0, "/here/two": 1.0}, {"/here/one": 3.0, "/here/two": 1.0})
+
+
+@pytest.mark.parametrize("package", ["torch", "accelerate"])
+def test_processes_of_other_versions_are_refused(earlier, monkeypatch, package):
+    """Their bits would differ, or the run wait for ever in an exchange that the other one does not know."""
+    launcher.check_alike(TrainConfig(), SimpleNamespace(mixed_precision="no"))
+    here = getattr(launcher, package).__version__
+    monkeypatch.setattr(getattr(launcher, package), "__version__", "0.1")
+    with pytest.raises(ConfigError, match=f"{package}: 0.1 in process 0, {re.escape(here)} in process 1"):
+        launcher.check_alike(TrainConfig(), SimpleNamespace(mixed_precision="no"))
 
 
 def test_a_machine_without_fcntl_is_told_where_this_runs():
