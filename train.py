@@ -225,6 +225,7 @@ def load_batches(config: TrainConfig, corpus: Corpus, sampler: StepSampler, devi
     non_blocking = device.type == "cuda"
     for batches in loader:
         batches = [{name: t.to(device, non_blocking=non_blocking) for name, t in batch.items()} for batch in batches]
+        # All of them before the next step, like the batches themselves: afterwards a CPU's caches have forgotten how.
         yield from [(list(micro_batches(batch, config.micro_batch_size)), count_targets(batch)) for batch in batches]
 
 

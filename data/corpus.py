@@ -21,7 +21,7 @@ Sums = dict[str, tuple[Tensor | float, Tensor | float]]
 """Numbers to be reported as sum / count, by their names, which must always be the same."""
 
 
-TOKENS_AT_ONCE = 2**15  # of so many the batches are made in one go
+TOKENS_AT_ONCE = 2**15  # batches that have no more tokens together are made in one go
 
 
 class Batches(Dataset):

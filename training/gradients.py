@@ -36,10 +36,11 @@ def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
 def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
     """The backward by which DDP orders its sums for good: all parameters, the last first, whatever the batch used."""
     if isinstance(model, DistributedDataParallel):
+        parameters = trained(model)
         # What has to be compiled and allocated is so now, out of DDP's sight.
-        torch.autograd.grad(loss, trained(model), allow_unused=True)
+        torch.autograd.grad(loss, parameters, allow_unused=True)
         loss = loss.detach()
-        for parameter in trained(model):
+        for parameter in parameters:
             loss = _Reach.apply(loss, parameter)
     accelerator.backward(loss)
 
