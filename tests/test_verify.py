@@ -81,13 +81,13 @@ def test_everything_holds_here(processes, runs):
 def test_one_process_of_several_threads_is_exact_too(runs):
     """As many as there are cores: how many share a sum changes its bits, and so does a loss in chunks."""
     of_a_user = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
-    words = [*TINY_STORIES, "--chunked_loss", "true", "--out_dir", str(runs)]
+    words = [*TINY_STORIES, "--global_batch_size", "2", "--chunked_loss", "true", "--out_dir", str(runs)]
     done = forked.run("verify.py", words, 1, of_a_user)
     assert results(done.stdout)[PROMISES[-1]] == "PASS", done.stdout + done.stderr
 
 
 def test_fp16_is_held_against_a_loop_that_scales_its_loss_too(runs):
-    words = [*TINY_STORIES, "--on_nonfinite", "skip", "--out_dir", str(runs)]
+    words = [*TINY_STORIES, "--global_batch_size", "2", "--on_nonfinite", "skip", "--out_dir", str(runs)]
     done = forked.run("verify.py", words, 1, environment(ACCELERATE_MIXED_PRECISION="fp16"))
     assert done.returncode == 0, done.stdout + done.stderr
 
