@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from config import ConfigError
+from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 from training.compute import prepare_exact
 from training.fingerprint import VALUES_AT_ONCE, _factors, _hash_rows, digests
@@ -128,3 +129,17 @@ def test_a_processor_that_cannot_is_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     with pytest.raises(ConfigError, match="exact: true computes with AVX2, and torch with AVX512"):
         prepare_exact()
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is without MKL")
+@pytest.mark.parametrize("way", ["", "COMPATIBLE"])
+def test_products_before_an_exact_run_are_found(way, tmp_path):
+    """As in a notebook, whose processes go on with the choice that its own first product made."""
+    words = [*TINY_STORIES, *"--exact true --steps 2 --name run --out_dir".split(), str(tmp_path)]
+    code = f"import runpy, sys, torch; torch.ones(9, 9) @ torch.ones(9, 9); sys.argv = {['train.py', *words]}\n"
+    code += "runpy.run_path('train.py', run_name='__main__')"
+    done = forked.run("-c", [code], 0, environment(ATEN_CPU_CAPABILITY="avx2", **({"MKL_CBWR": way} if way else {})))
+    assert (done.returncode == 0) == (way == "COMPATIBLE"), done.stderr
+    if not way:
+        assert done.returncode == 2 and "this process multiplied matrices before, in another" in done.stderr
+        assert not (tmp_path / "run").exists()

@@ -24,6 +24,7 @@ from model.loss import loss_of_chunk
 
 # mallopt's names for: when to give memory back, how much to ask for at once, from what size a block is mapped alone.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+MKL_CBWR_BRANCH, MKL_CBWR_COMPATIBLE = 1, 3  # MKL's names for: the kind of code that is asked for, and one of them
 
 
 def prepare_cpu() -> None:
@@ -70,6 +71,13 @@ def compute_as_any_processor() -> None:
         raise ConfigError(
             f"exact: true computes with AVX2, and torch with {found}: either this processor lacks it, or something was "
             "computed before; then set ATEN_CPU_CAPABILITY=avx2 in the environment"
+        )
+    # MKL makes its choice once, with its first product, and tells by its own name of mkl_cbwr_get.
+    in_force = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", lambda _: MKL_CBWR_COMPATIBLE)
+    if in_force(MKL_CBWR_BRANCH) != MKL_CBWR_COMPATIBLE:
+        raise ConfigError(
+            "exact: true computes in MKL's compatible mode, but this process multiplied matrices before, in another; "
+            "start a new one, or set MKL_CBWR=COMPATIBLE in the environment"
         )
 
 
