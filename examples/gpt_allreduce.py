@@ -102,7 +102,7 @@ def main() -> None:
     if args.backend == "nccl" and not (dist.is_nccl_available() and gpus >= ranks):
         parser.error(f"--backend nccl needs a GPU for each of the {ranks} ranks, but {gpus} are here; use gloo")
     if "RANK" in os.environ:
-        train(args)
+        _kept = train(args)  # DDP that is freed after its group may wait for ever
         os._exit(0)  # not through the interpreter's exit, where threads of gloo may abort
     try:
         socket.create_server(("127.0.0.1", args.port)).close()
