@@ -10,6 +10,7 @@ import platform
 import re
 import sys
 from datetime import date
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import median, quantiles
@@ -39,27 +40,25 @@ MANY = 6  # turns, of which the quarters at either end are left out of the paren
 NO_RATIO = {"val/loss", "tokens", "share_hidden", "mfu"}
 
 
-def clock(case: dict) -> np.ndarray:
-    """Microseconds a token in each round."""
-    return 1e6 / np.array(case["tokens_per_second"])
+def microseconds(case: dict, of: str) -> np.ndarray:
+    """A token's in each round, by the clock or of all processors together."""
+    return 1e6 / np.array(case["tokens_per_second"]) * np.divide(case[of], case["seconds"])
 
 
-def processors(case: dict) -> np.ndarray:
-    return clock(case) * case["processor_seconds"] / case["seconds"]
-
-
+TIME, WORK = (partial(microseconds, of=of) for of in ("seconds", "processor_seconds"))
+ORDER, WINDOWS = (itemgetter(f"{part}_nanoseconds_per_token") for part in ("order", "windows"))
 # Curves of growth: what was measured and its legend; theory's legend, and what the cost is proportional to by it.
 BY_FLOPS = [
-    (clock, "measured", "by FLOPs, at the speed of {start:,}", lambda n, case: case["flops_per_token"]),
+    (TIME, "measured", "by FLOPs, at the speed of {start:,}", lambda n, case: case["flops_per_token"]),
     (None, "", "of that for attention's scores", lambda n, case: case["attention_flops_per_token"]),
 ]
 BY_SIZE = [
-    (itemgetter("order_nanoseconds_per_token"), "order, measured", "order, constant", lambda n, case: 1),
-    (itemgetter("windows_nanoseconds_per_token"), "windows, measured", "windows, constant", lambda n, case: 1),
+    (ORDER, "order, measured", "order, constant", lambda n, case: 1),
+    (WINDOWS, "windows, measured", "windows, constant", lambda n, case: 1),
 ]
 BY_CORES = [
-    (clock, "by the clock, measured", "the clock, shared by {cores} cores", lambda n, case: 1 / min(n, case["cores"])),
-    (processors, "processor time, measured", "processor time, constant", lambda n, case: 1),
+    (TIME, "by the clock, measured", "the clock, shared by {cores} cores", lambda n, case: 1 / min(n, case["cores"])),
+    (WORK, "processor time, measured", "processor time, constant", lambda n, case: 1),
 ]
 # The point whose speed theory takes over: where few FLOPs are done slowly, in small models, the largest; where FLOPs
 # are of two kinds, with context, the shortest, so that theory shows how the other kind adds to it.
