@@ -17,6 +17,7 @@ TEXT = "To be, or not to be? That is the question.\n" * 60
 
 USING, EVALUATION = (commands((ROOT / "docs" / page).read_text()) for page in ("using.md", "evaluation.md"))
 SHORT = "--steps 2 --schedule.warmup_steps 1 --seq_len 32 --global_batch_size 2 --micro_batch_size 2"
+SHORT += " --tracking.wandb disabled"  # which takes longer than the training
 
 
 @pytest.fixture(scope="module")
