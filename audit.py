@@ -21,7 +21,7 @@ from nested import nested_training, of_main_process
 from training.compute import prepare_exact
 from training.continuation import complete, differences, read_settings
 from training.fingerprint import digests
-from training.launch import uses_cpu
+from training.launch import is_on, uses_cpu
 from training.manifest import (
     MANIFEST,
     InvalidCheckpoint,
@@ -69,7 +69,7 @@ class Run:
         later = sorted((m for m in self.manifests.values() if m.step >= step), key=lambda m: m.step)[:1]
         started = [start for start in self.starts if start["step"] < step][-1:]
         facts = ChainMap(*started, *map(vars, later))
-        return {name: facts.get(name) for name in ("processes", "threads", "mixed_precision", "config")}
+        return {name: facts.get(name) for name in ("processes", "shards", "threads", "mixed_precision", "config")}
 
     def config_then(self, step: int) -> TrainConfig:
         """The settings that `step` was done with."""
@@ -82,7 +82,9 @@ class Run:
 
     def differs_here(self, begin: int, until: int) -> str:
         """Why the bits of the steps after `begin` until `until` may be others here, in words; "" if they may not."""
-        now = {"processes": num_processes()}
+        now = {"processes": num_processes(), "shards": 1}
+        if is_on(os.environ, "ACCELERATE_USE_FSDP"):
+            now["shards"] = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", num_processes()))
         if num_processes() > 1:  # one alone takes as many threads as there were
             now["threads"] = torch.get_num_threads()
         now_on_gpu, whys = not uses_cpu(os.environ), []
@@ -264,8 +266,8 @@ def trained_problem(run: Run, begin: Path | None, first: int, manifest: Manifest
     for before, end in pairwise([first - 1, *run.ends(first - 1, last)]):
         config = run.config_then(end)
         for step in range(before + 1, end + 1):
-            log_due, evaluation_due, *_ = config.due(step)
-            needed = [*LOGGED, *digest] * log_due + ["val/loss"] * evaluation_due
+            log_due, evaluation_due, *_ = due = config.due(step)
+            needed = [*LOGGED] * log_due + ["val/loss"] * evaluation_due + [*digest] * any(due)
             if missing := [name for name in needed if name not in run.rows.get(step, {})]:
                 return f"metrics.jsonl has no {missing[0]} of step {step}"
     if begin:

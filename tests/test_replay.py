@@ -359,6 +359,17 @@ def test_the_end_of_a_run_that_was_extended_is_audited_as_it_was_evaluated_then(
     assert "FAIL  steps 3 to 3  step 3: val/loss is 1.0 in the run" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("step", [3, 5], ids=["evaluated", "compared"])
+def test_a_digest_is_missed_of_a_step_that_logged_no_loss(step, in_process, tmp_path, capsys):
+    words = "--tracking.log_every 6 --evaluation.every 3 --check_replicas_every 5 --checkpoint.every 6".split()
+    train(*RECIPE, *words, "--out_dir", tmp_path, "--name", "run")
+    audit(Run(tmp_path / "run"), 99, tmp_path / "honest")
+    rewrite_rows(tmp_path / "run", lambda row: row["step"] != step or (row.pop("state/digest") and len(row) > 1))
+    with pytest.raises(RunError):
+        audit(Run(tmp_path / "run"), 99, tmp_path / "forged")
+    assert f"FAIL  steps 1 to 6  metrics.jsonl has no state/digest of step {step}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("value", [None, "low", 5.0])
 def test_only_a_number_is_the_same_but_for_rounding(value):
     again = Retrained(None, {3: {"train/loss": 5.1, "state/digest": "b", "sample/accepted": 0.5}}, None)
@@ -428,6 +439,16 @@ def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch
     assert opened.differs_here(3, 4) == ""
     monkeypatch.setattr("audit.uses_cpu", lambda environment: True)
     assert opened.differs_here(3, 4) == "a GPU then and a CPU now"
+
+
+def test_sharded_otherwise_bits_may_differ(run, monkeypatch):
+    opened = Run(run)
+    opened.starts[0]["shards"] = 2
+    assert opened.differs_here(3, 4) == "2 shards then and 1 now"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "2 shards then" in opened.differs_here(3, 4), "one process shards nothing"
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    assert opened.differs_here(3, 4) == ""
 
 
 def test_two_processes_replay_and_audit_a_run_of_two(tmp_path):
