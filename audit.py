@@ -237,6 +237,9 @@ def audit(run: Run, count: int, folder: Path) -> None:
             verdict, found = "FAIL", problem
         failures += verdict == "FAIL"
         say(f"{verdict}  steps {before + 1} to {manifest.step}  {found}")
+    saved, logged = kept[-1][1].step, max(run.logged_steps, default=0)
+    if logged > saved:
+        say(f"SKIP  steps {saved + 1} to {logged}  no checkpoint is after them")
     if failures:
         raise RunError(f"{run.path} is not what its settings give: {failures} failure(s)")
     say(f"{run.path} is what its settings give, as far as it was trained again.")

@@ -359,6 +359,15 @@ def test_the_end_of_a_run_that_was_extended_is_audited_as_it_was_evaluated_then(
     assert "FAIL  steps 3 to 3  step 3: val/loss is 1.0 in the run" in capsys.readouterr().out
 
 
+def test_what_was_logged_after_the_last_checkpoint_is_not_passed_over_in_silence(run, in_process, tmp_path, capsys):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    for step in (4, 6):
+        shutil.rmtree(copy / "checkpoints" / f"step-{step:08d}")
+    audit(Run(copy), 99, tmp_path)
+    verdicts = re.findall("PASS|FAIL|SKIP.*", capsys.readouterr().out)
+    assert verdicts == ["PASS", "SKIP  steps 3 to 6  no checkpoint is after them"]
+
+
 @pytest.mark.parametrize("step", [3, 5], ids=["evaluated", "compared"])
 def test_a_digest_is_missed_of_a_step_that_logged_no_loss(step, in_process, tmp_path, capsys):
     words = "--tracking.log_every 6 --evaluation.every 3 --check_replicas_every 5 --checkpoint.every 6".split()
