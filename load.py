@@ -234,7 +234,8 @@ def run_tokenizer(directory: Path, config: TrainConfig) -> "PreTrainedTokenizerB
         try:
             data = load_corpus(config)
         except ConfigError as error:  # as of a source that a fork has
-            raise ConfigError(f"the tokenizer of {directory} is not known here: {error}; {REMEDY}") from None
+            remedy = "" if Path(config.data.path or "").exists() else ", or put its data back where they were"
+            raise ConfigError(f"the tokenizer of {directory} is not known here: {error}; {REMEDY}{remedy}") from None
         if data.tokenizer is None:
             return None
         end = END_OF_TEXT if data.end_of_text is None else data.tokenizer.id_to_token(data.end_of_text)

@@ -1,4 +1,5 @@
-"""What verify.py asks of a model alone, in float32 on the CPU; each answers as a check of Verification does."""
+"""What verify.py asks of a model alone, in float32 on the CPU; each answers as a check of Verification does. And what
+of its optimizer is lost."""
 
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from hub import FAMILIES, to_transformers
 from model.config import GPTConfig
 from model.generate import LayerCache
 from model.gpt import GPTModel
+from training import shards
 
 
 @torch.no_grad()
@@ -41,3 +43,14 @@ def writes_as_trained(config: GPTConfig, seq_len: int) -> tuple[bool | None, str
     whole = model(input_ids)[0]
     difference = ((whole - in_parts).abs().max() / whole.abs().max()).item()
     return difference < 1e-3, f"largest difference {difference:.1e}"
+
+
+def values_not_saved(model: GPTModel, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of an optimizer that has done nothing yet: what it keeps that is no tensor, in its state and its groups."""
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    # Does an update, at a learning rate of 0, if there is no state yet.
+    state = shards.get_state_dict(model, optimizer, options=shards.FLATTENED)[1]
+    lost = [name for name, value in state.items() if name.startswith("state.") and not torch.is_tensor(value)]
+    for group, before in groups:
+        lost += [f"group.{key}" for key in group if key != "params" and group[key] != before.get(key)]
+    return lost

@@ -43,7 +43,7 @@ from data.corpus import load_corpus
 from data.order import GlobalBatches, derive_seed
 from hub import FAMILIES
 from model.gpt import GPTModel
-from model_checks import logits_equal, writes_as_trained
+from model_checks import logits_equal, values_not_saved, writes_as_trained
 from nested import nested_training, of_main_process
 from training import checkpoint, launch, shards
 from training.compute import compute_as_any_processor, prepare_network
@@ -192,9 +192,7 @@ class Verification:
         self.train("resumed", exact, STEPS // 2)
         unbroken = self.train("unbroken", True) if exact else self.straight
         holds, figure = self.same_bits(unbroken, resumed := self.train("resumed", exact))
-        state = shards.get_state_dict(*self.build(), options=shards.FLATTENED)[1]
-        lost = [name for name, value in state.items() if name.startswith("state.") and not torch.is_tensor(value)]
-        if lost and not holds:
+        if (lost := values_not_saved(*self.build())) and not holds:
             figure += f"; the optimizer keeps {len(lost)} values that are no tensors, so not saved, such as {lost[0]}"
         pairs = [(one, other, one.keys() | other.keys()) for one, other in zip(unbroken[0], resumed[0], strict=True)]
         logged = {name for one, other, names in pairs for name in names if one.get(name) != other.get(name)}

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "sweep.py": {"arguments", "cli", "compare", "config", "training"},
     "hub.py": {"model"},
     "load.py": {"config", "data", "files", "hub", "model", "training"},
-    "model_checks.py": {"hub", "model"},
+    "model_checks.py": {"hub", "model", "training"},
     "nested.py": {"training"},
     "plan.py": {"config", "data", "launcher", "load", "model", "nested", "train", "training"},
     "evaluate.py": {"cli", "config", "data", "files", "load", "training"},

@@ -207,6 +207,20 @@ def test_a_run_on_data_of_other_code_is_refused(copy):
         load_run(directory)
 
 
+def test_a_run_whose_data_have_moved_says_that_they_may_be_put_back(copy, monkeypatch):
+    """As those of a fork's source that reads files, whose code is there."""
+    directory, manifest, weights = copy
+    manifest.config["data"] |= {"source": "bin", "path": "/no/such/folder"}
+    write(directory, manifest, [(weights, {})])
+
+    def moved(config):
+        raise ConfigError(f"data.path: {config.data.path} is not there")
+
+    monkeypatch.setattr("load.load_corpus", moved)
+    with pytest.raises(ConfigError, match="/no/such/folder is not there; use .*, or put its data back where they were"):
+        load_run(directory)
+
+
 def test_the_grammar_accepts_a_story(run, capsys):
     """One that is given whole as the prompt: the model ends it, or goes on with what is no story."""
     loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)

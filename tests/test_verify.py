@@ -143,6 +143,24 @@ def verify_a_fork(out_dir, file):
     cli.leave(cli.call("verify"))
 
 
+def verify_a_count_in_a_group(out_dir, file):
+    """As schedule-free optimizers keep theirs."""
+    sys.stdout = open(file, "w")
+    sys.argv = ["verify.py", *TINY_STORIES, "--out_dir", str(out_dir), *verify_module.SHORT]
+
+    class CountingSGD(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"] / group["count"])
+
+    train.build_optimizer = verify_module.build_optimizer = lambda model, config: CountingSGD(model.parameters(), 0.1)
+    checks = verify_module.Verification.checks
+    verify_module.Verification.checks = lambda self: {k: v for k, v in checks(self).items() if k == PROMISES[7]}
+    cli.leave(cli.call("verify"))
+
+
 def in_a_fork(verify, out_dir, file):
     """What it said into the file, and its exit code."""
     process = forked.server.Process(target=verify, args=(out_dir, file))
@@ -160,6 +178,11 @@ def test_each_check_stands_alone_and_says_why_it_fails_or_is_skipped(runs, tmp_p
     assert re.search(r"TypeError: .*\(verify.py:\d+\)", line[PROMISES[0]])
     assert "2 tensors are not its family's" in line[PROMISES[1]] and "blocks.0.mlp.scale" in line[PROMISES[1]]
     assert "values that are no tensors, so not saved, such as state." in line["resuming is bitwise"]
+
+
+def test_a_number_in_a_group_of_the_optimizer_is_named_as_not_saved(runs, tmp_path):
+    said, exit_code = in_a_fork(verify_a_count_in_a_group, runs, tmp_path / "out")
+    assert exit_code == 1 and "keeps 1 values that are no tensors, so not saved, such as group.count" in said
 
 
 def test_a_gpu_is_made_ready_for_exact_before_the_first_product(monkeypatch):
