@@ -131,6 +131,8 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
 
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
     """The given prompt; without one, what is typed; where nobody types, none or, in a chat, the lines of the input."""
+    with suppress(AttributeError):  # of what is no stream of bytes; elsewhere a line of wrong ones must not end it
+        sys.stdin.reconfigure(errors="surrogateescape")
     typed = sys.stdin is not None and sys.stdin.isatty()  # None: it was closed
     if given is not None or not (chat or typed):
         yield given or ""

@@ -505,6 +505,16 @@ def test_a_conversation_is_what_transformers_generates_turn_by_turn(runs, export
     assert one == answers[0] + "\n"
 
 
+def test_a_line_that_is_no_text_does_not_end_the_conversation(runs, monkeypatch, capsys):
+    settings = {"temperature": 0, "max_new_tokens": 4}
+    shown = talk(monkeypatch, capsys, runs / "run", "the cat's\nof\n", **settings)
+    stdin = io.TextIOWrapper(io.BytesIO(b"the cat's\n\xff\xfe\nof\n"), "utf-8")  # strict, as in most locales
+    monkeypatch.setattr(sys, "stdin", stdin)
+    sample.main(SampleConfig(str(runs / "run"), chat=True, **settings))
+    out, err = capsys.readouterr()
+    assert out == shown and err.count("messages: the tokenizer has no tokens for") == 1
+
+
 def test_an_answer_is_over_at_its_end_and_the_oldest_is_forgotten(runs, monkeypatch, capsys):
     tokenizer, seen = AutoTokenizer.from_pretrained(runs / "run" / "tokenizer"), []
 
