@@ -106,6 +106,18 @@ def test_a_path_may_change_where_a_hash_says_what_lies_there():
     assert continuation.differences(continuation.complete(settings), config) == []
 
 
+def test_the_corpora_of_a_mixture_may_move_but_weigh_what_they_did():
+    settings, config = stored(data__mix={"a": 2.0, "b": 1.0}, data__hash="01+23")
+    config.data.mix, config.data.hash = {"c": 2.0, "d": 1.0}, "01+23"
+    assert continuation.differences(continuation.complete(settings), config) == []
+    for mix, digest in ({"c": 1.0, "d": 2.0}, "01+23"), ({"c": 2.0, "d": 1.0}, None):
+        settings["data"]["hash"] = config.data.hash = digest
+        config.data.mix = mix
+        assert continuation.differences(continuation.complete(settings), config) == [
+            f"data.mix: {settings['data']['mix']} there, {mix} now"
+        ]
+
+
 def test_a_stored_setting_that_is_gone_is_named_unless_it_had_its_last_default(monkeypatch):
     settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
     assert continuation.differences(continuation.complete(settings), config) == [

@@ -12,8 +12,8 @@ from training.manifest import Manifest
 from training.schedule import lr_scale
 
 # What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
-# are compared by the learning rates that they gave so far; data.path by data.hash, if it has one, init_from by
-# init_hash.
+# are compared by the learning rates that they gave so far; data.path and the paths of data.mix by data.hash, if
+# there is one, init_from by init_hash.
 FREE_SETTINGS = {
     *("name", "out_dir", "resume", "branch_from", "steps", "schedule", "compile", "on_nonfinite"),
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
@@ -77,6 +77,9 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     yet_unknown = {key for key in FILLED_IN - known if now[key] is None}
     # A source without a hash, as a fork's may be, is known by its path alone.
     free = FREE_SETTINGS - ({"data.path"} if before["data.hash"] is None else set())
+    weights = [list(s["data.mix"].values()) for s in (before, now) if isinstance(s["data.mix"], dict)]
+    if before["data.hash"] is not None and len(weights) == 2 and weights[0] == weights[1]:
+        free |= {"data.mix"}  # its keys are paths
     lines = []
     for key in sorted((before.keys() | now.keys()) - yet_unknown):
         section = key.split(".")[0]
