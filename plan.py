@@ -83,8 +83,9 @@ class LiveBytes(TorchDispatchMode):
         self.live[label] += size
 
 
-def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[str, int], int]:
-    """Of the tensors at the peak of a step on one device that holds the whole model, by part; and of the moments.
+def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = False) -> tuple[dict[str, int], int]:
+    """Of the tensors at the peak of a step on one device that holds the whole model, by part; and of the moments. An
+    evaluation that `scores` keeps its logits.
 
     Left out: samples, and the mask of data.documents: isolated.
     """
@@ -130,7 +131,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator) -> tuple[dict[st
             at_once = min(config.evaluation.micro_batch_size, config.evaluation.num_samples or math.inf)
             tokens = torch.zeros((at_once, config.seq_len), dtype=torch.int64)
             with accelerator.autocast(), torch.no_grad(), kept:
-                keep = 0 if config.data.source == "stories" else None
+                keep = 0 if scores else None
                 network.eval()(tokens, labels=tokens, num_items_in_batch=1.0, logits_to_keep=keep)
     # The heap of a CPU's process keeps what is freed, and finds little room in it for tensors of other sizes.
     peaks = [dict(live.at_peak)]
@@ -145,10 +146,12 @@ def gathered_by_fsdp(network: GPTModel) -> int:
     return 2 * block + network.num_parameters() - len(network.blocks) * block
 
 
-def memory(config: TrainConfig, accelerator: Accelerator, network: GPTModel) -> tuple[dict[str, float], int]:
+def memory(
+    config: TrainConfig, accelerator: Accelerator, network: GPTModel, scores: bool = False
+) -> tuple[dict[str, float], int]:
     """Bytes of the tensors of a process at its peak, by part, and those of a checkpoint."""
     try:
-        parts, moments = tensor_bytes(config, accelerator)
+        parts, moments = tensor_bytes(config, accelerator, scores)
     except DynamicOutputShapeException as error:
         raise RunError(f"what this model computes depends on its data ({error}): no plan can know its memory") from None
     sharing, processes = launch.num_shards(accelerator), accelerator.num_processes
@@ -232,7 +235,8 @@ def main(config: TrainConfig) -> None:
     """
     launcher.check(config)
     take_over(config)
-    config.model.vocab_size = load_corpus(config).vocab_size
+    corpus = load_corpus(config)
+    config.model.vocab_size = corpus.vocab_size
     config.global_batch_size = config.global_batch_size or config.micro_batch_size * num_processes()
     if problems := config.problems(num_processes()):
         raise ConfigError("\n".join(problems))
@@ -240,7 +244,7 @@ def main(config: TrainConfig) -> None:
     base = {"torch itself": torch_itself(config, accelerator)} if accelerator.device.type == "cpu" else {}
     with torch.device("meta"):
         network = GPTModel(config.model)
-    parts, checkpoint = memory(config, accelerator, network)
+    parts, checkpoint = memory(config, accelerator, network, scores=corpus.score is not None)
     peak = sum((parts := base | parts).values())
     accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
     tokens = config.global_batch_size * config.seq_len

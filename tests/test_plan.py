@@ -103,6 +103,21 @@ def test_a_compiled_run_needs_the_memory_of_a_loss_in_chunks(monkeypatch):
     assert logits["no compiler", None] == logits["", False] > logits["", True]
 
 
+def test_the_logits_of_an_evaluation_are_counted_if_the_corpus_scores_them(monkeypatch):
+    words = "--model.vocab_size 5000 --global_batch_size 1 --evaluation.micro_batch_size 64 --evaluation.num_samples 64"
+    config = parse_config([*map(str, TINY_STORIES), *words.split()])
+    kept, left = (sum(plan.tensor_bytes(config, ON_A_CPU, scores)[0].values()) for scores in (True, False))
+    assert kept - left > 64 * config.seq_len * 5000
+    monkeypatch.setattr(plan.launch, "start", lambda config: ON_A_CPU)
+    monkeypatch.setattr(plan, "torch_itself", lambda *_: 0)
+    monkeypatch.setattr(plan, "tensor_bytes", lambda config, accelerator, scores: 1 / 0 if scores else sys.exit("left"))
+    with pytest.raises(SystemExit, match="left"):
+        plan.main(config)
+    monkeypatch.setattr(plan, "load_corpus", lambda config: SimpleNamespace(vocab_size=5000, score=max))
+    with pytest.raises(ZeroDivisionError):
+        plan.main(config)
+
+
 class Fork(GPTModel):
     """A model that reports a number of its own, and weighs a term by the targets."""
 
