@@ -32,8 +32,10 @@ def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
 
 
 def uncommitted_changes() -> str | None:
-    """What of this repository's code is not as in its commit, as a patch."""
-    return _git("diff", "HEAD")
+    """What of this repository's code is not as in its commit, as a patch; new files of Python too."""
+    new = (_git("ls-files", "-z", "--others", "--exclude-standard", "*.py") or "").split("\0")
+    patches = [_git("diff", "HEAD"), *(_git("diff", "--no-index", "/dev/null", file) for file in new if file)]
+    return "\n".join(filter(None, patches)) or None
 
 
 def _git(*arguments: str) -> str | None:
@@ -41,4 +43,4 @@ def _git(*arguments: str) -> str | None:
         done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent.parent, capture_output=True)
     except FileNotFoundError:
         return None
-    return done.stdout.decode(errors="replace").strip() or None
+    return done.stdout.decode(errors="replace").strip("\n") or None  # a patch may end with a line of one space
