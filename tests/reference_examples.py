@@ -6,6 +6,7 @@ processes, its sends counted from outside.
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 
@@ -41,6 +42,7 @@ def gpt(out_file, steps):
     gpt_ddp.DistributedSampler = OrderOfTrain
     losses, model = gpt_ddp.train(argparse.Namespace(backend="gloo", seed=0, dropout=0.0, steps=int(steps)))
     torch.save((losses, model.module.state_dict()), out_file)
+    os._exit(0)  # DDP that is freed after its group may wait for ever
 
 
 def ring(rank, folder, ranks, out):
