@@ -209,8 +209,9 @@ def draw(axis: str, record: dict, path: Path) -> None:
 def renew(name: str) -> None:
     """Write all tables, and the pictures of that result."""
     PAGE.write_text(page())
-    for axis in PICTURES if name == "growth" else ():
-        draw(axis, read(name), PAGE.parent / "growth" / f"{axis}.png")
+    record = read(name)
+    for axis in record["figures"] if name == "growth" else ():
+        draw(axis, record, PAGE.parent / "growth" / f"{axis}.png")
 
 
 if __name__ == "__main__":
