@@ -7,7 +7,6 @@ its turn too. Peak memory is a variant's own: what the others hold is taken off.
 kernels, in steps of their own. --quick runs it all on the CPU in miniature, to test it.
 """
 
-import re
 import sys
 import time
 from argparse import Namespace
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import MagicMock
 
 import torch
 import torch._functorch.config
@@ -28,11 +26,6 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.profiler import profile
-
-try:
-    import jsonargparse  # noqa: F401
-except ImportError:  # a machine may lack it; config.py names its types, which are not used here
-    sys.modules["jsonargparse"] = sys.modules["jsonargparse.typing"] = MagicMock()
 
 from benchmarks.measure import Group
 from benchmarks.nanogpt import build_peer
@@ -208,12 +201,10 @@ class Variant:
         rows = [row for row in rows if not (row.is_user_annotation or row.key.startswith(ANNOTATIONS))]
         rows.sort(key=lambda row: getattr(row, time_of), reverse=True)
         total = sum(getattr(row, time_of) for row in rows)
-        attention = [row for row in rows if re.search("flash|fmha|sdpa|attention", row.key, re.IGNORECASE)]
         return {  # torch.compile passes over what it cannot take without a word: then no region is counted
             "compiled_regions_a_step": sum(row.count for row in regions) / steps,
             "milliseconds_a_step": round(total / 1000 / steps, 3),
             "top": {row.key[:160]: [round(getattr(row, time_of) / total, 4), row.count / steps] for row in rows[:top]},
-            "attention_calls_a_step": {row.key: row.count / steps for row in attention},
         }
 
 

@@ -58,10 +58,9 @@ class NanoGPT:
         (data := self.cwd / "data" / "text").mkdir(parents=True)
         characters = list(text.read_text()) if text else np.random.default_rng(0).integers(0, 65, 1_000_000)
         alphabet, tokens = np.unique(characters, return_inverse=True)
-        for name, part in zip(
-            ("train", "val"), np.split(tokens.astype(np.uint16), [int(0.9 * len(tokens))]), strict=True
-        ):
-            part.tofile(data / f"{name}.bin")
+        training = int(0.9 * len(tokens))
+        for name, part in {"train": tokens[:training], "val": tokens[training:]}.items():
+            part.astype(np.uint16).tofile(data / f"{name}.bin")
         (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(alphabet)}))
 
     def command(self, precision: str = "float32", **settings) -> list[str]:
