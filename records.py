@@ -19,6 +19,8 @@ from training.status import Status, read_status
 SEEDS = ("seed", "data.seed")
 # What two runs of one recipe may have different: where they lie, and what moves no loss by more than rounding.
 NOT_OF_A_RECIPE = FREE_SETTINGS - {"steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row"}
+WHEN_EVALUATED = ("every", "micro_batch_size", "num_story_samples", "num_samples_shown", "temperature")  # not on what
+NOT_OF_A_RECIPE |= {f"evaluation.{name}" for name in WHEN_EVALUATED}
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,15 @@ class Record:
 
     def tokens_to(self, loss: float) -> int | None:
         """Training tokens until an evaluation gave at most `loss`; None if none did."""
-        tokens_per_step = self.settings["global_batch_size"] * self.settings["seq_len"]
         reached = (step for step, value in self.curve("val/loss", whole=True) if value <= loss)
-        return next((step * tokens_per_step for step in reached), None)
+        return next((self.tokens(step) for step in reached), None)
+
+    def tokens(self, step: int) -> int:
+        """Training tokens until a step: of a branch those of its parent, whose batches may have been others, and its
+        own."""
+        begin = min(step, self.branch.step) if self.parent else 0
+        own = (step - begin) * self.settings["global_batch_size"] * self.settings["seq_len"]
+        return own + (self.parent.tokens(begin) if self.parent else 0)
 
     def tokens_per_second(self) -> float | None:
         """The median over the logged intervals."""
@@ -208,8 +216,8 @@ def effect(branch: Record, records: list[Record]) -> tuple[int, float, list[floa
 def samples(records: list[Record]) -> list[float]:
     """The final validation losses of runs of one recipe. A run is a function of its seeds: one that was repeated gives
     no second sample."""
-    found = {record.seeds(): record.final_loss() for record in records}
-    return [loss for loss in found.values() if loss is not None]
+    found = {record.seeds(): loss for record in records if (loss := record.final_loss()) is not None}
+    return list(found.values())
 
 
 def welch(one: list[float], other: list[float]) -> float | None:

@@ -151,11 +151,13 @@ def test_it_needs_no_torch():
 # Noise
 
 
+def of_no_recipe(seed):
+    return {"tracking": {"log_every": seed + 1}, "evaluation": {"every": seed + 1, "num_samples_shown": seed}}
+
+
 def recipe(tmp_path, name, losses, lr):
     return [
-        fake_run(
-            tmp_path / f"{name}{seed}", rows_of(val=[9, 9, loss]), seed=seed, lr=lr, tracking={"log_every": seed + 1}
-        )
+        fake_run(tmp_path / f"{name}{seed}", rows_of(val=[9, 9, loss]), seed=seed, lr=lr, **of_no_recipe(seed))
         for seed, loss in enumerate(losses)
     ]
 
@@ -191,15 +193,22 @@ def test_a_repeated_run_is_no_second_sample(tmp_path, capsys):
     assert second["p"] == "-" and "cannot be told" in shown
 
 
+def test_losses_on_more_samples_are_of_another_recipe(tmp_path, capsys):
+    runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
+    runs.append(fake_run(tmp_path / "more", rows_of(val=[9, 9, 1.2]), seed=2, lr=0.1, evaluation={"num_samples": 9}))
+    assert [row["seeds"] for row in table(printed(capsys, *runs), "recipe")] == ["2", "1"]
+
+
 def test_without_a_second_seed_nothing_is_told(pair, capsys):
     assert "what differs beyond the noise cannot be told" in printed(capsys, *pair)
 
 
-def test_a_run_that_has_not_ended_is_no_sample(tmp_path, capsys):
+@pytest.mark.parametrize("seed", [9, 1], ids=["of its own seed", "of the seed of one that has"])
+def test_a_run_that_has_not_ended_is_no_sample(seed, tmp_path, capsys):
     runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
-    runs.append(fake_run(tmp_path / "half", rows_of(val=[0.5]), seed=9, lr=0.1, state="running"))
+    runs.append(fake_run(tmp_path / "half", rows_of(val=[0.5]), seed=seed, lr=0.1, state="running"))
     shown = printed(capsys, *runs)
-    assert table(shown, "recipe")[0]["val/loss"] == "1.0500"
+    assert (table(shown, "recipe")[0]["seeds"], table(shown, "recipe")[0]["val/loss"]) == ("2", "1.0500")
     assert "left out, without a validation loss after the last step: half" in shown
 
 
@@ -260,6 +269,14 @@ def test_a_parent_that_was_renamed_is_known_by_its_state(family, capsys):
     fake_run(family[0], rows_of(val=[5, 4, 3], digest=["e10", "e20", "e30"]))
     records, _ = read_records([family[0], moved, family[1]])
     assert records[2].parent.path == moved, "not the other run that now has the name"
+
+
+def test_a_branch_has_the_tokens_of_its_parent_and_its_own(family, capsys, tmp_path):
+    begun = {"run": str(tmp_path / "root"), "step": 10, "digest": "d10"}
+    rows = rows_of(val=[0, 3.5, 2.0], digest=["d10", "wide20", "wide30"])
+    wide = fake_run(tmp_path / "wide", rows, begun, global_batch_size=16)
+    told = {row["run"]: row["tokens to 2.0000"] for row in table(printed(capsys, *family, wide, loss=2.0))}
+    assert told["faster"] == f"{30 * 4 * 16:,d}" and told["wide"] == f"{(10 * 4 + 20 * 16) * 16:,d}"
 
 
 def test_a_branch_without_its_parent_says_where_it_was(family, capsys):
