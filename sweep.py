@@ -20,7 +20,8 @@ from pathlib import Path
 import compare
 from arguments import parse_config
 from config import ConfigError, RunError, TrainConfig
-from training.continuation import differences, flat_settings, read_settings
+from training.continuation import check_own, differences, flat_settings, read_settings
+from training.manifest import readable_checkpoints
 from training.signals import STOP_SIGNALS
 from training.status import read_status
 
@@ -114,6 +115,10 @@ def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
                 + "\n  ".join(different)
                 + "\nchoose another --name or --out_dir for the sweep"
             )
+        if before:  # what is finished is not started, and so would not be refused by train.py
+            newest = [*readable_checkpoints(directory(settings) / "checkpoints").items()][:1]
+            for path, manifest in newest:
+                check_own(settings, path, manifest)
     return list(runs.values())
 
 

@@ -17,6 +17,7 @@ from config import ConfigError, RunError
 from sweep import SweepConfig, main, own_arguments_first, plan, split
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
+from training.manifest import File, Manifest
 
 # In the place of `python train.py`: leaves what a run leaves, and fails as it is told to.
 FAKE = """
@@ -147,6 +148,20 @@ def test_a_wrong_setting_is_refused_before_the_first_run(arguments, message, swe
 def test_runs_of_other_settings_are_not_taken_for_those_of_the_sweep(sweep):
     sweep("--seed", "0,1")
     assert sweep("--seed", "0,1", "--model.dropout", 0.2, error=ConfigError) == []
+
+
+def test_finished_runs_of_another_schedule_are_not_taken_for_those_of_the_sweep(sweep):
+    for schedule in ("cosine", "constant"):
+        common = "--name", schedule, "--seed", "0,1", "--schedule.name", schedule
+        names = sweep(*common, "--steps", 8)
+        settings = yaml.safe_load((sweep.directory / names[1] / "config.yaml").read_text())
+        checkpoint = sweep.directory / names[1] / "checkpoints" / "step-00000008"
+        checkpoint.mkdir(parents=True)
+        Manifest(8, (0, 0), {}, settings, "no", {"weights.safetensors": File(0, "")}).write(checkpoint)
+        assert sweep(*common, "--steps", 8) == []
+        assert sweep(*common, "--steps", 4, error=ConfigError) == [], "of fewer steps than are done"
+        assert sweep(*common, "--steps", 8, "--schedule.name", "linear", error=ConfigError) == []
+        assert sweep(*common, "--steps", 4, "--resume", "never") == names
 
 
 @pytest.mark.parametrize("launch", ["nonsense --x", "' '"])

@@ -94,7 +94,7 @@ def check_own(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     """Refuse settings by which the updates until the checkpoint at `path` of the run itself would have been others.
 
     Raises:
-        ConfigError: with those settings, or with the first step that had another learning rate.
+        ConfigError: with those settings, with the first step that had another learning rate, or if more steps are done.
     """
     before = complete(manifest.config)
     if different := differences(before, config):  # config.yaml is gone, or was edited
@@ -109,6 +109,8 @@ def check_own(config: TrainConfig, path: Path, manifest: Manifest) -> None:
                 "be extended only until its decay begins (schedule.name: constant or wsd), or be continued as a new "
                 f"one: --name NEW --branch_from {path}"
             )
+    if config.steps < manifest.step:
+        raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} that {path} has already done")
 
 
 def check_foreign(config: TrainConfig, path: Path, manifest: Manifest) -> None:

@@ -216,8 +216,6 @@ class RunDirectory:
             check_foreign(config, path, manifest)
         if manifest is None:
             return Start()
-        if config.steps < manifest.step:
-            raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} that {path} has already done")
         before = {} if config.exact else {name: getattr(manifest, name) for name in ("processes", "shards", "threads")}
         if changed := [name for name, count in before.items() if None not in (count, now[name]) and count != now[name]]:
             what = ", ".join(f"{now[name]} {name} instead of {before[name]}" for name in changed)
