@@ -77,6 +77,7 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
     if family == "gpt2":
         settings |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
         settings["activation_function"] = GELUS[config.mlp]
+        settings["n_ctx"] = config.max_position_embeddings  # as the published one has it, and llama.cpp reads it
         # The default of both is 50256, the published GPT-2's end of text.
         return GPT2Config(**settings, bos_token_id=None, eos_token_id=None)
     return Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -50,6 +51,11 @@ def test_transformers_opens_it_and_computes_and_writes_the_same(family, runs, tm
     ours = model.generate(ids, 30, temperature=0, eos_token_id=0)
     assert torch.equal(theirs.generate(ids, max_new_tokens=30, do_sample=False), ours)
     assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 0
+
+
+def test_the_converter_of_llama_cpp_finds_the_positions_of_a_gpt2(runs, tmp_path):
+    config = json.loads(Path(exported(runs / "gpt2", tmp_path / "out"), "config.json").read_text())
+    assert config["n_ctx"] == config["n_positions"] == 128, "as in the published one; it asks for n_ctx alone"
 
 
 @every_family
