@@ -28,6 +28,7 @@ from training.status import read_status
 TRAIN = str(Path(__file__).with_name("train.py"))
 NAME_THEMSELVES = ("config", "name")  # settings that give the runs their names when swept
 OPEN, CLOSE = "[{(", "]})"
+NAME_BYTES = 255 - len(".old-99")  # which a file system takes, also of a run that is moved aside
 
 
 @dataclass
@@ -107,6 +108,8 @@ def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
             tracking.group, grouped = common, ["--tracking.group", common]
         if settings.name in runs:
             raise ConfigError(f"name: two runs of this sweep would be called {settings.name!r}; give each value once")
+        if len(settings.name.encode()) > NAME_BYTES:
+            raise ConfigError(f"name: {settings.name!r} is longer than a directory's may be; sweep over config files")
         runs[settings.name] = [*combination, *grouped, "--name", settings.name], settings
         before = None if settings.resume == "never" else read_settings(directory(settings) / "config.yaml")
         if before and (different := differences(before, settings)):

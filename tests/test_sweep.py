@@ -133,6 +133,7 @@ def test_a_stop_under_a_launcher_is_no_failure(sweep):
         ("--seed 0,1 --model.d_modl 3", "d_modl"),
         ("--micro_batch_size 1,4", "global_batch_size: 6 is not a multiple"),
         ("--optimizer.lr 1e-3,0.001", "would be called 'tiny_stories-lr_0.001'"),
+        (f"--init_from {'a' * 250},{'b' * 250}", "is longer than a directory's may be"),
         ("--seed 0,1 --print_config", "train.py's own"),
         ("--seed 0,", "--seed ''"),
     ],

@@ -41,7 +41,7 @@ class Throughput:
         self.step, self.seconds = step, time.perf_counter()
 
     def measure(self, step: int) -> dict[str, float]:
-        """`train/tokens` since the run began, `perf/tokens_per_second` over all processes since the last call,
+        """`train/tokens` of so many steps, `perf/tokens_per_second` over all processes since the last call,
         `perf/peak_memory_bytes` of this one, and `perf/mfu` where the device's peak is known; begins to measure anew.
         """
         elapsed = time.perf_counter() - self.seconds
