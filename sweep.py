@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import compare
 from arguments import parse_config
 from config import ConfigError, RunError, TrainConfig
+from model.config import GPTConfig
 from training.continuation import check_own, differences, flat_settings, read_settings
 from training.manifest import readable_checkpoints
 from training.signals import STOP_SIGNALS
@@ -112,6 +113,9 @@ def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
             raise ConfigError(f"name: {settings.name!r} is longer than a directory's may be; sweep over config files")
         runs[settings.name] = [*combination, *grouped, "--name", settings.name], settings
         before = None if settings.resume == "never" else read_settings(directory(settings) / "config.yaml")
+        if before and settings.init_from is not None:  # whose model train.py takes over at the start
+            for name in {field.name for field in fields(GPTConfig)} - settings.given:
+                setattr(settings.model, name, before[f"model.{name}"])
         if before and (different := differences(before, settings)):
             raise ConfigError(
                 f"{directory(settings)} holds a run with other settings:\n  "
@@ -171,10 +175,15 @@ def directory(settings: TrainConfig) -> Path:
 
 
 def is_finished(settings: TrainConfig) -> bool:
-    """Whether all steps of a run are done, so that there is nothing to start."""
-    status = read_status(directory(settings) / "status.json")
+    """Whether all steps of a run are done, so that there is nothing to start.
+
+    Where what it reads lies at another place now, train.py is asked, which knows whether it is the same there.
+    """
+    path, now = directory(settings), flat_settings(asdict(settings))
+    status, before = read_status(path / "status.json"), read_settings(path / "config.yaml")
     done = status is not None and status.state == "finished" and status.step >= settings.steps
-    return done and settings.resume != "never"
+    there = before is not None and all(before[name] == now[name] for name in ("data.path", "data.mix", "init_from"))
+    return done and there and settings.resume != "never"
 
 
 class Child:

@@ -151,6 +151,30 @@ def test_runs_of_other_settings_are_not_taken_for_those_of_the_sweep(sweep):
     assert sweep("--seed", "0,1", "--model.dropout", 0.2, error=ConfigError) == []
 
 
+def test_a_sweep_from_weights_of_another_model_goes_on(sweep):
+    """What train.py takes over of it is in config.yaml, and not among the settings of the sweep."""
+    start = "--init_from", "weights", "--seed", "0,1"
+    names = sweep(*start)
+    for name in names:
+        config = sweep.directory / name / "config.yaml"
+        settings = yaml.safe_load(config.read_text())
+        settings["model"]["norm"], settings["init_hash"] = "rmsnorm", "abc"
+        config.write_text(yaml.safe_dump(settings))
+    assert sweep(*start) == []
+    assert sweep(*start, "--model.dropout", 0.2, error=ConfigError) == []
+
+
+def test_whether_another_place_has_the_same_is_for_train_to_say(sweep):
+    """It compares hashes, which the sweep does not know."""
+    common = "--config", ROOT / "configs" / "shakespeare_cpu.yaml", "--seed", "0,1"
+    names = sweep(*common, "--data.path", "one")
+    for name in names:
+        config = sweep.directory / name / "config.yaml"
+        config.write_text(config.read_text().replace("hash: null", "hash: abc", 1))
+    assert sweep(*common, "--data.path", "one") == []
+    assert sweep(*common, "--data.path", "two") == names
+
+
 def test_finished_runs_of_another_schedule_are_not_taken_for_those_of_the_sweep(sweep):
     for schedule in ("cosine", "constant"):
         common = "--name", schedule, "--seed", "0,1", "--schedule.name", schedule
