@@ -154,6 +154,8 @@ def write(folder: Path, loaded: Loaded) -> None:
     try:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+            settings = folder / "tokenizer_config.json"  # the name of the class that transformers 4 knows too
+            settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
         hf_model.save_pretrained(folder)
         for file in folder.glob("*.safetensors"):
             share(file)

@@ -80,7 +80,9 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
         settings["n_ctx"] = config.max_position_embeddings  # as the published one has it, and llama.cpp reads it
         # The default of both is 50256, the published GPT-2's end of text.
         return GPT2Config(**settings, bos_token_id=None, eos_token_id=None)
-    return Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
+    hf_config = Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
+    hf_config.rope_theta = config.rope_theta  # where transformers 4 has it, for which it would else be 10,000
+    return hf_config
 
 
 def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:

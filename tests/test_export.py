@@ -58,6 +58,11 @@ def test_the_converter_of_llama_cpp_finds_the_positions_of_a_gpt2(runs, tmp_path
     assert config["n_ctx"] == config["n_positions"] == 128, "as in the published one; it asks for n_ctx alone"
 
 
+def test_transformers_4_finds_the_class_of_the_tokenizer(runs, tmp_path):
+    settings = json.loads(Path(exported(runs / "gpt2", tmp_path / "out"), "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
 @every_family
 def test_export_of_what_was_exported_is_the_same_bytes(family, runs, tmp_path):
     first = exported(runs / family, tmp_path / "first")

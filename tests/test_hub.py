@@ -275,3 +275,8 @@ def test_a_transformers_model_with_other_settings_is_refused(hf_config, message)
 def test_the_config_imports_without_torch():
     code = "import sys, model.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_who_reads_configs_as_transformers_4_wrote_them_rotates_by_the_same_angles():
+    written = config_to_transformers(CONFIGS["qwen3-wide-heads"]).to_diff_dict()
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 1e6
