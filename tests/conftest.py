@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,10 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes, which torch reads when it is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else the Hub's client tries for half a minute before it gives up
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # of tests that compute here; torch looks at the first product
+try:
+    socket.gethostbyname(socket.gethostname())
+except OSError:  # as in some containers: gloo then warns in every process, unless it is told what to listen to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 import pytest
 

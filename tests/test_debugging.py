@@ -1,6 +1,7 @@
 """The story of docs/debugging.md, as it is told there, on a copy of the repository."""
 
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -17,7 +18,8 @@ def test_the_guilty_sequence_is_found(tmp_path):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes((ROOT / file).read_bytes())
     [patch] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-    for apply in (["git", "apply", "--check", "-"], ["patch", "-p1", "--fuzz=0"]):
+    with_patch = ["patch", "-p1", "--fuzz=0"] if shutil.which("patch") else ["git", "apply", "-"]
+    for apply in (["git", "apply", "--check", "-"], with_patch):
         subprocess.run(apply, input=patch, cwd=tmp_path, text=True, check=True)
     _, prepare, train, replay = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     said, shown = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)[:2]

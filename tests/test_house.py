@@ -153,7 +153,10 @@ def test_every_experiment_is_as_long_as_its_page_says():
         assert len(re.findall(r"^(?:\+(?!\+\+)|-(?!--))", patch, re.M)) == int(lines) < 30, name
 
 
-@pytest.mark.parametrize("tool", APPLY)
+NO_PATCH = pytest.mark.skipif(not shutil.which("patch"), reason="patch is not installed")
+
+
+@pytest.mark.parametrize("tool", ["git", pytest.param("patch", marks=NO_PATCH)])
 def test_experiments_apply_alone_and_on_top_of_each_other(tool, tmp_path):
     directory = copy_of_the_repository(tmp_path / "copy")
     for name, *_ in EXPERIMENTS:
