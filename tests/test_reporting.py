@@ -110,12 +110,12 @@ def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples(monkeypat
     others_send_nothing = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr("training.step_totals.dist.all_reduce", lambda sent, async_op: others_send_nothing)
     accelerator = SimpleNamespace(**{**vars(ALONE), "process_index": 1, "num_processes": 2})
-    totals = StepTotals(SimpleNamespace(indices=lambda step: [5, 6, 7, 8]), 1, 0, accelerator, Path("my runs/a"))
+    totals = StepTotals(SimpleNamespace(indices=lambda step: [*range(8)]), 2, 0, accelerator, Path("my runs/a"))
     for loss in (1.0, math.nan):
         totals.add(torch.tensor(loss))
     totals.send(12, stop=False)
     totals.receive(1, torch.tensor(math.nan))
-    with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[8\]") as stopped:
+    with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[6, 7\]") as stopped:
         totals.read(at_once=True)
     assert str(stopped.value).endswith("python replay.py 'my runs/a' 1"), "as a shell takes it"
 
@@ -139,6 +139,16 @@ def test_plain_numbers_are_sent_without_a_wait_for_the_device():
         assert totals.receive(1, torch.tensor(3.0)) == 12
     totals.read(at_once=True)
     assert totals.stop and totals.averages == {"loss": 1.5, "rows": 0.5}
+
+
+def test_counts_are_exact_where_float32_is_not():
+    totals = StepTotals(None, 1, 0, ALONE)
+    totals.agree_on_names({"rows": (0, 0)})
+    totals.add(torch.tensor(1.0), {"rows": (2**24 + 1, 1)})
+    totals.send(2**24 + 1, stop=False)
+    assert totals.receive(1, torch.tensor(1.0)) == 2**24 + 1
+    totals.read(at_once=True)
+    assert totals.averages["rows"] == 2**24 + 1
 
 
 def test_names_that_change_or_are_taken_are_refused(monkeypatch):
