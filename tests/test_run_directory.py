@@ -192,6 +192,16 @@ def test_another_optimizer_than_the_checkpoints_is_refused(run):
     assert "optimizer.name: adamw there, muon now" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_branch_goes_on_by_itself_and_has_no_other_beginning(run):
+    begin = run / "checkpoints" / "step-00000004"
+    branch = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 5]
+    train(*branch, "--branch_from", begin)
+    assert "is complete: all 5 steps are done" in train(*branch).stdout
+    for name, other in (("new", run.parent / "new" / "checkpoints" / "step-00000005"), ("run", begin)):
+        done = train(*branch, "--name", name, "--branch_from", other, exit_code=2)
+        assert f"branch_from: '{other}' starts a new run, but {run.parent / name} already holds one" in done.stderr
+
+
 def test_a_run_is_no_checkpoint_to_branch_from(run):
     with pytest.raises(InvalidCheckpoint, match="is a run; name one of its checkpoints, such as .*/step-00000004$"):
         validate(run)
