@@ -13,6 +13,7 @@ from training.metrics_file import read_rows
 Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by the labels of runs and by metrics: steps and values
 PAGE = Path(__file__).with_name("plot.html")
 NUM_POINTS_DRAWN = 1000  # of a curve, in a page
+NUM_LETTERS = 60  # of names beside each other in a legend
 warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a run's name in letters that the font lacks
 
 
@@ -71,11 +72,14 @@ def save_curves(curves: Curves, path: Path) -> None:
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     axes = figure.add_subplot()
     palette = matplotlib.colormaps["tab10" if len(curves) <= 10 else "turbo"]
-    losses = []
+    losses, room = [], NUM_LETTERS // (1 + len(curves) // 20)
     for index, (label, metrics) in enumerate(curves.items()):
         color = palette(index if len(curves) <= 10 else index / len(curves))
         # No label of matplotlib may begin with an underscore, and a dollar sign would begin a formula.
-        label = label.lstrip("_").replace("$", r"\$")
+        label = label.lstrip("_")
+        if len(label) > room:  # names of a sweep differ at their ends
+            label = f"{label[: room // 3]}…{label[-room * 2 // 3 :]}"
+        label = label.replace("$", r"\$")
         thin, dotted = {"alpha": 0.35, "linewidth": 0.8}, {"marker": "o", "markersize": 2.5}
         for metric, style in (("train/loss", thin), ("val/loss", dotted)):
             if points := metrics.get(metric):
@@ -83,6 +87,9 @@ def save_curves(curves: Curves, path: Path) -> None:
                 losses += [value for _, value in points]
                 label = None
     finish_axes(axes, losses)
+    if legend := axes.get_legend():
+        for line in legend.get_lines():  # in the colour of the curve, not that of the thin one
+            line.set(alpha=1, linewidth=1.5)
     figure.savefig(path, dpi=150)
 
 
@@ -94,8 +101,11 @@ def save_page(curves: Curves, path: Path) -> None:
     """
 
     def rounded(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        few = [*points[: -1 : 1 + len(points) // NUM_POINTS_DRAWN], *points[-1:]]
-        return [(step, float(f"{value:.6g}")) for step, value in few]
+        size = 1 + 2 * len(points) // NUM_POINTS_DRAWN
+        few = {points[0], points[-1]}
+        for i in range(0, len(points), size):  # of each few the least and the greatest: a spike is not passed over
+            few |= {choice(points[i : i + size], key=lambda point: point[1]) for choice in (min, max)}
+        return [(step, v if isinstance(v, int) else float(f"{v:.6g}")) for step, v in sorted(few)]
 
     data = [
         (label, {metric: rounded(points) for metric, points in metrics.items()}) for label, metrics in curves.items()

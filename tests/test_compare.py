@@ -6,6 +6,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 
 import cli
 from compare import CompareConfig, main
+from plot import save_curves
 from records import read_records, student_t_tails, welch
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 
@@ -369,7 +371,7 @@ function node(kind) {
     setAttribute(name, value) { self.attributes[name] = value; },
     appendChild(child) { self.children.push(child); if (self.kind === "select") self.value ??= child.value; },
     replaceChildren() { self.children = []; }, setPointerCapture() {},
-    getBoundingClientRect: () => ({ width: 885, height: 450, left: 0, top: 0 }) };
+    getBoundingClientRect: () => ({ width: 920, height: 450, left: 0, top: 0 }) };
   return self;
 }
 const byId = { plot: node("svg"), metric: node("select"), log: node("input"), tip: node("div"),
@@ -386,10 +388,14 @@ const lines = () => find("polyline").map((line) => line.attributes.points);
 const [first] = lines(), [x, y] = first.split(" ")[1].split(",").map(Number);
 byId.plot.onpointermove(mouse(x + 3, y + 3));
 const out = { metric: byId.metric.value, lines: lines().length, tip: byId.tip.textContent };
-byId.plot.onpointerdown(mouse(70, 10)); byId.plot.onpointerup(mouse(470, 410)); // left half, all heights
+byId.plot.onpointerdown(mouse(80, 10)); byId.plot.onpointerup(mouse(480, 410)); // left half, all heights
 out.zoomed = lines()[0].split(" ").map((p) => Number(p.split(",")[0]));
 byId.plot.ondblclick(); out.back = lines()[0] === first;
 byId.legend.children[0].onclick(); out.left = lines().length;
+const labels = () => find("text").map((label) => label.textContent);
+byId.metric.value = "train/loss"; byId.log.onchange(); out.long = labels();
+for (let n = 0; n < 3; n++) { byId.plot.onpointerdown(mouse(460, 110)); byId.plot.onpointerup(mouse(500, 310)); }
+out.many = labels();
 console.log(JSON.stringify(out));
 """
 
@@ -397,7 +403,8 @@ console.log(JSON.stringify(out));
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is run by node")
 def test_the_page_hovers_and_zooms(pair, capsys, tmp_path):
     """In a document of a few lines: 800 x 400 units inside the margins."""
-    printed(capsys, *pair, out=str(tmp_path / "both"))
+    fake_run(tmp_path / "c", {step: {"train/loss": step * 1e6} for step in (1000, 100_000)})
+    printed(capsys, *pair, tmp_path / "c", out=str(tmp_path / "both"))
     script = re.search(r"<script>(.*)</script>", (tmp_path / "both.html").read_text(), re.DOTALL)[1]
     (tmp_path / "page.js").write_text(DOM + script.replace('"use strict";', "") + PLAY)
     done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True)
@@ -405,4 +412,23 @@ def test_the_page_hovers_and_zooms(pair, capsys, tmp_path):
     seen = json.loads(done.stdout)
     assert (seen["metric"], seen["lines"], seen["left"], seen["back"]) == ("val/loss", 2, 1, True)
     assert seen["tip"] == "a: val/loss = 4 at step 20"
-    assert seen["zoomed"] == [70, 870, 1670], "steps 10 to 20 fill what was 10 to 30"
+    assert seen["zoomed"] == [80, 880, 1680], "steps 10 to 20 fill what was 10 to 30"
+    assert "4e+10" in seen["long"], "no wider than the margin"
+    assert len(seen["many"]) == len(set(seen["many"])) > 10, "labels beside each other are told apart"
+
+
+def test_a_spike_stays_in_the_page(tmp_path, capsys):
+    """However few points of a long curve are drawn; and a count is not rounded."""
+    rows = {step: {"train/loss": 9.0 if step == 2504 else 3.0, "train/tokens": step * 123457} for step in range(5000)}
+    printed(capsys, fake_run(tmp_path / "long", rows), out=str(tmp_path / "page"))
+    curves = page_data(tmp_path / "page.html")["long"]
+    assert [2504, 9.0] in curves["train/loss"] and len(curves["train/loss"]) < 1500
+    assert curves["train/tokens"][-1] == [4999, 4999 * 123457]
+
+
+def test_a_long_name_leaves_room_for_the_curves(tmp_path):
+    names = ["x" * 200 + end for end in ("seed_0", "seed_1")]
+    curves = {name: {"train/loss": [(1, 5.0), (2, 4.0)]} for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns where a legend leaves no room
+        save_curves(curves, tmp_path / "picture.png")
