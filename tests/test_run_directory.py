@@ -202,6 +202,11 @@ def test_a_branch_goes_on_by_itself_and_has_no_other_beginning(run):
         assert f"branch_from: '{other}' starts a new run, but {run.parent / name} already holds one" in done.stderr
 
 
+def test_to_start_afresh_where_no_run_is_moves_nothing_aside(runs):
+    train(*RECIPE, "--out_dir", runs, "--steps", 1, "--resume", "never")
+    assert [path.name for path in runs.iterdir()] == ["run"]
+
+
 def test_a_run_is_no_checkpoint_to_branch_from(run):
     with pytest.raises(InvalidCheckpoint, match="is a run; name one of its checkpoints, such as .*/step-00000004$"):
         validate(run)
