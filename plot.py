@@ -3,8 +3,10 @@ layers.png if the run has `tracking.layers`. compare.py draws the curves of seve
 """
 
 import json
+import math
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 from files import write_atomically
@@ -13,7 +15,7 @@ from training.metrics_file import read_rows
 Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by the labels of runs and by metrics: steps and values
 PAGE = Path(__file__).with_name("plot.html")
 NUM_POINTS_DRAWN = 1000  # of a curve, in a page
-NUM_LETTERS = 60  # of names beside each other in a legend
+NUM_LETTERS = 60  # of a title, or of names beside each other in a legend
 warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a run's name in letters that the font lacks
 
 
@@ -34,15 +36,17 @@ def save_loss_curve(run_directory: Path, picture: Path | None = None) -> Path:
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*curve("train/loss"), color="tab:blue", alpha=0.5, linewidth=1, label="training")
+    training = curve("train/loss")
+    marker = "o" if len(training[0]) == 1 else None  # of one point there is no line
+    axes.plot(*training, color="tab:blue", alpha=0.5, linewidth=1, label="training", marker=marker, markersize=3)
     if (validation := curve("val/loss"))[0]:
         axes.plot(*validation, color="tab:orange", marker="o", markersize=3, label="validation")
     floors = curve("val/floor")[1]
     if floors:
         axes.axhline(floors[-1], color="black", linestyle="--", linewidth=1, label=f"floor = {floors[-1]:.4f}")
     name = run_directory.resolve().name.encode(errors="replace").decode()  # a file system takes what nothing can draw
-    axes.set_title(name, parse_math=False)  # a dollar sign would begin a formula
-    finish_axes(axes, [*floors, *curve("train/loss")[1], *validation[1]])
+    axes.set_title(shortened(name), parse_math=False)  # a dollar sign would begin a formula
+    finish_axes(axes, [*floors, *training[1], *validation[1]])
     picture = picture or run_directory / "loss.png"
     figure.savefig(picture, dpi=150)
     return picture
@@ -50,14 +54,22 @@ def save_loss_curve(run_directory: Path, picture: Path | None = None) -> Path:
 
 def finish_axes(axes, losses: list[float]) -> None:
     """Scale, grid and legend of a picture of losses."""
-    if (least := min(losses, default=1.0)) > 0:
-        axes.set_yscale("log", subs=(2, 5) if max(losses, default=1.0) > 10 * least else None)  # labels have room
-        axes.yaxis.set_major_formatter("{x:.3g}")
-        axes.yaxis.set_minor_formatter("{x:.3g}")
+    losses = [loss for loss in losses if math.isfinite(loss)] or [1.0]
+    if (least := min(losses)) > 0:
+        ratio = max(losses) / least
+        axes.set_yscale("log", subs=(2, 5) if ratio > 10 else None)  # labels have room
+        digits = 3 - math.floor(math.log10(ratio - 1)) if 1 < ratio < 2 else 3  # labels differ from each other
+        axes.yaxis.set_major_formatter(f"{{x:.{digits}g}}")
+        axes.yaxis.set_minor_formatter(f"{{x:.{digits}g}}")
     axes.set(xlabel="optimizer step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3, which="both")
     if labels := axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize="small", ncols=1 + len(labels) // 20)
+
+
+def shortened(name: str, room: int = NUM_LETTERS) -> str:
+    """A name that has room in a picture. Those of a sweep differ at their ends."""
+    return name if len(name) <= room else f"{name[: room // 3]}…{name[-room * 2 // 3 :]}"
 
 
 def save_curves(curves: Curves, path: Path) -> None:
@@ -76,11 +88,10 @@ def save_curves(curves: Curves, path: Path) -> None:
     for index, (label, metrics) in enumerate(curves.items()):
         color = palette(index if len(curves) <= 10 else index / len(curves))
         # No label of matplotlib may begin with an underscore, and a dollar sign would begin a formula.
-        label = label.lstrip("_")
-        if len(label) > room:  # names of a sweep differ at their ends
-            label = f"{label[: room // 3]}…{label[-room * 2 // 3 :]}"
-        label = label.replace("$", r"\$")
+        label = shortened(label.lstrip("_"), room).replace("$", r"\$")
         thin, dotted = {"alpha": 0.35, "linewidth": 0.8}, {"marker": "o", "markersize": 2.5}
+        if len(metrics.get("train/loss", [])) == 1:
+            thin |= dotted
         for metric, style in (("train/loss", thin), ("val/loss", dotted)):
             if points := metrics.get(metric):
                 axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
@@ -128,13 +139,17 @@ def save_layers(run_directory: Path) -> Path | None:
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(key.split("/")[1] for key in rows[0] if key.startswith("layers/")))
+    steps = [row["step"] for row in rows]
+    inner = [(one + other) / 2 for one, other in pairwise(steps)]  # a cell is as wide as its neighbour; one alone is 1
+    first, last = (inner[0], inner[-1]) if inner else (steps[0] + 0.5, steps[0] - 0.5)
+    edges = [2 * steps[0] - first, *inner, 2 * steps[-1] - last]
     figure = Figure(figsize=(7, 1.8 * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), sharex=True, squeeze=False)[:, 0], names, strict=True):
         depth = sum(key.startswith(f"layers/{name}/") for key in rows[0])
         values = [[row.get(f"layers/{name}/{block}") or float("nan") for row in rows] for block in range(depth)]
         finite = [value for of_block in values for value in of_block if 0 < value < float("inf")] or [1.0]
         scale = LogNorm(min(finite), max(*finite, 1.001 * min(finite)))
-        mesh = axes.pcolormesh([row["step"] for row in rows], range(depth), values, norm=scale, shading="nearest")
+        mesh = axes.pcolormesh(edges, [block - 0.5 for block in range(depth + 1)], values, norm=scale)
         axes.set(ylabel="block", yticks=range(0, depth, 1 + depth // 8), title=name.replace("_", " "))
         figure.colorbar(mesh, ax=axes)
     axes.set_xlabel("optimizer step")

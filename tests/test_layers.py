@@ -1,7 +1,10 @@
 """tracking.layers: what it logs is true of the checkpoints, and no bit of the run changes."""
 
+import json
+
 import pytest
 import torch
+from matplotlib.image import imread
 
 from arguments import parse_config
 from data.corpus import load_corpus
@@ -70,6 +73,14 @@ def test_with_exact_they_are_the_same_on_any_number_of_processes(tmp_path):
 def test_the_picture_shows_them(run):
     drawn = (run / "layers.png").read_bytes()
     assert drawn.startswith(b"\x89PNG") and save_layers(run).read_bytes() == drawn
+
+
+@pytest.mark.parametrize(("steps", "blocks"), [((10, 20), 1), ((10,), 2), ((10,), 1)])
+def test_one_block_and_one_step_are_seen(steps, blocks, tmp_path):
+    rows = [{"step": step, **{f"layers/update_ratio/{block}": 0.1 for block in range(blocks)}} for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    image = imread(save_layers(tmp_path))
+    assert image[len(image) // 2, len(image[0]) // 3, :3].min() < 0.9, "white in the middle"
 
 
 def test_of_a_block_that_returns_more_the_first_is_its_output():

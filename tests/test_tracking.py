@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import pty
 import shutil
@@ -24,6 +25,7 @@ from accelerate import PartialState
 from accelerate.utils import LoggerType
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 import trackers
 from arguments import parse_config
@@ -358,8 +360,10 @@ def test_the_picture_can_be_drawn_again_and_a_missing_run_is_said(tmp_path):
         assert ("python plot.py" in done.stdout) == (code == 0)
 
 
-@pytest.mark.parametrize("losses", [[5.1, 0.0038], [5.0, 0.43], [11.0, 1.2], [6.5, 6.2]])
-def test_no_label_of_a_loss_stands_on_another(losses):
+@pytest.mark.parametrize(
+    "losses", [[5.1, 0.0038], [5.0, 0.43], [11.0, 1.2], [6.5, 6.2], [10.8201, 10.8199], [5.0, 2.0, math.inf]]
+)
+def test_no_label_of_a_loss_stands_on_another_or_is_the_same(losses):
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(losses)
@@ -370,6 +374,14 @@ def test_no_label_of_a_loss_stands_on_another(losses):
     seen = [label for label in labels if low < label.get_position()[1] < high and label.get_text()]
     boxes = sorted(label.get_window_extent().extents[[1, 3]].tolist() for label in seen)
     assert len(boxes) > 2 and all(a[1] <= b[0] + 1 for a, b in pairwise(boxes))
+    assert len({label.get_text() for label in seen}) == len(seen)
+
+
+def test_a_single_training_loss_is_seen(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "train/loss": 2.0}\n')
+    image = imread(save_loss_curve(tmp_path))
+    below_the_legend = image[len(image) // 4 :, :, :3]
+    assert (below_the_legend.max(2) - below_the_legend.min(2)).max() > 0.2, "all is grey"
 
 
 class Terminal(io.StringIO):
