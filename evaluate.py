@@ -140,7 +140,7 @@ def with_positions(corpus: Corpus) -> Corpus:
     def score(logits_BTV: Tensor, batch: dict[str, Tensor]) -> Sums:
         targets = batch["labels"][:, 1:]
         losses = F.cross_entropy(logits_BTV[:, :-1].float().transpose(1, 2), targets, reduction="none")  # 0 for -100
-        pairs = zip(losses.double().sum(0).tolist(), (targets != -100).sum(0).tolist(), strict=True)
+        pairs = zip(losses.cpu().double().sum(0).tolist(), (targets != -100).sum(0).tolist(), strict=True)
         own = corpus.score(logits_BTV, batch) if corpus.score else {}
         return own | {f"position/{position}": pair for position, pair in enumerate(pairs)}
 

@@ -142,7 +142,8 @@ class Verification:
             scale = loss_scale(self.accelerator.mixed_precision, step, skipped=0)
             samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
             batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
-            num_targets = add(train.count_targets(batch).double())
+            exact = torch.float32 if self.device.type == "mps" else torch.float64  # which an MPS device has not
+            num_targets = add(train.count_targets(batch).to(exact))
             losses = []
             for index, micro_batch in enumerate(train.micro_batches(batch, self.config.micro_batch_size)):
                 torch.manual_seed(derive_seed(self.config.seed, "dropout", step, rank * accumulation + index))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import evaluate
@@ -161,3 +162,23 @@ def test_a_story_is_shown_with_the_grammars_verdict():
     corpus = load_corpus(TrainConfig(seq_len=128))
     assert corpus.verdict(story) == f"accepted, log-probability {log_prob(story):.2f} nats"
     assert corpus.verdict(story[:-1]) == "not accepted by the grammar"
+
+
+class DeviceWithoutFloat64(TorchFunctionMode):
+    """As an Apple GPU: whatever was not brought to the CPU before cannot become float64."""
+
+    brought: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.Tensor.double or any(args[0] is tensor for tensor in self.brought)
+        result = func(*args, **(kwargs or {}))
+        self.brought += [result] * (func is torch.Tensor.cpu)
+        return result
+
+
+def test_the_loss_by_position_asks_a_device_for_no_float64():
+    corpus = evaluate.with_positions(load_corpus(TrainConfig(seq_len=96)))
+    batch = {"labels": torch.zeros(2, 3, dtype=torch.int64)}
+    with DeviceWithoutFloat64():
+        sums = corpus.score(torch.zeros(2, 3, 5), batch)
+    assert sums["position/1"] == (pytest.approx(2 * math.log(5)), 2)
