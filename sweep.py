@@ -14,13 +14,12 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import compare
 from arguments import parse_config
 from config import ConfigError, RunError, TrainConfig
-from model.config import GPTConfig
 from training.continuation import check_own, differences, flat_settings, read_settings
 from training.manifest import readable_checkpoints
 from training.signals import STOP_SIGNALS
@@ -114,7 +113,7 @@ def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
         runs[settings.name] = [*combination, *grouped, "--name", settings.name], settings
         before = None if settings.resume == "never" else read_settings(directory(settings) / "config.yaml")
         if before and settings.init_from is not None:  # whose model train.py takes over at the start
-            for name in {field.name for field in fields(GPTConfig)} - settings.given:
+            for name in vars(settings.model).keys() - settings.given:
                 setattr(settings.model, name, before[f"model.{name}"])
         if before and (different := differences(before, settings)):
             raise ConfigError(

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "plot.py": {"files", "training"},
     "records.py": {"config", "files", "training"},
     "compare.py": {"cli", "config", "plot", "records"},
-    "sweep.py": {"arguments", "cli", "compare", "config", "model", "training"},
+    "sweep.py": {"arguments", "cli", "compare", "config", "training"},
     "hub.py": {"model"},
     "load.py": {"config", "data", "files", "hub", "model", "training"},
     "model_checks.py": {"hub", "model", "training"},
