@@ -115,7 +115,8 @@ def recipes(records: list[Record]) -> Iterator[str]:
         return
     found.sort(key=lambda item: statistics.fmean(item[1]))
     names = [name for name in differing([group[0] for group, _ in found]) if name not in SEEDS]
-    best, comparisons = found[0][1], len(found) - 1
+    best = found[0][1]
+    comparisons = sum(welch(best, losses) is not None for _, losses in found[1:])  # one seed is compared with nothing
     rows = [["recipe", "seeds", "val/loss", "deviation", "above the best", "p", "verdict"]]
     for group, losses in found:
         own = [f"{name} {word(group[0], name)}" for name in names]

@@ -186,6 +186,13 @@ def test_seeds_are_grouped_and_the_noise_is_told_from_a_difference(tmp_path, cap
     assert third["above the best"] == f"{statistics.fmean(bad) - 1.1:.4f}"
 
 
+def test_a_recipe_of_one_seed_is_no_comparison(tmp_path, capsys):
+    good, bad = [1.0, 1.1, 1.2], [2.0, 2.1, 2.3]
+    runs = recipe(tmp_path, "g", good, 0.1) + recipe(tmp_path, "one", [1.5], 0.2) + recipe(tmp_path, "b", bad, 0.3)
+    shown = printed(capsys, *runs)
+    assert table(shown, "recipe")[2]["p"] == f"{welch(good, bad):.2g}" and "times 1 for as many" in shown
+
+
 def test_a_repeated_run_is_no_second_sample(tmp_path, capsys):
     runs = recipe(tmp_path, "g", [1.0], 0.1) + recipe(tmp_path, "b", [2.0, 2.1], 0.3)
     shutil.copytree(runs[0], tmp_path / "again")
