@@ -102,12 +102,14 @@ class TrackerRun:
 
     def _start(self, step: int) -> None:
         name, kind = self.config.tracking.tracker, LOGGER_TYPE_TO_CLASS[self.config.tracking.tracker]
+        # A branch begins after a step as well, but not in the run of its name that was moved aside.
+        goes_on = step and len(list(read_rows(self.directory / "starts.jsonl"))) > 1
         options = {
             # what a start before this one has logged of the steps that are done again is not shown any more
             "tensorboard": {"logging_dir": self.directory, "purge_step": step + 1},
             "trackio": {
                 "name": self.config.name,
-                "resume": "allow" if step else "never",
+                "resume": "allow" if goes_on else "never",
                 "config": {**asdict(self.config), "provenance": provenance()},
             },
         }
@@ -125,6 +127,7 @@ class WandbRun(TrackerRun):
     def __init__(self, config: TrainConfig, run: RunDirectory, step: int, say: Callable[[str], None]):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="wandb")
         self.samples = list(read_rows(run.samples_file)) if run.samples_file.exists() else []
+        self.num_given = len(self.samples)
         super().__init__(config, run, step, say)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -132,13 +135,18 @@ class WandbRun(TrackerRun):
         self._try(lambda: self.run.log({"step": step, **metrics}))
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Add rows to the table of texts, which W&B is given anew: its own growing ones begin again offline."""
+        """Add rows to the table of texts, which W&B is given anew: its own growing ones begin again offline.
+
+        A long one only when it has grown by a fiftieth, and at the end: W&B keeps them all.
+        """
         self.samples += [{"step": step, name: text} for text in texts]
-        rows = [[row["step"], row[name]] for row in self.samples if name in row]
-        self._try(lambda: self.run.log({"step": step, name: import_module("wandb").Table(["step", "text"], rows)}))
+        if len(self.samples) >= 1.02 * self.num_given:
+            self._give_samples()
 
     def finish(self, failure: BaseException | None) -> None:
         """Return when all is written: with an alert after a loss that is no number, else with the model if asked."""
+        if len(self.samples) > self.num_given:
+            self._give_samples()
         if isinstance(failure, NonFiniteError):
             title = f"{self.config.name}: the loss is no number"[-63:]
             self._try(lambda: self.run.alert(title, str(failure), level="ERROR"))
@@ -149,6 +157,12 @@ class WandbRun(TrackerRun):
 
     def _try(self, *arguments, **named) -> None:
         self.thread.submit(super()._try, *arguments, **named)
+
+    def _give_samples(self) -> None:
+        self.num_given, step = len(self.samples), self.samples[-1]["step"]
+        name = next(key for key in self.samples[-1] if key != "step")
+        rows = [[row["step"], row[name]] for row in self.samples if name in row]
+        self._try(lambda: self.run.log({"step": step, name: import_module("wandb").Table(["step", "text"], rows)}))
 
     def _log_model(self) -> None:
         """Export the newest checkpoint, and log that folder as an artifact."""
@@ -201,7 +215,14 @@ class WandbRun(TrackerRun):
             dir=self.directory,
             mode=tracking.wandb,
             config={**asdict(self.config), "provenance": provenance()},
-            settings=wandb.Settings(silent=True, console="off", git_root=str(ROOT)),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                git_root=str(ROOT),
+                # Without a network it would wait for ever, and the other processes wait for this one.
+                finish_timeout=self.config.timeout_seconds / 2,
+                finish_timeout_raises=True,
+            ),
         )
         # W&B's own step can only grow, so after a rewind it would drop the points that are done again.
         run.define_metric("step")

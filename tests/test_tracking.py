@@ -19,6 +19,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from accelerate import PartialState
@@ -158,6 +159,27 @@ def test_the_export_the_code_and_what_the_commit_lacks_are_in_wandb(rewound):
     assert changes.keys() >= {entry.path for entry in uploads.files} and "code-01234567.diff" in changes
 
 
+def test_wandb_is_not_given_the_square_of_the_texts(tracked, monkeypatch):
+    wandb_run = MagicMock()
+    monkeypatch.setattr("wandb.init", lambda **options: wandb_run)
+    monkeypatch.setattr("wandb.Table", lambda columns, rows: rows)
+    with tracked("--tracking.wandb", "offline") as tracker:
+        for step in range(3, 303):
+            tracker.log_texts(step, "sample/stories", ["a text", "another"])
+    tables = [call.args[0]["sample/stories"] for call in wandb_run.log.call_args_list]
+    assert [len(table) for table in tables[:50]] == [*range(2, 102, 2)], "after every evaluation while they are short"
+    assert tables[-1][-2:] == [[302, "a text"], [302, "another"]] and len(tables[-1]) == 600
+    assert sum(map(len, tables)) < 51 * 600
+
+
+def test_without_a_network_at_the_end_no_other_process_waits_too_long(tracked, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("wandb.init", lambda **options: asked.update(options) or MagicMock())
+    with tracked("--tracking.wandb", "offline", "--timeout_seconds", "30"):
+        pass
+    assert 0 < asked["settings"].finish_timeout < 30 and asked["settings"].finish_timeout_raises
+
+
 def test_a_loss_that_is_no_number_raises_an_alert(runs):
     arguments = [*SHORT, "--tracking.artifact", "true", "--out_dir", runs, "--name", "run"]
     failed = train_offline(*arguments, exit_code=1, faults="nan:1:3")
@@ -172,11 +194,12 @@ def test_a_loss_that_is_no_number_raises_an_alert(runs):
 def tracked(tmp_path):
     """Makes the tracker of a run's second start, after step 2, in this process."""
 
-    def start(*words):
+    def start(*words, started_after=(0, 2)):
         config = parse_config([*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run", *words])
         trackers.check(config)
         run = RunDirectory(str(tmp_path), "run")
         run.path.mkdir(exist_ok=True)
+        (run.path / "starts.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in started_after))
         return Tracker(config, run, 2, PartialState(cpu=True), trackers.start_tracker)
 
     yield start
@@ -200,19 +223,21 @@ def test_tensorboard_shows_every_step_once_after_a_rewind(runs):
     assert not (runs / "run" / "wandb").exists() and "state/digest" not in events.Tags()["scalars"]
 
 
-def test_trackio_gets_numbers_at_their_steps_and_goes_on(tracked, monkeypatch):
-    """Of trackio itself only the names are here, as Accelerate calls them."""
+@pytest.mark.parametrize(("started_after", "resume"), [((0, 2), "allow"), ((2,), "never")], ids=["again", "branch"])
+def test_trackio_gets_numbers_at_their_steps_and_goes_on(started_after, resume, tracked, monkeypatch):
+    """Of trackio itself only the names are here, as Accelerate calls them. A branch that begins after step 2 is no
+    older run of its name."""
     calls = []
     run = SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish"))
     fake = SimpleNamespace(init=lambda **options: calls.append(options) or run)
     monkeypatch.setitem(sys.modules, "trackio", fake)
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TRACKIO])
-    with tracked("--tracking.tracker", "trackio") as tracker:
+    with tracked("--tracking.tracker", "trackio", started_after=started_after) as tracker:
         tracker.log(3, {"train/loss": 1.5, "state/digest": "0123456789abcdef"})
         tracker.log_texts(3, "sample/stories", ["a text"])
         tracker.log(4, {"train/loss": 1.25})
     options = calls.pop(0)
-    assert (options["project"], options["name"], options["resume"]) == ("mini-gpt", "run", "allow")
+    assert (options["project"], options["name"], options["resume"]) == ("mini-gpt", "run", resume)
     assert options["config"]["model"]["d_model"] == 16
     assert calls == [(3, {"train/loss": 1.5}), (4, {"train/loss": 1.25}), "finish"]
 
