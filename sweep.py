@@ -176,13 +176,19 @@ def directory(settings: TrainConfig) -> Path:
 def is_finished(settings: TrainConfig) -> bool:
     """Whether all steps of a run are done, so that there is nothing to start.
 
-    Where what it reads lies at another place now, train.py is asked, which knows whether it is the same there.
+    Where what it reads lies at another place now, or was made anew there, train.py is asked, which knows whether it is
+    the same.
     """
     path, now = directory(settings), flat_settings(asdict(settings))
     status, before = read_status(path / "status.json"), read_settings(path / "config.yaml")
     done = status is not None and status.state == "finished" and status.step >= settings.steps
     there = before is not None and all(before[name] == now[name] for name in ("data.path", "data.mix", "init_from"))
-    return done and there and settings.resume != "never"
+    if not (done and there):
+        return False
+    places = filter(None, settings.data.mix or [settings.data.path])
+    corpora = [Path(place).expanduser() / "metadata.json" for place in places]
+    made = [corpus.stat().st_mtime for corpus in corpora if corpus.exists()]
+    return max(made, default=0) <= (path / "status.json").stat().st_mtime and settings.resume != "never"
 
 
 class Child:

@@ -164,14 +164,24 @@ def test_a_sweep_from_weights_of_another_model_goes_on(sweep):
     assert sweep(*start, "--model.dropout", 0.2, error=ConfigError) == []
 
 
-def test_whether_another_place_has_the_same_is_for_train_to_say(sweep):
+def test_whether_another_place_has_the_same_is_for_train_to_say(sweep, tmp_path):
     """It compares hashes, which the sweep does not know."""
     common = "--config", ROOT / "configs" / "shakespeare_cpu.yaml", "--seed", "0,1"
-    names = sweep(*common, "--data.path", "one")
+    one = tmp_path / "one"
+    names = sweep(*common, "--data.path", one)
     for name in names:
         config = sweep.directory / name / "config.yaml"
         config.write_text(config.read_text().replace("hash: null", "hash: abc", 1))
-    assert sweep(*common, "--data.path", "one") == []
+    assert sweep(*common, "--data.path", one) == []
+    one.mkdir()
+    (one / "metadata.json").touch()
+    os.utime(one / "metadata.json", (1e9, 1e9))
+    assert sweep(*common, "--data.path", one) == []
+    os.utime(one / "metadata.json", (2e9, 2e9))
+    assert sweep(*common, "--data.path", one) == names, "the corpus is newer than they are"
+    for name in names:
+        config = sweep.directory / name / "config.yaml"
+        config.write_text(config.read_text().replace("hash: null", "hash: abc", 1))
     assert sweep(*common, "--data.path", "two") == names
 
 
