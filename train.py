@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before anything slow is imported; `run` comes back
     run("train")
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -205,7 +205,7 @@ def train(
                 profiler.step()
 
         require_finite_loss(metrics, config.steps)
-        draw_loss_curve(run.path, accelerator)
+        draw_loss_curve(run.path, accelerator, tracker.say)
         tracker.say(f"The run lies in {run.path}.")
 
 
@@ -240,12 +240,12 @@ def count_targets(batch: dict[str, Tensor]) -> Tensor:
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def draw_loss_curve(run_directory: Path, accelerator: Accelerator) -> None:
+def draw_loss_curve(run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:
     """Draw the pictures anew; where that fails, as on a full disk, the run is no less finished."""
     if accelerator.is_main_process:
         try:
-            print(f"Loss curve: {save_loss_curve(run_directory)}")
+            say(f"Loss curve: {save_loss_curve(run_directory)}")
             if path := save_layers(run_directory):
-                print(f"Layers: {path}")
+                say(f"Layers: {path}")
         except (OSError, ImportError) as error:
-            print(f"The loss curve cannot be drawn: {error}")
+            say(f"The loss curve cannot be drawn: {error}")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pty
+import re
 import shutil
 import struct
 import subprocess
@@ -366,6 +367,7 @@ def test_a_terminal_shows_a_progress_bar(runs):
     assert "train/loss" not in text and "] loss =" not in text, "the lines are for where there is no terminal"
     assert text.rstrip().endswith("Training finished.")
     assert text.count("run: ") == 1, "only the main process prints"
+    assert re.search(r"[\r\n]Loss curve: ", text), "not at the end of the bar"
 
 
 def test_a_terminal_without_width_shows_lines(runs):
