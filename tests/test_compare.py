@@ -403,6 +403,8 @@ const labels = () => find("text").map((label) => label.textContent);
 byId.metric.value = "train/loss"; byId.log.onchange(); out.long = labels();
 for (let n = 0; n < 3; n++) { byId.plot.onpointerdown(mouse(460, 110)); byId.plot.onpointerup(mouse(500, 310)); }
 out.many = labels();
+for (let n = 0; n < 20; n++) { byId.plot.onpointerdown(mouse(460, 110)); byId.plot.onpointerup(mouse(500, 310)); }
+out.deepest = labels();
 console.log(JSON.stringify(out));
 """
 
@@ -414,7 +416,7 @@ def test_the_page_hovers_and_zooms(pair, capsys, tmp_path):
     printed(capsys, *pair, tmp_path / "c", out=str(tmp_path / "both"))
     script = re.search(r"<script>(.*)</script>", (tmp_path / "both.html").read_text(), re.DOTALL)[1]
     (tmp_path / "page.js").write_text(DOM + script.replace('"use strict";', "") + PLAY)
-    done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True)
+    done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert (seen["metric"], seen["lines"], seen["left"], seen["back"]) == ("val/loss", 2, 1, True)
@@ -422,6 +424,7 @@ def test_the_page_hovers_and_zooms(pair, capsys, tmp_path):
     assert seen["zoomed"] == [80, 880, 1680], "steps 10 to 20 fill what was 10 to 30"
     assert "4e+10" in seen["long"], "no wider than the margin"
     assert len(seen["many"]) == len(set(seen["many"])) > 10, "labels beside each other are told apart"
+    assert len(seen["deepest"]) < 40, "where numbers that can be told apart end, a zoom ends too"
 
 
 def test_a_spike_stays_in_the_page(tmp_path, capsys):
