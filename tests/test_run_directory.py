@@ -202,6 +202,20 @@ def test_a_branch_goes_on_by_itself_and_has_no_other_beginning(run):
         assert f"branch_from: '{other}' starts a new run, but {run.parent / name} already holds one" in done.stderr
 
 
+def test_a_run_goes_on_only_with_the_learning_rates_that_it_had(run):
+    arguments = [*RECIPE, "--out_dir", run.parent, "--steps"]
+    done = train(*arguments, 6, "--schedule.name", "linear", exit_code=2)
+    assert "would have given step 1 of this run" in done.stderr and "--name NEW --branch_from" in done.stderr
+    done = train(*arguments, 3, exit_code=2)
+    assert f"steps: 3 is less than the 4 that {run / 'checkpoints' / 'step-00000004'} has already done" in done.stderr
+
+
+def test_a_branch_has_something_to_do(run):
+    begin = run / "checkpoints" / "step-00000004"
+    done = train(*RECIPE, "--out_dir", run.parent, "--name", "new", "--branch_from", begin, "--steps", 4, exit_code=2)
+    assert f"steps: 4 leaves nothing to do after the 4 of {begin}" in done.stderr
+
+
 def test_to_start_afresh_where_no_run_is_moves_nothing_aside(runs):
     train(*RECIPE, "--out_dir", runs, "--steps", 1, "--resume", "never")
     assert [path.name for path in runs.iterdir()] == ["run"]
