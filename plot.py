@@ -64,7 +64,7 @@ def finish_axes(axes, losses: list[float]) -> None:
     axes.set(xlabel="optimizer step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3, which="both")
     if labels := axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize="small", ncols=1 + len(labels) // 20)
+        axes.legend(loc="best", fontsize="small", ncols=1 + len(labels) // 20)  # does not warn of its cost
 
 
 def shortened(name: str, room: int = NUM_LETTERS) -> str:

@@ -23,7 +23,7 @@ from tests import forked
 from tests.conftest import ROOT, assert_same_bits, environment, metrics, tensors, train
 from training import continuation, provenance
 from training.checkpoint import SaveError, Saver
-from training.manifest import File, InvalidCheckpoint, read_manifest, validate
+from training.manifest import File, InvalidCheckpoint, Manifest, read_manifest, validate
 from training.metrics_file import MetricsFile, forget_after, read_rows
 from training.run_directory import RunDirectory
 from training.status import Status, read_status, write_status
@@ -208,6 +208,14 @@ def test_a_run_goes_on_only_with_the_learning_rates_that_it_had(run):
     assert "would have given step 1 of this run" in done.stderr and "--name NEW --branch_from" in done.stderr
     done = train(*arguments, 3, exit_code=2)
     assert f"steps: 3 is less than the 4 that {run / 'checkpoints' / 'step-00000004'} has already done" in done.stderr
+
+
+def test_a_run_that_goes_on_unchanged_compares_no_learning_rates(monkeypatch):
+    """Of as many steps as it has done."""
+    config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
+    manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {})
+    monkeypatch.delattr(continuation, "lr_scale")
+    continuation.check_own(config, ROOT, manifest)
 
 
 def test_a_branch_has_something_to_do(run):
