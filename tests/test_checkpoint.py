@@ -75,6 +75,14 @@ def empty_the_manifest(checkpoint):
     (checkpoint / MANIFEST).write_text("")
 
 
+def make_the_manifest_a_list(checkpoint):
+    (checkpoint / MANIFEST).write_text("[]")
+
+
+def nest_the_manifest(checkpoint):
+    (checkpoint / MANIFEST).write_text('{"a":' * 10**5)
+
+
 def remove_the_manifest(checkpoint):
     (checkpoint / MANIFEST).unlink()
 
@@ -96,6 +104,8 @@ DAMAGES = [
     (truncate, "bytes instead of"),
     (remove_a_file, "missing"),
     (empty_the_manifest, "manifest"),
+    (make_the_manifest_a_list, "no JSON object, but list"),
+    (nest_the_manifest, "nested too deeply"),
     (remove_the_manifest, "manifest"),
     (plant_a_shard, "shard-00002"),
     (point_outside, "../step-00000004"),

@@ -117,7 +117,11 @@ def test_what_is_no_run_is_skipped_in_a_line(pair, capsys, tmp_path):
     (tmp_path / "blank" / "config.yaml").touch()
     (tmp_path / "edited").mkdir()
     (tmp_path / "edited" / "config.yaml").write_text("{global_batch_size: 4, data: {seed: 0}, seq_len: long}")
-    shown = printed(capsys, *(tmp_path / name for name in ("empty", "damaged", "blank", "edited")), *pair)
+    shutil.copytree(pair[0], tmp_path / "unread")
+    (tmp_path / "unread" / "metrics.jsonl").unlink()
+    (tmp_path / "unread" / "metrics.jsonl").mkdir()
+    shown = printed(capsys, *(tmp_path / name for name in ("empty", "damaged", "blank", "edited", "unread")), *pair)
+    assert f"skipped: {tmp_path / 'unread'} cannot be read: " in shown
     assert f"skipped: {tmp_path / 'empty'} is no run: it has no config.yaml\n" in shown
     assert re.search(r"^skipped: .*damaged", shown) or "damaged/config.yaml is damaged" in shown
     assert f"skipped: {tmp_path / 'blank' / 'config.yaml'} is damaged (it is empty)\n" in shown

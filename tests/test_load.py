@@ -21,7 +21,7 @@ from data.tokenizer import save_tokenizer
 from files import sha256
 from load import Loaded, find_checkpoint, load_run
 from sample import SampleConfig
-from tests.conftest import TINY_STORIES, metrics, python, tensors, train
+from tests.conftest import ROOT, TINY_STORIES, metrics, python, tensors, train
 from tests.test_model import make_model
 from training.manifest import File, read_manifest
 
@@ -161,6 +161,12 @@ def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
 def written(capsys, *arguments, **settings):
     sample.main(SampleConfig(*map(str, arguments), **settings))
     return capsys.readouterr().out
+
+
+def test_a_model_of_random_tokens_has_no_words():
+    run = max((ROOT / "tests" / "old_runs").glob("format-*"))
+    with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer, as a model of random tokens has none"):
+        sample.main(SampleConfig(str(run)))
 
 
 def test_a_sample_is_what_the_model_writes_with_its_verdict(run, capsys):
