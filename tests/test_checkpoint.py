@@ -91,12 +91,19 @@ def plant_a_shard(checkpoint):
     shutil.copy(next(checkpoint.glob("*.safetensors")), checkpoint / "shard-00002-model-00001-of-00001.safetensors")
 
 
-def point_outside(checkpoint):
+def name_files(checkpoint, rename):
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    (name, facts), *_ = manifest["files"].items()
-    manifest["files"] = {f"../{checkpoint.name}/{name}": facts}
+    manifest["files"] = {new: facts for name, facts in manifest["files"].items() for new in rename(name)}
     manifest["digest"] = manifest_digest(manifest)
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+
+
+def point_outside(checkpoint):
+    name_files(checkpoint, lambda name: [f"../{checkpoint.name}/{name}"])
+
+
+def point_to_nothing(checkpoint):
+    name_files(checkpoint, lambda name: [])
 
 
 DAMAGES = [
@@ -109,6 +116,7 @@ DAMAGES = [
     (remove_the_manifest, "manifest"),
     (plant_a_shard, "shard-00002"),
     (point_outside, "../step-00000004"),
+    (point_to_nothing, "names no files"),
 ]
 
 

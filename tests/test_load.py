@@ -163,6 +163,13 @@ def written(capsys, *arguments, **settings):
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", ["{}", '{"model_type": "bert"}', "{"])
+def test_a_folder_of_another_model_cannot_be_opened(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"run: '{tmp_path}' cannot be opened: "):
+        load_run(tmp_path)
+
+
 def test_a_model_of_random_tokens_has_no_words():
     run = max((ROOT / "tests" / "old_runs").glob("format-*"))
     with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer, as a model of random tokens has none"):
