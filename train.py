@@ -99,7 +99,7 @@ def train(
     if initial:
         begin_with(network, initial)
     prepare_network(network, config, device)
-    layers = LayerStatistics(network.blocks if config.tracking.layers else [], accumulation, accelerator)
+    layers = LayerStatistics(network.blocks if config.tracking.layers else [], accelerator)
     optimizer = build_optimizer(network, config.optimizer)
     if config.exact:
         # So every process keeps its own gradients: Accelerate leaves DDP out of what is only to be evaluated. In train
@@ -142,7 +142,8 @@ def train(
         # resumed run adds in the same order as one that never stopped.
         _, micro_loss, *sums = model(**share[0], num_items_in_batch=target_tokens)
         first_backward(micro_loss, model, accelerator)
-        optimizer.zero_grad()
+        with layers.watch(False):  # which forgets that forward
+            optimizer.zero_grad()
         totals.agree_on_names(*sums)
         throughput.restart(start.step)
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from matplotlib.image import imread
 
 from arguments import parse_config
@@ -86,6 +87,26 @@ def test_one_block_and_one_step_are_seen(steps, blocks, tmp_path):
 def test_of_a_block_that_returns_more_the_first_is_its_output():
     """As one with a term of the loss of its own does."""
     block = torch.nn.Identity()
-    statistics = LayerStatistics([block], 1, None)
+    statistics = LayerStatistics([block], None)
     block((torch.tensor([3.0, -3.0]), torch.tensor(99.0)))
     assert [mean_square.item() for mean_square in statistics.mean_squares[0]] == [9.0]
+
+
+def test_a_block_in_two_places_and_one_that_was_left_out():
+    """As where blocks share weights, and under stochastic depth."""
+    shared, left_out = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    statistics = LayerStatistics([shared, left_out, shared], Accelerator(cpu=True))
+    for weight, bias, left_out_now in ((1.0, 1.0, False), (1.0, 2.0, True)):  # from 1 to 2 and 3, then to 3 and 5
+        torch.nn.init.constant_(shared.weight, weight), torch.nn.init.constant_(shared.bias, bias)
+        outputs = [shared(torch.ones(1))]
+        outputs.append(shared(outputs[0]))
+        if not left_out_now:
+            left_out(torch.ones(1))
+        for parameter in [*shared.parameters(), *left_out.parameters()]:
+            parameter.grad = torch.zeros_like(parameter)
+        with statistics.watch(True):
+            pass
+        expected = torch.cat(outputs).square().mean().sqrt().item()
+        seen = [statistics.metrics[f"layers/activation_rms/{block}"] for block in range(3)]
+        assert seen[0] == seen[2] == pytest.approx(expected)
+        assert (seen[1] == 0) is left_out_now

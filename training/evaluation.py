@@ -22,11 +22,9 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         and the corpus report; and where the corpus knows them `val/floor` (the lowest expected `val/loss`)
         and `val/bits_per_byte`.
     """
-    validation, score = corpus.validation, corpus.score
-    batches = Batches(validation)
+    validation, score, batches = corpus.validation, corpus.score, Batches(corpus.validation)
     rank, num_processes = accelerator.process_index, accelerator.num_processes
-    starts = range(0, len(validation), micro_batch_size)
-    mine = []
+    starts, mine = range(0, len(validation), micro_batch_size), []
     model.eval()
     for first in range(0, len(starts), num_processes):
         # A process that has no batch left repeats the first one and drops its result: all processes run the model
