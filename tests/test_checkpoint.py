@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 import training.manifest
-from config import CheckpointConfig, OptimizerConfig
+from config import CheckpointConfig, ConfigError, OptimizerConfig
 from files import sha256
 from model.config import GPTConfig
 from model.gpt import GPTModel
@@ -257,6 +257,8 @@ def test_blocks_may_share_their_weights(tmp_path):
     shards.read(tmp_path, *other)
     assert other[0].blocks[1] is other[0].blocks[0]
     assert str(state_digests(*other)) == str(state_digests(network, optimizer))
+    with pytest.raises(ConfigError, match="resume: .*gone cannot be read: FileNotFoundError"):
+        shards.read(tmp_path / "gone", *other)
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):

@@ -176,6 +176,12 @@ def test_a_model_of_random_tokens_has_no_words():
         sample.main(SampleConfig(str(run)))
 
 
+@pytest.mark.parametrize("top_p", [0.0, 1.5])
+def test_a_share_that_is_none_is_refused_before_a_model_is_loaded(top_p):
+    with pytest.raises(ConfigError, match=f"top_p: {top_p} must be above 0 and at most 1"):
+        sample.main(SampleConfig("nowhere", top_p=top_p))
+
+
 def test_a_sample_is_what_the_model_writes_with_its_verdict(run, capsys):
     _, model, tokenizer = load_run(run, "best")
     prompt = tokenizer("Meet a")["input_ids"]
