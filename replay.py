@@ -132,7 +132,8 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
         shutil.copytree(again.checkpoint, config.stop)
         return
     if step in again.rows:
-        show_blocks(again.rows[step])
+        # Of an update that was skipped the log has null.
+        show_blocks({name: float("nan") if value is None else value for name, value in again.rows[step].items()})
     show_sequences(run, before, step, config)
 
 

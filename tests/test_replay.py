@@ -57,6 +57,14 @@ def test_a_step_is_opened(run):
     assert len(re.findall(r"^ +[01]  .*\d", shown, re.MULTILINE)) == 2, "a line for each of the two blocks"
 
 
+def test_a_step_whose_update_was_skipped_is_opened(tmp_path):
+    """The weights of the first update are so large that there is no loss in the second."""
+    not_finite = "--steps 2 --evaluation.every 0 --optimizer.lr 1e30 --on_nonfinite skip --name run --out_dir".split()
+    train(*TINY_STORIES, *not_finite, tmp_path)
+    shown = python(f"python replay.py {tmp_path / 'run'} 2 --arithmetic false").stdout
+    assert "loss nan, gradient norm nan" in shown and "loss nan, and alone the model's loss is nan" in shown
+
+
 def test_a_step_of_a_fork_is_opened(tmp_path):
     """Its gradient is that of what the fork trains."""
     recipe = [*map(str, RECIPE), "--model.dropout", "0", "--out_dir", str(tmp_path), "--name", "fork"]
