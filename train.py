@@ -185,8 +185,7 @@ def train(
                 metrics |= {f"train/{name}": average for name, average in totals.averages.items()}
                 metrics |= {"train/lr": config.optimizer.lr * lr_share, "train/grad_norm": totals.grad_norm}
                 metrics |= layers.metrics | throughput.measure(done)
-                if config.max_skipped:
-                    metrics["train/skipped"] = totals.skipped
+                metrics |= {"train/skipped": totals.skipped} if config.max_skipped else {}
             if evaluate_now:
                 metrics |= evaluate(model, corpus, config.evaluation.micro_batch_size, accelerator)
             if evaluate_now or done == config.steps:
