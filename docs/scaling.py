@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from benchmarks.page import markdown
 from cli import run
@@ -65,18 +65,18 @@ class Machines:
 
     matrix_flops_per_second: PositiveFloat = 790e12  # a large bf16 product, measured on one H200 (data sheet: 989e12)
     achieved_share: PositiveFloat = 0.5  # of it in a step without communication, recomputation counted: assumed
-    memory_bytes: float = 141e9  # of one GPU, by its data sheet
+    memory_bytes: PositiveFloat = 141e9  # of one GPU, by its data sheet
     gpus_per_machine: PositiveInt = 8
     nvlink_bytes_per_second: PositiveFloat = 450e9  # from a GPU to the others of its machine, by the data sheet
     network_bytes_per_second: PositiveFloat = 50e9  # from a GPU's network card: 400 Gbit/s
-    nvlink_hop_seconds: float = 3.4e-6  # a step of a ring within a machine
-    network_hop_seconds: float = 14e-6  # a step between machines, of a ring or a tree
-    launch_seconds: float = 8.4e-6  # a collective operation of nothing at all
+    nvlink_hop_seconds: NonNegativeFloat = 3.4e-6  # a step of a ring within a machine
+    network_hop_seconds: NonNegativeFloat = 14e-6  # a step between machines, of a ring or a tree
+    launch_seconds: NonNegativeFloat = 8.4e-6  # a collective operation of nothing at all
     tree_share: PositiveFloat = 0.92  # of a ring's bandwidth
     bucket_bytes: PositiveFloat = 25 * 2**20  # DDP sums gradients in buckets of this size, PyTorch's default
-    gradient_bytes: int = 4  # a number that DDP sums: parameters are float32 under autocast, and so are their gradients
-    gather_bytes: int = 2  # a parameter that FSDP gathers: bf16
-    scatter_bytes: int = 4  # a number that FSDP sums: float32, whatever is multiplied in bf16
+    gradient_bytes: PositiveInt = 4  # a number that DDP sums: float32 under autocast, as the parameters are
+    gather_bytes: PositiveInt = 2  # a parameter that FSDP gathers: bf16
+    scatter_bytes: PositiveInt = 4  # a number that FSDP sums: float32, whatever is multiplied in bf16
     tokens: PositiveInt = 16384  # of one GPU in one step
 
     def ring(self, gpus: int) -> tuple[float, float]:
@@ -157,10 +157,11 @@ class Machines:
         return shape.context * (pays + 1)
 
     def gpus_that_pay(self, strategy: str, shape: Shape) -> int:
-        """The largest power of two of GPUs that share `batch_tokens`, in whole sequences, that efficiently."""
+        """The largest power of two of GPUs that share `batch_tokens`, in whole sequences, that well; 0: none fits."""
         counts = (2**power for power in range((shape.batch_tokens // shape.context).bit_length()))
         steps = {gpus: self.step(strategy, shape, gpus, shape.batch_tokens // gpus) for gpus in counts}
-        return max(gpus for gpus, step in steps.items() if step.efficiency >= WANTED)
+        fit = {gpus: step for gpus, step in steps.items() if step.memory_bytes <= self.memory_bytes}
+        return max((gpus for gpus, step in fit.items() if step.efficiency >= WANTED), default=0)
 
 
 def by_strategy(row: Callable[[str, Shape], Iterable[str]], *more: str) -> str:
@@ -197,7 +198,7 @@ def tables(machines: Machines) -> str:
         cost += [f"{1e3 * machines.step('DDP', s, 1, tokens).compute_seconds:,.0f}"]
         shapes.append([*size, *cost, f"{s.vocab_size * s.d_model / s.parameters:.0%}"])
         limits.append([s.name, f"{s.batch_tokens / 2**20:g} x 2^20", f"{s.batch_tokens // s.context:,}"])
-        limits[-1] += [f"{machines.gpus_that_pay(name, s):,}" for name in STRATEGIES]
+        limits[-1] += [str(machines.gpus_that_pay(name, s) or "-") for name in STRATEGIES]
     captions = {
         "The constants:": markdown([["constant", "value"], *values]),
         f"The models, and their step of {tokens:,} tokens on one GPU:": markdown(shapes),
@@ -206,7 +207,9 @@ def tables(machines: Machines) -> str:
         "Fewest sequences a GPU and step for a predicted efficiency of 90% on n GPUs, and in parentheses the tokens of "
         "all GPUs in such a step (`-`: no batch that fits):": by_strategy(partial(batches, machines)),
         "The same if the 8 GPUs of a machine share one card of 100 Gbit/s:": by_strategy(partial(batches, slow)),
-        "Most GPUs that share a batch of GPT-3's size at a predicted efficiency of 90%:": markdown(limits),
+        "Most GPUs that share a batch of GPT-3's size at a predicted efficiency of 90% (`-`: none fits):": markdown(
+            limits
+        ),
     }
     return "\n\n".join(f"{caption}\n\n{table}" for caption, table in captions.items())
 

@@ -35,6 +35,9 @@ def test_what_nothing_can_be_divided_by_is_refused():
     for name in ("achieved_share", "gpus_per_machine", "tokens"):
         with pytest.raises(ConfigError, match=f"{name}: 0 must be"):
             parse_tool(Machines, "scaling", [f"--{name}", "0"])
+    for name in ("nvlink_hop_seconds", "gradient_bytes"):
+        with pytest.raises(ConfigError, match=f"{name}: -1 must be"):
+            parse_tool(Machines, "scaling", [f"--{name}", "-1"])
 
 
 @each("shape", SHAPES, ids=lambda shape: shape.name)
@@ -101,6 +104,12 @@ def test_the_tokens_that_pay_do_and_one_sequence_fewer_does_not(strategy):
     assert MACHINES.step(strategy, small, 16, tokens - small.context).efficiency < 0.9
     slow = replace(MACHINES, network_bytes_per_second=1e9)
     assert slow.tokens_that_pay(strategy, small, 16) > tokens
+
+
+def test_gpus_whose_memory_is_too_small_share_no_batch():
+    small, large = replace(MACHINES, memory_bytes=80e9), SHAPES[2]
+    assert [small.gpus_that_pay(strategy, large) for strategy in STRATEGIES] == [0, 512, 512]
+    assert scaling.tables(small).endswith("| - | 512 | 512 |")
 
 
 def test_memory():
