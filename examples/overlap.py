@@ -2,8 +2,9 @@
 bucket are there, it starts their all-reduce, which runs while backward computes the gradients of earlier layers.
 
 Trains a mini-GPT in three ways: gradients averaged by hand after backward, by DDP with one bucket for all, and by DDP
-with its default buckets (1 MiB, then 25 MiB). A picture shows when rank 0 computes and when it communicates in the last
-step. After every step, parameters and optimizer moments must have the same digest on all ranks.
+with buckets of its default size, 25 MiB (without bucket_cap_mb, the first would have 1 MiB). A picture shows when rank
+0 computes and when it communicates in the last step. After every step, parameters and optimizer moments must have the
+same digest on all ranks.
 """
 
 import argparse
@@ -134,8 +135,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("overlap.png"), help="the picture (default overlap.png)")
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl if each rank has a GPU, else gloo")
     args = parser.parse_args()
-    if args.ranks < 2 or args.steps < 1 or args.out.suffix != ".png" or not args.out.resolve().parent.is_dir():
-        parser.error("--ranks must be at least 2, --steps at least 1, --out a .png in a folder that is there")
+    if args.ranks < 2 or args.steps < 2 or args.out.suffix != ".png" or not args.out.resolve().parent.is_dir():
+        needed = "--ranks must be at least 2, --steps at least 2, because DDP makes its buckets after the first"
+        parser.error(f"{needed}, --out a .png in a folder that is there")
     gpus = torch.cuda.device_count()
     args.backend = args.backend or ("nccl" if gpus >= args.ranks else "gloo")
     if args.backend == "nccl" and not (dist.is_nccl_available() and gpus >= args.ranks):

@@ -10,6 +10,7 @@ import importlib
 import io
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -22,8 +23,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from examples import mnist, mnist_allreduce, mnist_spawn_ddp, model_parallel, overlap
@@ -322,6 +325,32 @@ def test_overlap_draws_what_runs_at_the_same_time(run):
     assert run.picture.read_bytes().startswith(b"\x89PNG") and run.picture.stat().st_size < 100_000
 
 
+def buckets_of_overlap(folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    torch.set_num_threads(1)
+    sizes, tokens = {}, torch.zeros(1, 2, dtype=torch.int64)
+    for way in ("DDP, one bucket", "DDP, default buckets"):
+        model = DistributedDataParallel(GPTModel(overlap.CONFIG), bucket_cap_mb=overlap.WAYS[way])
+        for _ in range(3):  # the third logs what the second made
+            model(tokens, labels=tokens)[1].backward()
+        told = model._get_ddp_logging_data()
+        for made in ("bucket_sizes", "rebuilt_bucket_sizes"):
+            sizes[f"{way}, {made}"] = [int(size) / 2**20 for size in told[made].split(", ")]
+    (folder / "sizes").write_text(json.dumps(sizes))
+    os._exit(0)
+
+
+def test_the_buckets_are_those_that_overlap_and_the_page_name(tmp_path):
+    process = forked.server.Process(target=buckets_of_overlap, args=(tmp_path,))
+    process.start()
+    process.join(100)
+    sizes = json.loads((tmp_path / "sizes").read_text())
+    of_default = sizes.pop("DDP, default buckets, rebuilt_bucket_sizes")
+    assert [len(made) for made in sizes.values()] == [1, 1, 1], "which is why --steps 1 is refused"
+    assert len(of_default) == 2 and of_default[0] == pytest.approx(25, abs=1), "a bucket ends with a whole parameter"
+    assert "buckets of its default size, 25 MiB" in overlap.__doc__ and "two buckets, cut at DDP's" in README
+
+
 def test_overlap_is_measured_on_intervals():
     assert overlap.union([(5, 7), (0, 2), (1, 3), (6, 6.5)]) == [(0, 3), (5, 7)]
     assert overlap.hidden([(0, 3), (5, 7)], [(2, 6), (9, 11)]) == pytest.approx(2 / 6)
@@ -376,6 +405,7 @@ def test_other_wrong_arguments_are_refused():
     assert "--micro-batches" in refusal("model_parallel", "--micro-batches", 2, "--ranks", 4)
     assert "--micro-batches" in refusal("model_parallel", "--micro-batches", 5)
     assert "--out" in refusal("overlap", "--out", "no/such/folder/overlap.png")
+    assert "--steps at least 2" in refusal("overlap", "--steps", 1)
     assert "--dropout" in refusal("gpt_ddp", "--dropout", 1)
     assert "--elements" in refusal("ring_allreduce", "--elements", -1)
 
