@@ -292,6 +292,12 @@ def test_a_branch_has_the_tokens_of_its_parent_and_its_own(family, capsys, tmp_p
     assert told["faster"] == f"{30 * 4 * 16:,d}" and told["wide"] == f"{(10 * 4 + 20 * 16) * 16:,d}"
 
 
+def test_a_branch_is_no_sample_of_the_recipe_that_it_left(family, capsys):
+    rows = table(printed(capsys, *family), "recipe")
+    seeds = {(row["val/loss"], row["recipe"].rpartition("from step ")[2]): row["seeds"] for row in rows}
+    assert seeds[f"{statistics.fmean([3.2, 2.9]):.4f}", "10"] == "2" and [*seeds.values()] == ["1", "1", "1", "2"]
+
+
 def test_a_branch_without_its_parent_says_where_it_was(family, capsys):
     assert tree(printed(capsys, family[1]))[0] == f"faster, from step 10 of {family[0]}, which is not among these"
 
