@@ -101,6 +101,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(lie, small_disk, left_alone
     done = train(*arguments, processes=2, exit_code=1, faults="none:0:0", **lie)
     assert done.stderr.count("train.py: error: cannot write the checkpoint") == 1, done.stderr
     assert ("No space left on device" if lie else "MB are needed, but") in done.stderr
+    assert "Older checkpoints are untouched; mend it or choose another out_dir, and start again" in done.stderr
     assert 'Traceback (most recent call last):\n  File "/' not in done.stderr.partition("train.py: error")[0]
     for needed, free in re.findall(r"([\d.]+) MB are needed, but ([\d.]+) MB are free", done.stderr):
         assert float(needed) >= float(free)

@@ -172,6 +172,8 @@ def test_gpus_that_are_too_few_or_too_old_are_said(monkeypatch):
     assert "bf16 needs compute capability 8.0, and Tesla T4 has 7.5; use fp16" in old
     assert launcher.missing_devices(told | {"ACCELERATE_USE_CPU": "true"}) == []
     assert launcher.missing_devices({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert launcher.missing_devices({}) == [], "python train.py starts one process"
     assert not uses_cpu({}) and uses_cpu({"ACCELERATE_USE_CPU": "true"})
     with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU: 'maybe' of the environment must be true or false"):
         uses_cpu({"ACCELERATE_USE_CPU": "maybe"})
