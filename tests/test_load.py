@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import sample
 from config import ConfigError
@@ -167,6 +167,19 @@ def written(capsys, *arguments, **settings):
 def test_a_folder_of_another_model_cannot_be_opened(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=f"run: '{tmp_path}' cannot be opened: "):
+        load_run(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [None, 1], ids=["missing", "of another shape"])
+def test_a_folder_without_all_tensors_is_no_model_with_random_ones(cut, tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    weights, name = load_file(tmp_path / "model.safetensors"), "transformer.ln_f.bias"
+    whole = weights.pop(name)
+    if cut:
+        weights[name] = whole[cut:].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    problem = "lacks 1 tensors of its model, such as .*ln_f.bias" if cut is None else "(lacks|cannot be opened)"
+    with pytest.raises(ConfigError, match=f"run: '{tmp_path}' {problem}"):
         load_run(tmp_path)
 
 
