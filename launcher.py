@@ -228,9 +228,8 @@ def asked_by(arguments: list[str], directory: str) -> tuple[Path | None, dict[st
     elif os.path.isfile(default_config_file) and not given.cpu:
         path = Path(default_config_file)
     settings = _read(path)
-    for section, prefix in LAUNCH_FILE_SECTIONS.items():
-        for key, value in (settings.pop(section, None) or {}).items():
-            settings[key if key.startswith(prefix) else prefix + key] = value
+    for section in LAUNCH_FILE_SECTIONS:
+        settings |= settings.pop(section, None) or {}
     return path, settings | {name: getattr(given, name) for name in getattr(given, "nondefault", ())}
 
 

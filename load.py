@@ -24,7 +24,7 @@ from config import ConfigError, TrainConfig
 from data.corpus import Corpus, load_corpus
 from data.tokenizer import END_OF_TEXT
 from files import absent_folder
-from hub import from_transformers
+from hub import config_from_transformers, from_transformers
 from model.gpt import GPTModel
 from training.compute import compute_as_any_processor
 from training.continuation import complete, flat_settings
@@ -258,9 +258,11 @@ def load_transformers(name: str, checkpoint: str | int = "latest", setting: str 
     what = f"{name!r} has no model" if local and not (Path(name) / "config.json").exists() else absent_folder(name)
     if what:  # no need to ask the Hub
         raise ConfigError(f"{setting}: {what}; name {CAN_BE_OPENED}{similar(Path(name))}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow to import
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # slow to import
 
     try:
+        # First, for another model need not be downloaded. Its code would be refused too, after a question to nobody.
+        config_from_transformers(AutoConfig.from_pretrained(name, trust_remote_code=False))
         hf_model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         tokenizer = None
         if not local or any((Path(name) / file).exists() for file in TOKENIZER_FILES):

@@ -51,6 +51,17 @@ def test_our_own_launch_files_are_accepted(path):
     assert refusals("--config_file", str(path), *extra) == ""
 
 
+def test_the_answers_to_the_questionnaire_are_read_unless_they_are_overruled(launch_file, monkeypatch):
+    answers = launch_file(FILES / "cpu.yaml", num_processes=3)
+    monkeypatch.setattr(launcher, "default_config_file", answers)
+    path, asked = launcher.asked_by(["train.py"], str(ROOT))
+    assert (str(path), asked["num_processes"]) == (answers, 3)
+    path, asked = launcher.asked_by(["--num_processes", "4", "train.py"], str(ROOT))
+    assert (str(path), asked["num_processes"]) == (answers, 4)
+    path, asked = launcher.asked_by(["--cpu", "train.py"], str(ROOT))  # then Accelerate does not read them
+    assert path is None and "num_processes" not in asked
+
+
 QUESTIONNAIRE = {  # what Accelerate 1.15 wrote for the answers in the name, and what we say to it
     **{"cpu": "", "one_gpu": "", "multi_gpu": "", "fsdp2": "", "fsdp1": "fsdp_version: 1 is not supported"},
     "multi_cpu": "num_processes: 2 on 1 machine(s) were asked for, but the launcher started 1",

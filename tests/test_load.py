@@ -163,11 +163,24 @@ def written(capsys, *arguments, **settings):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["{}", '{"model_type": "bert"}', "{"])
-def test_a_folder_of_another_model_cannot_be_opened(content, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        *(("{}", ""), ("{", "")),
+        # Before its weights are looked for, which from the Hub would take hours.
+        ('{"model_type": "bert"}', "a transformers model of type bert"),
+        ('{"model_type": "llama"}', "a transformers model of type llama"),
+        ('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}', ".*custom code"),
+        ('{"model_type": "gpt2", "scale_attn_weights": false}', ".*scale_attn_weights is False"),
+    ],
+)
+def test_a_folder_of_another_model_cannot_be_opened(content, why, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match=f"run: '{tmp_path}' cannot be opened: "):
+    questions = []
+    monkeypatch.setattr("builtins.input", questions.append)
+    with pytest.raises(ConfigError, match=f"run: '{tmp_path}' cannot be opened: {why}"):
         load_run(tmp_path)
+    assert not questions
 
 
 @pytest.mark.parametrize("cut", [None, 1], ids=["missing", "of another shape"])
