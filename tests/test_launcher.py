@@ -185,6 +185,8 @@ def test_gpus_that_are_too_few_or_too_old_are_said(monkeypatch):
     assert launcher.missing_devices({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert launcher.missing_devices({}) == [], "python train.py starts one process"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert launcher.missing_devices({"ACCELERATE_MIXED_PRECISION": "bf16"}) == [], "an A100 is not too old"
     assert not uses_cpu({}) and uses_cpu({"ACCELERATE_USE_CPU": "true"})
     with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU: 'maybe' of the environment must be true or false"):
         uses_cpu({"ACCELERATE_USE_CPU": "maybe"})
