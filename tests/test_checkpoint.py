@@ -8,21 +8,25 @@ import os
 import pickle
 import re
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 import training.manifest
-from config import CheckpointConfig, ConfigError, OptimizerConfig
+from config import CheckpointConfig, ConfigError, OptimizerConfig, TrainConfig
 from files import sha256
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from training import shards
+from training.checkpoint import Saver
 from training.fingerprint import digests, state_digests
 from training.manifest import (
     MANIFEST,
@@ -233,27 +237,57 @@ def test_writing_takes_no_memory_of_its_own(tmp_path):
     assert resident_mib("VmHWM") - before < 64, "MiB, of 128"
 
 
+def trained(seed, steps, share=False):
+    torch.manual_seed(seed)
+    network = GPTModel(GPTConfig(vocab_size=16, d_model=8, n_heads=2, d_ff=16, n_layers=2, dropout=0.0))
+    if share:
+        network.blocks[1] = network.blocks[0]
+    optimizer = build_optimizer(network, OptimizerConfig())
+    train_on(network, optimizer, steps)
+    return network, optimizer
+
+
+def train_on(network, optimizer, steps):
+    for tokens in torch.randint(16, (steps, 2, 8)):
+        network(tokens, labels=tokens)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), shards.write
+
+    def write_later(*arguments):
+        assert may_write.wait(20), "training waits for the checkpoint"
+        write(*arguments)
+
+    monkeypatch.setattr(shards, "write", write_later)
+    state, totals = trained(0, steps=2), SimpleNamespace(skipped=0, skipped_in_a_row=0)
+    config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
+    for step in (2, 3):
+        saved = str(state_digests(*state))
+        saver.save(step, *state, {}, totals)
+        assert not saver.failed
+        train_on(*state, 1)
+        assert newest_valid(tmp_path)[0] != step_directory(tmp_path, step)
+        may_write.set()
+        saver.wait()
+        may_write.clear()
+        [file] = step_directory(tmp_path, step).glob("*.safetensors")
+        assert str(digests(load_file(file))) == saved != str(state_digests(*state)), "of its step, and not of a later"
+    assert left_in(tmp_path) == [3]
+
+
 def test_blocks_may_share_their_weights(tmp_path):
     """As a fork's that is one block several times: each name has its tensor in the file, moments are there once."""
-
-    def trained(seed, steps):
-        torch.manual_seed(seed)
-        network = GPTModel(GPTConfig(vocab_size=16, d_model=8, n_heads=2, d_ff=16, n_layers=2, dropout=0.0))
-        network.blocks[1] = network.blocks[0]
-        optimizer = build_optimizer(network, OptimizerConfig())
-        for tokens in torch.randint(16, (steps, 2, 8)):
-            network(tokens, labels=tokens)[1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return network, optimizer
-
-    network, optimizer = trained(0, steps=2)
+    network, optimizer = trained(0, steps=2, share=True)
     shards.write(tmp_path, shards.state_tensors(network, optimizer), None)
     [file] = tmp_path.iterdir()
     stored = load_file(file)
     assert torch.equal(stored["model.blocks.1.mlp.up_proj.weight"], stored["model.blocks.0.mlp.up_proj.weight"])
     assert str(digests(stored)) == str(state_digests(network, optimizer))
-    other = trained(1, steps=1)
+    other = trained(1, steps=1, share=True)
     shards.read(tmp_path, *other)
     assert other[0].blocks[1] is other[0].blocks[0]
     assert str(state_digests(*other)) == str(state_digests(network, optimizer))
