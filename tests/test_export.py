@@ -38,7 +38,7 @@ def exported(*arguments, **settings):
 
 @every_family
 def test_transformers_opens_it_and_computes_and_writes_the_same(family, runs, tmp_path):
-    out = exported(runs / family, tmp_path / "out")
+    out = exported(runs / family, tmp_path / "a new" / "folder" / "out")
     theirs, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     _, model, tokenizer = load_run(runs / family)

@@ -154,7 +154,7 @@ def test_a_model_whose_shapes_depend_on_the_data_is_refused(monkeypatch):
 
 def test_sums_of_exact_and_gathered_blocks_are_added(monkeypatch):
     config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266", "--exact", "true"])
-    config.global_batch_size = 8
+    config.global_batch_size, config.micro_batch_size = 16, 2
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, mixed_precision="no")
     monkeypatch.setattr(plan, "tensor_bytes", lambda *_: ({"weights": 400, "activations": 7}, 800))
     monkeypatch.setattr(plan.launch, "num_shards", lambda _: 2)
