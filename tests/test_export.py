@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import export
-from config import ConfigError, RunError
+from config import ConfigError, DataConfig, RunError, TrainConfig
 from export import ExportConfig
-from load import load_run
+from load import Loaded, load_run
 from tests.conftest import TINY_STORIES, metrics, python, tensors, train
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
@@ -121,6 +121,12 @@ def test_the_recipe_of_a_card_has_no_path_of_this_machine():
     settings = {"data": {"mix": {"/home/me/a": 1.0, "b/c": 2.0}, "path": "~/x"}, "init_from": "Qwen/Qwen3-0.6B"}
     shown = {"data": {"mix": {"a": 1.0, "b/c": 2.0}, "path": "x"}, "init_from": "Qwen/Qwen3-0.6B"}
     assert export.without_folders(settings) == shown
+
+
+def test_a_corpus_that_is_gone_is_named_all_the_same():
+    config = TrainConfig(data=DataConfig(source="text", path="/gone/plays", hash="00ff"))
+    said = export.data_facts(Loaded(config, None, None))
+    assert said == "Content hash of the tokens and the tokenizer: `00ff`.\n- `plays`"
 
 
 def test_the_card_promises_no_tokenizer_and_no_beginning_that_is_not_known(runs, tmp_path):
