@@ -163,9 +163,8 @@ def memory(
         micro_batches = config.global_batch_size // config.micro_batch_size
         leaves = (micro_batches & -micro_batches) // processes  # as training/tree_sum.py has them
         parts["sums of exact"] = weights * (leaves.bit_length() - 1 + (processes > 1))
-    if accelerator.device.type == "cpu":
-        if config.checkpoint.asynchronous:
-            parts["copy for a checkpoint"] = (weights + moments) / sharing
+    if accelerator.device.type == "cpu" and config.checkpoint.asynchronous:
+        parts["copy for a checkpoint"] = (weights + moments) / sharing
     return parts, weights + moments
 
 
