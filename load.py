@@ -262,8 +262,9 @@ def load_transformers(name: str, checkpoint: str | int = "latest", setting: str 
 
     try:
         # First, for another model need not be downloaded. Its code would be refused too, after a question to nobody.
-        config_from_transformers(AutoConfig.from_pretrained(name, trust_remote_code=False))
-        hf_model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        config_from_transformers(hf_config := AutoConfig.from_pretrained(name, trust_remote_code=False))
+        settings = {"config": hf_config, "dtype": torch.float32, "output_loading_info": True}
+        hf_model, loading = AutoModelForCausalLM.from_pretrained(name, **settings)
         tokenizer = None
         if not local or any((Path(name) / file).exists() for file in TOKENIZER_FILES):
             tokenizer = AutoTokenizer.from_pretrained(name)
