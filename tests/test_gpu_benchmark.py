@@ -90,23 +90,26 @@ def test_a_spent_budget_names_what_was_left_out_and_without_a_gpu_nothing_begins
 
 
 def test_a_variant_that_fails_ends_alone(monkeypatch):
-    def build(config, tokens, scale, chunked_loss=None, foreach=False):
-        if chunked_loss:
+    def build(config, tokens, scale, out_of_memory=False, steps=1000):
+        if out_of_memory:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-        return torch.nn.Linear(1, 1), None, partial(next, iter([torch.zeros(())] * (5 if foreach else 1000)))
+        return torch.nn.Linear(1, 1), None, partial(next, iter([torch.zeros(())] * steps))
 
     monkeypatch.setattr(gpu, "ours", build)
     monkeypatch.setattr(gpu.Variant, "kernels", lambda self: {})
-    figures = by_turns(gpu.group("124m_1024_settings", gpu.MINIATURE, None), rounds=2)
-    assert figures["chunked_loss"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
-    assert "tokens_per_second" not in figures["chunked_loss"]
-    assert figures["foreach_adamw"]["error"].startswith("StopIteration")  # in its second round
-    assert len(figures["foreach_adamw"]["tokens_per_second"]) == 1
-    assert len(figures["ours"]["tokens_per_second"]) == len(figures["whole_loss"]["tokens_per_second"]) == 2
-    assert figures["whole_loss"]["against"] == [gpu.PRODUCT, "ours"]
+    settings = {"ours": {}, "too_large": {"out_of_memory": True}, "short": {"steps": 5}, "other": {}}
+    monkeypatch.setattr(gpu, "SETTINGS", settings)
+    monkeypatch.setitem(gpu.CASES, "124m_1024", ("124M", 1024, 32, list(settings), None))
+    figures = by_turns(gpu.group("124m_1024", gpu.MINIATURE, None), rounds=2)
+    assert figures["too_large"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
+    assert "tokens_per_second" not in figures["too_large"]
+    assert figures["short"]["error"].startswith("StopIteration")  # in its second round
+    assert len(figures["short"]["tokens_per_second"]) == 1
+    assert len(figures["ours"]["tokens_per_second"]) == len(figures["other"]["tokens_per_second"]) == 2
+    assert figures["other"]["against"] == [gpu.PRODUCT, "ours"]
 
 
-def test_settings_reach_the_model_and_the_optimizer(monkeypatch):
+def test_settings_reach_the_model(monkeypatch):
     # A real Accelerator would leave bf16 behind for every later test of this process.
     accelerator = SimpleNamespace(device=torch.device("cpu"), prepare_model=lambda network: network)
     monkeypatch.setattr(gpu, "Accelerator", lambda **settings: accelerator)
@@ -116,14 +119,12 @@ def test_settings_reach_the_model_and_the_optimizer(monkeypatch):
         network, optimizer, _ = gpu.ours(scale.config("124M", 48), tokens, scale, **gpu.SETTINGS[name])
         (group, _) = optimizer.param_groups
         checkpointed = "forward" in vars(network.blocks[0])
-        return network.next_token_loss.keywords["chunked"], group["fused"], bool(group["foreach"]), checkpointed
+        return network.next_token_loss.keywords["chunked"], group["fused"], checkpointed
 
     assert {name: facts(name) for name in gpu.SETTINGS} == {
-        "ours": (None, True, False, False),
-        "chunked_loss": (True, True, False, False),
-        "whole_loss": (False, True, False, False),
-        "foreach_adamw": (None, False, True, False),
-        "activation_checkpointing": (None, True, False, True),
+        "ours": (None, True, False),
+        "activation_checkpointing": (None, True, True),
+        "whole_loss": (False, True, False),
     }
 
 
