@@ -71,7 +71,8 @@ def next_token_loss(
     chunk = max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(hidden.device.type, 2**25) // (4 * len(weight_VC)))
     if chunked or (chunked is None and len(hidden) > chunk):
         with_z = partial(of_chunk, z_loss=z_loss)
-        loss_sum, cross_entropy, z_squared = ChunkedCrossEntropy.apply(hidden, weight_VC, targets, chunk, with_z)
+        weight = weight_VC if torch.is_grad_enabled() else weight_VC.detach()  # which a Function would not notice
+        loss_sum, cross_entropy, z_squared = ChunkedCrossEntropy.apply(hidden, weight, targets, chunk, with_z)
     else:
         logits = linear(hidden, weight_VC)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 sums lose digits of the loss

@@ -179,10 +179,19 @@ def test_compile_is_for_the_loss_too_which_then_goes_in_chunks_unless_told_not_t
 
 def test_without_gradients_the_loss_in_chunks_makes_none():
     labels = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(2))
-    hidden, weight = leaf(3, 9, 16).detach(), leaf(37, 16, seed=1).detach()
-    loss, _ = next_token_loss(hidden, weight, labels, chunked=True)
-    torch.testing.assert_close(loss, next_token_loss(hidden, weight, labels, chunked=False)[0])
-    assert not loss.requires_grad
+    hidden, weight = leaf(3, 9, 16).detach(), torch.nn.Parameter(leaf(37, 16, seed=1))
+    asked = []
+
+    def of_chunk(*arguments, needs_gradient, **settings):
+        asked.append(needs_gradient)
+        return loss_of_chunk(*arguments, needs_gradient=needs_gradient, **settings)
+
+    with torch.no_grad():
+        loss, _ = next_token_loss(hidden, weight, labels, chunked=True, of_chunk=of_chunk)
+        torch.testing.assert_close(loss, next_token_loss(hidden, weight, labels, chunked=False)[0])
+    next_token_loss(hidden, weight.detach(), labels, chunked=True, of_chunk=of_chunk)
+    next_token_loss(hidden, weight, labels, chunked=True, of_chunk=of_chunk)
+    assert asked == [False, False, True] and not loss.requires_grad
 
 
 # In runs
