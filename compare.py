@@ -8,11 +8,10 @@ import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from jsonargparse.typing import PositiveFloat
 
-from config import ConfigError
+from config import ConfigError, expanded
 from plot import save_curves, save_page
 from records import SEEDS, Record, changes, differing, effect, first_difference, read_records, samples, welch
 
@@ -41,7 +40,7 @@ def main(config: CompareConfig) -> None:
     Raises:
         ConfigError: none of them is a run, one does not exist, or the curves cannot be drawn there.
     """
-    paths = [Path(run).expanduser() for run in config.runs]
+    paths = [expanded("runs", run) for run in config.runs]
     if absent := [path for path in paths if not path.exists()]:
         raise ConfigError(f"runs: {str(absent[0])!r} does not exist")
     records, skipped = read_records(paths)
@@ -53,7 +52,7 @@ def main(config: CompareConfig) -> None:
         for line in part:
             print(line)
     if config.out:
-        out = Path(config.out).expanduser()
+        out = expanded("out", config.out)
         curves = {record.label: curves_of(record) for record in records}
         try:
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,19 @@ class ConfigError(ValueError):
     """A setting or an input that the user must change: the message says which, what it is and what would be right."""
 
 
+def expanded(setting: str, path: str | Path) -> Path:
+    """The path, with a home directory in place of ~ or ~USER.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        problem = f"{str(path)!r} is the home of a user whom this machine does not know"
+        raise ConfigError(f"{setting}: {problem}") from None
+
+
 def no_code_for(setting: str, choice: str) -> ConfigError:
     """The error of the place that reads a setting, for a choice that it does not know."""
     return ConfigError(f"{setting}: {choice!r} is a choice without code; add it where {setting} is read")
@@ -422,7 +435,7 @@ class TrainConfig:
         if self.init_from is not None and self.branch_from is not None:
             problems.append(f"init_from: {self.init_from} and branch_from: {self.branch_from}: a run begins once")
         try:
-            Path(self.out_dir).expanduser()
-        except RuntimeError:
-            problems.append(f"out_dir: {self.out_dir!r} is the home of a user whom this machine does not know")
+            expanded("out_dir", self.out_dir)
+        except ConfigError as error:
+            problems.append(str(error))
         return problems

@@ -23,7 +23,7 @@ class EvaluateConfig:
     """Of a run: latest, best (by validation loss), or a step."""
 
     seq_len: PositiveInt | None = None
-    """Tokens in a window. null: the run's; of a model that is none, all positions that it has."""
+    """Tokens in a window. null: the run's; of a model that is none, all positions that it has, but 1,024 at most."""
 
     num_samples: PositiveInt | None = None
     """Windows, evenly spread. null: of a text all; of a generated source, as many as in training."""
@@ -48,7 +48,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import ConfigError, DataConfig, TrainConfig
+from config import ConfigError, DataConfig, TrainConfig, expanded
 from data.corpus import Corpus, Sums, load_corpus
 from files import finite_or_null, write_atomically
 from load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
@@ -110,7 +110,7 @@ def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
     if settings is None or config.data is not None:
         if config.data is None:
             raise ConfigError(f"data: {config.run!r} is no run here, so name a corpus made by data.prepare")
-        settings = settings or TrainConfig(seq_len=limit)
+        settings = settings or TrainConfig(seq_len=min(limit, 1024))
         of_run = settings.data.documents  # a model that never saw two documents together is not measured so
         settings = replace(settings, data=DataConfig(source="text", path=config.data, documents=of_run))
     settings.seq_len = config.seq_len or settings.seq_len
@@ -155,7 +155,7 @@ def output_directory(config: EvaluateConfig) -> Path:
     folder = path.resolve().parent  # elsewhere than in a run, above a checkpoint is whatever it was copied into
     if config.out is None and (path / "manifest.json").exists() and folder.name == "checkpoints":
         return folder.parent
-    return Path(config.out or ".").expanduser()
+    return expanded("out", config.out or ".")
 
 
 def save(directory: Path, metrics: dict[str, Any], losses: list[float]) -> None:

@@ -43,7 +43,7 @@ import torch
 import yaml
 
 import chat
-from config import ConfigError, RunError
+from config import ConfigError, RunError, expanded
 from data.integrity import read_metadata
 from files import share
 from hub import to_transformers
@@ -76,7 +76,7 @@ def main(config: ExportConfig) -> None:
         ConfigError: there is no such model, transformers has none like it, or the folder exists or cannot be written.
         RunError: it cannot be uploaded.
     """
-    out = Path(config.out).expanduser()
+    out = expanded("out", config.out)
     if out.exists():
         raise ConfigError(f"out: {str(out)!r} exists; name a folder that does not")
     loaded, source = load_with_source(config.run, config.checkpoint)
@@ -92,7 +92,7 @@ def main(config: ExportConfig) -> None:
             partial = Path(folder, out.name)
             partial.mkdir()
             write(partial, loaded)
-            (partial / "README.md").write_text(card(out.name, loaded, sources, partial))
+            (partial / "README.md").write_text(card(config.push or out.name, loaded, sources, partial))
             os.rename(partial, out)
     except OSError as error:
         raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from None
@@ -194,8 +194,10 @@ def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder
 
 def without_folders(setting: Any) -> Any:
     """Settings in which a path from the root is the last name of it: a card may be published."""
-    if isinstance(setting, dict):  # the keys of data.mix are paths
-        return {without_folders(name): without_folders(value) for name, value in setting.items()}
+    if isinstance(setting, dict):  # the keys of data.mix are paths, of which two may have the same last name
+        names = [without_folders(name) for name in setting]
+        names = [f"{name}-{i}" if name in names[:i] else name for i, name in enumerate(names)]
+        return dict(zip(names, map(without_folders, setting.values()), strict=True))
     return Path(setting).name if isinstance(setting, str) and setting.startswith(("/", "~")) else setting
 
 
@@ -208,12 +210,14 @@ def data_facts(loaded: Loaded) -> str:
     for path in data.mix or [data.path]:
         try:
             metadata = read_metadata(Path(path).expanduser())
+            if metadata["hash"] not in str(data.hash).split("+"):
+                raise ConfigError(f"{path} is another corpus now")
             train, tokenizer = metadata["train"], metadata["tokenizer"]["name"]
             kind = "conversations" if metadata.get("conversations") else "documents"
             facts.append(
                 f"- `{Path(path).name}`: {train['documents']:,} {kind}, {train['tokens']:,} tokens by `{tokenizer}`"
             )
-        except (ConfigError, KeyError):  # gone since, which takes nothing from the model
+        except (ConfigError, KeyError):  # gone or replaced since, which takes nothing from the model
             facts.append(f"- `{Path(path).name}`")
     return "\n".join(facts)
 

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, expanded
 from data.corpus import Corpus, load_corpus
 from data.tokenizer import END_OF_TEXT
 from files import absent_folder
@@ -88,7 +88,7 @@ def load_with_source(
     path: str | Path, checkpoint: str | int = "latest", setting: str = "run"
 ) -> tuple[Loaded, tuple[Path, Manifest] | None]:
     """As load_run; and the directory and the manifest of the checkpoint, None of a model that is no run's."""
-    path = Path(path).expanduser()
+    path = expanded(setting, path)
     if str(path).encode(errors="replace").decode() != str(path):
         raise ConfigError(f"{setting}: {str(path)!r} is not UTF-8, and safetensors opens nothing else; rename it")
     if not is_run(path):
@@ -260,9 +260,11 @@ def load_transformers(name: str, checkpoint: str | int = "latest", setting: str 
         raise ConfigError(f"{setting}: {what}; name {CAN_BE_OPENED}{similar(Path(name))}")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # slow to import
 
+    found = local
     try:
         # First, for another model need not be downloaded. Its code would be refused too, after a question to nobody.
-        config_from_transformers(hf_config := AutoConfig.from_pretrained(name, trust_remote_code=False))
+        hf_config, found = AutoConfig.from_pretrained(name, trust_remote_code=False), True
+        config_from_transformers(hf_config)
         settings = {"config": hf_config, "dtype": torch.float32, "output_loading_info": True}
         hf_model, loading = AutoModelForCausalLM.from_pretrained(name, **settings)
         tokenizer = None
@@ -270,7 +272,7 @@ def load_transformers(name: str, checkpoint: str | int = "latest", setting: str 
             tokenizer = AutoTokenizer.from_pretrained(name)
         model = from_transformers(hf_model)
     except Exception as error:  # as many kinds as there are ways to fail at a download
-        where = "" if local else "; it is no directory here, and no name on the Hub that could be read"
+        where = "" if found else "; it is no directory here, and no name on the Hub that could be read"
         raise ConfigError(f"{setting}: {name!r} cannot be opened{where}: {error}") from None
     if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
         raise ConfigError(f"{setting}: {name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")

@@ -162,6 +162,8 @@ def encode(loaded: Loaded, prompt: str) -> list[int]:
         tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
     except Exception as error:  # tokenizers raises nothing more special
         raise ConfigError(f"prompt: the tokenizer has no tokens for {prompt!r}: {error}") from None
+    if not begin + tokens:
+        raise ConfigError("prompt: this tokenizer has no end-of-text token that a text could begin with; give a prompt")
     return begin + tokens
 
 
@@ -193,8 +195,9 @@ def write(
     text = "".join(written)
     print()
     if loaded.config is not None and loaded.config.data.source == "stories":
-        ids_1T = torch.tensor([ids[: model.config.max_position_embeddings]], device=device)
+        ids_1T = torch.tensor([ids[: (limit := model.config.max_position_embeddings)]], device=device)
         _, loss, *sums = model(ids_1T, labels=ids_1T, num_items_in_batch=1)
         models = -float(dict(*sums).get("loss", (loss, 1))[0])  # without what is to help training alone
-        print(f"  ({verdict(text)}; the model's {models:.2f})")
+        of = f", of its first {limit} tokens" if len(ids) > limit else ""
+        print(f"  ({verdict(text)}; the model's {models:.2f}{of})")
     return text

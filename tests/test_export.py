@@ -15,6 +15,7 @@ from config import ConfigError, DataConfig, RunError, TrainConfig
 from export import ExportConfig
 from load import Loaded, load_run
 from tests.conftest import TINY_STORIES, metrics, python, tensors, train
+from tests.test_prepare import make
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
 FAMILIES = {"gpt2": [], "qwen3": [*QWEN3, "--model.tie_embeddings", "true", "--model.n_kv_heads", "1"]}
@@ -123,6 +124,22 @@ def test_the_recipe_of_a_card_has_no_path_of_this_machine():
     assert export.without_folders(settings) == shown
 
 
+def test_no_corpus_of_a_mixture_is_lost_from_the_recipe():
+    mix = {"/a/corpus": 3.0, "/b/corpus": 1.0, "/c/corpus": 1.0, "d/corpus": 2.0}
+    shown = export.without_folders({"mix": mix})["mix"]
+    assert list(shown.values()) == list(mix.values()) and list(shown)[::3] == ["corpus", "d/corpus"]
+
+
+def test_the_facts_of_another_corpus_at_the_same_place_are_not_the_runs(tmp_path):
+    (tmp_path / "plays.txt").write_text("to learn")
+    metadata = make(tmp_path / "plays.txt", tmp_path / "plays")
+    for of_run in (metadata["hash"], f"00ff+{metadata['hash']}"):
+        config = TrainConfig(data=DataConfig(source="text", path=str(tmp_path / "plays"), hash=of_run))
+        assert export.data_facts(Loaded(config, None, None)).endswith("- `plays`: 1 documents, 9 tokens by `byte`")
+    config.data.hash = "00ff"
+    assert export.data_facts(Loaded(config, None, None)).endswith("- `plays`")
+
+
 def test_a_corpus_that_is_gone_is_named_all_the_same():
     config = TrainConfig(data=DataConfig(source="text", path="/gone/plays", hash="00ff"))
     said = export.data_facts(Loaded(config, None, None))
@@ -200,6 +217,7 @@ def test_it_is_pushed_to_the_hub(runs, tmp_path, monkeypatch):
     exported(runs / "gpt2", tmp_path / "out", push="me/stories")
     assert calls[0] == ("me/stories", True) and calls[1][0] == "me/stories"
     assert {"README.md", "model.safetensors", "tokenizer.json"} < calls[1][1]
+    assert 'AutoModelForCausalLM.from_pretrained("me/stories")' in (tmp_path / "out" / "README.md").read_text()
     with pytest.raises(RunError, match="is written, but not uploaded to 'nobody/here': 401"):
         exported(runs / "gpt2", tmp_path / "again", push="nobody/here")
     assert (tmp_path / "again" / "config.json").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
 
 import sample
 from config import ConfigError
@@ -183,6 +183,12 @@ def test_a_folder_of_another_model_cannot_be_opened(content, why, tmp_path, monk
     assert not questions
 
 
+def test_a_name_of_the_hub_that_was_read_is_not_called_unreadable(monkeypatch):
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **settings: LlamaConfig())
+    with pytest.raises(ConfigError, match="run: 'me/llama' cannot be opened: a transformers model of type llama"):
+        load_run("me/llama")
+
+
 @pytest.mark.parametrize("cut", [None, 1], ids=["missing", "of another shape"])
 def test_a_folder_without_all_tensors_is_no_model_with_random_ones(cut, tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
@@ -202,6 +208,18 @@ def test_a_model_of_random_tokens_has_no_words():
         sample.main(SampleConfig(str(run)))
 
 
+def test_a_tokenizer_without_an_end_of_text_needs_a_prompt():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"ma": 0})))
+    with pytest.raises(ConfigError, match="prompt: .* no end-of-text token .*; give a prompt"):
+        sample.encode(Loaded(None, None, tokenizer), "")
+    assert sample.encode(Loaded(None, None, tokenizer), "ma") == [0]
+
+
+def test_the_home_of_nobody_is_refused():
+    with pytest.raises(ConfigError, match="init_from: '~no-such-user/run' is the home of a user whom"):
+        load_run("~no-such-user/run", setting="init_from")
+
+
 @pytest.mark.parametrize("top_p", [0.0, 1.5])
 def test_a_share_that_is_none_is_refused_before_a_model_is_loaded(top_p):
     with pytest.raises(ConfigError, match=f"top_p: {top_p} must be above 0 and at most 1"):
@@ -217,6 +235,11 @@ def test_a_sample_is_what_the_model_writes_with_its_verdict(run, capsys):
     loss = model(expected, labels=expected, num_items_in_batch=1)[1]
     shown = written(capsys, run, prompt="Meet a", checkpoint="best", temperature=0, max_new_tokens=20)
     assert shown == f"{text}\n  (not accepted by the grammar; the model's {-loss:.2f})\n"
+
+
+def test_a_text_longer_than_the_model_sees_says_of_how_much_the_probability_is(run, capsys):
+    shown = written(capsys, run, max_new_tokens=140, temperature=9.0, seed=1)
+    assert re.search(r"\(not accepted by the grammar; the model's -\d+\.\d\d, of its first 128 tokens\)\n$", shown)
 
 
 def test_the_probability_of_a_story_is_without_what_is_to_help_training_alone(run, capsys, monkeypatch):
