@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 import chat
 from arguments import parse_tool
-from config import ConfigError
+from config import ConfigError, expanded
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
 from data.sources import Source, find_files, source_stamp
 from data.tokenizer import NAMES, load_tokenizer, save_tokenizer
@@ -244,10 +244,7 @@ def prepare(config: PrepareConfig) -> dict:
     if kind == "tail" and config.max_tokens:
         problem = f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation} keeps"
         raise ConfigError(f"{problem}; use hash:0.005 or a source of its own")
-    try:
-        out = Path(config.out).expanduser().absolute()
-    except RuntimeError as error:
-        raise ConfigError(f"out: {config.out!r}: {error}") from None
+    out = expanded("out", config.out).absolute()
     reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
     work, source = Path(f"{out}.partial"), Source(config.source, *reading)
     held_out = Source(config.validation, *reading, setting="validation") if own else None
@@ -263,9 +260,9 @@ def prepare(config: PrepareConfig) -> dict:
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
     if what := absent_folder(config.tokenizer):
         raise ConfigError(f"tokenizer: {what}; use {NAMES}")
-    for each in filter(None, (source, held_out)):
-        next(iter(each), None)  # the first row says whether it is of conversations
-    if (held_out or source).conversations != source.conversations or (source.conversations and kind == "tail"):
+    # The first row says whether a source is of conversations.
+    ours, theirs = (next((each.conversations for _ in each), False) for each in (source, held_out or source))
+    if ours != theirs or (ours and kind == "tail"):
         problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
         raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
     for name in ("parts", *SPLITS):

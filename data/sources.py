@@ -37,7 +37,7 @@ class Source:
     streaming: bool = False
     setting: str = "source"
     conversations: bool | None = field(default=None, init=False)
-    """Whether all documents are conversations; None before the first row is read, and of txt files."""
+    """Whether all documents are conversations; None before the first is read."""
 
     def __post_init__(self) -> None:
         self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so no shell has done it
@@ -102,8 +102,14 @@ class Source:
             remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
             raise self._refusal(f"{problem}: {error!r}\n{remedy}") from None
 
+    def _all_are(self, conversations: bool) -> None:
+        if self.conversations is (not conversations):
+            raise ValueError("conversations and texts are in one source; take them apart")
+        self.conversations = conversations
+
     def _txt(self, file: str) -> Iterator[tuple[str, bool]]:
         separator, rest = self.separator, ""
+        self._all_are(conversations=False)
         with self._open(file) as text:
             while chunk := text.read(CHUNK):
                 if separator:
@@ -117,9 +123,7 @@ class Source:
     def _rows(self, place: str) -> Iterator[tuple[str, bool]]:
         for row in self._records(place):
             text, is_conversation = chat.document_in(row, self.text_column)
-            if self.conversations is (not is_conversation):
-                raise ValueError("conversations and texts are in one source; take them apart")
-            self.conversations = is_conversation
+            self._all_are(is_conversation)
             # Half of a surrogate pair is valid in JSON, but no text.
             yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
 

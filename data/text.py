@@ -79,7 +79,7 @@ class TextDataset(Dataset):
 
     def _find_rows(self, offsets: list[np.ndarray]) -> None:
         """Where the documents of each row begin and end: a function of their lengths and of seq_len alone."""
-        firsts = zip(self.first_tokens, offsets, strict=False)
+        firsts = zip(np.array(self.first_tokens), offsets, strict=False)  # int64: offsets are int32
         self.begins = np.concatenate([*(first + of_file[:-1] for first, of_file in firsts), self.first_tokens[-1:]])
         lengths = np.diff(self.begins)
         if (lengths < 0).any():

@@ -270,6 +270,17 @@ def test_a_split_of_another_kind_is_refused(folder, tmp_path):
     assert "does not go with source" in refusal([MESSAGES], tmp_path, validation=str(texts))
 
 
+@pytest.mark.parametrize("text", ["a_before.txt", "z_after.txt"])
+def test_a_txt_file_among_conversations_is_refused(tmp_path, text):
+    """In the order of their names: a file that comes first says what the others must be."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / text).write_text("Read me.")
+    write_rows(tmp_path / "texts" / "chats.jsonl", [MESSAGES])
+    with pytest.raises(ConfigError, match="conversations and texts are in one source; take them apart"):
+        make(tmp_path / "texts" / "*", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_template_that_rewrites_answers_is_refused_with_what_helps(folder, tmp_path):
     tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
     with_template(tokenizer, CHANGING)

@@ -186,6 +186,15 @@ def test_a_validation_set_of_its_own(tmp_path):
     assert texts(tmp_path / "out") == ["to learn"] and texts(tmp_path / "out", "validation") == ["to judge"]
 
 
+def test_a_validation_set_may_be_in_another_format(tmp_path):
+    (tmp_path / "val.txt").write_text("to judge")
+    write_jsonl(tmp_path / "train.jsonl", ["to learn"])
+    for source, held_out in (("train.jsonl", "val.txt"), ("val.txt", "train.jsonl")):
+        out = tmp_path / f"out-{source}"
+        make(tmp_path / source, out, validation=str(tmp_path / held_out))
+        assert sorted(texts(out) + texts(out, "validation")) == ["to judge", "to learn"]
+
+
 def test_max_tokens_leaves_a_validation_set_of_its_own_whole(tmp_path, small_parts):
     write_jsonl(tmp_path / "train.jsonl", make_documents(100))
     held_out = make_documents(60, seed=1)

@@ -237,6 +237,14 @@ def test_one_document_in_a_window_needs_no_mask(monkeypatch):
     assert len(calls) == 2 and all(call["attn_mask"] is None and call["is_causal"] for call in calls)
 
 
+def test_documents_beyond_two_billion_tokens_are_found(folder):
+    """Offsets in a file are of 32 bits."""
+    dataset = open_split(folder / "a", documents="padded")
+    dataset.first_tokens = [0, 2**31 - 3, 2**32]
+    dataset._find_rows([np.array(offsets, np.int32) for offsets in ([0, 2**31 - 3], [0, 5, 2**31 - 1])])
+    assert dataset.begins.tolist() == [0, 2**31 - 3, 2**31 + 2, 2**32]
+
+
 def test_a_padded_row_is_a_document(folder):
     documents, dataset = rows(folder / "a"), open_split(folder / "a", seq_len=64, documents="padded")
     assert len(dataset) == len(documents)
