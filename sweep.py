@@ -191,6 +191,11 @@ def is_finished(settings: TrainConfig) -> bool:
     return max(made, default=0) <= (path / "status.json").stat().st_mtime and settings.resume != "never"
 
 
+def written(path: Path) -> int | None:
+    """When, in nanoseconds; None if there is no such file."""
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
 class Child:
     """The run that is being trained. It has a process group of its own, all of which gets the signals that come here:
     a launcher does not hand on each of them."""
@@ -202,13 +207,15 @@ class Child:
 
     def train(self, command: list[str], path: Path) -> str:
         """Train until the end, and say what became of it: finished, stopped or failed."""
+        before = written(path / "status.json")
         self.process = subprocess.Popen(command, start_new_session=True)
         if self.signal:  # it came just before
             self._receive(self.signal, None)
         code, self.process = self.process.wait(), None
         if code == 0:
             return "finished"
-        status = read_status(path / "status.json")  # for a launcher makes 1 of every code
+        # For a launcher makes 1 of every code. What ends before it begins leaves the status of the time before.
+        status = read_status(path / "status.json") if written(path / "status.json") != before else None
         return "stopped" if code == 75 or self.signal or (status and status.state == "preempted") else "failed"
 
     def _receive(self, number: int, frame) -> None:

@@ -35,7 +35,8 @@ with open(run.parent / "log", "a") as log:
     print(config.name, file=log)
 told = json.loads((run.parent / "told").read_text()).get(config.name, ["finished", 0])
 def end(state, code):
-    (run / "status.json").write_text(json.dumps(dict(state=state, step=config.steps, reason="")))
+    if state:
+        (run / "status.json").write_text(json.dumps(dict(state=state, step=config.steps, reason="")))
     os._exit(code)
 settings = json.loads(json.dumps(asdict(config)))
 (run / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -123,6 +124,13 @@ def test_a_stop_under_a_launcher_is_no_failure(sweep):
     with pytest.raises(SystemExit) as stop:
         sweep("--seed", "0,1", told={"tiny_stories-seed_0": ["preempted", 1]})
     assert stop.value.code == 75
+
+
+def test_what_ends_before_it_begins_did_not_stop_as_asked(sweep, capsys):
+    name = "tiny_stories-seed_0"
+    sweep("--seed", "0,1", told={name: ["preempted", 75]}, error=SystemExit)
+    assert sweep("--seed", "0,1", told={name: ["", 1]}, error=RunError)[0] == name
+    assert f"{name}: failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
