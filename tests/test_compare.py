@@ -323,6 +323,13 @@ def test_branches_of_real_runs(runs, capsys):
     # Started again, a branch goes on with its own checkpoints and is no branch of itself.
     train(*recipe, *begin, "--name", "seed", "--seed", 1)
     assert len(read_records([runs / "base", runs / "seed"])[0][1].rows) == 4
+    # Nor is a run whose checkpoints lie elsewhere, with more room.
+    shutil.move(runs / "base" / "checkpoints", runs / "elsewhere")
+    (runs / "base" / "checkpoints").symlink_to(runs / "elsewhere")
+    shutil.rmtree(runs / "elsewhere" / "step-00000008")
+    train(*recipe, "--name", "base")
+    starts = (runs / "base" / "starts.jsonl").read_text().splitlines()
+    assert len(starts) == 2 and "branched_from" not in json.loads(starts[1])
 
 
 # docs/comparing.md

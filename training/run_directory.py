@@ -189,8 +189,9 @@ class RunDirectory:
         if name:
             write_atomically(self.path / name, changes + "\n")
         row = {"step": start.step, **now, **provenance(), "uncommitted_changes": name}
-        if start.checkpoint and (parent := start.checkpoint.resolve().parent.parent) != self.path.resolve():
-            row["branched_from"] = {"run": str(parent), "step": start.step, "digest": start.metrics.get("state/digest")}
+        if start.checkpoint and start.checkpoint.parent != self.checkpoints:
+            parent = str(start.checkpoint.resolve().parent.parent)
+            row["branched_from"] = {"run": parent, "step": start.step, "digest": start.metrics.get("state/digest")}
         with open(self.path / "starts.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -44,9 +44,7 @@ def sample_texts(
         return {}
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     network = unsharded(accelerator.unwrap_model(model)).eval()
-    end_of_text = corpus.end_of_text
-    if end_of_text is None:
-        end_of_text = corpus.tokenizer.token_to_id(END_OF_TEXT)
+    end_of_text = corpus.tokenizer.token_to_id(END_OF_TEXT) if corpus.end_of_text is None else corpus.end_of_text
     numbered = []
     for first in range(rank * TEXTS_PER_BATCH, num_texts, num_processes * TEXTS_PER_BATCH):
         count = min(TEXTS_PER_BATCH, num_texts - first)
