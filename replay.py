@@ -37,19 +37,25 @@ class ReplayConfig:
     """A folder for a Chrome trace of the step."""
 
 
+def with_step_named(words: list[str]) -> list[str]:
+    """RUN STEP as RUN --step STEP."""
+    begins_so = len(words) > 1 and not words[0].startswith("-") and words[1].isdecimal()
+    return [words[0], "--step", *words[1:]] if begins_so else words
+
+
 if __name__ == "__main__":  # before anything slow is imported
     import sys
 
     from cli import run
 
-    if sys.argv[2:] and sys.argv[2].isdecimal():  # RUN STEP
-        sys.argv.insert(2, "--step")
+    sys.argv[1:] = with_step_named(sys.argv[1:])
     run("replay", ReplayConfig)
 
 import os
 import shutil
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 import torch.nn.functional as F
@@ -58,9 +64,10 @@ from torch import Tensor
 import launcher
 import train
 from audit import Run, audit, outcome, say
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, expanded
 from data.corpus import Batches, load_corpus
 from data.order import derive_seed
+from files import copy_folder
 from load import begin_with, load_run, read_weights
 from model.gpt import GPTModel
 from nested import temporary_folder
@@ -69,7 +76,7 @@ from training.compute import no_compiler, prepare_network
 from training.gradients import fill_in, trained
 from training.launch import uses_cpu
 from training.layers import total_norm
-from training.manifest import read_manifest
+from training.manifest import read_manifest, step_directory
 from training.optimizer import build_optimizer
 from training.world import is_main_process
 
@@ -86,7 +93,7 @@ def main(config: ReplayConfig) -> None:
     """
     if (config.step is None) == (not config.audit):
         raise ConfigError("step: name a step of the run to open, or --audit N to train N intervals of it again")
-    run = Run(Path(config.run).expanduser())
+    run = Run(expanded("run", config.run))
     launcher.check(run.config)
     launch.join(run.config)
     with temporary_folder("replay-") as folder:
@@ -104,10 +111,7 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
     if step <= run.begin:
         raise ConfigError(f"step: {step} is of the run that {run.path} branched from after step {run.begin}; open that")
     first = read_manifest(before).step if before else 0
-    if config.stop and os.path.lexists(config.stop):  # said now, and not after hours of training
-        raise ConfigError(f"stop: {config.stop!r} is there already; name a new folder")
-    if config.profile and Path(config.profile).is_file():
-        raise ConfigError(f"profile: {config.profile!r} is a file; name a folder")
+    check_places(config)  # now, and not after hours of training
     why = run.differs_here(first, step)
     if first < step - 1:
         again = run.retrain(before, step - 1, folder)
@@ -123,18 +127,34 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
     if not is_main_process():
         return
     if config.profile:
-        Path(config.profile).mkdir(parents=True, exist_ok=True)
         for trace in again.checkpoint.parent.parent.glob("trace-*.json"):
             shutil.move(trace, Path(config.profile, trace.name))  # in place of an older one
     if config.stop:
         if again.failure:
             raise again.failure
-        shutil.copytree(again.checkpoint, config.stop)
+        copy_folder(again.checkpoint, Path(config.stop))
         return
     if step in again.rows:
         # Of an update that was skipped the log has null.
         show_blocks({name: float("nan") if value is None else value for name, value in again.rows[step].items()})
     show_sequences(run, before, step, config)
+
+
+def check_places(config: ReplayConfig) -> None:
+    """Refuse folders that cannot be written, and for a checkpoint the name of one of another step."""
+    if config.stop and os.path.lexists(config.stop):
+        raise ConfigError(f"stop: {config.stop!r} is there already; name a new folder")
+    name = step_directory(Path(), config.step).name
+    if config.stop and Path(config.stop).name.startswith("step-") and Path(config.stop).name != name:
+        raise ConfigError(f"stop: {config.stop!r} is not how a checkpoint of that step may be called; name it {name}")
+    folders = {"stop": config.stop and Path(config.stop).absolute().parent, "profile": config.profile}
+    for setting, folder in folders.items():
+        try:
+            if folder:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ConfigError(f"{setting}: {str(folder)!r} cannot be written to: {error.strerror}") from None
 
 
 def show_blocks(row: dict) -> None:

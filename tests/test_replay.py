@@ -17,7 +17,7 @@ import cli
 from audit import Retrained, Run, audit
 from config import ConfigError, RunError
 from files import sha256
-from replay import ReplayConfig
+from replay import ReplayConfig, with_step_named
 from tests import forked
 from tests.conftest import TINY_STORIES, assert_same_bits, environment, python, tensors, train
 from training.fingerprint import digests
@@ -141,15 +141,23 @@ def test_nothing_in_the_run_is_touched(run):
         ("{run} 2 --audit 3", "step: name a step of the run to open, or --audit N"),
         ("{run}/checkpoints 2", "is not the directory of a run: it has no config.yaml"),
         ("{run} 4 --stop {run}", "is there already; name a new folder"),
-        ("{run} 4 --profile {run}/config.yaml", "is a file; name a folder"),
+        ("{run} 4 --stop {run}/config.yaml/step", "stop: '{run}/config.yaml' cannot be written to: "),
+        (
+            "{run} 4 --stop step-4",
+            "stop: 'step-4' is not how a checkpoint of that step may be called; name it step-",
+        ),
+        ("{run} 4 --profile {run}/config.yaml", "profile: '{run}/config.yaml' cannot be written to: File exists"),
+        ("--step 7 {run}", "step: 7 is beyond the 6 steps of"),
+        ("--num_sequences 8 {run} --step 7", "step: 7 is beyond the 6 steps of"),
+        ("{run} --audit 3 --step 2", "step: name a step of the run to open, or --audit N"),
+        ("--audit 3 nowhere", "run: 'nowhere' is not the directory of a run"),
+        ("~no-such-user/run 3", "run: '~no-such-user/run' is the home of a user whom this machine does not know"),
     ],
 )
 def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["replay.py", *arguments.format(run=run).split()])
-    if sys.argv[2:] and sys.argv[2].isdecimal():
-        sys.argv.insert(2, "--step")
+    monkeypatch.setattr(sys, "argv", ["replay.py", *with_step_named(arguments.format(run=run).split())])
     assert cli.call("replay", ReplayConfig) == 2
-    assert message in capsys.readouterr().err
+    assert message.format(run=run) in capsys.readouterr().err
 
 
 def test_a_run_whose_settings_are_gone_is_refused(tmp_path):
