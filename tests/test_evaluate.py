@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from data.order import derive_seed
 from data.stories import StoriesDataset, log_prob
 from evaluate import EvaluateConfig
 from export import ExportConfig
-from load import load_run
+from load import Loaded, load_run
+from model.config import GPTConfig
 from sample import SampleConfig
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
@@ -118,6 +120,13 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made, tmp_path):
         evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
     with pytest.raises(ConfigError, match="run: the tokenizer gives token 256, and the model has 250 tokens"):
         sample.main(SampleConfig(str(tmp_path), prompt="To be"))
+
+
+@pytest.mark.parametrize(("positions", "window"), [(40_960, 1024), (512, 512)])
+def test_the_window_of_a_model_that_is_no_run_fits_into_memory(positions, window):
+    """A row of 40,960 positions and Qwen3's 151,936 tokens has 25 GB of logits."""
+    loaded = Loaded(None, SimpleNamespace(config=GPTConfig(max_position_embeddings=positions, vocab_size=9)), None)
+    assert evaluate.settings_of(EvaluateConfig("Qwen/Qwen3-0.6B", data="corpus"), loaded).seq_len == window
 
 
 def test_documents_are_kept_apart_where_training_did(made):
