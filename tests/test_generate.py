@@ -71,13 +71,14 @@ def test_a_temperature_near_0_takes_the_likeliest_token():
         assert torch.equal(choose(logits, temperature, None, 0.9, None), logits.argmax(-1, keepdim=True))
 
 
-def test_samples_follow_the_distribution_at_their_temperature():
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_samples_follow_the_distribution_at_their_temperature(temperature):
     model, prompt = make_lively_model(), make_tokens(rows=1, length=3)
     samples = model.generate(
-        prompt.expand(20_000, -1), max_new_tokens=1, temperature=3.0, generator=torch.Generator().manual_seed(0)
+        prompt.expand(20_000, -1), max_new_tokens=1, temperature=temperature, generator=torch.Generator().manual_seed(0)
     )
     frequencies = samples[:, -1].bincount(minlength=61) / 20_000
-    expected = (model(prompt)[0][0, -1] / 3.0).softmax(-1)
+    expected = (model(prompt)[0][0, -1] / temperature).softmax(-1)
     assert (frequencies - expected).abs().max() < 0.015 < (model(prompt)[0][0, -1].softmax(-1) - expected).abs().max()
 
 
