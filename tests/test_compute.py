@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -249,7 +250,8 @@ def test_processes_share_the_cores_unless_told_otherwise(own, of_launcher, threa
 def test_the_memory_of_a_run_on_a_cpu_is_that_of_the_cpu_where_cuda_is_up(monkeypatch):
     """As torch.compile brings it up on a machine that has a GPU."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert peak_memory_bytes() > 2**20
+    now = psutil.Process().memory_info().rss
+    assert 0.9 * now < peak_memory_bytes() < 100 * now
 
 
 def test_the_number_of_threads_in_force_is_the_one_printed(tmp_path):
