@@ -79,10 +79,16 @@ def check_alike(config: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def lost(environment: Mapping[str, str], asked: dict[str, Any]) -> list[str]:
-    """Processes that the launcher was asked for, and without a word did not start."""
-    started, machines = _started(environment), asked.get("num_machines") or 1
+    """Processes that the launcher was asked for, and without a word did not start, or will not start again."""
+    restarts, started, machines = asked.get("max_restarts"), _started(environment), asked.get("num_machines") or 1
     count = asked.get("num_processes") or started
     if count == started and machines <= started:
+        if restarts and "TORCHELASTIC_RUN_ID" not in environment:
+            return [
+                f"max_restarts: {restarts} asked for, but without a launch file Accelerate starts one process only "
+                "once; on a CPU: --config_file accelerate_configs/cpu.yaml --num_processes 1, on a GPU: "
+                "--config_file accelerate_configs/one_gpu.yaml"
+            ]
         return []
     machine = " --num_machines M --machine_rank R --main_process_ip IP --main_process_port PORT" * (machines > 1)
     return [

@@ -51,6 +51,14 @@ def test_our_own_launch_files_are_accepted(path):
     assert refusals("--config_file", str(path), *extra) == ""
 
 
+def test_restarts_that_would_not_happen_are_refused():
+    alone = refusals("--cpu", "--max_restarts", "3")
+    assert alone.startswith("max_restarts: 3 asked for, but") and alone.count("accelerate_configs/") == 2
+    for launch_file in ("cpu", "one_gpu"):
+        flags = ["--config_file", str(FILES / f"{launch_file}.yaml"), "--num_processes", "1", "--max_restarts", "3"]
+        assert refusals(*flags, TORCHELASTIC_RUN_ID="none") == ""
+
+
 def test_the_answers_to_the_questionnaire_are_read_unless_they_are_overruled(launch_file, monkeypatch):
     answers = launch_file(FILES / "cpu.yaml", num_processes=3)
     monkeypatch.setattr(launcher, "default_config_file", answers)
