@@ -49,7 +49,7 @@ class DataConfig:
 
     mix: dict[str, PositiveFloat] | None = None
     """source text: several prepared corpora instead of one path, as {PATH: WEIGHT}. Each gives its share of every 1,000
-    training sequences, in whole numbers, and of the validation sequences."""
+    training sequences, in whole numbers, and of evaluation.num_samples; without that all validation sequences count."""
 
     documents: Literal["concat", "isolated", "padded"] = "concat"
     """source text: what a sequence is. concat: a window of the stream of documents; isolated: the same, but attention

@@ -104,7 +104,7 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
     """
     if loaded.tokenizer.chat_template is None:
         raise ConfigError(
-            f"chat: the tokenizer of {config.run!r} has no chat template; train on conversations (docs/data.md), or "
+            f"chat: the tokenizer of {config.run!r} has no chat template; train on conversations (docs/using.md), or "
             "leave --chat out"
         )
     if config.num_samples > 1:

@@ -1,5 +1,6 @@
 #!/bin/bash
-# Trains under Slurm, on any number of nodes: sbatch --nodes=2 accelerate_configs/slurm.sh --config configs/stories.yaml
+# Trains under Slurm, on any number of nodes whose processes can share the global batch:
+# RUN=runs/random_tokens sbatch --nodes=2 accelerate_configs/slurm.sh --config configs/random_tokens.yaml
 # Slurm signals the launchers some time before the limit; the run saves, and this script asks for the job to be run
 # again. It asks the run's status.json, because launchers return 1 whatever the processes return; and only one that this
 # attempt has written, for an attempt that was refused may have left that of an older one.

@@ -346,7 +346,7 @@ def test_the_commands_of_the_page(runs):
     outputs = []
     for command in COMMANDS:
         command = (
-            command.replace("--seed 0,1 ", "").replace(" runs/", f" {runs}/").replace("step-00000500", "step-00000004")
+            command.replace("--seed 0,1 ", "").replace(" runs/", f" {runs}/").replace("step-00001000", "step-00000004")
         )
         if "train.py" in command:
             command = command.replace("train.py", f"train.py --config {TINY_STORIES[1]} --out_dir {runs}")
