@@ -179,7 +179,7 @@ def train(
             if log_now or evaluate_now or save_now or compare_now or totals.stop:
                 digests = state_digests(network, optimizer)
                 metrics["state/digest"] = str(digests)
-                if compare_now:
+                if compare_now or (totals.stop and config.check_replicas_every):
                     digests.check_replicas(accelerator, done)
             if log_now:
                 metrics |= {f"train/{name}": average for name, average in totals.averages.items()}

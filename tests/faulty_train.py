@@ -54,9 +54,11 @@ def begin_step(optimizer, scale):
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "hang":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if KIND == "flip":
+    if KIND in ("flip", "flip_and_stop"):
         with torch.no_grad():
             local_part(Model.instance.blocks[1].mlp.down_proj.weight).view(torch.int32)[3, 5] ^= 1 << 20
+    if KIND == "flip_and_stop":
+        os.kill(os.getpid(), signal.SIGTERM)
     if KIND == "weigh":
         moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
         held = [sum(local_part(x).numel() for x in group) for group in (Model.instance.parameters(), moments)]

@@ -18,7 +18,7 @@ from model.gpt import GPTModel, plain_attention
 from model.loss import loss_of_chunk, next_token_loss
 from tests.conftest import ROOT, environment, metrics, train, train_command
 from training.compute import available_cores, prepare_network, threads_to_set
-from training.throughput import peak_memory_bytes
+from training.throughput import peak_bf16_flops, peak_memory_bytes
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -245,6 +245,20 @@ def test_a_profile_backwards_is_refused(tmp_path):
 )
 def test_processes_share_the_cores_unless_told_otherwise(own, of_launcher, threads):
     assert threads_to_set(own, of_launcher, cores=8) == threads
+
+
+@pytest.mark.parametrize(
+    ("card", "peak"),
+    [
+        *(("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12)),
+        *(("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA GeForce RTX 3090", 71e12)),
+        *(("NVIDIA L40S", 362e12), ("NVIDIA L40", 0), ("NVIDIA H100 NVL", 0), ("NVIDIA GB200", 0)),
+        *(("NVIDIA GeForce RTX 3090 Ti", 0), ("NVIDIA GeForce RTX 4090 Laptop GPU", 0)),
+    ],
+)
+def test_the_peak_of_a_card_is_not_anothers(card, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    assert peak_bf16_flops(torch.device("cuda")) == peak
 
 
 def test_the_memory_of_a_run_on_a_cpu_is_that_of_the_cpu_where_cuda_is_up(monkeypatch):

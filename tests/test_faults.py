@@ -240,6 +240,14 @@ def test_replicas_that_drift_apart_stop_the_run(runs):
     assert status(runs / "run")["state"] == "failed" and not list((runs / "run" / "checkpoints").iterdir())
 
 
+def test_replicas_that_drift_apart_are_not_saved_by_a_signal(runs):
+    done = train(
+        *TINY, "--out_dir", runs, "--checkpoint.every", 100, processes=2, exit_code=1, faults="flip_and_stop:1:3"
+    )
+    assert "step 3: the state differs between processes" in done.stderr
+    assert not list((runs / "run" / "checkpoints").iterdir())
+
+
 @pytest.mark.slow
 def test_replicas_that_drift_apart_are_not_saved(runs):
     done = train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults="flip:1:2")

@@ -1,5 +1,6 @@
 """Speed: tokens per second of training, and the share of the device's peak that they make (MFU)."""
 
+import re
 import resource
 import sys
 import time
@@ -15,7 +16,10 @@ PEAK_BF16_FLOPS |= {"L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090"
 def peak_bf16_flops(device: torch.device) -> float:
     """The data sheet's dense bf16 FLOP/s of a CUDA device; 0 where it is not known."""
     device_name = torch.cuda.get_device_name(device)
-    return next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in device_name), 0.0)
+    other_card = r"\b(?! (NVL|Ti|D|Laptop)\b)"  # of which the sheet says something else
+    return next(
+        (flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}{other_card}", device_name)), 0.0
+    )
 
 
 def peak_flops(accelerator: Accelerator) -> float:
