@@ -221,6 +221,21 @@ def test_a_non_finite_update_is_skipped_on_all_processes_together(runs):
     assert metrics(run) == rows
 
 
+def test_a_save_before_the_first_update_changes_nothing_and_is_resumed(runs):
+    """There are no moments yet, and none must be made: torch makes them by a step, which AdamW would count."""
+    nan = {"processes": 2, "faults": "nan:1:1,2"}
+    train(*SKIP, "--out_dir", runs, **nan)
+    train(*SKIP, "--out_dir", runs / "unsaved", "--checkpoint.every", STEPS, **nan)
+    run = runs / "run"
+    after = tensors(run, STEPS)
+    assert_same_bits(after, tensors(runs / "unsaved" / "run", STEPS))
+    assert all(name.startswith("model.") for name in tensors(run, 2))
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    train(*SKIP, "--out_dir", runs, processes=2)
+    assert_same_bits(tensors(run, STEPS), after)
+
+
 @pytest.mark.slow
 def test_too_many_skipped_in_a_row_stop_the_run_also_across_a_restart(runs):
     arguments = [*SKIP, "--out_dir", runs, "--max_skipped_in_a_row", 1]

@@ -72,7 +72,7 @@ class Saver(AbstractContextManager):
         self.wait()
         from training import shards  # slow to import, and not needed before
 
-        tensors = shards.state_tensors(model, optimizer)
+        tensors = shards.state_tensors(model, optimizer, with_moments=bool(optimizer.state))
         state = {"step": step, "skipped": (totals.skipped, totals.skipped_in_a_row), "metrics": finite_or_null(metrics)}
         copy = shards.copy_to_cpu(tensors) if self.config.asynchronous else tensors
         self.pending = self.executor.submit(self._write, copy, state)

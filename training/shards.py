@@ -33,12 +33,13 @@ def stager(on_gpu: bool) -> StateDictStager:
     return StateDictStager(pin_memory=on_gpu, pin_memory_min_bytes=2**20)
 
 
-def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
+def state_tensors(model, optimizer, with_moments: bool = True) -> dict[str, torch.Tensor]:
     """Everything that a checkpoint holds, as `model.*` and `optimizer.*`; called by all processes together.
 
-    Learning rates, betas and the like are left out: they are functions of the config and the step.
+    Learning rates, betas and the like are left out: they are functions of the config and the step. An optimizer that
+    has no moments yet takes a step to make them.
     """
-    weights, moments = get_state_dict(model, optimizer, options=FLATTENED)
+    weights, moments = get_state_dict(model, optimizer if with_moments else (), options=FLATTENED)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
     state |= {f"optimizer.{name}": value for name, value in moments.items() if torch.is_tensor(value)}
     return state
@@ -89,11 +90,12 @@ def read(directory: Path, model, optimizer) -> None:
     Raises:
         ConfigError: there are other tensors than they have, or they cannot be read.
     """
-    tensors = state_tensors(model, optimizer)  # their own, filled in place; moments that are not there yet are made
-    ours = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
     try:
         reader = HuggingFaceStorageReader(str(directory))
         stored = reader.read_metadata().state_dict_metadata
+        # Their own, filled in place. A run whose every update was skipped has no moments, and makes none.
+        tensors = state_tensors(model, optimizer, any(name.startswith("optimizer.") for name in stored))
+        ours = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
         theirs = {name: f"{list(facts.size)} {facts.properties.dtype}" for name, facts in stored.items()}
         if ours == theirs:
             dcp.load(tensors, storage_reader=reader)
