@@ -19,42 +19,44 @@ use_onednn = ONEDNN_IS_THERE and CPU_INFO.exists() and ZEN_5.search(CPU_INFO.rea
 # With fewer rows, as in generation, a product of oneDNN takes longer to set up than to compute.
 MIN_ROWS = 64
 
-# A name of its own lets torch.compile treat the product as one opaque operation, as it does with MKL's.
-library = torch.library.Library("mini_gpt", "DEF")
-library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
-
-@torch.library.impl(library, "linear", "CPU")
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `linear`, by oneDNN. torch.compile knows it by a name, for which one would pay 10 us a call otherwise."""
+    if torch.compiler.is_compiling():
+        return named_product(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-@torch.library.register_fake("mini_gpt::linear", lib=library)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+# One opaque operation, as MKL's is, of which the compiler need know no more than the shape of the result.
+named_product = torch.library.custom_op("mini_gpt::linear", product, mutates_args=())
+named_product.register_fake(lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], weight.shape[0]))
 
 
-def _save(ctx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.has_bias = inputs[2] is not None
+class OneDNNLinear(torch.autograd.Function):
+    """`linear` by oneDNN, forward and backward."""
 
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
 
-def _backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, weight = ctx.saved_tensors
-    product = torch.ops.mini_gpt.linear
-    x_TK, gradient_TN = x.flatten(0, -2), gradient.flatten(0, -2)
-    weight_gradient = product(gradient_TN.t(), x_TK.t(), None)
-    return product(gradient, weight.t(), None), weight_gradient, gradient_TN.sum(0) if ctx.has_bias else None
-
-
-torch.library.register_autograd("mini_gpt::linear", _backward, setup_context=_save, lib=library)
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        x_TK, gradient_TN = x.flatten(0, -2), gradient.flatten(0, -2)
+        # oneDNN copies its first factor, as transposed, by one thread: so that is the smaller of the two.
+        if x_TK.shape[1] < gradient_TN.shape[1]:
+            weight_gradient = product(x_TK.t(), gradient_TN.t()).t()
+        else:
+            weight_gradient = product(gradient_TN.t(), x_TK.t())
+        return product(gradient, weight.t()), weight_gradient, gradient_TN.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N], as F.linear."""
     in_float32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     if use_onednn and in_float32_on_cpu and x.numel() >= MIN_ROWS * x.shape[-1] > 0:
-        return torch.ops.mini_gpt.linear(x, weight, bias)
+        return OneDNNLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
