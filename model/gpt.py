@@ -44,13 +44,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def plain_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Causal attention with all scores in memory."""
-    T = q_BHTD.shape[-2]
-    future_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(1)
-    scores_BHTT = (q_BHTD / math.sqrt(q_BHTD.shape[-1])) @ k_BHTD.transpose(-2, -1)
-    weights_BHTT = scores_BHTT.masked_fill(future_TT, -math.inf).softmax(dim=-1, dtype=torch.float32)
-    return weights_BHTT.type_as(v_BHTD) @ v_BHTD
+class PlainAttention(torch.autograd.Function):
+    """Causal attention with all scores in memory, over which autograd would go twice as often. N is B times H."""
+
+    @staticmethod
+    def forward(ctx, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        q_NTD, k_NTD, v_NTD = (x.flatten(0, 1) for x in (q_BHTD, k_BHTD, v_BHTD))
+        T, D = q_NTD.shape[1:]
+        future_TT = q_NTD.new_full((T, T), -math.inf).triu(1)
+        scores_NTT = torch.baddbmm(future_TT, q_NTD, k_NTD.mT, alpha=1 / math.sqrt(D))
+        weights_NTT = scores_NTT.softmax(dim=-1, dtype=torch.float32).type_as(v_NTD)
+        ctx.save_for_backward(q_NTD, k_NTD, v_NTD, weights_NTT)
+        return (weights_NTT @ v_NTD).view(q_BHTD.shape)
+
+    @staticmethod
+    def backward(ctx, gradient_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_NTD, k_NTD, v_NTD, weights_NTT = ctx.saved_tensors
+        gradient_NTD, scale = gradient_BHTD.flatten(0, 1), 1 / math.sqrt(q_NTD.shape[-1])
+        of_weights_NTT = gradient_NTD @ v_NTD.mT
+        of_scores_NTT = torch._softmax_backward_data(of_weights_NTT, weights_NTT, -1, weights_NTT.dtype)
+        gradients = (of_scores_NTT @ k_NTD) * scale, (of_scores_NTT.mT @ q_NTD) * scale, weights_NTT.mT @ gradient_NTD
+        return tuple(gradient.view(gradient_BHTD.shape) for gradient in gradients)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -94,22 +108,21 @@ class Attention(nn.Module):
             attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
             y_BHTD = attend(q_BHTD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=self.groups > 1)
         elif self.prefers_plain(q_BHTD, mask):
-            y_BHTD = plain_attention(q_BHTD, k_BKTD, v_BKTD)
+            y_BHTD = PlainAttention.apply(q_BHTD, k_BKTD, v_BKTD)
         else:
-            y_BHTD = F.scaled_dot_product_attention(
-                q_BHTD,
-                k_BKTD,
-                v_BKTD,
-                attn_mask=mask,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=mask is None and q_BHTD.shape[-2] > 1,
-                enable_gqa=self.groups > 1,
-            )
+            dropout, causal = self.dropout if self.training else 0.0, mask is None and q_BHTD.shape[-2] > 1
+            kind = {"dropout_p": dropout, "is_causal": causal, "enable_gqa": self.groups > 1}
+            y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=mask, **kind)
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
 
     def prefers_plain(self, q_BHTD: Tensor, mask: Tensor | None) -> bool:
-        """On a CPU the fused kernel's backward in bfloat16 takes twice to seven times as long on short sequences."""
-        short_on_cpu = q_BHTD.device.type == "cpu" and q_BHTD.dtype == torch.bfloat16 and q_BHTD.shape[-2] <= 256
+        """On a CPU the fused kernel takes longer on short sequences, with its backward in bfloat16 up to seven times.
+
+        An exact run in float32 keeps to it, whose bits are known on every processor.
+        """
+        T, exact = q_BHTD.shape[-2], torch.are_deterministic_algorithms_enabled()
+        short = T <= 256 if q_BHTD.dtype == torch.bfloat16 else 1 < T <= 128 and not exact
+        short_on_cpu = short and q_BHTD.device.type == "cpu" and q_BHTD.dtype in (torch.bfloat16, torch.float32)
         return short_on_cpu and mask is None and self.groups == 1 and not (self.training and self.dropout)
 
 
@@ -290,14 +303,11 @@ class GPTModel(Generation, nn.Module):
 
         rope = None
         x_BTC = self.token_embedding(input_ids)
+        positions = torch.arange(begin, seq_len, device=input_ids.device) if position_ids is None else position_ids
         if self.config.position == "rope":
-            positions = (
-                torch.arange(begin, seq_len, device=input_ids.device) if position_ids is None else position_ids[:, None]
-            )
-            rope = rope_tables(positions, self.config.head_size, self.config.rope_theta)
+            rope = rope_tables(positions.unsqueeze(-2), self.config.head_size, self.config.rope_theta)
         else:
-            table = self.position_embedding
-            x_BTC = x_BTC + (table.weight[begin:seq_len] if position_ids is None else table(position_ids))
+            x_BTC = x_BTC + self.position_embedding(positions)
         x_BTC = self.dropout(x_BTC)
         for index, block in enumerate(self.blocks):
             x_BTC = block(x_BTC, rope, mask, cache and cache[index])

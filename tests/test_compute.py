@@ -14,7 +14,7 @@ import model.gpt
 import model.linear
 from config import TrainConfig
 from model.config import GPTConfig
-from model.gpt import GPTModel, plain_attention
+from model.gpt import GPTModel, PlainAttention
 from model.loss import loss_of_chunk, next_token_loss
 from tests.conftest import ROOT, environment, metrics, train, train_command
 from training.compute import available_cores, prepare_network, threads_to_set
@@ -34,14 +34,13 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 def test_onednn_gives_the_products_and_gradients_of_pytorch(bias, compiled, monkeypatch):
     monkeypatch.setattr(model.linear, "use_onednn", True)
     monkeypatch.setattr(model.linear, "MIN_ROWS", 1)
-    calls = []
     ours = torch.compile(model.linear.linear) if compiled else model.linear.linear
     inputs = [leaf(2, 5, 24), leaf(40, 24, seed=1), *([leaf(40, seed=2)] if bias else [])]
     copies = [tensor.detach().double().requires_grad_() for tensor in inputs]
     with torch.profiler.profile() as trace:
         mine = ours(*inputs)
     calls = [event.name for event in trace.events()]
-    assert "mini_gpt::linear" in calls
+    assert ("mini_gpt::linear" if compiled else "mkldnn::_linear_pointwise") in calls
     theirs = F.linear(*copies)
     torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
     gradient = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(3))
@@ -59,7 +58,7 @@ def test_other_products_stay_pytorchs(case, monkeypatch):
     x, weight = leaf(3, 8, dtype=dtype), leaf(4, 8, dtype=dtype, seed=1)
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), torch.profiler.profile() as trace:
         y = model.linear.linear(x, weight)
-    assert "mini_gpt::linear" not in [event.name for event in trace.events()]
+    assert "mkldnn::_linear_pointwise" not in [event.name for event in trace.events()]
     assert y.dtype == (torch.bfloat16 if case == "autocast" else dtype)
 
 
@@ -70,7 +69,7 @@ def test_plain_attention_equals_the_fused_kernel():
     ours = [leaf(2, 3, 17, 8, dtype=torch.float64, seed=seed) for seed in range(3)]
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
     gradient = torch.randn(2, 3, 17, 8, generator=torch.Generator().manual_seed(3)).double()
-    mine, reference = plain_attention(*ours), F.scaled_dot_product_attention(*theirs, is_causal=True)
+    mine, reference = PlainAttention.apply(*ours), F.scaled_dot_product_attention(*theirs, is_causal=True)
     mine.backward(gradient)
     reference.backward(gradient)
     torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-6)  # its softmax is in float32
@@ -82,20 +81,26 @@ def test_plain_attention_equals_the_fused_kernel():
     ("length", "dtype", "settings", "plain"),
     [
         (16, torch.bfloat16, {}, True),
-        (16, torch.float32, {}, False),
+        (128, torch.float32, {}, True),
+        (129, torch.float32, {}, False),
+        (1, torch.float32, {}, False),
         (512, torch.bfloat16, {}, False),
         (16, torch.bfloat16, {"n_kv_heads": 2}, False),
         (16, torch.bfloat16, {"dropout": 0.1}, False),
     ],
 )
-def test_the_plain_attention_is_for_short_sequences_in_bfloat16(length, dtype, settings, plain, monkeypatch):
+def test_the_plain_attention_is_for_short_sequences(length, dtype, settings, plain, monkeypatch):
     calls = []
-    monkeypatch.setattr(model.gpt, "plain_attention", lambda q, k, v: calls.append(q.dtype) or q)
+    monkeypatch.setattr(PlainAttention, "apply", lambda q, k, v: calls.append(q.dtype) or q)
     shape = dict(vocab_size=50, max_position_embeddings=512, n_layers=1, n_heads=4, d_model=32, d_ff=64, dropout=0.0)
     network = GPTModel(GPTConfig(**shape | settings))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         network(torch.zeros(1, length, dtype=torch.long))
-    assert bool(calls) == plain
+        assert bool(calls) == plain
+        calls.clear()
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        network(torch.zeros(1, length, dtype=torch.long))
+        assert bool(calls) == (plain and dtype == torch.bfloat16), "an exact run in float32 keeps its bits"
 
 
 # The loss in chunks

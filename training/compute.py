@@ -7,7 +7,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -100,10 +100,9 @@ def threads_to_set(own: Mapping[str, str], of_launcher: Mapping[str, str], cores
 
 
 def _environment_of_launcher() -> Mapping[str, str]:
-    try:
+    with suppress(psutil.Error):  # another user's: what it set cannot be told from what this user set
         return psutil.Process(os.getppid()).environ()
-    except psutil.Error:  # another user's: what it set cannot be told from what this user set
-        return os.environ
+    return os.environ
 
 
 def no_compiler(device: torch.device) -> str:

@@ -86,18 +86,14 @@ class RunDirectory:
             if config.branch_from is not None and not Path(config.branch_from).is_dir():
                 raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
             if _starts_afresh(config) and self.path.resolve() in Path(config.branch_from or "/").resolve().parents:
-                raise ConfigError(
-                    f"branch_from: {config.branch_from!r} is of the run that --resume never would move aside; choose "
-                    "another name"
-                )
+                problem = f"branch_from: {config.branch_from!r} is of the run that --resume never would move aside"
+                raise ConfigError(f"{problem}; choose another name")
             return
         if config.branch_from is None:
             config.branch_from = before["branch_from"]
         elif config.branch_from != before["branch_from"]:
-            raise ConfigError(
-                f"branch_from: {config.branch_from!r} starts a new run, but {self.path} already holds one; choose "
-                "another name, or --resume never moves that run aside"
-            )
+            problem = f"branch_from: {config.branch_from!r} starts a new run, but {self.path} already holds one"
+            raise ConfigError(f"{problem}; choose another name, or --resume never moves that run aside")
         if different := differences(before, config):
             raise ConfigError(
                 f"{self.path} holds a run with other settings, which going on would change half-way:\n  "

@@ -17,9 +17,8 @@ def peak_bf16_flops(device: torch.device) -> float:
     """The data sheet's dense bf16 FLOP/s of a CUDA device; 0 where it is not known."""
     device_name = torch.cuda.get_device_name(device)
     other_card = r"\b(?! (NVL|Ti|D|Laptop)\b)"  # of which the sheet says something else
-    return next(
-        (flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}{other_card}", device_name)), 0.0
-    )
+    peaks = (flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}{other_card}", device_name))
+    return next(peaks, 0.0)
 
 
 def peak_flops(accelerator: Accelerator) -> float:

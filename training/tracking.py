@@ -48,9 +48,8 @@ class Tracker(AbstractContextManager):
         # Some containers have a terminal that is 0 columns wide, on which a bar shows nothing.
         has_room = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
         self.bar = tqdm(
-            total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not has_room,
-            file=sys.stdout,
-        )  # fmt: skip
+            total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not has_room, file=sys.stdout
+        )
         self.metrics_file = MetricsFile(run.metrics_file)
         self.samples_file = run.samples_file
         self.remote = start_tracker(config, run, step, self.say) if start_tracker else None
