@@ -45,7 +45,7 @@ MUTATIONS = {
     "processes_not_added": (
         "training/tree_sum.py", "torch._foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
     "another_place_in_the_cache": (
-        "model/gpt.py", "table.weight[begin:seq_len]", "table.weight[: seq_len - begin]",
+        "model/gpt.py", "torch.arange(begin, seq_len, device", "torch.arange(seq_len - begin, device",
         "writing, with a cache = the whole at once"),
     "another_rotation": (
         "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
