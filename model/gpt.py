@@ -63,7 +63,8 @@ class PlainAttention(torch.autograd.Function):
         gradient_NTD, scale = gradient_BHTD.flatten(0, 1), 1 / math.sqrt(q_NTD.shape[-1])
         of_weights_NTT = gradient_NTD @ v_NTD.mT
         of_scores_NTT = torch._softmax_backward_data(of_weights_NTT, weights_NTT, -1, weights_NTT.dtype)
-        gradients = (of_scores_NTT @ k_NTD) * scale, (of_scores_NTT.mT @ q_NTD) * scale, weights_NTT.mT @ gradient_NTD
+        of_q_NTD, of_k_NTD = (of_scores_NTT @ k_NTD).mul_(scale), (of_scores_NTT.mT @ q_NTD).mul_(scale)
+        gradients = of_q_NTD, of_k_NTD, weights_NTT.mT @ gradient_NTD
         return tuple(gradient.view(gradient_BHTD.shape) for gradient in gradients)
 
 
