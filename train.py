@@ -142,8 +142,7 @@ def train(
         # resumed run adds in the same order as one that never stopped.
         _, micro_loss, *sums = model(**share[0], num_items_in_batch=target_tokens)
         first_backward(micro_loss, model, accelerator)
-        with layers.watch(False):  # which forgets that forward
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         totals.agree_on_names(*sums)
         throughput.restart(start.step)
 
@@ -152,6 +151,8 @@ def train(
             set_lr(optimizer, lr_share)
             scale = loss_scale(accelerator.mixed_precision, step, totals.skipped)
             done = step + 1
+            log_now, evaluate_now, save_now, compare_now = config.due(done)
+            layers.noting = log_now
             for index, micro_batch in enumerate(share):
                 seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
@@ -168,9 +169,8 @@ def train(
             grad_norm = clip(parameters, config.optimizer.grad_clip or math.inf)
 
             target_tokens = totals.receive(done, grad_norm)
-            log_now, evaluate_now, save_now, compare_now = config.due(done)
             totals.read(at_once=log_now or evaluate_now or save_now)
-            with layers.watch(log_now):
+            with layers.watch():
                 if totals.finite:
                     optimizer.step()
             optimizer.zero_grad()

@@ -88,7 +88,8 @@ def test_of_a_block_that_returns_more_the_first_is_its_output():
     """As one with a term of the loss of its own does."""
     block = torch.nn.Identity()
     statistics = LayerStatistics([block], None)
-    block((torch.tensor([3.0, -3.0]), torch.tensor(99.0)))
+    for statistics.noting in (False, True):  # not in steps that are not logged
+        block((torch.tensor([3.0, -3.0]), torch.tensor(99.0)))
     assert [mean_square.item() for mean_square in statistics.mean_squares[0]] == [9.0]
 
 
@@ -96,6 +97,7 @@ def test_a_block_in_two_places_and_one_that_was_left_out():
     """As where blocks share weights, and under stochastic depth."""
     shared, left_out = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     statistics = LayerStatistics([shared, left_out, shared], Accelerator(cpu=True))
+    statistics.noting = True
     for weight, bias, left_out_now in ((1.0, 1.0, False), (1.0, 2.0, True)):  # from 1 to 2 and 3, then to 3 and 5
         torch.nn.init.constant_(shared.weight, weight), torch.nn.init.constant_(shared.bias, bias)
         outputs = [shared(torch.ones(1))]
@@ -104,7 +106,7 @@ def test_a_block_in_two_places_and_one_that_was_left_out():
             left_out(torch.ones(1))
         for parameter in [*shared.parameters(), *left_out.parameters()]:
             parameter.grad = torch.zeros_like(parameter)
-        with statistics.watch(True):
+        with statistics.watch():
             pass
         expected = torch.cat(outputs).square().mean().sqrt().item()
         seen = [statistics.metrics[f"layers/activation_rms/{block}"] for block in range(3)]

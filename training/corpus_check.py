@@ -53,7 +53,6 @@ class CorpusCheck:
     def _exchange(self, seconds: float) -> bool:
         done = not self.reads or self.verification.wait(min(seconds, self.round_seconds))
         answers = gather_object([(done, self.verification.problem)])
-        for _, problem in answers:
-            if problem:
-                raise ConfigError(problem)
+        if problems := [problem for _, problem in answers if problem]:
+            raise ConfigError(problems[0])
         return all(done for done, _ in answers)

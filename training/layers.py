@@ -19,7 +19,7 @@ def total_norm(tensors: Iterable[Tensor]) -> float:
 
 
 class LayerStatistics:
-    """Watches updates of `blocks`, whose outputs it notes in training, and changes nothing; without blocks, nothing.
+    """Watches updates of `blocks`, in the steps for which `noting` is set, and changes nothing; without blocks, nothing.
 
     `metrics` are those of the last update that was watched, as `layers/NAME/BLOCK`: the L2 norms `weight_norm` (before
     the update) and `gradient_norm` (as the optimizer sees it), the root mean square `activation_rms` of the output over
@@ -29,21 +29,21 @@ class LayerStatistics:
 
     def __init__(self, blocks: Iterable[nn.Module], accelerator: Accelerator):
         self.blocks, self.accelerator = list(blocks), accelerator
-        self.metrics: dict[str, float] = {}
+        self.metrics, self.noting = {}, False
         self.mean_squares: list[list[Tensor]] = [[] for _ in self.blocks]  # since the last update
         for index, block in enumerate(self.blocks):
             # torch.compiler.disable takes long to import what it needs: only where there is something to watch.
             block.register_forward_hook(partial(torch.compiler.disable(self._note), index))
 
     def _note(self, i: int, block: nn.Module, inputs: tuple, out: Tensor | tuple) -> None:
-        if block.training:
+        if self.noting and block.training:
             self.mean_squares[i].append((out[0] if isinstance(out, tuple) else out).detach().float().square().mean())
 
     @contextmanager
-    def watch(self, now: bool) -> Iterator[None]:
-        """Around the update of a step, with `now`; called by all processes together."""
+    def watch(self) -> Iterator[None]:
+        """Around the update of a step; called by all processes together."""
         noted, self.mean_squares = self.mean_squares, [[] for _ in self.blocks]
-        if not now or not self.blocks:
+        if not (self.noting and self.blocks):
             yield
             return
         before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
