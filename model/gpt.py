@@ -64,8 +64,7 @@ class PlainAttention(torch.autograd.Function):
         of_weights_NTT = gradient_NTD @ v_NTD.mT
         of_scores_NTT = torch._softmax_backward_data(of_weights_NTT, weights_NTT, -1, weights_NTT.dtype)
         of_q_NTD, of_k_NTD = (of_scores_NTT @ k_NTD).mul_(scale), (of_scores_NTT.mT @ q_NTD).mul_(scale)
-        gradients = of_q_NTD, of_k_NTD, weights_NTT.mT @ gradient_NTD
-        return tuple(gradient.view(gradient_BHTD.shape) for gradient in gradients)
+        return tuple(x.view(gradient_BHTD.shape) for x in (of_q_NTD, of_k_NTD, weights_NTT.mT @ gradient_NTD))
 
 
 def make_norm(config: GPTConfig) -> nn.Module:

@@ -44,12 +44,14 @@ class OneDNNLinear(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         x_TK, gradient_TN = x.flatten(0, -2), gradient.flatten(0, -2)
-        # oneDNN copies its first factor, as transposed, by one thread: so that is the smaller of the two.
-        if x_TK.shape[1] < gradient_TN.shape[1]:
-            weight_gradient = product(x_TK.t(), gradient_TN.t()).t()
+        # The first factor must be contiguous, and copying it transposed takes as long as many products: so that is the
+        # smaller one. torch.compile copies it once for queries, keys and values, and by all threads.
+        if x_TK.shape[1] <= gradient_TN.shape[1]:
+            weight_gradient = product(x_TK.t().contiguous(), gradient_TN.t()).t()
         else:
-            weight_gradient = product(gradient_TN.t(), x_TK.t())
-        return product(gradient, weight.t()), weight_gradient, gradient_TN.sum(0) if ctx.needs_input_grad[2] else None
+            weight_gradient = product(gradient_TN.t().contiguous(), x_TK.t())
+        x_gradient = product(gradient_TN, weight.t()).view(x.shape)
+        return x_gradient, weight_gradient, gradient_TN.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
