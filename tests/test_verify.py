@@ -47,6 +47,9 @@ MUTATIONS = {
     "another_place_in_the_cache": (
         "model/gpt.py", "torch.arange(begin, seq_len, device", "torch.arange(seq_len - begin, device",
         "writing, with a cache = the whole at once"),
+    "other_scores_in_one_of_the_attentions": (
+        "model/gpt.py", '"is_causal": causal,', '"is_causal": causal, "scale": 0.1,',
+        "writing, with a cache = the whole at once"),
     "another_rotation": (
         "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
 }  # fmt: skip
