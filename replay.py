@@ -154,7 +154,8 @@ def check_places(config: ReplayConfig) -> None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise ConfigError(f"{setting}: {str(folder)!r} cannot be written to: {error.strerror}") from None
+            given = getattr(config, setting)
+            raise ConfigError(f"{setting}: {given!r}: cannot write in {folder}: {error.strerror}") from None
 
 
 def show_blocks(row: dict) -> None:

@@ -141,12 +141,18 @@ def test_nothing_in_the_run_is_touched(run):
         ("{run} 2 --audit 3", "step: name a step of the run to open, or --audit N"),
         ("{run}/checkpoints 2", "is not the directory of a run: it has no config.yaml"),
         ("{run} 4 --stop {run}", "is there already; name a new folder"),
-        ("{run} 4 --stop {run}/config.yaml/step", "stop: '{run}/config.yaml' cannot be written to: "),
+        (
+            "{run} 4 --stop {run}/config.yaml/step",
+            "stop: '{run}/config.yaml/step': cannot write in {run}/config.yaml: ",
+        ),
         (
             "{run} 4 --stop step-4",
             "stop: 'step-4' is not how a checkpoint of that step may be called; name it step-",
         ),
-        ("{run} 4 --profile {run}/config.yaml", "profile: '{run}/config.yaml' cannot be written to: File exists"),
+        (
+            "{run} 4 --profile {run}/config.yaml",
+            "profile: '{run}/config.yaml': cannot write in {run}/config.yaml: File exists",
+        ),
         ("--step 7 {run}", "step: 7 is beyond the 6 steps of"),
         ("--num_sequences 8 {run} --step 7", "step: 7 is beyond the 6 steps of"),
         ("{run} --audit 3 --step 2", "step: name a step of the run to open, or --audit N"),
