@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -97,6 +97,15 @@ def launch(
     return [*command, *script, *words(settings)]
 
 
+def to_each(processes: list[psutil.Process], action: Callable[[psutil.Process], object]) -> list:
+    """What an action on each process returns, but on those that have ended meanwhile."""
+    done = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            done.append(action(process))
+    return done
+
+
 class Program:
     """A command that runs meanwhile, as in a shell that sets no number of threads, and whose lines are read."""
 
@@ -110,8 +119,7 @@ class Program:
         return self
 
     def __exit__(self, *_) -> None:
-        for process in self.asleep:
-            process.kill()
+        to_each(self.asleep, psutil.Process.kill)
         if self.process.poll() is None:
             self.process.terminate()
         self.process.communicate()  # and not wait: it may still have more to say than a pipe holds
@@ -128,25 +136,22 @@ class Program:
         """Let it run until it has printed so many lines that begin so; others may have their turn then. The seconds are
         those before the last line, since the line before it if there is one."""
         worked = self.processor_seconds()
-        for process in self.asleep:
-            process.resume()
+        to_each(self.asleep, psutil.Process.resume)
         start = time.perf_counter() - self.start if self.asleep else 0.0
         said = (seconds for seconds, line in self.lines() if line.startswith(beginning))
         times = [start, *islice(said, lines)]
         if len(times) <= lines:
             raise RuntimeError(f"it ended before it printed {beginning!r}\n{''.join(self.printed)}")
-        for process in self.asleep:
-            process.suspend()
+        to_each(self.asleep, psutil.Process.suspend)
         # Those that it started meanwhile; finding them takes longer than putting known ones to sleep.
         self.asleep = [*self.process.children(recursive=True), self.process]
-        for process in self.asleep:
-            process.suspend()
+        to_each(self.asleep, psutil.Process.suspend)
         return {"seconds": times[-1] - times[-2], "processor_seconds": self.processor_seconds() - worked}
 
     def processor_seconds(self) -> float:
         """Those that processors have worked for the process and all below it."""
         alive = [self.process, *self.process.children(recursive=True)]
-        return sum(sum(process.cpu_times()[:4]) for process in alive)
+        return sum(to_each(alive, lambda process: sum(process.cpu_times()[:4])))
 
 
 def awake(stack: ExitStack, tokens: int, command: list[str], cwd: Path = ROOT, lines: int = 1, **env: str) -> Case:

@@ -233,6 +233,19 @@ def test_programs_take_turns_in_which_the_others_sleep(monkeypatch):
     assert not any(program.process.is_running() for program in programs)
 
 
+def test_a_child_that_has_ended_keeps_no_other_awake_or_alive():
+    ending = subprocess.Popen([sys.executable, "-c", ""])
+    ended = psutil.Process(ending.pid)
+    ending.wait()
+    counting = "import time\nfor i in range(100): print('[step', i, flush=True) or time.sleep(0.1)"
+    with Program([sys.executable, "-c", counting]) as program:
+        program.turn()
+        program.asleep.insert(0, ended)
+        program.turn()
+        program.asleep.insert(0, ended)
+    assert not program.process.is_running()
+
+
 PUBLISHED = [ROOT / "benchmarks" / "results", ROOT / "docs"]
 
 

@@ -19,7 +19,7 @@ def total_norm(tensors: Iterable[Tensor]) -> float:
 
 
 class LayerStatistics:
-    """Watches updates of `blocks`, in the steps for which `noting` is set, and changes nothing; without blocks, nothing.
+    """Watches updates of `blocks` in the steps for which `noting` is set, and changes nothing; without blocks, nothing.
 
     `metrics` are those of the last update that was watched, as `layers/NAME/BLOCK`: the L2 norms `weight_norm` (before
     the update) and `gradient_norm` (as the optimizer sees it), the root mean square `activation_rms` of the output over
