@@ -75,8 +75,10 @@ PICTURES = {
 def machine() -> dict[str, str | int | float]:
     """What the figures were measured on."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
-    facts = {"cpu": model[1] if model else platform.processor(), "cores": os.cpu_count()}
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo, re.MULTILINE))
+    facts = {"cpu": found.get("model name", platform.processor()), "cores": os.cpu_count()}
+    if "cpu family" in found:  # a shared machine may hide its model's name
+        facts["cpu"] += f" (family {found['cpu family']}, model {found['model']})"
     facts["memory_gib"] = round(psutil.virtual_memory().total / 2**30, 1)
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
