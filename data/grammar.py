@@ -197,9 +197,8 @@ def _check_templates(name: str, templates: Sequence[str], is_start: bool) -> Non
         # Every piece must be whole tokens, or the tokens of a text would not be those of its pieces.
         written = re.sub(r"\{[a-z]+=[a-z]+\}", "", template)
         if re.search(r"[\w}]\{[a-z]| \{[A-Z]| $", written) or re.search(r"\}\w| \{\w+=", template):
-            raise ValueError(
-                f"rule {name}: a space stands before each word, in braces too, not elsewhere: {template!r}"
-            )
+            problem = "a space stands before each word, in braces too, not elsewhere"
+            raise ValueError(f"rule {name}: {problem}: {template!r}")
         if not is_start and re.match(r"\w|\{[a-z]", written):
             raise ValueError(f"rule {name}: only the first rule may begin without a space: {template!r}")
     for one, other in combinations(templates, 2):

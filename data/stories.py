@@ -179,9 +179,8 @@ class StoriesDataset(Dataset):
         shortest = GRAMMAR.max_tokens + 2
         if seq_len < shortest:
             wanted = f"at least {shortest}, the longest story and two end-of-text tokens"
-            raise ConfigError(
-                f"data.source: stories needs seq_len of {wanted}, but it is {seq_len}; set it to {shortest}"
-            )
+            problem = f"data.source: stories needs seq_len of {wanted}, but it is {seq_len}"
+            raise ConfigError(f"{problem}; set it to {shortest}")
         self.split, self.num_stories, self.seed, self.seq_len = split, num_stories, seed, seq_len
 
     def __len__(self) -> int:

@@ -58,6 +58,7 @@ class PlainAttention(torch.autograd.Function):
         return (weights_NTT @ v_NTD).view(q_BHTD.shape)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_NTD, k_NTD, v_NTD, weights_NTT = ctx.saved_tensors
         gradient_NTD, scale = gradient_BHTD.flatten(0, 1), 1 / math.sqrt(q_NTD.shape[-1])

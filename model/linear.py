@@ -24,6 +24,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `linear`, by oneDNN. torch.compile knows it by a name, for which one would pay 10 us a call otherwise."""
     if torch.compiler.is_compiling():
         return named_product(x, weight, bias)
+    if torch.is_grad_enabled():  # in a backward that is itself to be differentiated
+        return OneDNNLinear.apply(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

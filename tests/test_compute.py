@@ -50,6 +50,24 @@ def test_onednn_gives_the_products_and_gradients_of_pytorch(bias, compiled, monk
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_a_gradient_of_gradients_is_pytorchs_or_refused(monkeypatch):
+    """As for a penalty on gradients, which must not be silently wrong."""
+    monkeypatch.setattr(model.linear, "use_onednn", True)
+    monkeypatch.setattr(model.linear, "MIN_ROWS", 1)
+
+    def of_gradients(function):
+        inputs = [leaf(7, 24), leaf(40, 24, seed=1), leaf(40, seed=2)]
+        gradients = torch.autograd.grad(function(*inputs).sin().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(gradient.square().sum() for gradient in gradients), inputs)
+
+    for ours, theirs in zip(of_gradients(model.linear.linear), of_gradients(F.linear), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+    q, k, v = (leaf(2, 3, 17, 8, seed=seed) for seed in range(3))
+    (gradient,) = torch.autograd.grad(PlainAttention.apply(q, k, v).sin().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
 @pytest.mark.parametrize("case", ["float64", "autocast", "fast_mkl", "few_rows"])
 def test_other_products_stay_pytorchs(case, monkeypatch):
     monkeypatch.setattr(model.linear, "MIN_ROWS", 4 if case == "few_rows" else 1)

@@ -49,9 +49,8 @@ class StateDigests:
             RunError: it is not the same.
         """
         if saved is not None and saved != str(self):
-            raise RunError(
-                f"{checkpoint}: the state that was read has the digest {self}, and not {saved} as when saved"
-            )
+            problem = f"the state that was read has the digest {self}, and not {saved} as when saved"
+            raise RunError(f"{checkpoint}: {problem}")
 
     def check_replicas(self, accelerator: Accelerator, step: int) -> None:
         """Compare all processes, which exchange 8 bytes a tensor; called by all together.
