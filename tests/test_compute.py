@@ -50,6 +50,7 @@ def test_onednn_gives_the_products_and_gradients_of_pytorch(bias, compiled, monk
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 def test_a_gradient_of_gradients_is_pytorchs_or_refused(monkeypatch):
     """As for a penalty on gradients, which must not be silently wrong."""
     monkeypatch.setattr(model.linear, "use_onednn", True)
