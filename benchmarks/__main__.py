@@ -18,8 +18,8 @@ from benchmarks import page
 from benchmarks.measure import by_turns
 
 MODULES = {  # and their functions that say what is measured
-    "programs": "throughput time_to_loss overhead scaling memory sharding startup growth",
-    "parts": "generation checkpoint_stall text",
+    "programs": "throughput time_to_loss overhead scaling memory sharding checkpoint_stall startup growth",
+    "parts": "generation text",
     "bits": "exactness soak",
     "gpu": "gpu",
 }

@@ -71,9 +71,8 @@ class Scale(NamedTuple):
     def config(self, shape: str, context: int) -> GPTConfig:
         """As nanoGPT has it: without biases and dropout, with tied embeddings."""
         n_layers, n_heads, d_model, vocab_size = self.shapes[["124M", "1.3B"].index(shape)]
-        sizes = dict(n_layers=n_layers, n_heads=n_heads, d_model=d_model, d_ff=4 * d_model, vocab_size=vocab_size)
-        sizes["max_position_embeddings"] = self.context or context
-        return GPTConfig(**sizes, dropout=0.0, bias=False, tie_embeddings=True)
+        sizes = dict(n_layers=n_layers, n_heads=n_heads, d_model=d_model, d_ff=4 * d_model)
+        return GPTConfig(vocab_size, self.context or context, **sizes, dropout=0.0, bias=False, tie_embeddings=True)
 
 
 # Short sequences have another attention on a CPU, on which the backends would have no effect.

@@ -86,9 +86,7 @@ def words(settings: dict) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def launch(
-    settings: dict, processes: int = 0, script: tuple[str, ...] = ("train.py",), **asked: str | int
-) -> list[str]:
+def launch(settings: dict, processes: int = 0, script: tuple = ("train.py",), **asked: str | int) -> list[str]:
     """The command that trains: by `python` for 0 processes, else by `accelerate launch` in float32 or as asked."""
     command = [sys.executable]
     if processes:

@@ -1,7 +1,6 @@
 """What is measured of parts, in this process."""
 
 import json
-import statistics
 import tempfile
 import time
 import tracemalloc
@@ -11,17 +10,14 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import Group
-from config import CheckpointConfig, TrainConfig
 from data.corpus import Batches
 from data.order import GlobalBatches, StepSampler
 from data.prepare import PrepareConfig, prepare
@@ -30,17 +26,11 @@ from data.tokenizer import load_tokenizer, save_tokenizer
 from hub import FAMILIES, to_transformers
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from training import checkpoint
 from training.compute import prepare_cpu
-from training.optimizer import build_optimizer
 
 PROMPT, DOCUMENT = 32, 4000  # tokens, characters
 CORPUS_BATCH, CORPUS_SEQ_LEN = 64, 1025
 PART = 10**8  # tokens of a file: 10,000 files at most, because a process may map no more than 65,530 on Linux
-
-
-def network(layers: int, width: int, heads: int, **settings) -> GPTModel:
-    return GPTModel(GPTConfig(n_layers=layers, d_model=width, n_heads=heads, d_ff=4 * width, **settings))
 
 
 def generation(options: Namespace) -> Iterator[Group]:
@@ -59,8 +49,8 @@ def generation(options: Namespace) -> Iterator[Group]:
     for family, settings in FAMILIES.items():
         for layers, width, heads, length in [(1, 32, 2, 4)] if options.quick else [(2, 128, 4, 96), (6, 384, 6, 64)]:
             torch.manual_seed(0)
-            shape = {"vocab_size": 8192, "max_position_embeddings": 256, "dropout": 0.0}
-            ours = network(layers, width, heads, **shape, **settings).eval()
+            shape = dict(vocab_size=8192, n_layers=layers, d_model=width, n_heads=heads, d_ff=4 * width)
+            ours = GPTModel(GPTConfig(**shape, max_position_embeddings=256, dropout=0.0, **settings)).eval()
             theirs = to_transformers(ours)
             greedy = {"do_sample": False, "max_new_tokens": length, "min_new_tokens": length, "pad_token_id": 0}
             for batch in (1, 16):
@@ -73,39 +63,6 @@ def generation(options: Namespace) -> Iterator[Group]:
                 _, expected = [write() for write in writers.values()]  # to warm both
                 cases = {name: partial(case, write, expected) for name, write in writers.items()}
                 yield Group(f"{family}, {layers} x {width}, batch {batch}", cases, "transformers")
-
-
-def checkpoint_stall(options: Namespace) -> Iterator[Group]:
-    """What saving costs a training loop, in the foreground and in the background, on the disk of TMPDIR. Lost is what
-    the save call took, plus what the steps until the checkpoint is there took longer than undisturbed ones."""
-    accelerator = Accelerator(cpu=True)
-    trained = network(*(1, 64, 1) if options.quick else (12, 768, 12), vocab_size=10_000)
-    model, optimizer = accelerator.prepare_model(trained), build_optimizer(trained, TrainConfig().optimizer)
-    tokens, totals = torch.randint(10_000, (1, 64)), SimpleNamespace(skipped=0, skipped_in_a_row=0)
-
-    def step_seconds() -> float:
-        start = time.perf_counter()
-        model(tokens, labels=tokens)[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - start
-
-    def case(asynchronous: bool) -> dict:
-        with tempfile.TemporaryDirectory() as folder:
-            settings = TrainConfig(checkpoint=CheckpointConfig(asynchronous=asynchronous))
-            saver = checkpoint.Saver(Path(folder), settings, accelerator, lambda: None)
-            undisturbed = statistics.median(step_seconds() for _ in range(6))
-            start = time.perf_counter()
-            saver.save(1, model, optimizer, {}, totals)
-            lost = call = time.perf_counter() - start
-            while not saver.pending.done():
-                lost += step_seconds() - undisturbed
-            saver.wait()
-            measured = {"call_seconds": call, "lost_seconds": lost, "total_seconds": time.perf_counter() - start}
-            return measured | {"step_seconds": undisturbed, "parameters": trained.num_parameters()}
-
-    cases = {"synchronous": lambda: case(False), "asynchronous": lambda: case(True)}
-    yield Group("100 million parameters", cases, "synchronous")
 
 
 def text(options: Namespace) -> Iterator[Group]:

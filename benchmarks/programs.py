@@ -4,18 +4,19 @@ import json
 import math
 import re
 import shutil
+import statistics
 import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache, partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 import torch
 
-from benchmarks.measure import CPU, ROOT, TURNS, Case, Group, Program, awake, launch, run, train, words
+from benchmarks.measure import CPU, LOGGED, ROOT, TURNS, Case, Group, Program, awake, launch, run, train, words
 from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
 from benchmarks.parts import reading_a_corpus
 from examples.overlap import WAYS
@@ -204,6 +205,26 @@ def sharding(options: Namespace) -> Iterator[Group]:
     yield Group("processes", cases, {f"FSDP2, {number}": f"DDP, {number}" for number in counts})
 
 
+def checkpoint_stall(options: Namespace) -> Iterator[Group]:
+    """What a save of 100 million weights costs a training, in the foreground and in the background: how long the step
+    after it waits, and what all steps until the next save take longer than those before it. The disk is TMPDIR's."""
+    sizes = TINY if options.quick else dict(n_layers=12, n_heads=12, d_model=768, vocab_size=10_000)
+    settings = random_tokens(64, 1, 2 * (every := 10), 1, **sizes) | {"checkpoint.every": every}
+
+    def case(asynchronous: bool) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = launch(settings | {"out_dir": folder, "name": "run", "checkpoint.asynchronous": asynchronous})
+            with Program(command) as program:
+                said = [seconds for seconds, line in program.lines() if line.startswith(LOGGED)]
+        took = [end - start for start, end in pairwise(said)]
+        undisturbed = statistics.median(took[1 : every - 1])
+        lost = [seconds - undisturbed for seconds in took[every - 1 : -1]]
+        return {"step_seconds": undisturbed, "waits_seconds": lost[0], "lost_seconds": sum(lost)}
+
+    cases = {"synchronous": partial(case, False), "asynchronous": partial(case, True)}
+    yield Group("100 million parameters", cases, "synchronous")
+
+
 BARE_SCRIPT = f"""
 import torch
 from model.config import GPTConfig
@@ -237,10 +258,9 @@ def startup(options: Namespace) -> Iterator[Group]:
         # Compiling the smallest model takes half a minute; without a compiler train.py says so and goes on.
         env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | ({"CXX": "no-such-compiler"} if options.quick else {})
         compiled = first_step(recipe | {"compile": True}, **env)
+        imports = "import torch", "import torch, accelerate", "import train"
         cases = {
-            "import torch": partial(run, [sys.executable, "-c", "import torch"]),
-            "import torch, accelerate": partial(run, [sys.executable, "-c", "import torch; import accelerate"]),
-            "import train": partial(run, [sys.executable, "-c", "import train"]),
+            **{what: partial(run, [sys.executable, "-c", what]) for what in imports},
             "train.py --help": partial(run, [sys.executable, "train.py", "--help"]),
             "a refused setting": partial(run, [sys.executable, "train.py", "--steps", "-1"], exit_code=2),
             "a bare script to its first step": partial(to_first_step, [sys.executable, "-c", BARE_SCRIPT]),
