@@ -8,6 +8,7 @@ sample.py, evaluate.py, export.py and `init_from` stand on it.
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -91,6 +92,8 @@ def load_with_source(
     path = expanded(setting, path)
     if str(path).encode(errors="replace").decode() != str(path):
         raise ConfigError(f"{setting}: {str(path)!r} is not UTF-8, and safetensors opens nothing else; rename it")
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"{setting}: {str(path)!r} is a directory that this user may not read")
     if not is_run(path):
         return load_transformers(str(path), checkpoint, setting), None
     source = find_checkpoint(path, checkpoint)

@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict, replace
 
@@ -21,7 +23,7 @@ from data.tokenizer import save_tokenizer
 from files import sha256
 from load import Loaded, find_checkpoint, load_run
 from sample import SampleConfig
-from tests.conftest import ROOT, TINY_STORIES, metrics, python, tensors, train
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 from tests.test_model import make_model
 from training.manifest import File, read_manifest
 
@@ -153,6 +155,36 @@ def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="'best' is of runs"):
         (tmp_path / "empty").mkdir()
         load_run(tmp_path / "empty", "best")
+
+
+LOAD_BOTH = """
+import sys
+from pathlib import Path
+from config import ConfigError
+from load import load_run
+from training.manifest import InvalidCheckpoint, read_manifest
+for load, path in ((load_run, sys.argv[1]), (read_manifest, Path(sys.argv[1], "checkpoints", "step-00000008"))):
+    try:
+        print(load(path))
+    except (ConfigError, InvalidCheckpoint) as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may read everything")
+def test_a_run_that_may_not_be_read_is_said(run, tmp_path):
+    secret = shutil.copytree(run, tmp_path / "secret")
+    secret.chmod(0)
+    rights = "-dac_override,-dac_read_search"
+    as_nobody = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.geteuid() == 0 else []
+    command = [*as_nobody, sys.executable, "-c", LOAD_BOTH, secret]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    finally:
+        secret.chmod(0o755)
+    of_run, of_checkpoint = done.stdout.splitlines()
+    assert of_run == f"run: '{secret}' is a directory that this user may not read", done.stderr
+    assert "no valid manifest.json" in of_checkpoint and "Permission denied" in of_checkpoint
 
 
 # Writing

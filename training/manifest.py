@@ -80,9 +80,9 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         InvalidCheckpoint: something in it is missing, was changed or is of another format; the message says what.
     """
-    if (newest := checkpoints_in(path / "checkpoints")) and not (path / MANIFEST).exists():
-        raise InvalidCheckpoint(f"{path} is a run; name one of its checkpoints, such as {newest[0]}")
     try:
+        if (newest := checkpoints_in(path / "checkpoints")) and not (path / MANIFEST).exists():
+            raise InvalidCheckpoint(f"{path} is a run; name one of its checkpoints, such as {newest[0]}")
         facts = parse_object((path / MANIFEST).read_bytes())
         digest = facts.pop("digest", None)
         if facts.get("format") not in (1, FORMAT):

@@ -83,7 +83,7 @@ class RunDirectory:
             if problems := config.problems(num_processes()):
                 raise ConfigError("\n".join(problems))
         if before is None:
-            if config.branch_from is not None and not Path(config.branch_from).is_dir():
+            if config.branch_from is not None and not os.path.isdir(config.branch_from):
                 raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
             if _starts_afresh(config) and self.path.resolve() in Path(config.branch_from or "/").resolve().parents:
                 problem = f"branch_from: {config.branch_from!r} is of the run that --resume never would move aside"
