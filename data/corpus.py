@@ -100,9 +100,8 @@ def load_corpus(config: TrainConfig) -> Corpus:
         raise no_code_for("data.source", config.data.source)
     splits = [StoriesDataset(split, size, seed, config.seq_len) for split, size in sizes.items()]
     tokenizer = build_tokenizer()
-    num_tokens = tokenizer.get_vocab_size()
     judges = {"score_texts": score_stories, "verdict": verdict}
-    return Corpus(*splits, tokenizer, _checked_vocab_size(config, num_tokens), **judges)
+    return Corpus(*splits, tokenizer, _checked_vocab_size(config, tokenizer.get_vocab_size()), **judges)
 
 
 def _load_text(config: TrainConfig) -> Corpus:
@@ -132,8 +131,8 @@ def _load_text(config: TrainConfig) -> Corpus:
     facts["conversations"] = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
     if data.mix:
         train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
-    quotas = quotas if data.mix else None
-    return Corpus(train[0], *validation or [None], corpora[0].tokenizer, vocab_size, quotas, **facts)
+        facts["quotas"] = quotas
+    return Corpus(train[0], *validation or [None], corpora[0].tokenizer, vocab_size, **facts)
 
 
 def _checked_vocab_size(config: TrainConfig, num_tokens: int) -> int:

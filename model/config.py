@@ -95,8 +95,7 @@ class GPTConfig:
     def problems(self) -> list[str]:
         """Every inconsistency, one message each with the setting, its value and what would be right; [] if none."""
         problems = []
-        sizes = "vocab_size max_position_embeddings n_layers n_heads n_kv_heads d_model d_ff head_dim".split()
-        for name in sizes:
+        for name in "vocab_size max_position_embeddings n_layers n_heads n_kv_heads d_model d_ff head_dim".split():
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.append(f"model.{name} is {value}: it must be at least 1")

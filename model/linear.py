@@ -34,6 +34,17 @@ named_product = torch.library.custom_op("mini_gpt::linear", product, mutates_arg
 named_product.register_fake(lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], weight.shape[0]))
 
 
+def over_rows(x_TM: Tensor, y_TN: Tensor) -> Tensor:
+    """x transposed times y, [M, N], by oneDNN, whose first factor must be contiguous.
+
+    A matrix is copied transposed by one thread, from whose core the others then fetch it; with a third dimension by all
+    of them, which takes one alone longer. torch.compile copies by all, and once for queries, keys and values.
+    """
+    by_one = torch.compiler.is_compiling() or torch.get_num_threads() == 1
+    x_MT = x_TM.t().contiguous() if by_one else x_TM.t()[None].contiguous()[0]
+    return product(x_MT, y_TN.t())
+
+
 class OneDNNLinear(torch.autograd.Function):
     """`linear` by oneDNN, forward and backward."""
 
@@ -46,12 +57,8 @@ class OneDNNLinear(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         x_TK, gradient_TN = x.flatten(0, -2), gradient.flatten(0, -2)
-        # The first factor must be contiguous, and copying it transposed takes as long as many products: so that is the
-        # smaller one. torch.compile copies it once for queries, keys and values, and by all threads.
-        if x_TK.shape[1] <= gradient_TN.shape[1]:
-            weight_gradient = product(x_TK.t().contiguous(), gradient_TN.t()).t()
-        else:
-            weight_gradient = product(gradient_TN.t().contiguous(), x_TK.t())
+        narrow = x_TK.shape[1] <= gradient_TN.shape[1]  # copying takes as long as many products: the smaller factor
+        weight_gradient = over_rows(x_TK, gradient_TN).t() if narrow else over_rows(gradient_TN, x_TK)
         x_gradient = product(gradient_TN, weight.t()).view(x.shape)
         return x_gradient, weight_gradient, gradient_TN.sum(0) if ctx.needs_input_grad[2] else None
 

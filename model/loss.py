@@ -110,12 +110,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 totals += sums
                 if needs_gradient:
                     gradient.copy_(linear(scores, weight.t()))
-                    weight_gradient += linear(scores.t(), hidden.t())
+                    if sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
+                        weight_gradient.addmm_(scores.t(), hidden)  # without a second matrix of that size
+                    else:
+                        weight_gradient += linear(scores.t(), hidden.t())
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         ctx.weight_dtype = weight_VC.dtype
         return totals
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient_3: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (hidden_gradient, weight_gradient), scale = ctx.saved_tensors, gradient_3[0]
         # In place, for it may be the largest tensor of the step: a second backward through this loss is an error.

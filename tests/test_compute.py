@@ -30,8 +30,10 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-def test_onednn_gives_the_products_and_gradients_of_pytorch(bias, compiled, monkeypatch):
+def test_onednn_gives_the_products_and_gradients_of_pytorch(bias, threads, compiled, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # which copy by one or by all
     monkeypatch.setattr(model.linear, "use_onednn", True)
     monkeypatch.setattr(model.linear, "MIN_ROWS", 1)
     ours = torch.compile(model.linear.linear) if compiled else model.linear.linear
@@ -64,9 +66,13 @@ def test_a_gradient_of_gradients_is_pytorchs_or_refused(monkeypatch):
     for ours, theirs in zip(of_gradients(model.linear.linear), of_gradients(F.linear), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
     q, k, v = (leaf(2, 3, 17, 8, seed=seed) for seed in range(3))
-    (gradient,) = torch.autograd.grad(PlainAttention.apply(q, k, v).sin().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.square().sum().backward()
+    (of_attention,) = torch.autograd.grad(PlainAttention.apply(q, k, v).sin().sum(), q, create_graph=True)
+    labels = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(2))
+    loss, _ = next_token_loss(hidden := leaf(2, 9, 16), leaf(37, 16, seed=1), labels, chunked=True)
+    (of_loss,) = torch.autograd.grad(loss.sin(), hidden, create_graph=True)
+    for gradient in (of_attention, of_loss):
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()
 
 
 @pytest.mark.parametrize("case", ["float64", "autocast", "fast_mkl", "few_rows"])
@@ -147,6 +153,15 @@ def test_the_loss_in_chunks_is_the_loss(num_items, z_loss, chunk_rows, monkeypat
         z_squared = logits[labels[:, 1:] != -100].exp().sum(-1).log().square()
         assert sums["z_loss"] == (pytest.approx(z_squared.sum().item()), len(z_squared))
         torch.testing.assert_close(loss, sums["loss"][0] / len(z_squared) + z_loss * z_squared.mean())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_loss_in_chunks_adds_in_place_unless_its_bits_are_to_be_those_of_every_processor(exact, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: exact)
+    labels = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(2))
+    with torch.profiler.profile() as trace:
+        next_token_loss(leaf(2, 9, 16), leaf(37, 16, seed=1), labels, chunked=True)
+    assert ("aten::addmm_" in [event.name for event in trace.events()]) == (not exact)
 
 
 def test_the_loss_in_chunks_under_autocast():

@@ -47,8 +47,7 @@ class Throughput:
         """`train/tokens` of so many steps, `perf/tokens_per_second` over all processes since the last call,
         `perf/peak_memory_bytes` of this one, and `perf/mfu` where the device's peak is known; begins to measure anew.
         """
-        elapsed = time.perf_counter() - self.seconds
-        tokens_per_second = (step - self.step) * self.tokens_per_step / elapsed
+        tokens_per_second = (step - self.step) * self.tokens_per_step / (time.perf_counter() - self.seconds)
         self.restart(step)
         metrics = {"train/tokens": step * self.tokens_per_step, "perf/tokens_per_second": tokens_per_second}
         metrics["perf/peak_memory_bytes"] = peak_memory_bytes()

@@ -72,11 +72,10 @@ class Tracker(AbstractContextManager):
             self.remote.log(step, metrics)
         if training := {name: value for name, value in metrics.items() if name.startswith(("train/", "perf/"))}:
             self._show_training(step, training)
-        if words := [
-            f"{name} = {shown(name, value)}"
-            for name, value in metrics.items()
-            if name not in training and not name.startswith(NOT_SHOWN)
-        ]:
+        words = [
+            f"{n} = {shown(n, v)}" for n, v in metrics.items() if n not in training and not n.startswith(NOT_SHOWN)
+        ]
+        if words:
             if (floor := metrics.get("val/floor")) == 0:
                 words.append(f"({metrics['val/loss']:.4f} nats above the floor)")
             elif floor is not None:
