@@ -110,8 +110,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 totals += sums
                 if needs_gradient:
                     gradient.copy_(linear(scores, weight.t()))
-                    if sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
-                        weight_gradient.addmm_(scores.t(), hidden)  # without a second matrix of that size
+                    # With few rows a second matrix of the weight's size costs as much as the product.
+                    if chunk < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
+                        weight_gradient.addmm_(scores.t(), hidden)
                     else:
                         weight_gradient += linear(scores.t(), hidden.t())
         ctx.save_for_backward(hidden_gradient, weight_gradient)
