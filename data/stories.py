@@ -169,10 +169,13 @@ class StoriesDataset(Dataset):
     belongs to, so no story is in both, whatever the sizes and seeds. The hash is nothing that a model could learn, so
     the best possible model of either split is the grammar itself, and its loss is the floor.
 
-    Raises ConfigError where `seq_len` is too short for the longest story.
+    Raises ValueError where `split` is not "train" or "validation", ConfigError where `seq_len` is too short for the
+    longest story.
     """
 
     def __init__(self, split: str, num_stories: int, seed: int, seq_len: int):
+        if split not in ("train", "validation"):
+            raise ValueError(f'split must be "train" or "validation", not {split!r}')
         shortest = GRAMMAR.max_tokens + 2
         if seq_len < shortest:
             wanted = f"at least {shortest}, the longest story and two end-of-text tokens"
