@@ -15,7 +15,7 @@ from training.metrics_file import MetricsFile
 from training.run_directory import RunDirectory
 
 NUM_TEXTS_SHOWN = 3
-NOT_SHOWN = ("state/", "layers/")  # digests, and what a picture shows
+NOT_SHOWN = ("train/", "perf/", "state/", "layers/")  # beside the line of the training: digests, what a picture shows
 # How the screen shows what is no number like a loss.
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
@@ -72,9 +72,7 @@ class Tracker(AbstractContextManager):
             self.remote.log(step, metrics)
         if training := {name: value for name, value in metrics.items() if name.startswith(("train/", "perf/"))}:
             self._show_training(step, training)
-        words = [
-            f"{n} = {shown(n, v)}" for n, v in metrics.items() if n not in training and not n.startswith(NOT_SHOWN)
-        ]
+        words = [f"{name} = {shown(name, value)}" for name, value in metrics.items() if not name.startswith(NOT_SHOWN)]
         if words:
             if (floor := metrics.get("val/floor")) == 0:
                 words.append(f"({metrics['val/loss']:.4f} nats above the floor)")
