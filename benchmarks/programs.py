@@ -206,10 +206,10 @@ def sharding(options: Namespace) -> Iterator[Group]:
 
 
 def checkpoint_stall(options: Namespace) -> Iterator[Group]:
-    """What a save of 100 million weights costs a training, in the foreground and in the background: how long the step
-    after it waits, and what all steps until the next save take longer than those before it. The disk is TMPDIR's."""
+    """What the second save of 100 million weights, on TMPDIR's disk, costs a training: how long the step after it waits,
+    and what all until the next take longer than the first ones. The first save also imports and allocates."""
     sizes = TINY if options.quick else dict(n_layers=12, n_heads=12, d_model=768, vocab_size=10_000)
-    settings = random_tokens(64, 1, 2 * (every := 10), 1, **sizes) | {"checkpoint.every": every}
+    settings = random_tokens(64, 1, 3 * (every := 10), 1, **sizes) | {"checkpoint.every": every}
 
     def case(asynchronous: bool) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +218,7 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
                 said = [seconds for seconds, line in program.lines() if line.startswith(LOGGED)]
         took = [end - start for start, end in pairwise(said)]
         undisturbed = statistics.median(took[1 : every - 1])
-        lost = [seconds - undisturbed for seconds in took[every - 1 : -1]]
+        lost = [seconds - undisturbed for seconds in took[2 * every - 1 : -1]]
         return {"step_seconds": undisturbed, "waits_seconds": lost[0], "lost_seconds": sum(lost)}
 
     cases = {"synchronous": partial(case, False), "asynchronous": partial(case, True)}
