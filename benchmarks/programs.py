@@ -209,7 +209,7 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
     """What the second save of 100 million weights, on TMPDIR's disk, costs a training: how long the step after waits,
     and what all until the next take longer than the first ones. The first save also imports and allocates."""
     sizes = TINY if options.quick else dict(n_layers=12, n_heads=12, d_model=768, vocab_size=10_000)
-    settings = random_tokens(64, 1, 3 * (every := 10), 1, **sizes) | {"checkpoint.every": every}
+    settings = random_tokens(64, 1, 3 * (every := 20), 1, **sizes) | {"checkpoint.every": every}
 
     def case(asynchronous: bool) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
