@@ -6,12 +6,17 @@ import json
 import math
 import os
 import shutil
+import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
+
+# Of threads that work on files beside training. Where one takes a core from a thread of training, all others of these
+# wait for that again and again, and a step takes several times as long. On Linux a thread has its own priority.
+YIELDING = {"initializer": os.nice, "initargs": (19,)} if sys.platform == "linux" else {}
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 
 import training.manifest
 from config import CheckpointConfig, ConfigError, OptimizerConfig, TrainConfig
+from data.integrity import Verification
 from files import sha256
 from model.config import GPTConfig
 from model.gpt import GPTModel
@@ -277,6 +279,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         [file] = step_directory(tmp_path, step).glob("*.safetensors")
         assert str(digests(load_file(file))) == saved != str(state_digests(*state)), "of its step, and not of a later"
     assert left_in(tmp_path) == [3]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_threads_beside_training_take_only_what_it_leaves_of_the_cores(tmp_path):
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before, of_verification = priority(), []
+    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None)
+    facts = {"files": {"a": {"bytes": 0}}, "tokenizer": {"hash": ""}, "hash": ""}
+    verification = Verification([SimpleNamespace(path=tmp_path, metadata=facts)])
+    verification._hash = lambda *_: of_verification.append(priority()) or ""
+    verification._run()
+    assert saver.executor.submit(priority).result() == 19 and set(of_verification) == {19}
+    assert priority() == before, "the thread that trains keeps its own"
 
 
 def test_blocks_may_share_their_weights(tmp_path):
