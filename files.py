@@ -14,9 +14,16 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
 
-# Of threads that work on files beside training. Where one takes a core from a thread of training, all others of these
-# wait for that again and again, and a step takes several times as long. On Linux a thread has its own priority.
-YIELDING = {"initializer": os.nice, "initargs": (19,)} if sys.platform == "linux" else {}
+
+def yield_cores() -> None:
+    """Leave the cores to training, as a thread that works on files beside it; for the initializer of a pool.
+
+    Where it takes a core from one thread of training, all others wait for that one again and again, and a step takes
+    several times as long. On Linux a thread has a priority of its own, elsewhere only the process has.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):  # no reason not to save
+            os.nice(19)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

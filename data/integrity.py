@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from config import ConfigError
-from files import YIELDING, parse_object
+from files import parse_object, yield_cores
 
 SPLITS = ("train", "validation")
 READERS = min(4, os.cpu_count() or 1)  # threads: a disk is faster than one thread hashes
@@ -151,7 +151,7 @@ class Verification:
         try:
             for corpus in self.corpora:
                 self._recall(corpus)
-            with ThreadPoolExecutor(READERS, thread_name_prefix="verification", **YIELDING) as pool:
+            with ThreadPoolExecutor(READERS, thread_name_prefix="verification", initializer=yield_cores) as pool:
                 for corpus in self.corpora:
                     if not self._matches(corpus, pool):
                         self._known.clear()  # it may be the memory that is wrong

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from config import ConfigError, RunError, TrainConfig
-from files import YIELDING, finite_or_null, fsync, sha256
+from files import finite_or_null, fsync, sha256, yield_cores
 from training.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from training.provenance import arrangement, provenance
 from training.step_totals import StepTotals
@@ -49,7 +49,7 @@ class Saver(AbstractContextManager):
         self.group = None
         if dist.is_initialized():  # as it may be for one process
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", **YIELDING)
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=yield_cores)
         self.pending: Future[None] | None = None
 
     def __exit__(self, exception_type, exception, traceback) -> None:
