@@ -144,8 +144,7 @@ class Saver(AbstractContextManager):
             yield
         except (OSError, InvalidCheckpoint) as problem:
             error = str(problem)
-        errors = [found for found in self._gather(error) if found is not None]
-        if errors:
+        if errors := [found for found in self._gather(error) if found is not None]:
             remedy = "Older checkpoints are untouched; mend it or choose another out_dir, and start again"
             if not (self.checkpoints.parent / "config.yaml").exists():
                 remedy = "The directory of the run is gone"

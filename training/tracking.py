@@ -15,7 +15,8 @@ from training.metrics_file import MetricsFile
 from training.run_directory import RunDirectory
 
 NUM_TEXTS_SHOWN = 3
-NOT_SHOWN = ("train/", "perf/", "state/", "layers/")  # beside the line of the training: digests, what a picture shows
+TRAINING = ("train/", "perf/")  # what has a line of its own
+NOT_SHOWN = (*TRAINING, "state/", "layers/")  # in the other one: nor digests, and what a picture shows
 # How the screen shows what is no number like a loss.
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
@@ -70,7 +71,7 @@ class Tracker(AbstractContextManager):
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept for later.")
         if self.remote is not None:
             self.remote.log(step, metrics)
-        if training := {name: value for name, value in metrics.items() if name.startswith(("train/", "perf/"))}:
+        if training := {name: value for name, value in metrics.items() if name.startswith(TRAINING)}:
             self._show_training(step, training)
         words = [f"{name} = {shown(name, value)}" for name, value in metrics.items() if not name.startswith(NOT_SHOWN)]
         if words:
