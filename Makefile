@@ -3,7 +3,10 @@ PYTHON ?= python3
 UV := $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 # Two tests at a time, one file each: as much as two cores can do.
+# This house's own rules, pages and patches. A fork that changes them empties this line, and the rest is still tested.
+HOUSE = tests/house
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+TESTS = $(if $(HOUSE),,--ignore tests/house)
 # A lent machine has torch, but perhaps neither this environment nor what would build it.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 # What such a machine lacks may be carried there as wheels of pure Python, such as jsonargparse's: they run as they are.
@@ -13,7 +16,7 @@ WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
 BENCHMARKS = throughput overhead scaling memory sharding startup generation growth $(if $(findstring --text,$(ARGS)),time_to_loss)
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-.PHONY: help env train verify test test-all test-gpu bench lint clean
+.PHONY: help env train verify trial test test-all test-gpu house bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,13 +30,19 @@ verify: .venv/.installed ## prove the promises on this machine; with your model:
 	$(LAUNCH) verify.py $(ARGS)
 
 test: .venv/.installed-test ## lint and the tests, about 4 minutes on 2 cores
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
 test-all: .venv/.installed-test ## the long tests too
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(TESTS) $(ARGS)
+
+house: .venv/.installed-test ## the rules, the pages and the patches of this house alone
+	$(PYTEST) -m "not slow" tests/house $(ARGS)
+
+trial: .venv/.installed ## put a fork through: kill, resume, verify; with its settings: make trial ARGS="--model.mlp relu2"
+	.venv/bin/python -m tests.fork_trial $(ARGS)
 
 test-gpu: ## on a machine with a GPU: its tests, then its benchmark; against a peer: make test-gpu ARGS="--nanogpt PATH"
-	@PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m pytest -m cuda $(shell grep -l mark.cuda tests/test_*.py); tests=$$?; \
+	@PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m pytest -m cuda $(shell grep -rl mark.cuda tests --include="test_*.py"); tests=$$?; \
 	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS) && exit $$tests
 
 bench: .venv/.installed-test ## measure speed and memory, in an hour; against a peer: make bench ARGS="--nanogpt PATH --text FILE"

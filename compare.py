@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from jsonargparse.typing import PositiveFloat
 
+from analysis.records import SEEDS, Record, changes, differing, effect, first_difference, read_records, samples, welch
 from config import ConfigError, expanded
 from plot import save_curves, save_page
-from records import SEEDS, Record, changes, differing, effect, first_difference, read_records, samples, welch
 
 SIGNIFICANT = 0.05
 NUM_COLUMNS, NUM_NAMED = 6, 4  # settings that have a column in the table; runs that are named one by one
@@ -200,6 +200,6 @@ def shown(value: float | None, form: str = ".4f") -> str:
 
 
 if __name__ == "__main__":
-    from cli import run
+    from cli.scripts import run_and_exit
 
-    run("compare", CompareConfig, needs_torch=False)
+    run_and_exit("compare", CompareConfig, needs_torch=False)

@@ -1,8 +1,9 @@
 """Every setting of a run: typed, documented once (the docstring of a field is its `--help`), checked in one place."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import psutil
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -227,6 +228,15 @@ class TrackingConfig:
         ]
 
 
+class Due(NamedTuple):
+    """What a training does after a step besides going on."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    compare_replicas: bool
+
+
 @dataclass
 class TrainConfig:
     """One training run. A run is a pure function of these settings."""
@@ -330,16 +340,19 @@ class TrainConfig:
             case other:
                 raise no_code_for("on_nonfinite", other)
 
-    def due(self, step: int) -> tuple[bool, bool, bool, bool]:
-        """Whether to log, to evaluate, to save and to compare the processes' state after `step` updates.
+    def due(self, step: int) -> Due:
+        """What is to be done after `step` updates: at the end all that is ever done, and before a save a comparison."""
 
-        All that is ever done is done at the end, and the state is compared before it is saved.
-        """
-        intervals = self.tracking.log_every, self.evaluation.every, self.checkpoint.every, self.check_replicas_every
-        at_end = step == self.steps
-        log, evaluate, save, compare = (every > 0 and (step % every == 0 or at_end) for every in intervals)
-        save = save or step == self.stop_after
-        return log, evaluate, save, compare or (save and self.check_replicas_every > 0)
+        def falls_on(every: int) -> bool:
+            return every > 0 and (step % every == 0 or step == self.steps)
+
+        save = falls_on(self.checkpoint.every) or step == self.stop_after
+        return Due(
+            log=falls_on(self.tracking.log_every),
+            evaluate=falls_on(self.evaluation.every),
+            save=save,
+            compare_replicas=falls_on(self.check_replicas_every) or (save and self.check_replicas_every > 0),
+        )
 
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
@@ -439,3 +452,13 @@ class TrainConfig:
         except ConfigError as error:
             problems.append(str(error))
         return problems
+
+
+def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run as `section.name`, with the lists that JSON and YAML have for tuples."""
+    flat = {}
+    sections = {name for name, default in asdict(TrainConfig()).items() if isinstance(default, dict)}
+    for key, value in json.loads(json.dumps(settings)).items():
+        inside = isinstance(value, dict) and key in sections
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if inside else {key: value}
+    return flat

@@ -36,9 +36,9 @@ class EvaluateConfig:
 
 
 if __name__ == "__main__":  # before anything slow is imported
-    from cli import run
+    from cli.scripts import run_and_exit
 
-    run("evaluate", EvaluateConfig)
+    run_and_exit("evaluate", EvaluateConfig)
 
 import json
 from dataclasses import replace
@@ -50,12 +50,12 @@ from torch import Tensor
 
 from config import ConfigError, DataConfig, TrainConfig, expanded
 from data.corpus import Corpus, Sums, load_corpus
-from files import finite_or_null, write_atomically
+from data.files import finite_or_null, write_atomically
+from launch.start import start_accelerator
 from load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
-from training import launch
-from training.corpus_check import CorpusCheck
-from training.evaluation import evaluate
-from training.manifest import Manifest
+from run.corpus_check import CorpusCheck
+from run.manifest import Manifest
+from training.validation import evaluate
 
 LOGIT_BYTES = 2**28
 
@@ -72,7 +72,7 @@ def main(config: EvaluateConfig) -> None:
     settings = settings_of(config, loaded)
     corpus = load_corpus(settings)
     check_tokenizer(config.run, loaded, corpus)
-    accelerator = launch.start(settings)
+    accelerator = start_accelerator(settings)
     model = loaded.model.to(accelerator.device)
     rows = max(1, LOGIT_BYTES // (4 * settings.seq_len * model.config.vocab_size))
     CorpusCheck(corpus.verification, accelerator, settings.timeout_seconds).demand()

@@ -30,9 +30,9 @@ class ExportConfig:
 
 
 if __name__ == "__main__":  # before anything slow is imported
-    from cli import run
+    from cli.scripts import run_and_exit
 
-    run("export", ExportConfig)
+    run_and_exit("export", ExportConfig)
 
 import os
 from contextlib import suppress
@@ -42,14 +42,14 @@ from tempfile import TemporaryDirectory
 import torch
 import yaml
 
-import chat
 from config import ConfigError, RunError, expanded
+from data import conversations
+from data.files import share
 from data.integrity import read_metadata
-from files import share
-from hub import to_transformers
-from load import Loaded, is_run, load_checkpoint, load_with_source
+from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_with_source
+from model.hub import to_transformers
 from plot import save_loss_curve
-from training.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
+from run.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
 
 CARD = """---
 library_name: transformers
@@ -101,6 +101,19 @@ def main(config: ExportConfig) -> None:
         push(out, config.push)
 
 
+def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
+    """Export the newest checkpoint of a run into a folder of its directory, unless it is there; that and its manifest.
+
+    Raises:
+        ConfigError: as main.
+    """
+    checkpoint, manifest = find_checkpoint(run_directory)
+    folder = run_directory / "exports" / checkpoint.name
+    if not folder.exists():
+        main(ExportConfig(str(checkpoint), str(folder)))
+    return folder, manifest
+
+
 def newest(config: ExportConfig) -> list[tuple[Path, Manifest]]:
     """The checkpoints that are averaged."""
     path = Path(config.run).expanduser()
@@ -146,7 +159,7 @@ def write(folder: Path, loaded: Loaded) -> None:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         for settings in (hf_model.config, hf_model.generation_config):
             settings.bos_token_id, settings.eos_token_id = begin, tokenizer.eos_token_id
-        if len(ends := chat.ends_of_answer(tokenizer)) > 1:
+        if len(ends := conversations.ends_of_answer(tokenizer)) > 1:
             hf_model.generation_config.eos_token_id = sorted(ends)
         hf_model.generation_config.pad_token_id = tokenizer.eos_token_id
         for where_from in ("is_local", "local_files_only"):  # it was opened; no fact of a tokenizer

@@ -21,15 +21,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from config import ConfigError, TrainConfig, expanded
+from config import ConfigError, TrainConfig, expanded, flat_settings
 from data.corpus import Corpus, load_corpus
+from data.files import reason_absent
 from data.tokenizer import END_OF_TEXT
-from files import absent_folder
-from hub import config_from_transformers, from_transformers
+from launch.processor import compute_as_any_processor
+from launch.world import is_main_process, num_processes
 from model.gpt import GPTModel
-from training.compute import compute_as_any_processor
-from training.continuation import complete, flat_settings
-from training.manifest import (
+from model.hub import config_from_transformers, from_transformers
+from run.continuation import complete_settings
+from run.manifest import (
     InvalidCheckpoint,
     Manifest,
     checkpoints_in,
@@ -37,7 +38,6 @@ from training.manifest import (
     readable_checkpoints,
     validate,
 )
-from training.world import is_main_process, num_processes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,7 +57,7 @@ REMEDY = "use the code that trained it, whose commit starts.jsonl of the run nam
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
 
 # What a model that goes on from another's weights may have for itself.
-OWN = {"dropout"}
+NOT_FROM_INIT = {"dropout"}
 
 
 class Loaded(NamedTuple):
@@ -171,7 +171,7 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
         ConfigError: the model has a setting, or a value of one, that this version lacks.
     """
     config, lost = TrainConfig(), lost_settings(settings)
-    for key, value in complete(settings).items():
+    for key, value in complete_settings(settings).items():
         section, _, name = key.rpartition(".")
         if key not in lost:
             setattr(getattr(config, section) if section else config, name, value)
@@ -185,7 +185,7 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
 def lost_settings(settings: dict[str, Any]) -> dict[str, str]:
     """The settings of a run that this version lacks, as `section.name`, and what is said of each."""
     known = flat_settings(asdict(TrainConfig()))
-    lost = {key: value for key, value in complete(settings).items() if key not in known}
+    lost = {key: value for key, value in complete_settings(settings).items() if key not in known}
     return {key: f"{key}: {value} there, and no setting any more" for key, value in lost.items()}
 
 
@@ -258,7 +258,7 @@ def load_transformers(name: str, checkpoint: str | int = "latest", setting: str 
     if checkpoint != "latest":
         raise ConfigError(f"checkpoint: {checkpoint!r} is of runs, and {name!r} is none")
     local = Path(name).is_dir()
-    what = f"{name!r} has no model" if local and not (Path(name) / "config.json").exists() else absent_folder(name)
+    what = f"{name!r} has no model" if local and not (Path(name) / "config.json").exists() else reason_absent(name)
     if what:  # no need to ask the Hub
         raise ConfigError(f"{setting}: {what}; name {CAN_BE_OPENED}{similar(Path(name))}")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # slow to import
@@ -292,7 +292,7 @@ def similar(path: Path) -> str:
     return ""
 
 
-def take_over(config: TrainConfig) -> Loaded | None:
+def load_initial_model(config: TrainConfig) -> Loaded | None:
     """The model that `init_from` names, whose settings become `config.model`, and its hash `config.init_hash`.
 
     Raises:
@@ -306,9 +306,9 @@ def take_over(config: TrainConfig) -> Loaded | None:
     asked, there = config.model, loaded.model.config
     for name in sorted(config.given):
         value = getattr(asked, name)
-        if name not in OWN and value not in (None, getattr(there, name)):
+        if name not in NOT_FROM_INIT and value not in (None, getattr(there, name)):
             raise ConfigError(f"model.{name}: {value}, but {getattr(there, name)} in {config.init_from}; leave it out")
-    config.model = replace(there, **{name: getattr(asked, name) for name in OWN & config.given})
+    config.model = replace(there, **{name: getattr(asked, name) for name in NOT_FROM_INIT & config.given})
     digest = weights_hash(loaded.model.state_dict())
     if config.init_hash not in (None, digest):
         raise ConfigError(f"init_hash: {config.init_hash}, but the weights of {config.init_from} have {digest}")
@@ -318,7 +318,7 @@ def take_over(config: TrainConfig) -> Loaded | None:
     return loaded
 
 
-def begin_with(network: GPTModel, initial: Loaded) -> None:
+def copy_initial_weights(network: GPTModel, initial: Loaded) -> None:
     """Give a new model the weights of another. What that lacks, as a fork's LoRA, stays as it is, and is named.
 
     Raises:

@@ -9,11 +9,11 @@ import warnings
 from itertools import pairwise
 from pathlib import Path
 
-from files import write_atomically
-from training.metrics_file import read_rows
+from data.files import write_atomically
+from run.metrics_file import read_rows
 
 Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by the labels of runs and by metrics: steps and values
-PAGE = Path(__file__).with_name("plot.html")
+PAGE = Path(__file__).parent / "analysis" / "curves.html"
 NUM_POINTS_DRAWN = 1000  # of a curve, in a page
 NUM_LETTERS = 60  # of a title, or of names beside each other in a legend
 warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a run's name in letters that the font lacks

@@ -46,10 +46,10 @@ def with_step_named(words: list[str]) -> list[str]:
 if __name__ == "__main__":  # before anything slow is imported
     import sys
 
-    from cli import run
+    from cli.scripts import run_and_exit
 
     sys.argv[1:] = with_step_named(sys.argv[1:])
-    run("replay", ReplayConfig)
+    run_and_exit("replay", ReplayConfig)
 
 import os
 import shutil
@@ -61,24 +61,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import launcher
 import train
-from audit import Run, audit, outcome, say
+from analysis.audit import Run, audit, outcome, say
 from config import ConfigError, TrainConfig, expanded
 from data.corpus import Batches, load_corpus
+from data.files import copy_folder
 from data.order import derive_seed
-from files import copy_folder
-from load import begin_with, load_run, read_weights
+from launch.nested import temporary_folder
+from launch.request import check_request
+from launch.start import join_process_group, uses_cpu
+from launch.world import is_main_process
+from load import copy_initial_weights, load_run, read_weights
 from model.gpt import GPTModel
-from nested import temporary_folder
-from training import launch
-from training.compute import no_compiler, prepare_network
-from training.gradients import fill_in, trained
-from training.launch import uses_cpu
+from run.manifest import read_manifest, step_directory
+from training.gradients import fill_in_gradients, trainable_parameters
 from training.layers import total_norm
-from training.manifest import read_manifest, step_directory
+from training.network import no_compiler, prepare_network
 from training.optimizer import build_optimizer
-from training.world import is_main_process
 
 NUM_WORST, TEXT_SHOWN = 5, 120  # tokens, characters
 
@@ -94,8 +93,8 @@ def main(config: ReplayConfig) -> None:
     if (config.step is None) == (not config.audit):
         raise ConfigError("step: name a step of the run to open, or --audit N to train N intervals of it again")
     run = Run(expanded("run", config.run))
-    launcher.check(run.config)
-    launch.join(run.config)
+    check_request(run.config)
+    join_process_group(run.config)
     with temporary_folder("replay-") as folder:
         if config.audit:
             audit(run, config.audit, folder)
@@ -178,7 +177,7 @@ def show_sequences(run: Run, before: Path | None, step: int, config: ReplayConfi
     if before:
         read_weights(before, read_manifest(before), model.state_dict())
     elif run.config.init_from:
-        begin_with(model, load_run(run.config.init_from))
+        copy_initial_weights(model, load_run(run.config.init_from))
     build_optimizer(model.to(device), run.config.optimizer)  # it freezes what a fork does not train
     indices = corpus.order(run.config.global_batch_size, run.config.seed).indices(step - 1)
     batch = {name: tensor.to(device) for name, tensor in Batches(corpus.train)[list(indices)].items()}
@@ -238,5 +237,5 @@ def compute(
         token_losses.append(losses.detach())
     if not gradients:
         return token_losses, 0.0
-    fill_in(parameters := trained(model))
+    fill_in_gradients(parameters := trainable_parameters(model))
     return token_losses, total_norm(parameter.grad for parameter in parameters)

@@ -46,9 +46,9 @@ class SampleConfig:
 
 
 if __name__ == "__main__":  # before anything slow is imported
-    from cli import run
+    from cli.scripts import run_and_exit
 
-    run("sample", SampleConfig)
+    run_and_exit("sample", SampleConfig)
 
 import sys
 from collections.abc import Collection, Iterator
@@ -57,12 +57,12 @@ from contextlib import suppress
 import torch
 from tokenizers.decoders import DecodeStream
 
-import chat
 from config import ConfigError
+from data import conversations
 from data.order import derive_seed
 from data.stories import verdict
+from launch.processor import prepare_cpu
 from load import Loaded, load_run
-from training.compute import prepare_cpu
 
 
 def main(config: SampleConfig) -> None:
@@ -111,11 +111,11 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
         raise ConfigError(f"num_samples: {config.num_samples}, but chat gives one answer; leave it out")
     limit = loaded.model.config.max_position_embeddings
     room = max(limit - config.max_new_tokens, limit // 2)
-    ends, said = chat.ends_of_answer(loaded.tokenizer), []
+    ends, said = conversations.ends_of_answer(loaded.tokenizer), []
     for turn, line in enumerate(prompts(config.prompt, config.chat)):
         said.append({"role": "user", "content": line})
         try:
-            while len(tokens := chat.prompt(loaded.tokenizer, said)) > room and len(said) > 2:
+            while len(tokens := conversations.prompt(loaded.tokenizer, said)) > room and len(said) > 2:
                 del said[:2]
             answer = write(loaded, "", tokens, turn, config, ends)
             said.append({"role": "assistant", "content": answer})

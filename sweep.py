@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import compare
-from arguments import parse_config
-from config import ConfigError, RunError, TrainConfig
-from training.continuation import check_own, differences, flat_settings, read_settings
-from training.manifest import readable_checkpoints
-from training.signals import STOP_SIGNALS
-from training.status import read_status
+from cli.arguments import parse_config
+from config import ConfigError, RunError, TrainConfig, flat_settings
+from launch.signals import STOP_SIGNALS
+from run.continuation import check_resume, differences, read_settings
+from run.manifest import readable_checkpoints
+from run.status import read_status
 
 TRAIN = str(Path(__file__).with_name("train.py"))
 NAME_THEMSELVES = ("config", "name")  # settings that give the runs their names when swept
@@ -124,7 +124,7 @@ def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
         if before:  # what is finished is not started, and so would not be refused by train.py
             newest = [*readable_checkpoints(directory(settings) / "checkpoints").items()][:1]
             for path, manifest in newest:
-                check_own(settings, path, manifest)
+                check_resume(settings, path, manifest)
     return list(runs.values())
 
 
@@ -239,7 +239,7 @@ def own_arguments_first(words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from cli import run
+    from cli.scripts import run_and_exit
 
     sys.argv[1:] = own_arguments_first(sys.argv[1:])
-    run("sweep", SweepConfig, needs_torch=False)
+    run_and_exit("sweep", SweepConfig, needs_torch=False)

@@ -4,10 +4,10 @@ A run is a pure function of its config and seed: at step s the learning rate, th
 are functions of (config, seed, s). Its only state is the weights, the optimizer's moments and the integer s.
 """
 
-if __name__ == "__main__":  # before anything slow is imported; `run` comes back to `main` below, and never returns here
-    from cli import run
+if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
+    from cli.scripts import run_and_exit
 
-    run("train")
+    run_and_exit("train")
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,31 +19,33 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import launcher
-import trackers
 from config import TrainConfig
 from data.corpus import TOKENS_AT_ONCE, Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
-from load import Loaded, begin_with, check_tokenizer, take_over
+from export import export_newest
+from launch.request import check_request, check_same_settings
+from launch.signals import Preempted, StopSignal, ignore_stop_signals
+from launch.start import start_accelerator
+from load import Loaded, check_tokenizer, copy_initial_weights, load_initial_model
 from model.gpt import GPTModel
 from plot import save_layers, save_loss_curve
-from training import checkpoint, launch
-from training.compute import prepare_network, step_profiler
-from training.corpus_check import CorpusCheck
-from training.evaluation import evaluate, require_finite_loss
+from run import checkpoint, trackers
+from run.corpus_check import CorpusCheck
+from run.directory import RunDirectory, Start
+from run.reporting import Reporter
+from run.summary import summary
 from training.fingerprint import state_digests
-from training.gradients import backward, clip, fill_in, first_backward, loss_scale, trained
+from training.gradients import backward, clip, fill_in_gradients, first_backward, loss_scale, trainable_parameters
 from training.layers import LayerStatistics
+from training.network import prepare_network
 from training.optimizer import build_optimizer, set_lr
-from training.run_directory import RunDirectory, Start
-from training.sampling import sample_texts
+from training.profiler import step_profiler
 from training.schedule import lr_scale
-from training.signals import Preempted, StopSignal, ignore_stop_signals
 from training.step_totals import StepTotals
-from training.summary import summary
+from training.text_samples import sample_texts
 from training.throughput import Throughput, peak_flops
-from training.tracking import Tracker
 from training.tree_sum import TreeSum
+from training.validation import evaluate, require_finite_loss
 
 
 def main(config: TrainConfig) -> None:
@@ -56,18 +58,18 @@ def main(config: TrainConfig) -> None:
     """
     run = RunDirectory(config.out_dir, config.name)
     with run.outcome_recorded(config):
-        launcher.check(config)
+        check_request(config)
         if config.data.seed is None:
             config.data.seed = run.data_seed(config)
-        initial = take_over(config)
+        initial = load_initial_model(config)
         trackers.check(config)
         corpus = load_corpus(config)
         if initial:
             check_tokenizer(config.init_from, initial, corpus)
         config.model.vocab_size = corpus.vocab_size
         run.check(config)
-        accelerator = launch.start(config)
-        launcher.check_alike(config, accelerator)
+        accelerator = start_accelerator(config)
+        check_same_settings(config, accelerator)
         stop_signal = StopSignal()
         start = run.open(config, accelerator)
         if start.step < config.steps:
@@ -97,19 +99,19 @@ def train(
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
     if initial:
-        begin_with(network, initial)
+        copy_initial_weights(network, initial)
     prepare_network(network, config, device)
     layers = LayerStatistics(network.blocks if config.tracking.layers else [], accelerator)
     optimizer = build_optimizer(network, config.optimizer)
     if config.exact:
-        # So every process keeps its own gradients: Accelerate leaves DDP out of what is only to be evaluated. In train
-        # mode the model stays all the same.
+        # Accelerate does not wrap a model in DDP that is only to be evaluated. So each process keeps its own gradients,
+        # which the tree adds up. The model stays in train mode all the same.
         model = accelerator.prepare_model(network, evaluation_mode=True)
         tree_sum = TreeSum(network, accumulation * num_processes, rank, num_processes)
     else:
         model, optimizer = accelerator.prepare(network, optimizer)
-        optimizer = optimizer.optimizer  # the wrapper around it looks in every step which packages are installed
-    parameters = trained(network)
+        optimizer = optimizer.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
+    parameters = trainable_parameters(network)
     # DDP averages over the processes what is to be summed.
     averaged_over = 1 if config.exact else num_processes
     if start.checkpoint:
@@ -125,14 +127,14 @@ def train(
     totals = StepTotals(order, config.micro_batch_size, config.max_skipped, accelerator, run.path)
 
     with (
-        Tracker(config, run, start.step, accelerator, trackers.start_tracker) as tracker,
-        checkpoint.Saver(run.checkpoints, config, accelerator, tracker.sync) as saver,
+        Reporter(config, run, start.step, accelerator, export_newest) as reporter,
+        checkpoint.Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
         verified = corpus_check.begin()
-        tracker.say(summary(config, accelerator, network, run.path, start, verified, corpus.conversations))
+        reporter.say(summary(config, accelerator, network, run.path, start, verified, corpus.conversations))
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
-        # So that number comes first: here for the first step, and later with the totals of the step before.
+        # That number must be known before the forward: here for the first step, and later from the step before.
         share, num_targets = next(batches)
         totals.send(num_targets, stop=False)
         target_tokens = totals.receive(start.step, torch.zeros((), device=device))
@@ -146,13 +148,16 @@ def train(
         totals.agree_on_names(*sums)
         throughput.restart(start.step)
 
+        # What all processes must know of a step travels in one small message, with these four calls in this order:
+        # `add` the loss of each micro-batch; `send` all of them beside the last backward, with the number of targets of
+        # the next step; `receive` that number; `read` the rest, one step late unless something needs it at once.
         for step in range(start.step, config.steps):
             lr_share = lr_scale(config.schedule, step, config.steps)
             set_lr(optimizer, lr_share)
             scale = loss_scale(accelerator.mixed_precision, step, totals.skipped)
             done = step + 1
-            log_now, evaluate_now, save_now, compare_now = config.due(done)
-            layers.noting = log_now
+            due = config.due(done)
+            layers.noting = due.log
             for index, micro_batch in enumerate(share):
                 seed_draws(derive_seed(config.seed, "dropout", step, rank * accumulation + index))
                 with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
@@ -160,38 +165,38 @@ def train(
                     totals.add(micro_loss / averaged_over, *sums)
                     if index == accumulation - 1:
                         share, num_targets = next(batches, ([], 0))
-                        stop = stop_signal.received or saver.failed or corpus_check.failed or done == config.stop_after
-                        totals.send(num_targets, stop)
+                        asked_to_stop = stop_signal.received or done == config.stop_after
+                        totals.send(num_targets, stop=asked_to_stop or saver.failed or corpus_check.failed)
                     backward(scale * micro_loss, model, accelerator)
                 if config.exact:
                     tree_sum.add_micro_batch()
-            fill_in(parameters, scale)
+            fill_in_gradients(parameters, scale)
             grad_norm = clip(parameters, config.optimizer.grad_clip or math.inf)
 
             target_tokens = totals.receive(done, grad_norm)
-            totals.read(at_once=log_now or evaluate_now or save_now)
+            totals.read(at_once=due.log or due.evaluate or due.save)
             with layers.watch():
                 if totals.finite:
                     optimizer.step()
             optimizer.zero_grad()
 
             metrics = {}
-            if log_now or evaluate_now or save_now or compare_now or totals.stop:
+            if any(due) or totals.stop:
                 digests = state_digests(network, optimizer)
                 metrics["state/digest"] = str(digests)
-                if compare_now or (totals.stop and config.check_replicas_every):
+                if due.compare_replicas or (totals.stop and config.check_replicas_every):
                     digests.check_replicas(accelerator, done)
-            if log_now:
+            if due.log:
                 metrics |= {f"train/{name}": average for name, average in totals.averages.items()}
                 metrics |= {"train/lr": config.optimizer.lr * lr_share, "train/grad_norm": totals.grad_norm}
                 metrics |= layers.metrics | throughput.measure(done)
                 metrics |= {"train/skipped": totals.skipped} if config.max_skipped else {}
-            if evaluate_now:
+            if due.evaluate:
                 metrics |= evaluate(model, corpus, config.evaluation.micro_batch_size, accelerator)
-            if evaluate_now or done == config.steps:
-                metrics |= sample_texts(model, corpus, config, accelerator, tracker, done)
-            tracker.log(done, metrics)
-            if save_now or totals.stop:
+            if due.evaluate or done == config.steps:
+                metrics |= sample_texts(model, corpus, config, accelerator, done, reporter.log_texts)
+            reporter.log(done, metrics)
+            if due.save or totals.stop:
                 corpus_check.demand()
                 saver.save(done, model, optimizer, metrics, totals)
                 run.record_progress(done)
@@ -199,14 +204,14 @@ def train(
                 saver.wait(must_succeed=True)
             if totals.stop and done < config.steps:
                 raise Preempted(f"stopped as asked after step {done}; the same command goes on from there")
-            if evaluate_now or save_now:
+            if due.evaluate or due.save:
                 throughput.restart(done)
             if profiler:
                 profiler.step()
 
         require_finite_loss(metrics, config.steps)
-        draw_loss_curve(run.path, accelerator, tracker.say)
-        tracker.say(f"The run lies in {run.path}.")
+        draw_loss_curve(run.path, accelerator, reporter.say)
+        reporter.say(f"The run lies in {run.path}.")
 
 
 def load_batches(config: TrainConfig, corpus: Corpus, sampler: StepSampler, device) -> Iterator[tuple]:
@@ -225,7 +230,7 @@ def load_batches(config: TrainConfig, corpus: Corpus, sampler: StepSampler, devi
     non_blocking = device.type == "cuda"
     for batches in loader:
         batches = [{name: t.to(device, non_blocking=non_blocking) for name, t in batch.items()} for batch in batches]
-        # All of them before the next step, like the batches themselves: afterwards a CPU's caches have forgotten how.
+        # All micro-batches are cut now, while the code that does it is still in the CPU's caches.
         yield from [(list(micro_batches(batch, config.micro_batch_size)), count_targets(batch)) for batch in batches]
 
 

@@ -16,10 +16,10 @@ SHORT = f"""--steps {STEPS} --check_replicas_every 1 --evaluation.num_samples 8 
 if __name__ == "__main__":  # before anything slow is imported
     import sys
 
-    from cli import run
+    from cli.scripts import run_and_exit
 
     sys.argv += SHORT
-    run("verify")
+    run_and_exit("verify")
 
 import contextlib
 import json
@@ -36,20 +36,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-import launcher
 import train
+from analysis.model_checks import logits_equal, values_not_saved, writes_as_trained
 from config import ConfigError, RunError, TrainConfig
 from data.corpus import load_corpus
 from data.order import GlobalBatches, derive_seed
-from hub import FAMILIES
+from launch.nested import broadcast_from_main, nested_training
+from launch.processor import compute_as_any_processor
+from launch.request import check_request
+from launch.signals import Preempted
+from launch.start import num_shards, start_accelerator
 from model.gpt import GPTModel
-from model_checks import logits_equal, values_not_saved, writes_as_trained
-from nested import nested_training, of_main_process
-from training import checkpoint, launch, shards
-from training.compute import compute_as_any_processor, prepare_network
+from model.hub import FAMILIES
+from run import checkpoint, shards
 from training.gradients import loss_scale
+from training.network import prepare_network
 from training.optimizer import build_optimizer, set_lr
-from training.signals import Preempted
 from training.tree_sum import TreeSum
 
 
@@ -57,7 +59,7 @@ class Verification:
     """The checks; each returns whether the promise holds (None: it is none here), and the figure or the reason."""
 
     def __init__(self, config: TrainConfig):
-        self.accelerator = launch.start(config)
+        self.accelerator = start_accelerator(config)
         self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
         self.device, self.corpus = self.accelerator.device, load_corpus(config)
         config.model.vocab_size = self.corpus.vocab_size
@@ -66,7 +68,7 @@ class Verification:
         self.config = replace(config, out_dir=self.own_directory(Path(config.out_dir).expanduser()))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
-        self.shards = launch.num_shards(self.accelerator)
+        self.shards = num_shards(self.accelerator)
         self.can_be_exact = self.shards == 1 and self.num_processes & (self.num_processes - 1) == 0
 
     def own_directory(self, out_dir: Path) -> str:
@@ -76,7 +78,7 @@ class Verification:
             with contextlib.suppress(OSError):
                 out_dir.mkdir(parents=True, exist_ok=True)
                 made = tempfile.mkdtemp(prefix="verify-", dir=out_dir)
-        if (directory := of_main_process(made)) is None:
+        if (directory := broadcast_from_main(made)) is None:
             raise ConfigError(f"out_dir: {str(out_dir)!r}: cannot write there")
         return directory
 
@@ -228,7 +230,7 @@ def main(config: TrainConfig) -> None:
         RunError: a promise does not hold.
         Preempted: a signal asked to stop.
     """
-    launcher.check(config)
+    check_request(config)
     with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
         compute_as_any_processor()
     verification, all_hold = Verification(config), True

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
-from arguments import parse_config
 from benchmarks.nanogpt import build_peer
+from cli.arguments import parse_config
 from data.corpus import load_corpus
 from examples.overlap import WAYS, average_gradients, hidden, lanes
+from launch.processor import prepare_cpu
 from model.gpt import GPTModel
-from training.compute import prepare_cpu, prepare_network
+from training.network import prepare_network
 from training.optimizer import build_optimizer
 from training.throughput import peak_memory_bytes
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.measure import Group, Program, launch, train
 from benchmarks.programs import QUIET, STORIES, TINY, random_tokens
 from load import find_checkpoint, whole_tensors
-from training.metrics_file import read_rows
+from run.metrics_file import read_rows
 
 SMALL = STORIES | QUIET | {"evaluation.every": 0, "micro_batch_size": 4, "tracking.log_every": 1, "model.dropout": 0.1}
 LARGE = {"n_layers": 6, "n_heads": 6, "d_model": 384}
@@ -81,7 +81,7 @@ def soak(options: Namespace) -> Iterator[Group]:
                     tally.update(["kills", "saving" if saves else "training" if trains else "starting"])
                     last_kill = time.time()
 
-    def trained(run: Path, pause_seconds: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
+    def trainable_parameters(run: Path, pause_seconds: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
         settings = KILLED | {"out_dir": run.parent, "name": run.name, "steps": steps}
         with Program(launch(settings, 2, max_restarts=kills), OMP_NUM_THREADS="1") as program:
             killer = Thread(target=keep_killing, args=(program.process, run, pause_seconds))
@@ -93,9 +93,9 @@ def soak(options: Namespace) -> Iterator[Group]:
     def case() -> dict[str, float | int]:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            seconds, expected = trained(Path(folder, "left_alone"))
+            seconds, expected = trainable_parameters(Path(folder, "left_alone"))
             for run in (f"run{number}" for number in range(kills) if tally["kills"] < kills):
-                _, ended = trained(Path(folder, run), min(10.0, 1.2 * seconds))
+                _, ended = trainable_parameters(Path(folder, run), min(10.0, 1.2 * seconds))
                 if not all(ended[name].equal(tensor) for name, tensor in expected.items()):
                     raise RuntimeError(f"other bits after {dict(tally)}")
                 tally["runs_with_the_same_bits"] += 1

@@ -33,8 +33,8 @@ from config import OptimizerConfig, TrainConfig
 from data.order import GlobalBatches, derive_seed
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from training.compute import no_compiler, prepare_network
 from training.gradients import clip
+from training.network import no_compiler, prepare_network
 from training.optimizer import build_optimizer, set_lr
 from training.step_totals import StepTotals
 from training.throughput import peak_bf16_flops

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from benchmarks.measure import ROOT
-from training.provenance import provenance
+from run.provenance import provenance
 
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 Figures = dict[str, dict[str, dict]]

@@ -23,10 +23,10 @@ from data.order import GlobalBatches, StepSampler
 from data.prepare import PrepareConfig, prepare
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
-from hub import FAMILIES, to_transformers
+from launch.processor import prepare_cpu
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from training.compute import prepare_cpu
+from model.hub import FAMILIES, to_transformers
 
 PROMPT, DOCUMENT = 32, 4000  # tokens, characters
 CORPUS_BATCH, CORPUS_SEQ_LEN = 64, 1025

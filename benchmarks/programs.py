@@ -20,9 +20,9 @@ from benchmarks.measure import CPU, LOGGED, ROOT, TURNS, Case, Group, Program, a
 from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
 from benchmarks.parts import reading_a_corpus
 from examples.overlap import WAYS
+from launch.processor import available_cores
 from model.config import GPTConfig
-from training.compute import available_cores
-from training.metrics_file import read_rows
+from run.metrics_file import read_rows
 
 RANDOM = {"config": "configs/random_tokens.yaml", "model.dropout": 0.0, "data.num_samples": 10_000}
 STORIES = {"config": "configs/stories.yaml"}
@@ -190,14 +190,14 @@ def sharding(options: Namespace) -> Iterator[Group]:
     sizes = nothing if options.quick else {"n_layers": 8, "n_heads": 8, "d_model": 512, "d_ff": 2048, "vocab_size": 512}
     weights_mib = 16 * GPTConfig(**sizes, max_position_embeddings=128).num_weights / 2**20
 
-    def trained(of: dict, steps: int, kind: str, processes: int) -> dict[str, float]:
+    def trainable_parameters(of: dict, steps: int, kind: str, processes: int) -> dict[str, float]:
         settings = random_tokens(64, 1, steps, steps // 3, **of) | {"checkpoint.asynchronous": False}
         return train(settings, processes, config_file=launch_files[kind], OMP_NUM_THREADS="1")
 
-    of_nothing = cache(lambda kind: trained(nothing, 3, kind, counts[0])["peak_mib"])
+    of_nothing = cache(lambda kind: trainable_parameters(nothing, 3, kind, counts[0])["peak_mib"])
 
     def case(kind: str, processes: int) -> dict:
-        took = trained(sizes, 3 if options.quick else 9, kind, processes)
+        took = trainable_parameters(sizes, 3 if options.quick else 9, kind, processes)
         predicted = str(round(weights_mib / (processes if kind == "FSDP2" else 1)))
         return took | {"peak_mib": took["peak_mib"] - of_nothing(kind), "predicted_mib": predicted}
 

@@ -10,7 +10,7 @@ characters each further piece is a row of its own, without that token. So the fl
 of tokens, and an end-of-text token in it is always the beginning of a document: none comes from the text.
 
 Of conversations a row is one of them, as the tokenizer's chat template writes it, and a second column, assistant_masks,
-is 1 at the tokens of answers (chat.py).
+is 1 at the tokens of answers (data/conversations.py).
 """
 
 import json
@@ -38,13 +38,13 @@ from jsonargparse.typing import PositiveInt
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-import chat
-from arguments import parse_tool
+from cli.arguments import parse_tool
 from config import ConfigError, expanded
+from data import conversations
+from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
 from data.sources import Source, find_files, source_stamp
 from data.tokenizer import NAMES, load_tokenizer, save_tokenizer
-from files import absent_folder, folder_written_atomically, fsync, lock, write_atomically
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; documents of more than two are encoded in pieces
@@ -258,7 +258,7 @@ def prepare(config: PrepareConfig) -> dict:
             if (metadata := read_metadata(out)).get("request") == request:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
-    if what := absent_folder(config.tokenizer):
+    if what := reason_absent(config.tokenizer):
         raise ConfigError(f"tokenizer: {what}; use {NAMES}")
     # The first row says whether a source is of conversations.
     ours, theirs = (next((each.conversations for _ in each), False) for each in (source, held_out or source))
@@ -287,14 +287,20 @@ def prepare(config: PrepareConfig) -> dict:
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
     kind, _, share = config.validation.partition(":")
     if not (work / "tokenizer").exists():
-        said = (chat.content_of(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
+        said = (
+            conversations.content_of(text) if source.conversations else text
+            for text, _ in islice(source, TRAINING_TEXTS)
+        )
         with folder_written_atomically(work / "tokenizer") as folder:
             save_tokenizer(config.tokenizer, folder, said)
     tokenizer, facts = load_tokenizer(work / "tokenizer")
     types = {"input_ids": pa.uint16() if facts["vocab_size"] <= 2**16 else pa.uint32()}
     encode = partial(encode_text, tokenizer, facts["end_of_text"])
     if source.conversations:
-        encode, types["assistant_masks"] = partial(chat.encode_row, chat.open_tokenizer(work / "tokenizer")), pa.uint8()
+        encode, types["assistant_masks"] = (
+            partial(conversations.encode_row, conversations.open_tokenizer(work / "tokenizer")),
+            pa.uint8(),
+        )
 
     parts, most = [], config.max_tokens or math.inf
     if config.streaming:  # what is done need not be downloaded again

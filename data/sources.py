@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
-import chat
 from config import ConfigError
+from data import conversations
 
 CHUNK = 2**19  # characters of a txt file that are read at once
 
@@ -122,7 +122,7 @@ class Source:
 
     def _rows(self, place: str) -> Iterator[tuple[str, bool]]:
         for row in self._records(place):
-            text, is_conversation = chat.document_in(row, self.text_column)
+            text, is_conversation = conversations.document_in(row, self.text_column)
             self._all_are(is_conversation)
             # Half of a surrogate pair is valid in JSON, but no text.
             yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
@@ -135,7 +135,7 @@ class Source:
                 yield from (json.loads(line) for line in lines if not line.isspace())
         else:
             with pyarrow.parquet.ParquetFile(place) as file:
-                names = [name for name in file.schema_arrow.names if name in (self.text_column, *chat.COLUMNS)]
+                names = [name for name in file.schema_arrow.names if name in (self.text_column, *conversations.COLUMNS)]
                 for batch in file.iter_batches(256, columns=names or None):
                     yield from batch.to_pylist()
 

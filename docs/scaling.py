@@ -17,7 +17,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from benchmarks.page import markdown
-from cli import run
+from cli.scripts import run_and_exit
 from model.config import GPTConfig
 from model.gpt import GPTModel
 
@@ -219,4 +219,4 @@ def main(machines: Machines) -> None:
 
 
 if __name__ == "__main__":
-    run("docs.scaling", Machines, needs_torch=False)
+    run_and_exit("docs.scaling", Machines, needs_torch=False)

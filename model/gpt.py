@@ -108,7 +108,7 @@ class Attention(nn.Module):
         if isinstance(mask, BlockMask):
             attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
             y_BHTD = attend(q_BHTD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=self.groups > 1)
-        elif self.prefers_plain(q_BHTD, mask):
+        elif self.uses_plain_attention(q_BHTD, mask):
             y_BHTD = PlainAttention.apply(q_BHTD, k_BKTD, v_BKTD)
         else:
             dropout, causal = self.dropout if self.training else 0.0, mask is None and q_BHTD.shape[-2] > 1
@@ -116,7 +116,7 @@ class Attention(nn.Module):
             y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=mask, **kind)
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
 
-    def prefers_plain(self, q_BHTD: Tensor, mask: Tensor | None) -> bool:
+    def uses_plain_attention(self, q_BHTD: Tensor, mask: Tensor | None) -> bool:
         """On a CPU the fused kernel takes longer on short sequences, with its backward in bfloat16 up to seven times.
 
         An exact run in float32 keeps to it, whose bits are known on every processor.
@@ -202,7 +202,7 @@ class GPTModel(Generation, nn.Module):
         if problems:
             raise ValueError("\n".join(problems))
         self.config = config
-        self.next_token_loss = next_token_loss  # training/compute.py says how it goes about it
+        self.next_token_loss = next_token_loss  # launch/processor.py says how it goes about it
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)

@@ -11,9 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import cli
 import train
-from training import checkpoint
+from cli import scripts
+from run import checkpoint
 from training.optimizer import is_sharded
 
 FAULTS = os.environ["FAULTS"].split()
@@ -118,4 +118,4 @@ if os.environ.get("LIE_ABOUT_FREE_SPACE"):
     shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**12, 0, 10**12)
 
 if __name__ == "__main__":
-    cli.run("train")
+    scripts.run_and_exit("train")

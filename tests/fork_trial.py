@@ -1,4 +1,4 @@
-"""What a fork is put through: python -m tests.fork_trial OUT_DIR [SETTINGS]... in the directory of the fork.
+"""What a fork is put through: python -m tests.fork_trial [SETTINGS]... in its directory, or `make trial`.
 
 20 steps on two processes in one go; the same killed half-way and resumed, to the same numbers and the same digest of
 all weights and moments; then verify.py. Exit code 0: all of it holds. The processes are forks of one (tests/forked.py),
@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests import forked
 
@@ -31,7 +32,7 @@ def run(script: str, words: list[str]) -> str:
     return done.stdout
 
 
-def main(out_dir: str, *settings: str) -> None:
+def main(out_dir: str, settings: list[str]) -> None:
     words = [*TRIAL, *settings, "--out_dir", out_dir]
     unbroken, killed = (Path(out_dir, name) for name in ("unbroken", "killed"))
     run("train.py", [*words, "--name", "unbroken"])
@@ -47,9 +48,10 @@ def main(out_dir: str, *settings: str) -> None:
     assert "resumed at step" in run("train.py", [*words, "--name", "killed"])
     assert rows(killed) == rows(unbroken) and len({row["state/digest"] for row in rows(killed)}) == 20
     print(json.dumps(rows(killed)[-1]))
-    shutil.rmtree(out_dir)
+    shutil.rmtree(out_dir)  # verify.py makes its own runs there
     print(run("verify.py", words))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with TemporaryDirectory(prefix="trial-") as folder:
+        main(str(Path(folder, "runs")), sys.argv[1:])

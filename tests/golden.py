@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-import cli
+from cli import scripts
 from tests.conftest import ROOT, metrics
 
 TINY = ["--config", str(ROOT / "tests" / "tiny_stories.yaml"), "--exact", "true"]
@@ -46,7 +46,7 @@ def train_all(folder: Path) -> dict[str, dict[str, str | float]]:
         path = [str(corpus(folder))] if settings[-1] == "--data.path" else []
         sys.argv = ["train.py", *TINY, *settings, *path, "--out_dir", str(folder), "--name", str(number)]
         with contextlib.redirect_stdout(sys.stderr):
-            assert cli.call("train") == 0, kind
+            assert scripts.run_script("train") == 0, kind
         last = metrics(folder / str(number))[-1]
         digests[kind] = {name: last[name] for name in OF_ANY_PROCESSOR if name in last}
     return digests
@@ -54,4 +54,4 @@ def train_all(folder: Path) -> dict[str, dict[str, str | float]]:
 
 if __name__ == "__main__":
     print(yaml.safe_dump(train_all(Path(sys.argv[1])), sort_keys=False))
-    cli.leave(0)
+    scripts.exit_without_teardown(0)

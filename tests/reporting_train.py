@@ -6,9 +6,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import cli
 import model.gpt
 import train
+from cli import scripts
 
 Z_LOSS, HELP = 0.01, 100.0
 next_token_loss = model.gpt.next_token_loss
@@ -45,4 +45,4 @@ def corpus_with_scores(config):
 if __name__ == "__main__":
     model.gpt.next_token_loss, train.GPTModel = loss_alone, Model
     load_corpus, train.load_corpus = train.load_corpus, corpus_with_scores
-    cli.run("train")
+    scripts.run_and_exit("train")

@@ -8,8 +8,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import cli
 import model.gpt
+from cli import scripts
 
 
 class SparseMLP(model.gpt.MLP):
@@ -24,4 +24,4 @@ class SparseMLP(model.gpt.MLP):
 
 if __name__ == "__main__":
     model.gpt.MLP = SparseMLP
-    cli.run("train")
+    scripts.run_and_exit("train")

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from benchmarks import __main__ as command_line
 from benchmarks import measure, page, programs
 from benchmarks.measure import Group, Program, awake, by_turns, run, watched
+from launch.processor import available_cores
 from tests.conftest import ROOT, environment
-from training.compute import available_cores
 
 
 def test_the_page_is_that_of_the_results():

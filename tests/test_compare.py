@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-import cli
+from analysis.records import read_records, student_t_tails, welch
+from cli import scripts
 from compare import CompareConfig, main
 from plot import save_curves
-from records import read_records, student_t_tails, welch
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 
 # Student's sleep data, with which the documentation of R's t.test shows Welch's test: p-value = 0.07939.
@@ -143,14 +143,15 @@ def test_what_is_no_run_is_skipped_in_a_line(pair, capsys, tmp_path):
 def test_a_wrong_question_is_refused(arguments, message, pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare.py", *(word.format(tmp=tmp_path) for word in arguments)])
     streams = sys.stdout, sys.stderr
-    assert cli.call("compare", CompareConfig, needs_torch=False) == 2
+    assert scripts.run_script("compare", CompareConfig, needs_torch=False) == 2
     sys.stdout, sys.stderr = streams
     error = capsys.readouterr().err
     assert error.startswith("compare.py: error: ") and message in error and "Traceback" not in error
 
 
 def test_it_needs_no_torch():
-    code = "import sys, cli, compare, sweep; cli.parse_tool(compare.CompareConfig, 'compare', ['a']); "
+    code = "import sys, compare, sweep; from cli.arguments import parse_tool\n"
+    code += "parse_tool(compare.CompareConfig, 'compare', ['a']); "
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT, check=True)
 
 

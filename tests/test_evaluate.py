@@ -25,10 +25,10 @@ from evaluate import EvaluateConfig
 from export import ExportConfig
 from load import Loaded, load_run
 from model.config import GPTConfig
+from run.manifest import read_manifest
 from sample import SampleConfig
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
-from training.manifest import read_manifest
 
 TEXT = "To be, or not to be? Äh: that is the question.\n"
 

@@ -15,7 +15,7 @@ from config import ConfigError, DataConfig, RunError, TrainConfig
 from export import ExportConfig
 from load import Loaded, load_run
 from tests.conftest import TINY_STORIES, metrics, python, tensors, train
-from tests.test_prepare import make
+from tests.data.test_prepare import make
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
 FAMILIES = {"gpt2": [], "qwen3": [*QWEN3, "--model.tie_embeddings", "true", "--model.n_kv_heads", "1"]}

@@ -11,10 +11,10 @@ import torch
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import loss_of_chunk, next_token_loss
+from run.shards import copy_to_cpu
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from tests.test_sharding import launcher_environment
+from tests.training.test_sharding import launcher_environment
 from training.fingerprint import VALUES_AT_ONCE, digests
-from training.shards import copy_to_cpu
 from training.tree_sum import TreeSum
 
 WITHOUT = "no GPU is here, or hidden without -m cuda"

@@ -6,13 +6,13 @@ import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
 import export
-from arguments import parse_config
+from cli.arguments import parse_config
 from config import ConfigError
 from data.corpus import load_corpus
 from export import ExportConfig
-from hub import tensors_from_transformers
-from load import begin_with, load_run, take_over
+from load import copy_initial_weights, load_initial_model, load_run
 from model.gpt import GPTModel
+from model.hub import tensors_from_transformers
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
 
 MODELS = {
@@ -80,7 +80,7 @@ def test_a_run_is_begun_with_another_runs_weights_or_with_its_export(made):
     configs = []
     for source in (made / "runs" / "first", made / "export"):
         config = parse_config(arguments(made, "--init_from", source, "--name", "next"))
-        take_over(config)
+        load_initial_model(config)
         configs.append(config)
     assert configs[0].init_hash == configs[1].init_hash and len(configs[0].init_hash) == 32
 
@@ -111,12 +111,12 @@ def test_it_never_begins_with_other_weights_when_it_is_started_again(made):
 )
 def test_what_contradicts_it_is_refused(settings, message, made):
     with pytest.raises(ConfigError, match=message):
-        take_over(parse_config(arguments(made, "--init_from", made / "gpt2", *settings.split())))
+        load_initial_model(parse_config(arguments(made, "--init_from", made / "gpt2", *settings.split())))
 
 
 def test_dropout_may_be_its_own(made):
     config = parse_config(arguments(made, "--init_from", made / "gpt2", "--model.dropout", 0.3))
-    take_over(config)
+    load_initial_model(config)
     assert config.model.dropout == 0.3 and config.model.n_heads == 2
 
 
@@ -125,13 +125,13 @@ def test_what_a_fork_adds_begins_as_in_a_new_model_and_nothing_of_the_other_is_l
     network = GPTModel(initial.model.config)
     network.adapter = torch.nn.Linear(2, 2)
     begun, weights = network.adapter.weight.clone(), initial.model.state_dict()
-    begin_with(network, initial)
+    copy_initial_weights(network, initial)
     assert "init_from: 2 tensors are not in it and begin as in a new model, such as adapter." in capsys.readouterr().out
     assert torch.equal(network.adapter.weight, begun)
     assert all(torch.equal(network.state_dict()[name], weight) for name, weight in weights.items())
     del network.final_norm
     with pytest.raises(ConfigError, match=r"no place for 2 of its tensors, such as final_norm\."):
-        begin_with(network, initial)
+        copy_initial_weights(network, initial)
 
 
 def test_a_corpus_with_other_tokens_is_refused(made):
@@ -151,7 +151,7 @@ def test_a_corpus_with_more_tokens_is_to_be_prepared_anew(made, tmp_path):
         tmp_path / "small"
     )
     config = parse_config(arguments(made, "--init_from", tmp_path / "small"))
-    take_over(config)
+    load_initial_model(config)
     with pytest.raises(ConfigError, match=r"model.vocab_size: 100 is less .* prepare the corpus with that of .*small$"):
         load_corpus(config)
 
@@ -162,5 +162,5 @@ def test_the_recipes_take_everything_from_the_model(path, made):
     config = parse_config(["--config", str(path), "--init_from", str(made / small), "--data.path", "x"])
     assert not config.given - {"dropout"}
     config.seq_len = 64
-    take_over(config)
+    load_initial_model(config)
     assert config.model.n_layers == 2

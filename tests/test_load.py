@@ -18,14 +18,14 @@ from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel,
 import sample
 from config import ConfigError
 from data.corpus import Corpus
+from data.files import sha256
 from data.stories import StoriesDataset, log_prob
 from data.tokenizer import save_tokenizer
-from files import sha256
 from load import Loaded, find_checkpoint, load_run
+from run.manifest import File, read_manifest
 from sample import SampleConfig
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
-from tests.test_model import make_model
-from training.manifest import File, read_manifest
+from tests.model.test_model import make_model
 
 STORY = "--evaluation.every 1 --evaluation.num_story_samples 0 --optimizer.lr 3 --schedule.name constant".split()
 
@@ -162,7 +162,7 @@ import sys
 from pathlib import Path
 from config import ConfigError
 from load import load_run
-from training.manifest import InvalidCheckpoint, read_manifest
+from run.manifest import InvalidCheckpoint, read_manifest
 for load, path in ((load_run, sys.argv[1]), (read_manifest, Path(sys.argv[1], "checkpoints", "step-00000008"))):
     try:
         print(load(path))

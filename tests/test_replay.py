@@ -13,15 +13,15 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-import cli
-from audit import Retrained, Run, audit
+from analysis.audit import Retrained, Run, audit
+from cli import scripts
 from config import ConfigError, RunError
-from files import sha256
+from data.files import sha256
 from replay import ReplayConfig, with_step_named
+from run.manifest import File, read_manifest
 from tests import forked
 from tests.conftest import TINY_STORIES, assert_same_bits, environment, python, tensors, train
 from training.fingerprint import digests
-from training.manifest import File, read_manifest
 
 STEPS = 6
 RECIPE = [*TINY_STORIES, *"--steps 6 --tracking.log_every 1 --evaluation.every 3 --checkpoint.every 2".split()]
@@ -162,7 +162,7 @@ def test_nothing_in_the_run_is_touched(run):
 )
 def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["replay.py", *with_step_named(arguments.format(run=run).split())])
-    assert cli.call("replay", ReplayConfig) == 2
+    assert scripts.run_script("replay", ReplayConfig) == 2
     assert message.format(run=run) in capsys.readouterr().err
 
 
@@ -461,14 +461,14 @@ def test_without_exact_another_number_of_processes_passes_but_for_rounding(tmp_p
 
 
 def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch):
-    monkeypatch.setattr("audit.uses_cpu", lambda environment: False)
+    monkeypatch.setattr("analysis.audit.uses_cpu", lambda environment: False)
     opened = Run(run)
     assert opened.differs_here(3, 4) == "a CPU then and a GPU now"
     opened.starts[0]["threads"] = None
     assert "in another order each time, but for exact: true" in opened.differs_here(3, 4)
     opened.config.exact = True
     assert opened.differs_here(3, 4) == ""
-    monkeypatch.setattr("audit.uses_cpu", lambda environment: True)
+    monkeypatch.setattr("analysis.audit.uses_cpu", lambda environment: True)
     assert opened.differs_here(3, 4) == "a GPU then and a CPU now"
 
 

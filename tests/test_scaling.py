@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from arguments import parse_tool
+from cli.arguments import parse_tool
 from config import ConfigError
 from docs import scaling
 from docs.scaling import SHAPES, STRATEGIES, Machines

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-import cli
-from arguments import parse_config
+from cli import scripts
+from cli.arguments import parse_config
 from config import ConfigError, RunError
+from run.manifest import File, Manifest
 from sweep import SweepConfig, main, own_arguments_first, plan, split
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
-from training.manifest import File, Manifest
 
 # In the place of `python train.py`: leaves what a run leaves, and fails as it is told to.
 FAKE = """
@@ -26,7 +26,7 @@ sys.path.insert(0, {root!r})
 from dataclasses import asdict
 from pathlib import Path
 import yaml
-from arguments import parse_config
+from cli.arguments import parse_config
 config = parse_config(sys.argv[2:])
 config.global_batch_size, config.data.seed = config.global_batch_size or 8, 0
 run = Path(config.out_dir, config.name)
@@ -234,7 +234,7 @@ def test_its_own_options_may_stand_anywhere(monkeypatch, capsys):
     assert own_arguments_first(words) == ["--launch", "accelerate launch --cpu", "--", "--seed", "0,1", "--name", "x"]
     monkeypatch.setattr(sys, "argv", ["sweep.py", *own_arguments_first(["--seed", "0,x", "--launch=python"])])
     streams = sys.stdout, sys.stderr
-    assert cli.call("sweep", SweepConfig, needs_torch=False) == 2
+    assert scripts.run_script("sweep", SweepConfig, needs_torch=False) == 2
     sys.stdout, sys.stderr = streams
     assert "sweep.py: error: " in capsys.readouterr().err
 

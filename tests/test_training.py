@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from data.stories import StoriesDataset, build_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from run.manifest import validate
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, tensors, train
-from training.manifest import validate
 
 STEPS = 6
 PLAIN = [
@@ -36,7 +36,7 @@ def by_hand(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=[(1, 6), (2, 1), (3, 2)], ids=lambda p: f"{p[0]}_processes_micro_batch_{p[1]}")
-def trained(request, tmp_path_factory):
+def trainable_parameters(request, tmp_path_factory):
     """(logged rows, weights) of train.py, on 1, 2 and 3 processes with accumulation 1, 3 and 1."""
     processes, micro_batch_size = request.param
     out_dir = tmp_path_factory.mktemp("trained")

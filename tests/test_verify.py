@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import cli
 import model.gpt
 import model.linear
-import model_checks
 import train
 import verify as verify_module
-from arguments import parse_config
+from analysis import model_checks
+from cli import scripts
+from cli.arguments import parse_config
 from data.stories import StoriesDataset
 from model.config import GPTConfig
 from tests import forked
@@ -143,7 +143,7 @@ def verify_a_fork(out_dir, file):
     train.build_optimizer = verify_module.build_optimizer = lambda model, config: CountingSGD(model.parameters(), 0.1)
     verify_module.GlobalBatches = {}.__getitem__
     sys.argv += verify_module.SHORT
-    cli.leave(cli.call("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
 def verify_a_count_in_a_group(out_dir, file):
@@ -161,7 +161,7 @@ def verify_a_count_in_a_group(out_dir, file):
     train.build_optimizer = verify_module.build_optimizer = lambda model, config: CountingSGD(model.parameters(), 0.1)
     checks = verify_module.Verification.checks
     verify_module.Verification.checks = lambda self: {k: v for k, v in checks(self).items() if k == PROMISES[7]}
-    cli.leave(cli.call("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
 def in_a_fork(verify, out_dir, file):
@@ -202,7 +202,7 @@ def test_a_gpu_is_made_ready_for_exact_before_the_first_product(monkeypatch):
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr("model.linear.use_onednn", model.linear.use_onednn)
-    monkeypatch.setattr(verify_module.launcher, "check", lambda config: None)
+    monkeypatch.setattr(verify_module, "check_request", lambda config: None)
     monkeypatch.setattr(verify_module, "Verification", begin)
     with pytest.raises(Begun):
         verify_module.main(None)
@@ -220,7 +220,7 @@ def verify_what_is_no_state(out_dir, file):
 
     train.evaluate = evaluate_twice
     verify_module.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
-    cli.leave(cli.call("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
 def test_a_number_that_is_logged_otherwise_after_a_resume_is_found(runs, tmp_path):
@@ -257,7 +257,7 @@ def verify_short_rows(out_dir, file):
     StoriesDataset.arrays = lambda self, indices: {n: rows[:, :64] for n, rows in arrays(self, indices).items()}
     name = "gradient = hand-written all-reduce"
     verify_module.Verification.checks = lambda self: {name: partial(self.equals_loop_by_hand, all_reduce=True)}
-    cli.leave(cli.call("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
 def test_rows_of_another_length_than_is_said_are_found(runs, tmp_path):

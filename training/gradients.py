@@ -21,7 +21,7 @@ class _Reach(torch.autograd.Function):
         return gradient, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-def trained(network: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(network: nn.Module) -> list[nn.Parameter]:
     """The parameters that are not frozen."""
     return [parameter for parameter in network.parameters() if parameter.requires_grad]
 
@@ -36,7 +36,7 @@ def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
 def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
     """The backward by which DDP orders its sums for good: all parameters, the last first, whatever the batch used."""
     if isinstance(model, DistributedDataParallel):
-        parameters = trained(model)
+        parameters = trainable_parameters(model)
         # What has to be compiled and allocated is so now, out of DDP's sight.
         torch.autograd.grad(loss, parameters, allow_unused=True)
         loss = loss.detach()
@@ -54,7 +54,7 @@ def loss_scale(precision: str, step: int, skipped: int) -> float:
     return 2.0 ** (16 - skipped + (step - skipped) // 2000) if precision == "fp16" else 1.0
 
 
-def fill_in(parameters: list[nn.Parameter], scale: float = 1.0) -> None:
+def fill_in_gradients(parameters: list[nn.Parameter], scale: float = 1.0) -> None:
     """A gradient of zero for every parameter that no micro-batch used, and all divided by `scale` in place."""
     for parameter in parameters:
         if parameter.grad is None:

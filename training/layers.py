@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from training.gradients import trained
+from training.gradients import trainable_parameters
 from training.optimizer import gathered
 
 
@@ -48,7 +48,7 @@ class LayerStatistics:
             return
         before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
         columns = {"weight_norm": [total_norm(weights) for weights in before]}
-        columns["gradient_norm"] = [total_norm(p.grad for p in trained(block)) for block in self.blocks]
+        columns["gradient_norm"] = [total_norm(p.grad for p in trainable_parameters(block)) for block in self.blocks]
         yield
         # A row for every micro-batch of the global batch, so that they are added in one order however many processes;
         # with zeros for the blocks that were left out in some.

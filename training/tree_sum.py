@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.gradients import fill_in, trained
+from training.gradients import fill_in_gradients, trainable_parameters
 
 
 class TreeSum:
@@ -22,7 +22,7 @@ class TreeSum:
     """
 
     def __init__(self, network: nn.Module, num_micro_batches: int, rank: int, num_processes: int):
-        self.parameters = trained(network)
+        self.parameters = trainable_parameters(network)
         self.rank, self.num_processes = rank, num_processes
         num_leaves = num_micro_batches & -num_micro_batches  # the largest power of two that divides it
         self.micro_batches_per_leaf = num_micro_batches // num_leaves
@@ -36,7 +36,7 @@ class TreeSum:
         num_leaves, in_leaf = divmod(self.num_added, self.micro_batches_per_leaf)
         if in_leaf:
             return
-        fill_in(self.parameters)
+        fill_in_gradients(self.parameters)
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None

@@ -1,0 +1,56 @@
+"""What verify.py asks of a model alone, in float32 on the CPU; each answers as a check of Verification does. And what
+of its optimizer is lost."""
+
+from dataclasses import replace
+
+import torch
+
+from model.config import GPTConfig
+from model.generate import LayerCache
+from model.gpt import GPTModel
+from model.hub import FAMILIES, to_transformers
+from run import shards
+
+
+@torch.no_grad()
+def logits_equal(family: str, config: GPTConfig) -> tuple[bool | None, str]:
+    """This config's sizes in the architecture of a family of transformers'."""
+    torch.manual_seed(0)
+    own = FAMILIES[family] | (dict.fromkeys(("n_kv_heads", "head_dim")) if family == "gpt2" else {})
+    try:
+        model = GPTModel(replace(config, vocab_size=64, n_layers=2, dropout=0.0, **own))
+        theirs = to_transformers(model).eval()
+    except ValueError as error:
+        why = str(error).splitlines()
+        return None, next((line for line in why if line.startswith(f"{family}: ")), why[0])
+    length = min(24, config.max_position_embeddings)
+    input_ids = torch.arange(2 * length).reshape(2, length)
+    difference = (model(input_ids)[0] - theirs(input_ids).logits).abs().max().item()
+    return difference < 1e-4, f"largest difference {difference:.1e}"
+
+
+@torch.no_grad()
+def writes_as_trained(config: GPTConfig, seq_len: int) -> tuple[bool | None, str]:
+    """A sequence as it is written, by a prompt, several tokens and one, each seeing what is cached, and as a whole."""
+    torch.manual_seed(0)
+    model = GPTModel(replace(config, vocab_size=64)).eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.05)  # so that also what begins at zero does something
+    input_ids = torch.randint(64, (1, seq_len))
+    cache = [LayerCache(seq_len) for _ in range(config.n_layers)]
+    parts = input_ids[:, : seq_len // 2], input_ids[:, seq_len // 2 : -1], input_ids[:, -1:]
+    in_parts = torch.cat([model(part, cache=cache)[0] for part in parts if part.numel()], dim=1)
+    whole = model(input_ids)[0]
+    difference = ((whole - in_parts).abs().max() / whole.abs().max()).item()
+    return difference < 1e-3, f"largest difference {difference:.1e}"
+
+
+def values_not_saved(model: GPTModel, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of an optimizer that has done nothing yet: what it keeps that is no tensor, in its state and its groups."""
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    # Does an update, at a learning rate of 0, if there is no state yet.
+    state = shards.get_state_dict(model, optimizer, options=shards.FLATTENED)[1]
+    lost = [name for name, value in state.items() if name.startswith("state.") and not torch.is_tensor(value)]
+    for group, before in groups:
+        lost += [f"group.{key}" for key in group if key != "params" and group[key] != before.get(key)]
+    return lost

@@ -1,0 +1,251 @@
+"""What runs left behind, side by side: their curves, where they part, which are the same recipe, and its noise.
+
+compare.py prints it. Nothing here needs torch.
+"""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config import ConfigError
+from data.files import typed
+from run.continuation import FREE_SETTINGS, read_settings
+from run.metrics_file import read_rows
+from run.status import Status, read_status
+
+SEEDS = ("seed", "data.seed")
+# What two runs of one recipe may have different: where they lie, and what moves no loss by more than rounding.
+NOT_OF_A_RECIPE = FREE_SETTINGS - {"steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row"}
+WHEN_EVALUATED = ("every", "micro_batch_size", "num_story_samples", "num_samples_shown", "temperature")  # not on what
+NOT_OF_A_RECIPE |= {f"evaluation.{name}" for name in WHEN_EVALUATED}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The checkpoint that a branch began from."""
+
+    run: str
+    """Where its run lay then."""
+    step: int
+    digest: str | None
+
+
+@dataclass(eq=False)
+class Record:
+    """A run, as it lies on the disk."""
+
+    path: Path
+    settings: dict[str, Any]
+    """Flat, as `section.name`."""
+    rows: dict[int, dict[str, Any]]
+    """Of metrics.jsonl, by step; of a branch those after it left its parent."""
+    status: Status | None
+    branch: Branch | None
+    parent: "Record | None" = None
+    """Of a branch: the run that it left, where that is at hand."""
+    label: str = ""
+
+    def history(self) -> dict[int, dict[str, Any]]:
+        """The rows of the whole trajectory: the parent's until the branch, then its own."""
+        if self.parent is None:
+            return self.rows
+        shared = {s: row for s, row in self.parent.history().items() if s <= self.branch.step}
+        return shared | self.rows
+
+    def curve(self, metric: str, whole: bool = False) -> list[tuple[int, float]]:
+        """Steps and finite values of a metric, of the run alone or of its whole trajectory."""
+        rows = self.history() if whole else self.rows
+        return [(step, row[metric]) for step, row in sorted(rows.items()) if is_finite(row.get(metric))]
+
+    def last(self, metric: str) -> float | None:
+        """The newest value of a metric, None without any."""
+        return next((value for _, value in reversed(self.curve(metric, whole=True))), None)
+
+    def best_loss(self) -> float | None:
+        """The lowest validation loss, None without any."""
+        return min((loss for _, loss in self.curve("val/loss", whole=True)), default=None)
+
+    def final_loss(self) -> float | None:
+        """The validation loss after the last step; None while there is none."""
+        loss = self.history().get(self.settings["steps"], {}).get("val/loss")
+        return loss if is_finite(loss) else None
+
+    def tokens_to(self, loss: float) -> int | None:
+        """Training tokens until an evaluation gave at most `loss`; None if none did."""
+        reached = (step for step, value in self.curve("val/loss", whole=True) if value <= loss)
+        return next((self.tokens(step) for step in reached), None)
+
+    def tokens(self, step: int) -> int:
+        """Training tokens until a step: of a branch those of its parent, whose batches may have been others, and its
+        own."""
+        begin = min(step, self.branch.step) if self.parent else 0
+        own = (step - begin) * self.settings["global_batch_size"] * self.settings["seq_len"]
+        return own + (self.parent.tokens(begin) if self.parent else 0)
+
+    def tokens_per_second(self) -> float | None:
+        """The median over the logged intervals."""
+        speeds = [speed for _, speed in self.curve("perf/tokens_per_second")]
+        return statistics.median(speeds) if speeds else None
+
+    def seeds(self) -> tuple[int, ...]:
+        """Runs of one recipe are the same run where these are."""
+        return tuple(self.settings[name] for name in SEEDS)
+
+    def recipe(self) -> str:
+        """The same for runs that differ by their seeds alone, and so by nothing but noise."""
+        own = {name: self.settings[name] for name in self.settings if is_of_recipe(name) and name not in SEEDS}
+        begin = None
+        if self.branch:
+            begin = self.branch.step, self.parent.recipe() if self.parent else self.branch.run
+        return json.dumps([own, begin], sort_keys=True)
+
+
+def is_of_recipe(name: str) -> bool:
+    """Whether a setting says what is trained, and not where or how fast."""
+    return not NOT_OF_A_RECIPE & {name, name.split(".")[0]}
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def read_record(path: Path) -> Record:
+    """The run in the directory `path`.
+
+    Raises:
+        ConfigError: it is none, or it is damaged.
+    """
+    settings = read_settings(path / "config.yaml", remedy="")
+    if settings is None:
+        raise ConfigError(f"{path} is no run: it has no config.yaml")
+    try:
+        metrics, starts = path / "metrics.jsonl", path / "starts.jsonl"
+        rows = {row["step"]: row for row in read_rows(metrics)} if metrics.exists() else {}
+        begins = [row.get("branched_from") for row in read_rows(starts)] if starts.exists() else []
+        branch = next((typed(begin, Branch, f"{starts}: branched_from") for begin in begins if begin), None)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if branch:
+        rows = {step: row for step, row in rows.items() if step > branch.step}
+    return Record(path, settings, rows, read_status(path / "status.json"), branch)
+
+
+def read_records(paths: list[Path]) -> tuple[list[Record], list[str]]:
+    """The runs among these directories, parents found and labels given; and of what is no run, why."""
+    records, skipped = [], []
+    for path in dict.fromkeys(paths):
+        try:
+            records.append(read_record(path))
+        except ConfigError as error:
+            skipped.append(str(error))
+    names = [record.path.resolve().name for record in records]
+    for record, name in zip(records, names, strict=True):
+        label = name if names.count(name) == 1 else str(record.path)
+        record.label = label.encode(errors="replace").decode()  # a file system takes what nothing can print
+        record.parent = find_parent(record, records)
+    return records, skipped
+
+
+def find_parent(record: Record, records: list[Record]) -> Record | None:
+    """The run that a branch left: the one at the place that it wrote down, or, where that was moved, the one that had
+    the same state after the same step."""
+    if record.branch is None:
+        return None
+    step, digest = record.branch.step, record.branch.digest
+    older = [other for other in records if other is not record and other.rows and min(other.rows) <= step]
+    same = [other for other in older if digest and other.rows.get(step, {}).get("state/digest") == digest]
+    there = [other for other in older if str(other.path.resolve()) == record.branch.run]
+    return next((other for other in there if other in same or not digest), same[0] if same else None)
+
+
+def first_difference(one: Record, other: Record, *metrics: str) -> int | None:
+    """The first step that both logged where one of these metrics differs: 0 if none does, None if none is of both."""
+    ours, theirs = one.history(), other.history()
+    compared = 0
+    for step in sorted(ours.keys() & theirs.keys()):
+        both = [name for name in metrics if name in ours[step] and name in theirs[step]]
+        if any(ours[step][name] != theirs[step][name] for name in both):
+            return step
+        compared += len(both)
+    return 0 if compared else None
+
+
+def differing(records: list[Record]) -> list[str]:
+    """The settings that are not the same in all of these runs, but for those that say where a run lies."""
+    names = dict.fromkeys(name for record in records for name in record.settings)
+    return [
+        name
+        for name in names
+        if name not in ("name", "out_dir", "resume", "branch_from")
+        and len({json.dumps(record.settings.get(name)) for record in records}) > 1
+    ]
+
+
+def changes(branch: Record) -> list[str]:
+    """The settings by which a branch is another run than its parent."""
+    return [name for name in differing([branch.parent, branch]) if is_of_recipe(name)]
+
+
+def effect(branch: Record, records: list[Record]) -> tuple[int, float, list[float]] | None:
+    """What a branch changed: its validation loss less its parent's, after the last step that evaluated both.
+
+    Returns:
+        The step; the effect; and the losses after it of runs that differ by their seeds alone, the parent and the
+        branches that left it at the same step: what such effects are without a cause. None without such a step.
+    """
+    ours, theirs = dict(branch.curve("val/loss")), dict(branch.parent.curve("val/loss", whole=True))
+    if not (both := ours.keys() & theirs.keys()):
+        return None
+    step = max(both)
+    repeats = {branch.parent.seeds(): theirs[step]}
+    for other in records:
+        if (
+            other.parent is branch.parent
+            and other.branch.step == branch.branch.step
+            and set(changes(other)) <= {*SEEDS}
+        ):
+            loss = dict(other.curve("val/loss")).get(step)
+            repeats |= {other.seeds(): loss} if loss is not None else {}
+    return step, ours[step] - theirs[step], list(repeats.values())
+
+
+def samples(records: list[Record]) -> list[float]:
+    """The final validation losses of runs of one recipe. A run is a function of its seeds: one that was repeated gives
+    no second sample."""
+    found = {record.seeds(): loss for record in records if (loss := record.final_loss()) is not None}
+    return list(found.values())
+
+
+def welch(one: list[float], other: list[float]) -> float | None:
+    """Welch's t-test: how probable means at least so far apart are if both recipes have the same; None with less than
+    two samples of each (Welch, The generalization of "Student's" problem, 1947)."""
+    if min(len(one), len(other)) < 2:
+        return None
+    (m, a), (n, b) = ((statistics.fmean(x), statistics.variance(x) / len(x)) for x in (one, other))
+    if a + b == 0:
+        return float(m == n)
+    freedom = (a + b) ** 2 / (a**2 / (len(one) - 1) + b**2 / (len(other) - 1))
+    return student_t_tails((m - n) / math.sqrt(a + b), freedom)
+
+
+def student_t_tails(t: float, freedom: float) -> float:
+    """P(|T| >= |t|): the regularised incomplete beta function I_x(freedom / 2, 1 / 2) at x = freedom / (freedom + t²),
+    by its series of positive terms (DLMF 8.17.4 and 8.17.8)."""
+    a, b, x, rest = freedom / 2, 0.5, freedom / (freedom + t * t), t * t / (freedom + t * t)
+    if rest == 0:
+        return 1.0
+    swapped = x > 0.5  # the series of the other tail is the shorter one
+    if swapped:
+        a, b, x, rest = b, a, rest, x
+    term = total = math.exp(
+        math.lgamma(a + b) - math.lgamma(a + 1) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)
+    )
+    n = 0
+    while term > 1e-17 * total:
+        term *= (a + b + n) / (a + 1 + n) * x
+        total, n = total + term, n + 1
+    return 1 - total if swapped else total

@@ -1,0 +1,209 @@
+"""Weights to and from transformers, for the two families that have an exact counterpart there.
+
+GPT-2 = learned + layernorm + gelu + bias; Qwen3 = rope + rmsnorm + swiglu + qk_norm, no bias. A model of either opens
+in AutoModelForCausalLM without remote code, and wherever that format is read.
+
+GPT-2 keeps q, k and v in one matrix and stores its matrices as [in, out]; Qwen3 differs in its names alone.
+transformers is imported inside the functions: it takes seconds, and only an export needs it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from model.config import GPTConfig
+from model.gpt import GPTModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# The settings that make each family, and what the others that it has are called there.
+FAMILIES = {
+    "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
+    "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
+}
+GELUS = {"gelu": "gelu_new", "gelu_erf": "gelu"}  # what transformers calls each of ours; its GPT-2 has either
+SAME = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
+NAMES = {
+    "gpt2": SAME | dict(max_position_embeddings="n_positions", n_layers="n_layer", n_heads="n_head", d_model="n_embd")
+    | dict(d_ff="n_inner", dropout="resid_pdrop", norm_eps="layer_norm_epsilon"),
+    "qwen3": SAME | dict(max_position_embeddings="max_position_embeddings", n_layers="num_hidden_layers")
+    | dict(n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim", d_model="hidden_size")
+    | dict(d_ff="intermediate_size", dropout="attention_dropout", norm_eps="rms_norm_eps"),
+}  # fmt: skip
+# What else is understood: how weights begin is no part of a model, and what is named of attention is looked at below.
+HANDLED_SEPARATELY = {"zero_init", "rope_theta", "n_kv_heads", "head_dim"}
+
+
+def family_of(config: GPTConfig) -> str:
+    """The transformers model_type of a config; ValueError names the settings that keep it out of each family.
+
+    A setting that is not known here, as of a fork, does so unless it is at its default.
+    """
+    misfits = {}
+    for family, settings in FAMILIES.items():
+        settings = settings | ({"mlp": config.mlp} if family == "gpt2" and config.mlp in GELUS else {})
+        unknown = [
+            f for f in fields(config) if f.name not in settings | NAMES[family] and f.name not in HANDLED_SEPARATELY
+        ]
+        misfits[family] = [
+            f"model.{name} is {getattr(config, name)}, not {value}"
+            for name, value in (settings | {field.name: field.default for field in unknown}).items()
+            if getattr(config, name) != value
+        ]
+    if config.kv_heads != config.n_heads:
+        misfits["gpt2"].append(f"model.n_kv_heads is {config.kv_heads}, not model.n_heads {config.n_heads}")
+    if config.head_size * config.n_heads != config.d_model:
+        misfits["gpt2"].append(f"model.head_dim is {config.head_size}, not model.d_model / model.n_heads")
+    for family, reasons in misfits.items():
+        if not reasons:
+            return family
+    explained = "\n".join(f"{family}: {'; '.join(reasons)}" for family, reasons in misfits.items())
+    raise ValueError(f"the model has no counterpart in transformers:\n{explained}")
+
+
+def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
+    """The GPT2Config or Qwen3Config of the same model. Raises ValueError as family_of does.
+
+    Special tokens are the tokenizer's affair and stay unset. Qwen3 has dropout in its attention alone, so that there
+    embeddings and residuals lose theirs: the same model to evaluate, not to train on.
+    """
+    from transformers import GPT2Config, Qwen3Config
+
+    family = family_of(config)
+    config = replace(config, n_kv_heads=config.kv_heads, head_dim=config.head_size)
+    settings = {there: getattr(config, here) for here, there in NAMES[family].items()}
+    if family == "gpt2":
+        settings |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
+        settings["activation_function"] = GELUS[config.mlp]
+        settings["n_ctx"] = config.max_position_embeddings  # as the published one has it, and llama.cpp reads it
+        # The default of both is 50256, the published GPT-2's end of text.
+        return GPT2Config(**settings, bos_token_id=None, eos_token_id=None)
+    hf_config = Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
+    hf_config.rope_theta = config.rope_theta  # where transformers 4 has it, for which it would else be 10,000
+    return hf_config
+
+
+def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
+    """The GPTConfig of a GPT2Config or Qwen3Config; ValueError names each setting that this model does not have."""
+    family = hf_config.model_type
+    if family not in FAMILIES:
+        raise ValueError(f"a transformers model of type {family}: only {' and '.join(FAMILIES)} can be read")
+    settings = {here: getattr(hf_config, there) for here, there in NAMES[family].items()}
+    there = hf_config.to_dict()
+    if family == "gpt2":
+        settings["d_ff"] = hf_config.n_inner or 4 * hf_config.n_embd
+        settings["mlp"] = "gelu_erf" if hf_config.activation_function == "gelu" else "gelu"
+        required = {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "reorder_and_upcast_attn": (False,),
+            "add_cross_attention": (False,),
+            "attn_pdrop": (hf_config.resid_pdrop,),
+            "embd_pdrop": (hf_config.resid_pdrop,),
+        }
+    else:
+        there |= hf_config.rope_parameters
+        settings["rope_theta"] = there["rope_theta"]
+        required = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)}
+        required["rope_type"] = ("default",)
+    misfits = [
+        f"{name} is {there[name]}, not {' or '.join(map(str, allowed))}"
+        for name, allowed in required.items()
+        if there[name] not in allowed
+    ]
+    if misfits:
+        raise ValueError(f"this {family} model has settings that GPTModel lacks: {'; '.join(misfits)}")
+    return GPTConfig(**FAMILIES[family] | settings)
+
+
+def tensor_names(config: GPTConfig) -> Iterator[tuple[str, list[str], bool]]:
+    """Every tensor as (name in transformers, names here, transposed).
+
+    Several names here are stacked along their first dimension; transposed, the result is stored as [in, out] there.
+    """
+    if family_of(config) == "gpt2":
+        yield "transformer.wte.weight", ["token_embedding.weight"], False
+        yield "transformer.wpe.weight", ["position_embedding.weight"], False
+        for kind in ("weight", "bias"):
+            matrix = kind == "weight"
+            for i in range(config.n_layers):
+                there, here = f"transformer.h.{i}", f"blocks.{i}"
+                yield f"{there}.ln_1.{kind}", [f"{here}.attention_norm.{kind}"], False
+                yield f"{there}.attn.c_attn.{kind}", [f"{here}.attention.{x}_proj.{kind}" for x in "qkv"], matrix
+                yield f"{there}.attn.c_proj.{kind}", [f"{here}.attention.out_proj.{kind}"], matrix
+                yield f"{there}.ln_2.{kind}", [f"{here}.mlp_norm.{kind}"], False
+                yield f"{there}.mlp.c_fc.{kind}", [f"{here}.mlp.up_proj.{kind}"], matrix
+                yield f"{there}.mlp.c_proj.{kind}", [f"{here}.mlp.down_proj.{kind}"], matrix
+            yield f"transformer.ln_f.{kind}", [f"final_norm.{kind}"], False
+    else:
+        yield "model.embed_tokens.weight", ["token_embedding.weight"], False
+        for i in range(config.n_layers):
+            there, here = f"model.layers.{i}", f"blocks.{i}"
+            yield f"{there}.input_layernorm.weight", [f"{here}.attention_norm.weight"], False
+            for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+                yield f"{there}.self_attn.{name}.weight", [f"{here}.attention.{name}.weight"], False
+            yield f"{there}.self_attn.o_proj.weight", [f"{here}.attention.out_proj.weight"], False
+            yield f"{there}.post_attention_layernorm.weight", [f"{here}.mlp_norm.weight"], False
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                yield f"{there}.mlp.{name}.weight", [f"{here}.mlp.{name}.weight"], False
+        yield "model.norm.weight", ["final_norm.weight"], False
+    if not config.tie_embeddings:
+        yield "lm_head.weight", ["lm_head.weight"], False
+
+
+def tensors_to_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames, stacks and transposes the tensors of GPTModel (weights, or gradients) into those of transformers.
+
+    Raises ValueError if the model has other tensors than its family, as a fork may.
+    """
+    result, names = {}, list(tensor_names(config))
+    if different := sorted({name for _, here, _ in names for name in here} ^ tensors.keys()):
+        raise ValueError(
+            f"the model has no counterpart in transformers: {len(different)} tensors are not its "
+            f"family's, or the other way round, such as {different[0]}"
+        )
+    for there, here, transposed in names:
+        stacked = torch.cat([tensors[name] for name in here])
+        result[there] = stacked.T.contiguous() if transposed else stacked
+    return result
+
+
+def tensors_from_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of tensors_to_transformers."""
+    result = {}
+    for there, here, transposed in tensor_names(config):
+        stacked = tensors[there].T if transposed else tensors[there]
+        for name, part in zip(here, stacked.chunk(len(here)), strict=True):
+            result[name] = part.contiguous()
+    return result
+
+
+def to_transformers(model: GPTModel) -> "PreTrainedModel":
+    """The same model as a GPT2LMHeadModel or Qwen3ForCausalLM, in eval mode, with copies of the weights.
+
+    Raises ValueError if the config fits neither family, as family_of does.
+    """
+    from transformers import AutoModelForCausalLM
+
+    hf_config = config_to_transformers(model.config)
+    hf_model = AutoModelForCausalLM.from_config(hf_config, dtype=model.token_embedding.weight.dtype)
+    tensors = tensors_to_transformers(model.config, model.state_dict())
+    if model.config.tie_embeddings:  # one parameter under two names there
+        tensors["lm_head.weight"] = model.token_embedding.weight
+    hf_model.load_state_dict(tensors)
+    return hf_model.to(model.token_embedding.weight.device).eval()
+
+
+def from_transformers(hf_model: "PreTrainedModel") -> GPTModel:
+    """The same model as a GPTModel, in eval mode, with copies of the weights.
+
+    Raises ValueError if it is of another family or uses settings that GPTModel lacks.
+    """
+    model = GPTModel(config_from_transformers(hf_model.config)).to(hf_model.device, hf_model.dtype)
+    model.load_state_dict(tensors_from_transformers(model.config, hf_model.state_dict()))
+    return model.eval()

@@ -1,0 +1,119 @@
+"""Whether these settings may go on with a run or a checkpoint that others began, which settings are said by name."""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from config import ConfigError, ScheduleConfig, TrainConfig, flat_settings
+from run.manifest import Manifest
+from training.schedule import lr_scale
+
+# What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
+# are compared by the learning rates that they gave so far; data.path and the paths of data.mix by data.hash, if
+# there is one, init_from by init_hash.
+FREE_SETTINGS = {
+    *("name", "out_dir", "resume", "branch_from", "steps", "schedule", "compile", "on_nonfinite"),
+    *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
+    *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
+}
+# Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
+RETIRED_SETTINGS: dict[str, Any] = {}
+# Settings that had no name of their own: a run that does not know one was begun with the value of the other.
+SPLIT_FROM = {"data.seed": "seed"}
+# Filled in at a start where they are null.
+RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
+
+
+def complete_settings(stored: dict[str, Any]) -> dict[str, Any]:
+    """The flat settings of a stored run, as this version means them.
+
+    A setting that the run does not know has its default of today: that is what it did without it. Or it has the value
+    of the setting that it was once a part of.
+    """
+    flat = {key: value for key, value in flat_settings(stored).items() if RETIRED_SETTINGS.get(key, ...) != value}
+    parts = {key: flat[whole] for key, whole in SPLIT_FROM.items() if whole in flat}
+    return flat_settings(asdict(TrainConfig())) | parts | flat
+
+
+def read_settings(file: Path, remedy: str = "; --resume never moves that run aside") -> dict[str, Any] | None:
+    """The flat settings of the run whose config.yaml this is; None if there is none.
+
+    Raises:
+        ConfigError: the file is damaged; the `remedy` is that of a training that would go on with the run.
+    """
+    try:
+        if not isinstance(stored := yaml.safe_load(file.read_text()), dict):
+            raise ValueError("it is empty" if stored is None else "it holds no settings")
+        settings = complete_settings(stored)
+        kinds = {"steps": int, "seq_len": int, "global_batch_size": int, "data.seed": int, "resume": str}
+        if wrong := [name for name, kind in kinds.items() if type(settings[name]) is not kind]:
+            raise ValueError(f"{wrong[0]} is none")
+        if settings["resume"] not in ("auto", "never"):
+            settings["branch_from"] = settings["resume"]  # its older name
+    except FileNotFoundError:
+        return None
+    except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is damaged ({error}){remedy}") from None
+    return settings
+
+
+def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
+    """What going on with `config` would change of the trajectory of a run with the settings `before`, a line each."""
+    now = flat_settings(asdict(config))
+    known = {"init_hash"} if config.init_from is None else set()  # then that there are none is known
+    yet_unknown = {key for key in RESOLVED_AT_START - known if now[key] is None}
+    # A source without a hash, as a fork's may be, is known by its path alone.
+    free = FREE_SETTINGS - ({"data.path"} if before["data.hash"] is None else set())
+    weights = [list(s["data.mix"].values()) for s in (before, now) if isinstance(s["data.mix"], dict)]
+    if before["data.hash"] is not None and len(weights) == 2 and weights[0] == weights[1]:
+        free |= {"data.mix"}  # its keys are paths
+    lines = []
+    for key in sorted((before.keys() | now.keys()) - yet_unknown):
+        section = key.split(".")[0]
+        if key not in now and (section == "schedule" or not free & {key, section}):
+            lines.append(f"{key}: {before[key]} there, and no setting any more")
+        elif key in now and before[key] != now[key] and not free & {key, section}:
+            lines.append(f"{key}: {before[key]} there, {now[key]} now")
+    return lines
+
+
+def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
+    """Refuse settings by which the updates until the checkpoint at `path` of the run itself would have been others.
+
+    Raises:
+        ConfigError: with those settings, with the first step that had another learning rate, or if more steps are done.
+    """
+    before = complete_settings(manifest.config)
+    if different := differences(before, config):  # config.yaml is gone, or was edited
+        raise ConfigError("\n  ".join([f"{path} is of other settings, which going on would change:", *different]))
+    old_schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
+    unchanged = (old_schedule, before["steps"]) == (config.schedule, config.steps)  # a look at millions takes seconds
+    for step in range(0 if unchanged else min(manifest.step, config.steps)):
+        old, new = lr_scale(old_schedule, step, before["steps"]), lr_scale(config.schedule, step, config.steps)
+        if old != new:
+            raise ConfigError(
+                f"steps: {config.steps} (before: {before['steps']}) and schedule: {asdict(config.schedule)} would have "
+                f"given step {step} of this run {new:.6g} of the peak learning rate, but it had {old:.6g}; a run can "
+                "be extended only until its decay begins (schedule.name: constant or wsd), or be continued as a new "
+                f"one: --name NEW --branch_from {path}"
+            )
+    if config.steps < manifest.step:
+        raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} that {path} has already done")
+
+
+def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
+    """Refuse to begin a new run with the weights and moments of a checkpoint that do not fit it.
+
+    Raises:
+        ConfigError: it is of another model or optimizer, or leaves nothing to do.
+    """
+    fixed = ("model.", "optimizer.name:")
+    if different := [
+        line for line in differences(complete_settings(manifest.config), config) if line.startswith(fixed)
+    ]:
+        what = "\n  ".join(different)
+        raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {what}")
+    if config.steps <= manifest.step:
+        raise ConfigError(f"steps: {config.steps} leaves nothing to do after the {manifest.step} of {path}")

@@ -1,0 +1,265 @@
+"""The directory of a run, `<out_dir>/<name>/`: who may write in it, and where a start in it begins."""
+
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from config import ConfigError, RunError, TrainConfig
+from data.files import copy_folder, lock, write_atomically
+from launch.signals import Preempted
+from launch.world import is_main_process, num_processes
+from run.continuation import check_branch, check_resume, complete_settings, differences, read_settings
+from run.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
+from run.metrics_file import forget_after, read_rows
+from run.provenance import arrangement, provenance, uncommitted_changes
+from run.status import Status, read_status, write_status
+
+LOCK = ".lock"
+NONE_LEFT = "no valid checkpoint is left"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a start begins: at the beginning, or after the step of a checkpoint."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    skipped: tuple[int, int] = (0, 0)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class RunDirectory:
+    """Config, status, metrics and checkpoints of one run. Only the main process writes."""
+
+    def __init__(self, out_dir: str, name: str):
+        self.path = Path(out_dir).expanduser() / name
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics_file, self.samples_file = self.path / "metrics.jsonl", self.path / "samples.jsonl"
+        self.status_file = self.path / "status.json"
+        self.is_open = False
+        self._lock_file: TextIO | None = None
+
+    def data_seed(self, config: TrainConfig) -> int:
+        """Of settings whose data.seed is null: that of the run, or of the checkpoint that it begins from, else 0.
+
+        Whether it may go on from there is for `check` to say.
+        """
+        with suppress(ConfigError, InvalidCheckpoint):
+            if not _starts_afresh(config) and (before := read_settings(self.path / "config.yaml")):
+                return before["data.seed"]
+            if config.branch_from is not None:
+                return complete_settings(read_manifest(Path(config.branch_from)).config)["data.seed"]
+        return 0
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse what cannot go on here. Every process calls it before anything is allocated; nothing is written.
+
+        A `global_batch_size` of None becomes a number here: that of the run's first start.
+
+        Raises:
+            ConfigError: the directory cannot be written, or holds a run whose trajectory these settings would change.
+        """
+        existing = self.path
+        try:
+            existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+            tempfile.TemporaryFile(dir=existing).close()
+        except OSError as error:
+            raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
+        before = None if _starts_afresh(config) else read_settings(self.path / "config.yaml")
+        if config.global_batch_size is None:
+            first = before["global_batch_size"] if before else config.micro_batch_size * num_processes()
+            config.global_batch_size = first
+            if problems := config.problems(num_processes()):
+                raise ConfigError("\n".join(problems))
+        if before is None:
+            if config.branch_from is not None and not os.path.isdir(config.branch_from):
+                raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
+            if _starts_afresh(config) and self.path.resolve() in Path(config.branch_from or "/").resolve().parents:
+                problem = f"branch_from: {config.branch_from!r} is of the run that --resume never would move aside"
+                raise ConfigError(f"{problem}; choose another name")
+            return
+        if config.branch_from is None:
+            config.branch_from = before["branch_from"]
+        elif config.branch_from != before["branch_from"]:
+            problem = f"branch_from: {config.branch_from!r} starts a new run, but {self.path} already holds one"
+            raise ConfigError(f"{problem}; choose another name, or --resume never moves that run aside")
+        if different := differences(before, config):
+            raise ConfigError(
+                f"{self.path} holds a run with other settings, which going on would change half-way:\n  "
+                + "\n  ".join(different)
+                + "\nchoose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
+            )
+
+    def open(self, config: TrainConfig, accelerator: Accelerator) -> Start:
+        """Choose the checkpoint to start from and write the resolved config; called by all processes together.
+
+        Raises:
+            ConfigError: on all processes alike, when no valid checkpoint is left or it does not fit the settings.
+            RunError: on all processes alike, when the directory cannot be read or written.
+        """
+        answer: list[Start | Exception] = [Start()]
+        if accelerator.is_main_process:
+            try:
+                answer = [self._prepare(config, arrangement(accelerator))]
+            except OSError as error:
+                answer = [RunError(f"{self.path} cannot be prepared: {error}")]
+            except Exception as error:  # no process may wait for one that has failed
+                answer = [error]
+        answer = broadcast_object_list(answer)[0]
+        if isinstance(answer, Exception):
+            raise answer
+        if not all(gather_object([(self.path / "config.yaml").exists()])):
+            raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
+        return answer
+
+    @contextmanager
+    def outcome_recorded(self, config: TrainConfig) -> Iterator[None]:
+        """Write down in status.json what became of a start: finished, preempted or failed.
+
+        Also that it was refused, where the directory holds the run of these settings: whoever asks whether to start it
+        again must not be told how an older start of it ended. Another run's status is left alone.
+        """
+        try:
+            yield
+        except Preempted as preempted:
+            self._record("preempted", str(preempted))
+            raise
+        except BaseException as error:
+            if self.is_open or (is_main_process() and self._may_be_claimed(config)):  # which the others do not write
+                self._record("failed", f"{type(error).__name__}: {error}")
+            raise
+        else:
+            self._record("finished")
+        finally:
+            if self._lock_file is not None:
+                self._lock_file.close()
+
+    def record_progress(self, step: int) -> None:
+        """Write down in status.json that the run is running, and has done so many steps."""
+        if is_main_process():
+            write_status(self.status_file, Status("running", step))
+
+    def _record(self, state: str, reason: str = "") -> None:
+        if is_main_process():
+            before = read_status(self.status_file)
+            write_status(self.status_file, Status(state, before.step if before else 0, reason))
+
+    def _prepare(self, config: TrainConfig, now: dict[str, Any]) -> Start:
+        self._lock()
+        if _starts_afresh(config) and any(entry.name != LOCK for entry in self.path.iterdir()):
+            self._move_aside()
+            self._lock()
+        self.is_open = True
+        start = self._choose_start(config, now)
+        self.checkpoints.mkdir(exist_ok=True)
+        for file in (self.metrics_file, self.samples_file):
+            forget_after(file, start.step)
+        forget_after(self.path / "starts.jsonl", config.steps)  # half a line, of a start that had no room for it
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
+        if config.data.source == "text":
+            theirs = [Path(corpus).expanduser() / "tokenizer" for corpus in config.data.mix or [config.data.path]]
+            theirs.sort(key=lambda place: not (place / "chat_template.jinja").exists())  # one that can talk, if any can
+            copy_folder(theirs[0], self.path / "tokenizer")
+        self._record_start(start, now | {"config": _plain(config)})
+        self.record_progress(start.step)
+        return start
+
+    def _record_start(self, start: Start, now: dict[str, Any]) -> None:
+        """Keep what this start computes, and with what: a line of starts.jsonl, and what the commit there lacks.
+
+        Of a branch also where it begins, for the checkpoint that branch_from names may be moved or deleted.
+        """
+        changes = uncommitted_changes()
+        name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff" if changes else None
+        if name:
+            write_atomically(self.path / name, changes + "\n")
+        row = {"step": start.step, **now, **provenance(), "uncommitted_changes": name}
+        if start.checkpoint and start.checkpoint.parent != self.checkpoints:
+            parent = str(start.checkpoint.resolve().parent.parent)
+            row["branched_from"] = {"run": parent, "step": start.step, "digest": start.metrics.get("state/digest")}
+        with open(self.path / "starts.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _choose_start(self, config: TrainConfig, now: dict[str, Any]) -> Start:
+        path, manifest, rejected = newest_valid(self.checkpoints)
+        for reason in rejected:
+            print(f"Checkpoint passed over: {reason}")
+        if path is not None:
+            if manifest.mixed_precision != now["mixed_precision"]:
+                raise ConfigError(
+                    f"mixed_precision: {now['mixed_precision']} of the launch, but {path} was trained with "
+                    f"{manifest.mixed_precision}; use that, or a new run: --name NEW --branch_from {path}"
+                )
+            check_resume(config, path, manifest)
+        elif rejected or self._had_saved():
+            raise ConfigError(f"{NONE_LEFT} in {self.checkpoints}; mend one, or start afresh with --resume never")
+        elif config.branch_from is not None:
+            path = Path(config.branch_from)
+            try:
+                manifest = validate(path)
+            except InvalidCheckpoint as invalid:
+                raise ConfigError(f"branch_from: {invalid}") from None
+            check_branch(config, path, manifest)
+        if manifest is None:
+            return Start()
+        before = {} if config.exact else {name: getattr(manifest, name) for name in ("processes", "shards", "threads")}
+        if changed := [name for name, count in before.items() if None not in (count, now[name]) and count != now[name]]:
+            what = ", ".join(f"{now[name]} {name} instead of {before[name]}" for name in changed)
+            print(f"Resumed with {what}: from here on the bits may differ by rounding.")
+        return Start(path, manifest.step, manifest.skipped, manifest.metrics)
+
+    def _had_saved(self) -> bool:
+        """Whether a checkpoint was there for certain; a run that was killed may have been saving its first one."""
+        starts, status = self.path / "starts.jsonl", read_status(self.status_file)
+        if starts.exists() and len({row["step"] for row in read_rows(starts)}) > 1:
+            return True  # one of them went on from a checkpoint
+        return status is not None and (status.state in ("finished", "preempted") or NONE_LEFT in status.reason)
+
+    def _may_be_claimed(self, config: TrainConfig) -> bool:
+        """Whether this is the run of these settings, and nobody else is running it."""
+        with suppress(ConfigError, OSError):
+            before = read_settings(self.path / "config.yaml")
+            same = before is not None and not _starts_afresh(config) and not differences(before, config)
+            if same and config.branch_from in (None, before["branch_from"]):
+                self._lock()
+                return True
+        return False
+
+    def _lock(self) -> None:
+        """Held until the start is over, however it ends. It lies inside, for the directory may have several names."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock_file = open(self.path / LOCK, "w")
+        os.register_at_fork(after_in_child=self._lock_file.close)  # loaders of data outlive a kill for some seconds
+        mine = False
+        with suppress(FileNotFoundError):  # it was moved aside just now, by another that starts afresh
+            mine = lock(self._lock_file) and os.path.samefile(self._lock_file.fileno(), self.path / LOCK)
+        if not mine:
+            raise ConfigError(f"{self.path} is in use: another training is running in it; choose another name")
+
+    def _move_aside(self) -> None:
+        taken = (self.path.with_name(f"{self.path.name}.old-{n}") for n in itertools.count(1))
+        aside = next(path for path in taken if not path.exists())
+        os.rename(self.path, aside)
+        print(f"The existing run was moved to {aside}.")
+
+
+def _starts_afresh(config: TrainConfig) -> bool:
+    # A launcher that restarts the job after a crash repeats the command: going on is meant, not starting again.
+    return config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    settings = json.loads(json.dumps(asdict(config)))  # tuples become lists, as YAML and JSON have them
+    # never was meant for this start, not for those that read the file
+    return settings | ({"resume": "auto"} if config.resume == "never" else {})

@@ -1,0 +1,129 @@
+"""Where a run's numbers and words go: its files, the screen and a tracker such as Weights & Biases."""
+
+import os
+import sys
+from contextlib import AbstractContextManager, closing
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from config import TrainConfig
+from data.files import finite_or_null
+from run.directory import RunDirectory
+from run.metrics_file import MetricsFile
+from run.trackers import ExportNewest, start_tracker
+
+NUM_TEXTS_SHOWN = 3
+TRAINING = ("train/", "perf/")  # what has a line of its own
+NOT_SHOWN = (*TRAINING, "state/", "layers/")  # in the other one: nor digests, and what a picture shows
+# How the screen shows what is no number like a loss.
+FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
+FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
+SHORT_NAMES = {"perf/tokens_per_second": "tokens/s"}
+
+
+def shown(name: str, value: float) -> str:
+    """A metric's value as the screen shows it."""
+    return format(value, FORMATS.get(name, ".4f" if value == 0 or abs(value) >= 0.01 else ".3g"))
+
+
+class Reporter(AbstractContextManager):
+    """Logs metrics and prints, on the main process; on every other process its methods do nothing.
+
+    On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        step: int,
+        accelerator: Accelerator,
+        export_newest: ExportNewest | None = None,
+    ):
+        """`step` are done; `export_newest` is that of export.py, for `tracking.artifact`."""
+        self.steps, self.is_main_process = config.steps, accelerator.is_main_process
+        if not self.is_main_process:
+            return
+        # Some containers have a terminal that is 0 columns wide, on which a bar shows nothing.
+        has_room = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
+        self.bar = tqdm(
+            total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not has_room, file=sys.stdout
+        )
+        self.metrics_file = MetricsFile(run.metrics_file)
+        self.samples_file = run.samples_file
+        self.remote = start_tracker(config, run, step, self.say, export_newest)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of `step`: a line of metrics.jsonl, a point in the tracker, a line or bar on the screen.
+
+        Without any, the bar alone moves on.
+        """
+        if not self.is_main_process:
+            return
+        self.bar.update(step - self.bar.n)
+        if not metrics:
+            return
+        try:
+            self.metrics_file.append({"step": step, **finite_or_null(metrics)})
+        except OSError as error:
+            self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept for later.")
+        if self.remote is not None:
+            self.remote.log(step, metrics)
+        if training := {name: value for name, value in metrics.items() if name.startswith(TRAINING)}:
+            self._show_training(step, training)
+        words = [f"{name} = {shown(name, value)}" for name, value in metrics.items() if not name.startswith(NOT_SHOWN)]
+        if words:
+            if (floor := metrics.get("val/floor")) == 0:
+                words.append(f"({metrics['val/loss']:.4f} nats above the floor)")
+            elif floor is not None:
+                words.append(f"({metrics['val/loss'] / floor - 1:.1%} above the floor)")
+            self.say(f"[step {step} / {self.steps}] " + " ".join(words))
+
+    def sync(self) -> None:
+        """Return once all that was logged is on the disk.
+
+        Raises:
+            OSError: it cannot be.
+        """
+        if self.is_main_process:
+            self.metrics_file.sync()
+
+    def log_texts(self, step: int, name: str, texts: list[str]) -> None:
+        """Show the first sampled texts, and keep all in samples.jsonl and the tracker."""
+        if not self.is_main_process:
+            return
+        for text in texts[:NUM_TEXTS_SHOWN]:
+            self.say("  | " + text.replace("\n", "\n  | "))
+        try:
+            with closing(MetricsFile(self.samples_file)) as file:
+                file.append(*({"step": step, name: text} for text in texts))
+        except OSError as error:
+            self.say(f"samples.jsonl cannot be written ({error.strerror}).")
+        if self.remote is not None:
+            self.remote.log_texts(step, name, texts)
+
+    def say(self, text: str) -> None:
+        """Print for the user, without tearing the progress bar."""
+        if self.is_main_process:
+            self.bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def __exit__(self, exception_type, exception, traceback) -> None:
+        if not self.is_main_process:
+            return
+        self.bar.close()
+        self.metrics_file.close()
+        if self.remote is not None:
+            self.remote.finish(exception)
+
+    def _show_training(self, step: int, metrics: dict[str, float]) -> None:
+        short = {
+            SHORT_NAMES.get(name, name.partition("/")[2]): shown(name, value)
+            for name, value in metrics.items()
+            if name not in ("train/tokens", "perf/peak_memory_bytes") and (name != "train/skipped" or value)
+        }
+        if self.bar.disable:
+            self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in short.items()))
+        else:
+            self.bar.set_postfix(short)

@@ -1,0 +1,57 @@
+"""The block that a run prints at its start: what is in force."""
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from config import TrainConfig
+from launch.start import num_shards
+from model.gpt import HAS_TRITON, GPTModel
+from run.directory import Start
+from training.gradients import trainable_parameters
+from training.network import no_compiler
+
+
+def summary(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    model: GPTModel,
+    directory: Path,
+    start: Start,
+    corpus: str | None,
+    conversations: str,
+) -> str:
+    """What is in force, a line each; `model` is the network before it was prepared, `corpus` what is verified, and
+    `conversations` what became of those in it."""
+    device = accelerator.device
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
+    backend = f", {torch.distributed.get_backend()}" if accelerator.num_processes > 1 else ""
+    shards = num_shards(accelerator)
+    replicas = f", {accelerator.num_processes // shards} replica(s) x {shards} shards" if shards > 1 else ""
+    precision = accelerator.mixed_precision
+    dtypes = "fp32" if precision == "no" else f"{precision}, weights and sums of gradients in fp32"
+    if shards > 1:  # under autocast a weight is cast where it is multiplied, a sharded one before it is sent
+        dtypes = dtypes.replace("weights", f"weights gathered in {precision}, kept")
+    accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
+    tokens_per_step = config.global_batch_size * config.seq_len
+    lack = config.compile and no_compiler(device)
+    compiled = (f", not compiled: {lack}" if lack else ", compiled") if config.compile else ""
+    frozen = model.num_parameters() - sum(parameter.numel() for parameter in trainable_parameters(model))
+    facts = {
+        "run": f"{directory}" + (f", resumed at step {start.step} from {start.checkpoint}" if start.checkpoint else ""),
+        "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
+        "precision": dtypes
+        + compiled
+        + (", activation checkpointing" if config.activation_checkpointing else "")
+        + (", deterministic" if config.exact else ""),
+        "model": f"{model.num_parameters():,} parameters" + (f", {frozen:,} of them frozen" if frozen else ""),
+        "global batch": f"{config.global_batch_size} sequences = {config.micro_batch_size} micro-batch"
+        f" x {accelerator.num_processes} processes x {accumulation} accumulation",
+        "tokens": f"{tokens_per_step:,} a step x {config.steps:,} steps = {tokens_per_step * config.steps:,}",
+    }
+    if device.type == "cuda" and config.data.documents == "isolated" and not HAS_TRITON:
+        facts["documents"] = "isolated by a mask of all pairs of positions, for there is no Triton"
+    facts |= {"corpus": corpus, "conversations": conversations}
+    return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items() if fact)

@@ -1,0 +1,686 @@
+"""Samples of a corpus are the windows of its tokens, wherever they lie, and a mixture has exactly its shares."""
+
+import errno
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections import Counter
+from hashlib import blake2b, sha256
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch.utils.data import DataLoader
+
+import data.prepare
+from benchmarks.parts import corpus_of_zeros
+from cli.arguments import parse_config
+from config import ConfigError
+from data.corpus import Batches, load_corpus
+from data.integrity import Verification, content_hash, metadata_digest, open_columns
+from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas
+from data.text import TextCorpus, TextDataset
+from data.tokenizer import save_tokenizer
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from run import corpus_check
+from run.corpus_check import CorpusCheck
+from tests.conftest import ROOT, environment, metrics, tensors, train
+from tests.data.test_prepare import END, content, make, make_documents, rows, write_jsonl
+
+TINY_MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32, "dropout": 0.0, "max_position_embeddings": 64}
+TINY = {
+    "steps": 4,
+    "micro_batch_size": 2,
+    "seq_len": 32,
+    "model": TINY_MODEL,
+    "data": {"source": "text"},
+    "evaluation": {"every": 4, "num_samples": None, "micro_batch_size": 7},
+    "checkpoint": {"every": 2, "keep": 9},
+    "tracking": {"wandb": "disabled", "log_every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Corpora `a` (of several files), `b` and `bpe` (of another tokenizer), and a recipe for them, tiny.yaml."""
+    folder = tmp_path_factory.mktemp("corpora")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.prepare, "PART", 2000)
+        make(write_jsonl(folder / "a.jsonl", make_documents(60)), folder / "a", validation="hash:0.2")
+    other = write_jsonl(folder / "b.jsonl", make_documents(30, seed=5))
+    make(other, folder / "b", validation="hash:0.2")
+    make(other, folder / "bpe", "train:400", validation="hash:0.2")
+    return folder
+
+
+def open_split(path, split="train", seq_len=32, documents="concat", num_samples=None):
+    return TextDataset(TextCorpus(str(path)), split, seq_len, documents, num_samples)
+
+
+def stream_of(path, split="train"):
+    return sum(rows(path, split), [])
+
+
+def settings(folder, *arguments):
+    return parse_config(["--config", str(folder / "tiny.yaml"), *map(str, arguments)])
+
+
+# Windows
+
+
+def test_batches_of_a_hugging_face_dataset():
+    """Which has a method `batch` of its own."""
+    rows = {"input_ids": [[1, 2], [3, 4], [5, 6]], "labels": [[1, 2], [-100, 4], [5, 6]]}
+    batch = Batches(datasets.Dataset.from_dict(rows).with_format("torch"))[[2, 1]]
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {name: of[:0:-1] for name, of in rows.items()}
+
+
+def test_the_windows_are_those_of_the_stream(folder):
+    stream, dataset = stream_of(folder / "a"), open_split(folder / "a")
+    assert len(list((folder / "a" / "train").glob("*.arrow"))) > 2, "windows cross from file to file"
+    assert len(dataset) == (len(stream) - 1) // 31
+    for i, sample in enumerate(dataset[i] for i in range(len(dataset))):
+        assert sample["input_ids"].tolist() == sample["labels"].tolist() == stream[31 * i : 31 * i + 32]
+        assert sample["input_ids"].dtype == torch.int64
+    targets = [token for i in range(len(dataset)) for token in dataset[i]["labels"][1:].tolist()]
+    assert targets == stream[1 : len(targets) + 1], "every token but the first is a target once"
+
+
+def test_a_part_of_the_windows_is_spread_over_all(folder):
+    dataset, some = open_split(folder / "a"), open_split(folder / "a", num_samples=5)
+    assert len(some) == 5 and len(open_split(folder / "a", num_samples=10**6)) == len(dataset)
+    for i in range(5):
+        assert torch.equal(some[i]["input_ids"], dataset[i * len(dataset) // 5]["input_ids"])
+
+
+def test_loader_processes_read_the_same(folder):
+    dataset = open_split(folder / "a", documents="isolated")
+    again = pickle.loads(pickle.dumps(dataset))
+    assert dataset.values[0][0].tobytes() not in pickle.dumps(dataset), "the tokens are not sent, but opened again"
+    sampler = StepSampler(GlobalBatches(len(dataset), 4, seed=1), 0, 5, 0, 1)
+    for workers in (0, 2):
+        for ours, theirs in zip(DataLoader(dataset, batch_sampler=sampler, num_workers=workers), sampler, strict=True):
+            for name in ("input_ids", "labels", "position_ids"):
+                assert torch.equal(ours[name], torch.stack([again[i][name] for i in theirs]))
+
+
+def test_ten_billion_tokens_open_without_memory(tmp_path, folder):
+    """As many files as data.prepare would make of so much English text, all of which are one."""
+    corpus_of_zeros(tmp_path / "corpus", 10**10, 4_000_000, folder / "a" / "tokenizer")
+    tracemalloc.start()
+    before = pa.total_allocated_bytes()
+    dataset = open_split(tmp_path / "corpus", seq_len=1025)
+    sample = dataset[len(dataset) - 1]
+    peak_bytes = tracemalloc.get_traced_memory()[1] + pa.total_allocated_bytes() - before
+    tracemalloc.stop()
+    assert len(dataset) == (10**10 - 1) // 1024 and sample["input_ids"].shape == (1025,)
+    assert peak_bytes < 50_000_000
+
+
+# Mixtures
+
+
+@pytest.mark.parametrize(
+    "weights, quotas",
+    [([1], [1000]), ([3, 1], [750, 250]), ([1, 1, 1], [333, 334, 333]), ([0.7, 0.2, 0.1], [700, 200, 100])],
+)
+def test_quotas_are_whole_and_complete(weights, quotas):
+    assert mix_quotas(weights) == quotas
+
+
+def test_every_block_has_its_quotas_and_every_corpus_its_epochs():
+    sizes, quotas = [37, 500, 10_000], [100, 300, 600]
+    batches = MixedBatches(sizes, quotas, global_batch_size=8, seed=3)
+    order = batches.at(np.arange(5 * MIX_BLOCK))
+    corpus = np.searchsorted(np.cumsum(sizes), order, side="right")
+    for block in corpus.reshape(5, MIX_BLOCK):
+        assert np.bincount(block).tolist() == quotas
+        runs = np.sum(block[1:] != block[:-1])
+        assert abs(runs - 999 * (1 - 0.1**2 - 0.3**2 - 0.6**2)) < 80, "well mixed within the block"
+    assert corpus[:MIX_BLOCK].tolist() != corpus[MIX_BLOCK : 2 * MIX_BLOCK].tolist()
+    firsts = np.cumsum([0, *sizes[:-1]])
+    for c, size in enumerate(sizes):
+        visits = np.bincount(order[corpus == c] - firsts[c], minlength=size)
+        assert visits.min() == 5 * quotas[c] // size and visits.max() <= visits.min() + 1, "in epochs of its own"
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_a_mixed_batch_is_a_function_of_the_seed_and_the_step(num_processes):
+    batches = MixedBatches([50, 70], [400, 600], global_batch_size=16, seed=3)
+    for step in (0, 62, 10**7):  # step 62 holds the end of one block and the beginning of the next
+        shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
+        positions = np.arange(step * 16, (step + 1) * 16)
+        assert sum(shares, []) == [int(batches.at(np.array([p]))[0]) for p in positions]
+    assert batches.indices(0) != MixedBatches([50, 70], [400, 600], 16, seed=4).indices(0)
+
+
+def test_a_mixture_is_of_its_corpora(folder):
+    mix = json.dumps({str(folder / "a"): 3, str(folder / "b"): 1})
+    corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 8))
+    a, b = open_split(folder / "a"), open_split(folder / "b")
+    assert corpus.quotas == [750, 250] and len(corpus.train) == len(a) + len(b)
+    assert torch.equal(corpus.train[len(a) + 3]["input_ids"], b[3]["input_ids"])
+    drawn = Counter(i >= len(a) for i in corpus.order(MIX_BLOCK, seed=0).indices(7))
+    assert drawn == {False: 750, True: 250}
+    assert [len(part) for part in corpus.validation.datasets] == [6, 2]
+
+
+# Boundaries of documents
+
+
+def lively_model(**settings):
+    torch.manual_seed(0)
+    model = GPTModel(GPTConfig(257, **{**TINY_MODEL, "max_position_embeddings": 256, **settings})).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"position": "rope", "qk_norm": True, "n_kv_heads": 1}], ids=["gpt2", "rope"])
+def test_the_loss_of_a_document_in_a_window_is_its_loss_alone(folder, settings):
+    """Alone it stands between two end-of-text tokens; so all its tokens and its end are predicted, from it alone."""
+    model, dataset = lively_model(**settings), open_split(folder / "a", seq_len=256, documents="isolated")
+    packed = torch.utils.data.default_collate([dataset[i] for i in range(6)])
+    logits = model(packed["input_ids"], position_ids=packed["position_ids"])[0]
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), packed["labels"][:, 1:], reduction="none")
+    compared = 0
+    for ids, loss in zip(packed["input_ids"], losses, strict=True):
+        begins = [i for i, token in enumerate(ids.tolist()) if token == END]
+        for begin, end in zip(begins, begins[1:], strict=False):
+            alone = ids[None, begin : end + 1]
+            _, expected = model(alone, labels=alone, num_items_in_batch=1)
+            torch.testing.assert_close(loss[begin:end].sum(), expected, rtol=1e-9, atol=0)
+            compared += 1
+    assert compared >= 5
+    together = model(packed["input_ids"])[0]
+    assert not torch.allclose(together, logits), "without boundaries it is another loss"
+
+
+def test_isolated_documents_train_as_if_each_were_a_row(folder):
+    """Loss and gradients of a packed window equal those of its documents as rows of their own."""
+    model = lively_model()
+    documents = [[END, *b"one"], [END, *b"two of them"], [END, *b"x"], [END]]
+    ids = torch.tensor([sum(documents, [])])
+    positions = torch.tensor([[i for document in documents for i in range(len(document))]])
+    model(ids, labels=ids, position_ids=positions, num_items_in_batch=1)[1].backward()
+    packed = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for document in documents[:-1]:
+        row = torch.tensor([[*document, END]])
+        model(row, labels=row, num_items_in_batch=1)[1].backward()
+    for ours, parameter in zip(packed, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad)
+
+
+def test_one_document_in_a_window_needs_no_mask(monkeypatch):
+    calls, kernel = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *args, **kwargs: calls.append(kwargs) or kernel(*args, **kwargs)
+    )
+    ids = torch.randint(256, (2, 12))
+    lively_model()(ids, position_ids=torch.arange(12).expand(2, 12))
+    assert len(calls) == 2 and all(call["attn_mask"] is None and call["is_causal"] for call in calls)
+
+
+def test_documents_beyond_two_billion_tokens_are_found(folder):
+    """Offsets in a file are of 32 bits."""
+    dataset = open_split(folder / "a", documents="padded")
+    dataset.first_tokens = [0, 2**31 - 3, 2**32]
+    dataset._find_rows([np.array(offsets, np.int32) for offsets in ([0, 2**31 - 3], [0, 5, 2**31 - 1])])
+    assert dataset.begins.tolist() == [0, 2**31 - 3, 2**31 + 2, 2**32]
+
+
+def test_a_padded_row_is_a_document(folder):
+    documents, dataset = rows(folder / "a"), open_split(folder / "a", seq_len=64, documents="padded")
+    assert len(dataset) == len(documents)
+    assert min(map(len, documents)) < 62 < max(map(len, documents)), "some are padded and some are cut off"
+    for i, document in enumerate(documents):
+        sample, framed = dataset[i], [*document, END][:64]
+        assert sample["input_ids"][: len(framed)].tolist() == framed
+        assert sample["labels"].tolist() == framed + [-100] * (64 - len(framed))
+        assert sample["attention_mask"].tolist() == [1] * len(framed) + [0] * (64 - len(framed))
+
+
+# Refusals
+
+
+def refusal(folder, *arguments):
+    with pytest.raises(ValueError) as error:
+        load_corpus(settings(folder, *arguments))
+    return str(error.value)
+
+
+def test_what_does_not_fit_a_corpus_is_refused(folder, tmp_path):
+    a = ["--data.path", folder / "a"]
+    message = refusal(folder, *a, "--model.vocab_size", 256)
+    assert all(word in message for word in ("model.vocab_size", "256", "257", "null"))
+    assert load_corpus(settings(folder, *a, "--model.vocab_size", 300)).vocab_size == 300
+    assert load_corpus(settings(folder, *a)).vocab_size == 257
+    assert "data.prepare" in refusal(folder, "--data.path", tmp_path)
+    mix = json.dumps({str(folder / "a"): 1, str(folder / "bpe"): 1})
+    assert "different tokenizers" in refusal(folder, "--data.mix", mix)
+    mix = json.dumps({str(folder / "a"): 1e-4, str(folder / "b"): 1})
+    assert "one sample in 1,000" in refusal(folder, "--data.mix", mix)
+    (tmp_path / "a.txt").write_text("short")
+    make(tmp_path / "a.txt", tmp_path / "short", validation="tail:0.1")
+    assert "seq_len 32" in refusal(folder, "--data.path", tmp_path / "short")
+
+
+def test_a_corpus_without_validation_trains_without_evaluation(folder, tmp_path):
+    make(write_jsonl(tmp_path / "a.jsonl", make_documents(9)), tmp_path / "a", validation="hash:0.00001")
+    assert "validation split" in refusal(folder, "--data.path", tmp_path / "a")
+    load_corpus(settings(folder, "--data.path", tmp_path / "a", "--evaluation.every", 0))
+
+
+def test_a_corpus_that_is_not_what_it_was_is_refused(folder, tmp_path):
+    path = tmp_path / "a"
+    shutil.copytree(folder / "a", path)
+    file = next((path / "train").iterdir())
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8])
+    assert file.name in refusal(folder, "--data.path", path)
+    file.unlink()
+    assert file.name in refusal(folder, "--data.path", path)
+    file.write_bytes(whole)
+    load_corpus(settings(folder, "--data.path", path))
+    config = path / "tokenizer" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("<|endoftext|>", "x"))
+    assert "end_of_text" in refusal(folder, "--data.path", path)
+    save_tokenizer("train:300", path / "tokenizer", ["another"])
+    assert "tokenizer" in refusal(folder, "--data.path", path)
+
+
+def damaged(metadata, **changes):
+    """metadata.json with changes, and a digest that fits: None takes a key away."""
+    metadata = {key: value for key, value in {**metadata, **changes}.items() if value is not None}
+    return json.dumps({**metadata, "digest": metadata_digest(metadata)})
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"files": ["train/000000.arrow"]}, "AttributeError"),
+        ({"files": None}, "'files'"),
+        ({"files": {"train/000000.arrow": "x"}}, "TypeError"),
+        ({"files": {"train/000000.arrow": {"bytes": 3}}}, "sha256"),
+        ({"files": {"train/000000.arrow": -1}}, "-1"),
+        ({"files": {"../../etc/passwd": 3}}, "../../etc/passwd"),
+        ({"hash": None}, "'hash'"),
+        ({"hash": 3}, "digest"),
+        ({"hash": "0" * 32}, "digest"),
+        ({"tokenizer": 7}, "TypeError"),
+        ({"tokenizer": {"hash": "x"}}, "digest"),
+        ({"train": {"tokens": True, "bytes": 0}}, "True is no count"),
+        ({"validation": "none"}, "TypeError"),
+    ],
+    ids=str,
+)
+def test_damaged_metadata_is_one_message(folder, tmp_path, changes, named):
+    shutil.copytree(folder / "a", tmp_path / "a")
+    file = tmp_path / "a" / "metadata.json"
+    metadata = json.loads(file.read_text())
+    file.write_text(damaged(metadata))
+    load_corpus(settings(folder, "--data.path", tmp_path / "a"))
+    file.write_text(damaged(metadata, **changes))
+    message = refusal(folder, "--data.path", tmp_path / "a")
+    assert named in message and "metadata.json is damaged" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "[" * 100_000, '{"files": {}', "\xff"], ids=lambda text: text[:9])
+def test_metadata_that_is_none_is_one_message(folder, tmp_path, text):
+    (tmp_path / "metadata.json").write_text(text, encoding="latin-1")
+    message = refusal(folder, "--data.path", tmp_path)
+    assert "metadata.json is damaged" in message or "data.prepare" in message
+    assert "~nouser" in refusal(folder, "--data.path", "~nouser/x")
+
+
+def test_no_bit_of_the_counts_can_change(folder, tmp_path):
+    shutil.copytree(folder / "a", tmp_path / "a")
+    file = tmp_path / "a" / "metadata.json"
+    text = file.read_text()
+    bytes_of = f'"bytes": {json.loads(text)["validation"]["bytes"]}'
+    file.write_text(text.replace(bytes_of, bytes_of + "0"))
+    assert "digest" in refusal(folder, "--data.path", tmp_path / "a")
+
+
+def test_a_tokenizer_without_a_decoder_counts_the_mean_of_bytes(folder, tmp_path):
+    tokenizer = json.loads((folder / "bpe" / "tokenizer" / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer | {"decoder": None}))
+    shutil.copy(folder / "bpe" / "tokenizer" / "tokenizer_config.json", tmp_path / "tokenizer")
+    make(folder / "b.jsonl", tmp_path / "corpus", str(tmp_path / "tokenizer"), validation="hash:0.2")
+    dataset, exact = open_split(tmp_path / "corpus", "validation"), open_split(folder / "bpe", "validation")
+    counts = dataset.corpus.metadata["validation"]
+    assert dataset.num_bytes == pytest.approx(len(dataset) * 31 * counts["bytes"] / counts["tokens"])
+    assert dataset.num_bytes == pytest.approx(exact.num_bytes, rel=0.1)
+
+
+# What lies in the files
+
+
+def flip(file, count):
+    """Change tokens and nothing else: length and time of the file stay."""
+    stat, content = file.stat(), bytearray(file.read_bytes())
+    begin = len(content) // 4 * 2
+    for place in range(begin, begin + 2 * count, 2):
+        content[place] ^= content[place + 1] == 0  # another byte of text, and the end-of-text token stays
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def verify(*paths):
+    """A verification that has ended."""
+    verification = Verification([TextCorpus(str(path)) for path in paths])
+    verification.start()
+    assert verification.wait()
+    return verification
+
+
+@pytest.fixture
+def corpus(folder, tmp_path, monkeypatch):
+    """A copy of corpus `a`, in a home of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return shutil.copytree(folder / "a", tmp_path / "a")
+
+
+def test_a_file_is_read_once_for_each_of_its_stamps(corpus, folder):
+    size = sum(file.stat().st_size for file in corpus.glob("*/*.arrow"))
+    for expected in (size, 0):
+        verification = verify(corpus)
+        assert verification.problem is None and verification.num_bytes_read == expected
+    touched = corpus / "train" / "000000.arrow"
+    os.utime(touched)
+    assert verify(corpus).num_bytes_read == touched.stat().st_size
+    copy = shutil.copytree(corpus, corpus.with_name("copy"))  # with the times, and with what is remembered
+    assert verify(copy).num_bytes_read == size
+    mixed = verify(corpus, folder / "b")
+    assert mixed.problem is None and mixed.num_bytes_read == mixed.num_bytes - size
+
+
+def test_changed_tokens_are_found_and_the_file_is_named(corpus):
+    verify(corpus)
+    file = corpus / "validation" / "000001.arrow"
+    whole = file.read_bytes()
+    flip(file, 100)
+    for _ in range(2):
+        assert str(file) in verify(corpus).problem
+    file.write_bytes(whole)
+    assert verify(corpus).problem is None
+
+
+def test_what_changes_during_a_run_is_found_at_its_next_save(corpus, monkeypatch):
+    monkeypatch.setattr(corpus_check, "gather_object", lambda mine: mine)
+    check = CorpusCheck(Verification([TextCorpus(str(corpus))]), SimpleNamespace(is_local_main_process=True), 60)
+    assert "verified: " in check.begin()
+    check.demand()
+    flip(corpus / "train" / "000000.arrow", 100)
+    with pytest.raises(ConfigError, match="train/000000.arrow"):
+        check.demand()
+
+
+def test_reading_a_corpus_does_not_import_pandas(corpus):
+    """pyarrow takes it for many of its calls, and each process of a run half a second and 35 MB for it."""
+    code = "import sys; from data.integrity import Verification; from data.text import TextCorpus, TextDataset\n"
+    code += f"corpus = TextCorpus({str(corpus)!r}); TextDataset(corpus, 'train', 32, 'padded')[0]\n"
+    code += "check = Verification([corpus]); check.start(); check.wait(); print('pandas' in sys.modules, check.problem)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout == "False None\n", done.stdout + done.stderr
+
+
+def test_a_corpus_that_cannot_be_written_is_remembered_in_the_cache(corpus, monkeypatch):
+    original = open
+
+    def read_only(file, mode="r", *arguments, **named):
+        if "a" in mode and corpus in Path(file).parents:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return original(file, mode, *arguments, **named)
+
+    monkeypatch.setattr("builtins.open", read_only)
+    assert verify(corpus).num_bytes_read > 0 == verify(corpus).num_bytes_read
+    assert not (corpus / ".verified").exists()
+
+
+def test_what_is_remembered_can_be_damaged_or_hostile(corpus, tmp_path):
+    verify(corpus)
+    memory, precious = corpus / ".verified", tmp_path / "precious"
+    lines = memory.read_text()
+    for damage in ("", "\0\xff", lines[:50], lines.replace('"]', '0"]'), '[[], {}, 3]\n["x", 1]\n3\n', lines * 2):
+        memory.write_text(damage)
+        assert verify(corpus).problem is None
+    memory.unlink()
+    precious.write_text("mine")
+    memory.symlink_to(precious)
+    assert verify(corpus).problem is None and precious.read_text() == "mine"
+
+
+def test_a_corpus_without_hashes_of_its_files_is_verified_as_a_whole(corpus):
+    """As it was prepared before these were kept: the hash of the whole is over BLAKE2b of the files."""
+    metadata = json.loads((corpus / "metadata.json").read_text())
+    hashes = {file: blake2b((corpus / file).read_bytes(), digest_size=16).hexdigest() for file in metadata["files"]}
+    del metadata["digest"]
+    metadata["files"] = {file: facts["bytes"] for file, facts in metadata["files"].items()}
+    whole = json.dumps([metadata["tokenizer"]["hash"], hashes]).encode()
+    metadata["hash"] = blake2b(whole, digest_size=16).hexdigest()
+    (corpus / "metadata.json").write_text(json.dumps(metadata))
+    assert verify(corpus).problem is None and verify(corpus).num_bytes_read == 0
+    memory = (corpus / ".verified").read_text()
+    (corpus / ".verified").write_text(memory.replace('"]', '0"]'))
+    assert verify(corpus).problem is None
+    flip(corpus / "train" / "000000.arrow", 3)
+    assert "too old to say" in verify(corpus).problem
+
+
+def test_a_file_that_cannot_be_read_is_not_verified(corpus, monkeypatch):
+    def broken(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("data.integrity.file_digest", broken)
+    assert "Input/output error" in verify(corpus).problem
+
+
+def rewrite(corpus, change, name="train/000000.arrow"):
+    """A hostile author's file: `change` of its bytes, with a metadata.json to match."""
+    metadata = json.loads((corpus / "metadata.json").read_text())
+    content = change((corpus / name).read_bytes())
+    (corpus / name).write_bytes(content)
+    metadata["files"][name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    hashes = {file: facts["sha256"] for file, facts in metadata["files"].items()}
+    whole = content_hash(metadata["tokenizer"]["hash"], hashes)
+    (corpus / "metadata.json").write_text(damaged(metadata, hash=whole))
+
+
+def test_a_hostile_corpus_does_not_make_the_loader_read_out_of_bounds(corpus, folder):
+    """Every byte of what an Arrow file says of itself is changed: a read beyond the file would end the tests."""
+    original = (corpus / "train" / "000000.arrow").read_bytes()
+    describes = original.index(np.array(rows(corpus)[0][:8], np.uint16).tobytes())
+    refused = 0
+    for place in range(describes):
+        for value in (0xFF, 0x01):
+            mutated = bytearray(original)
+            mutated[place] ^= value
+            (corpus / "train" / "000000.arrow").write_bytes(mutated)
+            try:
+                [column] = open_columns(corpus / "train" / "000000.arrow")
+                assert sum(int(np.from_dlpack(part).sum()) for part in (column.values, column.offsets)) >= -(2**40)
+            except ConfigError:
+                refused += 1
+    assert refused > describes / 2
+
+
+@pytest.mark.parametrize("documents", ["concat", "padded"])
+def test_a_hostile_token_or_offset_is_found_where_it_is_used_and_by_the_verification(corpus, documents):
+    def hostile(content):
+        first_row = np.array(rows(corpus)[0][:8], np.uint16).tobytes()
+        offsets = np.array([0, len(rows(corpus)[0])], np.int32).tobytes()
+        if documents == "padded":
+            return content.replace(offsets, np.array([0, 10**9], np.int32).tobytes())
+        return content.replace(first_row, np.array([65535] * 8, np.uint16).tobytes())
+
+    rewrite(corpus, hostile)
+    with pytest.raises(ConfigError, match="damaged"):
+        dataset = open_split(corpus, documents=documents)
+        [dataset[i] for i in range(2)]
+    for _ in range(2):  # it is not remembered as one that was read and is whole
+        assert "train/000000.arrow is damaged" in verify(corpus).problem
+
+
+def test_all_processes_learn_of_a_damaged_file_and_none_waits_for_ever(corpus, monkeypatch):
+    """Three processes on two machines, taken together: those that read, and one that does not."""
+    flip(corpus / "train" / "000000.arrow", 100)
+    release, original = threading.Event(), Verification._hash
+    monkeypatch.setattr(Verification, "_hash", lambda *arguments: release.wait() and original(*arguments))
+    monkeypatch.setattr(corpus_check, "GRACE_SECONDS", 0.01)
+    verifications = [Verification([TextCorpus(str(corpus))]) for _ in range(3)]
+    gathered = []
+    monkeypatch.setattr(corpus_check, "gather_object", lambda mine: gathered.extend(mine) or [*gathered])
+    checks = [
+        CorpusCheck(verification, SimpleNamespace(is_local_main_process=reads), timeout_seconds=0.02)
+        for verification, reads in zip(verifications, (True, True, False), strict=True)
+    ]
+    for check in checks:
+        assert "being verified" in check.begin() and not check.failed
+    assert [done for done, _ in gathered] == [False, False, True], "training begins meanwhile"
+    release.set()
+    assert verifications[0].wait() and checks[0].failed and not checks[2].failed
+    for check in checks:
+        with pytest.raises(ConfigError, match="000000.arrow"):
+            check.demand()
+    CorpusCheck(None, SimpleNamespace(is_local_main_process=True), 1).demand()
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ([], ["data.path", "data.prepare"]),
+        (["--data.path", "x", "--data.mix", '{"y": 1}'], ["data.path", "data.mix"]),
+        (["--data.mix", '{"y": -1}'], ["data.mix"]),
+        (["--data.source", "stories"], ["evaluation.num_samples", "null"]),
+        (["--data.source", "stories", "--data.documents", "padded"], ["data.documents", "padded", "stories", "text"]),
+        (["--data.source", "random", "--data.path", "x"], ["data.path", "x", "random", "text"]),
+    ],
+)
+def test_inconsistent_settings_are_refused(folder, arguments, named):
+    with pytest.raises(ConfigError) as error:
+        settings(folder, *arguments)
+    assert all(word in str(error.value) for word in named), error.value
+
+
+# Training
+
+
+def train_text(folder, out_dir, *arguments, **kwargs):
+    return train("--config", folder / "tiny.yaml", "--out_dir", out_dir, "--name", "run", *arguments, **kwargs)
+
+
+@pytest.mark.parametrize("documents", ["isolated", pytest.param("padded", marks=pytest.mark.slow)])
+def test_a_mixture_trains_and_goes_on_exactly(folder, runs, documents):
+    mix = json.dumps({str(folder / "a"): 2, str(folder / "b"): 1})
+    arguments = ["--data.mix", mix, "--data.documents", documents]
+    train_text(folder, runs, *arguments)
+    rows_before, weights = metrics(runs / "run"), tensors(runs / "run", 4)
+    for path in (runs / "run" / "checkpoints" / "step-00000004").iterdir():
+        path.unlink()
+    (runs / "run" / "checkpoints" / "step-00000004").rmdir()
+    train_text(folder, runs, *arguments)
+    assert metrics(runs / "run") == rows_before and len(rows_before) == 4
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in tensors(runs / "run", 4).items())
+
+
+def test_a_run_does_not_go_on_with_other_tokens(folder, runs, tmp_path):
+    """Neither with changed ones in a file of the same length and time, nor with another corpus in the same place."""
+    path, run = tmp_path / "a", runs / "run"
+    shutil.copytree(folder / "a", path)
+    arguments = ["--data.path", path, "--global_batch_size", 4, "--schedule.name", "constant"]
+    done = train_text(folder, runs, *arguments, "--steps", 2)
+    assert "verified" in done.stdout and (path / ".verified").exists()
+    saved = content(run / "checkpoints")
+    flip(path / "train" / "000001.arrow", 300)
+    for processes, faults in ((2, "late:0:0"), (0, "")):  # found in the background, or before the first step
+        done = train_text(folder, runs, *arguments, processes=processes, faults=faults, exit_code=1 if processes else 2)
+        [error] = [line for line in done.stderr.splitlines() if "train.py: error" in line]
+        assert "000001.arrow has another content" in error
+        assert "being verified" in done.stdout or not processes
+        assert "[step" not in done.stdout or processes
+        assert content(run / "checkpoints") == saved
+        status = json.loads((run / "status.json").read_text())
+        assert status["state"] == "failed" and "000001.arrow" in status["reason"]
+    shutil.rmtree(path)
+    make(write_jsonl(tmp_path / "a.jsonl", make_documents(31)), path, validation="hash:0.2")
+    done = train_text(folder, runs, *arguments, exit_code=2)
+    assert "data.hash" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["a", "bpe"])
+def test_bits_per_byte_are_of_the_text_of_the_targets(folder, runs, name):
+    """By hand: the loss of every target in nats, over the bytes that the targets stand for, over ln 2."""
+    arguments = ["--steps", 1, "--optimizer.lr", 0, "--evaluation.every", 1, "--evaluation.num_samples", 9]
+    train_text(folder, runs, "--data.path", folder / name, *arguments)
+    corpus, dataset = TextCorpus(str(folder / name)), open_split(folder / name, "validation")
+    model = GPTModel(GPTConfig(corpus.vocab_size, **TINY_MODEL)).double().eval()
+    weights = tensors(runs / "run", 1)
+    model.load_state_dict({n.removeprefix("model."): t for n, t in weights.items() if n.startswith("model.")})
+    nats, num_bytes = [], 0
+    for i in range(9):
+        ids = dataset[i * len(dataset) // 9]["input_ids"]
+        logits, _ = model(ids[None])
+        nats += F.cross_entropy(logits[0, :-1], ids[1:], reduction="none").tolist()
+        for token in ids[1:].tolist():
+            if token != corpus.end_of_text:  # a byte-level token is written with a character a byte
+                num_bytes += len(corpus.tokenizer.id_to_token(token))
+    [row] = metrics(runs / "run")
+    assert row["val/loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
+    assert row["val/bits_per_byte"] == pytest.approx(sum(nats) / num_bytes / math.log(2), rel=1e-5)
+
+
+def test_bytes_of_all_windows_are_those_of_the_text(folder):
+    for name in ("a", "bpe"):
+        stream, dataset = stream_of(folder / name, "validation"), open_split(folder / name, "validation")
+        corpus = TextCorpus(str(folder / name))
+        targets = [token for token in stream[1 : 31 * len(dataset) + 1] if token != corpus.end_of_text]
+        # Whole windows may end within a character: it is compared with the bytes that decoding can give.
+        text = corpus.tokenizer.decode(targets)
+        assert abs(dataset.num_bytes - len(text.encode())) <= 3
+    counts = TextCorpus(str(folder / "a")).metadata["validation"]
+    everything = open_split(folder / "a", "validation", seq_len=counts["tokens"])
+    assert everything.num_bytes == counts["bytes"]
+
+
+@pytest.mark.parametrize("recipe", ["shakespeare_char", "shakespeare_cpu", "tinystories", "gpt2_124m"])
+def test_the_recipes_are_consistent(recipe):
+    config = parse_config(["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--data.path", "corpora/x"])
+    assert config.data.source == "text" and config.global_batch_size % config.micro_batch_size == 0
+    if recipe == "gpt2_124m":
+        assert config.global_batch_size * config.seq_len == 2**19
+    if recipe == "shakespeare_char":
+        model = GPTModel(GPTConfig(**{**vars(config.model), "vocab_size": 65}))
+        assert 10.6e6 < model.num_parameters(lookups=False) < 10.8e6
+
+
+SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the text is not in ../shared/data")
+def test_the_small_recipe_reaches_its_loss(tmp_path, runs):
+    make(SHAKESPEARE, tmp_path / "corpus", validation="tail:0.1")
+    recipe = ROOT / "configs" / "shakespeare_cpu.yaml"
+    arguments = ["--tracking.wandb", "disabled", "--out_dir", runs, "--name", "run"]
+    train("--config", recipe, "--data.path", tmp_path / "corpus", *arguments)
+    last = metrics(runs / "run")[-1]
+    assert last["val/loss"] < 1.88 and last["train/tokens"] <= 2000 * 12 * 64 / 2
+    assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / math.log(2), rel=1e-3)

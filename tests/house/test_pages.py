@@ -1,0 +1,205 @@
+"""The pages: what they show runs, long trainings shortened, and what they name is there."""
+
+import json
+import re
+import subprocess
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+
+from config import TrainConfig
+from docs import settings
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from tests.conftest import ROOT, commands, python, shell
+from tests.data.test_prepare import make_documents, write_jsonl
+
+README = (ROOT / "README.md").read_text()
+README_COMMANDS = commands(README)
+SHORT_STORIES = (
+    "--steps 3 --schedule.warmup_steps 1 --schedule.decay_steps null --data.num_samples 50 --evaluation.num_samples 20 "
+    "--evaluation.num_story_samples 2 --tracking.log_every 1"
+)
+
+
+@pytest.fixture(scope="module")
+def out_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("readme") / "runs"
+
+
+def shortened(command, out_dir):
+    """The command as a test can run it: small, into `out_dir`, with two processes where it says so many GPUs."""
+    if command == "make train":
+        return f'make train ARGS="{SHORT_STORIES} --out_dir {out_dir}"'
+    if command == "make verify":
+        return f'make verify ARGS="--out_dir {out_dir}"'
+    if "--multi_gpu" in command or "multi_gpu.yaml" in command:
+        command = command.replace("train.py", "--num_processes 2 --main_process_port 0 train.py")
+    if "train.py" in command:
+        command += f" --out_dir {out_dir} --steps 3 --tracking.wandb disabled"
+    return command.replace(" runs/", f" {out_dir}/").replace(" 420", " 2 --arithmetic false")
+
+
+def start_of_the_readme(command):
+    """A real launcher is that of `make train`; what starts others is slow."""
+    slow = "torchrun" in command or "multi_gpu.yaml" in command or command == "make verify"
+    return pytest.param(command, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize("command", [start_of_the_readme(c) for c in README_COMMANDS if c != "make test"])
+def test_a_command_of_the_readme(command, out_dir):
+    in_forks = command.startswith(("python ", "accelerate "))
+    done = (python if in_forks else shell)(shortened(command, out_dir), WANDB_MODE="disabled")
+    if "train.py" in command and "--print_config" not in command:
+        assert done.stdout.endswith("Training finished.\n")
+        processes = 1 if command.startswith("python") else 2
+        assert f"processes: {processes} x" in done.stdout
+    if "replay.py" in command:
+        assert done.stdout.count("as in the run, by 1 fingerprint(s)") == 2, "it is started like the run"
+    if command == "make verify":
+        assert done.stdout.count("\nPASS  ") == 9 and "\nEverything holds.\n" in done.stdout
+    if command == "make train":
+        assert "above the floor" in done.stdout and "sample/accepted" in done.stdout
+        assert "The run lies in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
+        assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
+
+
+def test_the_python_that_the_readme_shows(out_dir):
+    """After the commands, which train the run that it loads."""
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        names = {}
+        exec(code.replace("runs/", f"{out_dir}/"), names)
+        assert names["model"].generate(torch.zeros(1, 1, dtype=torch.int64), 3).shape == (1, 4)
+
+
+def test_the_chinese_readme_says_the_same():
+    """As far as a machine can tell: commands and output, sections, tables, links and code, in their order."""
+    chinese = (ROOT / "README.zh-CN.md").read_text()
+    for kind in (r"(?s)```\w*\n.*?```", r"(?m)^#+ ", r"(?m)^\| `[^`]+`", r"(?<=\]\()(?!README)[^)]+"):
+        ours, theirs = (re.findall(kind, page) for page in (README, chinese))
+        assert ours == theirs and ours, kind
+    words = [" ".join(re.sub(r"(?s)```.*?```", "", page).split()) for page in (README, chinese)]
+    ours, theirs = (set(re.findall(r"`[^`]+`", page)) for page in words)
+    assert ours == theirs, ours ^ theirs
+
+
+def test_the_term_of_a_loss_that_the_forking_page_shows():
+    """In training, and for whoever calls a model without the number of targets."""
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "forking.md").read_text(), re.DOTALL)
+    labels, x_BTC = torch.ones(2, 5, dtype=torch.int64), torch.randn(2, 5, 128)
+    for number, share in ((None, 1), (8, 1), (32, 1 / 4)):
+        model = GPTModel(GPTConfig(8))
+        names = {"self": model, "x_BTC": x_BTC, "labels": labels, "num_items_in_batch": number}
+        made = {"balance": torch.tensor(3.0)}
+        exec(code, names, made)
+        without = model.next_token_loss(x_BTC, model.output_weight, labels, number)[0]
+        assert (made["loss"] - without).item() == pytest.approx(0.03 * share, rel=1e-4)
+
+
+def test_all_the_commands_of_the_readme_were_found():
+    assert "make train" in README_COMMANDS and "make test" in README_COMMANDS and len(README_COMMANDS) >= 9
+
+
+def test_what_the_readme_names_is_there():
+    for name in re.findall(r"\]\(([^)#:]+)\)|`((?:[\w.]+/)+[\w.]+\.(?:py|yaml|patch))`", README):
+        assert (ROOT / (name[0] or name[1])).exists(), name
+
+
+def test_every_guarantee_names_a_test_that_is_there():
+    table = (ROOT / "docs" / "reliability.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| what")]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`(?:, `::(\w+)`)?", row)
+        assert named, row
+        for file, *tests in named:
+            for test in filter(None, tests):
+                assert f"def {test}(" in (ROOT / file).read_text(), test
+
+
+def test_the_launch_files_are_all_in_the_table():
+    for file in (ROOT / "accelerate_configs").glob("*.yaml"):
+        assert f"| `accelerate_configs/{file.name}` |" in README
+
+
+def test_make_help_lists_every_target_and_clean_spares_the_runs(tmp_path):
+    makefile = (ROOT / "Makefile").read_text()
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in re.findall(r"^([a-z-]+):", makefile, re.MULTILINE):
+        assert f"make {target} " in listed
+    (tmp_path / "Makefile").write_text(makefile)
+    for path in ("runs/stories/__pycache__/kept", ".venv/bin/python", "data/__pycache__/x.pyc"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["Makefile", "runs/stories/__pycache__/kept"]
+
+
+DATA_PAGE = (ROOT / "docs" / "data.md").read_text()
+DATA_COMMANDS = commands(DATA_PAGE)
+SHORT_TEXT = (
+    "--steps 2 --schedule.warmup_steps 1 --schedule.decay_steps 1 --evaluation.num_samples 8 "
+    "--tracking.wandb disabled --tracking.log_every 1"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a user who has the texts and a copy of the repository."""
+    folder = tmp_path_factory.mktemp("user")
+    folders = (path for path in ROOT.iterdir() if (path / "__init__.py").exists() or path.name.endswith("configs"))
+    for path in (*ROOT.glob("*.py"), *folders):
+        (folder / path.name).symlink_to(path)
+    documents = [text.replace("\r", "") for text in make_documents(60)]
+    (folder / "input.txt").write_text("\n".join(documents))
+    (folder / "stories.txt").write_text("<|endoftext|>\n".join(documents))
+    (folder / "texts").mkdir()
+    write_jsonl(folder / "texts" / "a.jsonl", documents)
+    return folder
+
+
+@pytest.mark.parametrize("command", DATA_COMMANDS)
+def test_a_command_of_the_data_page(command, folder):
+    training = "train.py" in command
+    done = python(f"{command} {SHORT_TEXT if training else '--num_workers 1'}", cwd=folder)
+    if training:
+        assert done.stdout.endswith("Training finished.\n") and "val/bits_per_byte" in done.stdout
+    else:
+        out = re.search(r"--out (\S+)", command)[1]
+        metadata = json.loads((folder / out / "metadata.json").read_text())
+        documents = metadata["train"]["documents"]
+        assert documents == 1 if "input.txt" in command else 40 < documents < 60
+
+
+def test_all_the_commands_of_the_data_page_were_found():
+    assert len([command for command in DATA_COMMANDS if "data.prepare" in command]) >= 3
+    assert len([command for command in DATA_COMMANDS if "train.py" in command]) >= 2
+
+
+def test_the_files_that_the_data_page_names_are_there():
+    for name in re.findall(r"(configs/\w+\.yaml)", DATA_PAGE):
+        assert (ROOT / name).exists(), name
+
+
+def test_docs_settings_is_the_page_of_the_settings():
+    assert settings.PAGE.read_text() == settings.page(), "run python -m docs.settings"
+
+
+def test_docs_settings_has_every_setting_of_the_parser_with_its_default():
+    parser = ArgumentParser()
+    parser.add_class_arguments(TrainConfig, as_group=False)
+    defaults = parser.get_defaults().as_flat()
+    written = dict(re.findall(r"^- \*\*`([\w.]+)`\*\* \(.*?; default (.*?)\): \w", settings.PAGE.read_text(), re.M))
+    assert written.keys() == vars(defaults).keys() and len(written) > 60
+    for name, value in vars(defaults).items():
+        assert written[name] == (value if isinstance(value, str) else json.dumps(value)).replace("1e-05", "1.0e-05"), (
+            name
+        )
+
+
+def test_docs_settings_explains_a_choice_and_a_section():
+    page = settings.page()
+    assert "- **`model.position`** (learned or rope; default learned): How the model knows order" in page
+    assert "\n## schedule\n\nThe learning rate as a function of the step.\n" in page

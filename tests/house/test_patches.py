@@ -1,0 +1,78 @@
+"""The experiments of docs/patches apply, train, resume and are verified."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT, environment
+
+# Of docs/forking.md, (name, lines, settings) of every experiment.
+EXPERIMENTS = re.findall(
+    r"^\| \[\w+\]\(patches/(\w+)\.patch\).*? \| (\d+) \| `(.*)` \|$", (ROOT / "docs/forking.md").read_text(), re.M
+)
+ON_TOP_OF_EACH_OTHER = [experiment for experiment in EXPERIMENTS if experiment[0] != "data_counting"]
+APPLY = {
+    "git": ["git", "apply"],
+    "patch": ["patch", "--strip=1", "--silent", "--fuzz=0", "--no-backup-if-mismatch", "--input"],
+}
+
+
+def copy_of_the_repository(directory):
+    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__", "*.png"))
+    return directory
+
+
+def apply(name, tool, directory, *options):
+    program, *rest = APPLY[tool]
+    command = [program, *rest[:1], *options, *rest[1:], ROOT / "docs" / "patches" / f"{name}.patch"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, f"{name} by {tool}: {done.stdout}{done.stderr}"
+
+
+def test_every_experiment_is_as_long_as_its_page_says():
+    assert {path.stem for path in (ROOT / "docs" / "patches").iterdir()} == {name for name, *_ in EXPERIMENTS}
+    for name, lines, _ in EXPERIMENTS:
+        patch = (ROOT / "docs" / "patches" / f"{name}.patch").read_text()
+        assert len(re.findall(r"^(?:\+(?!\+\+)|-(?!--))", patch, re.M)) == int(lines) < 30, name
+
+
+NO_PATCH = pytest.mark.skipif(not shutil.which("patch"), reason="patch is not installed")
+
+
+@pytest.mark.parametrize("tool", ["git", pytest.param("patch", marks=NO_PATCH)])
+def test_experiments_apply_alone_and_on_top_of_each_other(tool, tmp_path):
+    directory = copy_of_the_repository(tmp_path / "copy")
+    for name, *_ in EXPERIMENTS:
+        apply(name, tool, directory)
+        apply(name, tool, directory, "--reverse")
+    for order in (ON_TOP_OF_EACH_OTHER, ON_TOP_OF_EACH_OTHER[::-1]):
+        for name, *_ in order:
+            apply(name, tool, directory)
+        done = subprocess.run([sys.executable, "-m", "ruff", "check", "--quiet", "."], cwd=directory, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        for name, *_ in reversed(order):
+            apply(name, tool, directory, "--reverse")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "experiments",
+    [*([one] for one in EXPERIMENTS), ON_TOP_OF_EACH_OTHER],
+    ids=lambda them: f"{len(them)}_{them[0][0]}",
+)
+def test_an_experiment_trains_resumes_and_is_verified(experiments, tmp_path):
+    """The work is tests/fork_trial.py's, in the copy."""
+    copy = copy_of_the_repository(tmp_path / "copy")
+    for index, (name, *_) in enumerate(experiments):
+        apply(name, list(APPLY)[index % 2], copy)
+    settings = [word for *_, words in experiments for word in shlex.split(words)]
+    command = [sys.executable, "-m", "tests.fork_trial", *settings]
+    done = subprocess.run(command, cwd=copy, env=environment(), capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = re.findall(r"^(PASS|SKIP)  ", done.stdout, re.M)
+    no_family = {"attention_lora", "block_parallel", "mlp_experts"} & {name for name, *_ in experiments}
+    assert results.count("SKIP") == (2 if no_family else 0) and len(results) == 9

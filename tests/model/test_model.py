@@ -1,0 +1,379 @@
+"""What the model promises by itself; tests/model/test_hub.py holds it against transformers."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import model.gpt
+from model.config import GPTConfig
+from model.gpt import BlockMask, GPTModel, document_mask, rope_tables
+
+SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d_model=32, d_ff=48, dropout=0.0)
+QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False, n_kv_heads=2)
+
+
+def make_model(seed: int = 0, **settings) -> GPTModel:
+    torch.manual_seed(seed)
+    return GPTModel(GPTConfig(**SHAPE | settings))
+
+
+def make_lively_model(**settings) -> GPTModel:
+    """In float64, with weights far from their init, where every logit depends visibly on every token before it."""
+    model = make_model(**settings).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def make_tokens(rows: int = 3, length: int = 11, seed: int = 1) -> torch.Tensor:
+    return torch.randint(SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def attention_calls(monkeypatch) -> list[dict]:
+    """The keyword arguments of each call of the attention kernel, which short sequences take too."""
+    calls, kernel = [], F.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs)
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(model.gpt.Attention, "uses_plain_attention", lambda *_: False)
+    return calls
+
+
+# The config
+
+
+def test_all_problems_are_reported_together_and_name_their_settings():
+    config = GPTConfig(d_model=130, n_kv_heads=3, dropout=1.0, norm_eps=0.0, position="rotary", d_ff=512)
+    assert config.problems() == [
+        "model.norm_eps is 0.0: it must be greater than 0",
+        "model.dropout is 1.0: it must be at least 0 and less than 1",
+        f"model.position is 'rotary': it must be one of {', '.join(get_args(GPTConfig.__annotations__['position']))}",
+        "model.d_model is 130, not divisible by model.n_heads 4: 128 or 132 would be, or set model.head_dim",
+        "model.n_kv_heads is 3: it must divide model.n_heads 4, so be one of 1, 2, 4",
+    ]
+    with pytest.raises(ValueError) as error:
+        GPTModel(config)
+    for problem in [*config.problems(), "model.vocab_size is null"]:
+        assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (dict(n_heads=0, n_layers=-1), "model.n_layers is -1: it must be at least 1\nmodel.n_heads is 0: it must be"),
+        (dict(vocab_size=0), "model.vocab_size is 0"),
+        (dict(d_model=3), "model.d_model is 3, not divisible by model.n_heads 4: 4 would be"),
+        (dict(d_model=12, position="rope"), r"model.head_dim is 3 (model.d_model 12 / n_heads 4): with model.position"),
+        (dict(head_dim=5, position="rope"), "model.head_dim is 5: with model.position rope it must be even, such as 6"),
+        (dict(dropout=-0.1), "model.dropout is -0.1"),
+        (dict(rope_theta=0.0), "model.rope_theta is 0.0"),
+        (dict(dropout=math.nan), "model.dropout is nan"),
+    ],
+)
+def test_an_inconsistent_config_is_refused(settings, problem):
+    assert problem in "\n".join(GPTConfig(**settings).problems())
+
+
+@pytest.mark.parametrize("settings", [{}, dict(d_model=130, head_dim=5), dict(d_model=12, n_kv_heads=1)])
+def test_a_consistent_config_has_no_problems(settings):
+    assert GPTConfig(**settings).problems() == []
+
+
+# Parameters
+
+SWITCHES = [
+    dict(),
+    dict(position="rope"),
+    dict(norm="rmsnorm"),
+    dict(mlp="gelu_erf"),
+    dict(mlp="swiglu"),
+    dict(mlp="relu2"),
+    dict(qk_norm=True),
+    dict(bias=False),
+    dict(tie_embeddings=True),
+    dict(n_kv_heads=1),
+    dict(head_dim=10),
+    dict(QWEN3, tie_embeddings=True, head_dim=20),
+]
+
+
+@pytest.mark.parametrize("settings", SWITCHES, ids=str)
+def test_every_switch_trains_and_every_parameter_has_a_gradient(settings):
+    model = make_model(dropout=0.1, **settings)
+    tokens = make_tokens()
+    loss = model(tokens, labels=tokens)[1]
+    loss.backward()
+    assert abs(loss.item() - math.log(61)) < 0.1
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.bias") and model.config.position == "learned" and not model.config.qk_norm:
+            # It adds the same to all scores of a query, and the softmax does not see that.
+            assert parameter.grad.abs().max() < 1e-8
+        else:
+            assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-7, name
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+    assert model(tokens, labels=tokens)[1] < loss - 0.1
+
+
+def documented_init(name: str, n_layers: int) -> tuple[float, float]:
+    """Mean and standard deviation of a parameter, read from the table in the docstring of init_weights."""
+    *_, module, kind = name.split(".")
+    found = []
+    for line in GPTModel.init_weights.__doc__.splitlines():
+        if line.strip().startswith("|"):
+            _, parameters, value, _ = (cell.strip() for cell in line.split("|"))
+            if (kind if kind == "bias" else module) in parameters.split(", "):
+                found.append(value)
+    assert len(found) == 1, f"{name} has {len(found)} rows in the table"
+    if found[0].startswith("normal, std "):
+        formula = found[0].removeprefix("normal, std ").replace("2 n_layers", "2 * n_layers")
+        return 0.0, eval(formula, {"sqrt": math.sqrt, "n_layers": n_layers})
+    return float(found[0]), 0.0
+
+
+@pytest.mark.parametrize("start", ["constructed", "from the meta device"])
+@pytest.mark.parametrize("settings", [dict(), dict(QWEN3, d_model=128, n_layers=8)], ids=["gpt2", "qwen3"])
+def test_the_initial_weights_are_as_documented(settings, start):
+    settings = dict(d_model=128, d_ff=512, n_layers=3, vocab_size=500, max_position_embeddings=128) | settings
+    if start == "constructed":
+        model = make_model(**settings)
+    else:
+        with torch.device("meta"):
+            model = make_model(**settings)
+        model.to_empty(device="cpu").init_weights()
+    seen = set()
+    for name, parameter in model.named_parameters():
+        mean, std = documented_init(name, model.config.n_layers)
+        seen.add(std)
+        if std == 0.0:
+            assert torch.equal(parameter, torch.full_like(parameter, mean)), name
+        else:
+            assert parameter.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(parameter.mean().item()) < 0.03 * std, name
+            assert (parameter.abs() < std).float().mean().item() == pytest.approx(0.6827, abs=0.02), f"{name}: normal?"
+    assert seen == {0.0, 0.02, 0.02 / math.sqrt(2 * model.config.n_layers)}
+    assert model(make_tokens())[0].isfinite().all()
+
+
+def test_tied_embeddings_are_one_parameter():
+    tied, untied = make_model(tie_embeddings=True), make_model()
+    assert "lm_head.weight" in untied.state_dict() and "lm_head.weight" not in tied.state_dict()
+    assert untied.num_parameters() - tied.num_parameters() == 61 * 32
+
+
+@pytest.mark.parametrize("settings", SWITCHES, ids=str)
+def test_the_state_is_the_parameters_alone_and_none_share_memory(settings):
+    model = make_model(**settings)
+    assert list(model.buffers()) == []
+    state = model.state_dict()
+    assert state.keys() == dict(model.named_parameters()).keys()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "total", "lookups"),
+    [
+        # Embeddings 61 + 16, lm_head 61. A block: two norms, four attention matrices, two of the MLP. The last norm.
+        (dict(), (61 + 16 + 61) * 32 + 2 * (4 * 32 + 4 * (32 * 32 + 32) + 2 * 32 * 48 + 48 + 32) + 64, (61 + 16) * 32),
+        (dict(tie_embeddings=True, bias=False), (61 + 16) * 32 + 2 * (64 + 4 * 32 * 32 + 2 * 32 * 48) + 32, 16 * 32),
+        # A block: two norms, q and out, k and v of two heads, two norms of heads, three matrices of the MLP.
+        (QWEN3, 2 * 61 * 32 + 2 * (64 + 2 * 32 * 32 + 2 * 32 * 16 + 2 * 8 + 3 * 32 * 48) + 32, 61 * 32),
+    ],
+)
+def test_the_number_of_parameters(settings, total, lookups):
+    model = make_model(**settings)
+    assert model.num_parameters() == total
+    assert model.num_parameters(lookups=False) == total - lookups
+
+
+def test_blocks_that_begin_at_zero_begin_as_the_identity():
+    x_BTC = torch.randn(2, 5, SHAPE["d_model"])
+    rope = rope_tables(torch.arange(5), 8, 10000.0)
+    for zero_init in (True, False):
+        for block in make_model(**QWEN3, zero_init=zero_init).blocks:
+            assert torch.equal(block(x_BTC, rope, None), x_BTC) == zero_init
+
+
+@pytest.mark.parametrize("settings", [dict(tie_embeddings=True), dict(QWEN3, head_dim=64)], ids=["gpt2", "qwen3"])
+def test_flops_per_token_agree_with_a_count_of_the_operations(settings):
+    model = make_model(max_position_embeddings=256, d_model=64, d_ff=128, **settings).double()
+    tokens = make_tokens(rows=2, length=256)
+    # The math kernel is made of products that the counter knows. It computes the scores once.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, labels=tokens)[1].backward()
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(model.flops_per_token(256), rel=0.02)
+
+
+# The forward pass
+
+
+def loss_by_hand(model: GPTModel, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The sum of the loss over targets, and their number, one target at a time."""
+    log_probabilities = model(tokens)[0].log_softmax(-1)
+    total, targets = torch.zeros((), dtype=torch.float64), 0
+    for row in range(tokens.shape[0]):
+        for position in range(tokens.shape[1] - 1):
+            label = labels[row, position + 1].item()
+            if label != -100:
+                total = total - log_probabilities[row, position, label]
+                targets += 1
+    return total, targets
+
+
+def test_each_position_predicts_the_next_label_of_its_row():
+    model, tokens = make_lively_model(), make_tokens()
+    labels = make_tokens(seed=2)
+    labels[0, 3:5], labels[1] = -100, -100  # the second row has no target at all
+    total, targets = loss_by_hand(model, tokens, labels)
+    assert targets == 10 - 2 + 10
+    torch.testing.assert_close(model(tokens, labels=labels)[1], total / targets)
+    for num_items in (7, 7.5, torch.tensor(7), torch.tensor(7.5)):
+        torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=num_items)[1], total / num_items)
+    total, targets = loss_by_hand(model, tokens, tokens)
+    assert targets == 3 * 10
+    torch.testing.assert_close(model(tokens, labels=tokens)[1], total / targets)
+
+
+@pytest.mark.parametrize("length", [11, 1])
+def test_without_targets_the_sum_is_zero_and_the_mean_undefined(length):
+    model, tokens = make_model(), make_tokens(length=length)
+    labels = torch.full_like(tokens, -100)
+    assert model(tokens, labels=labels)[1].isnan()
+    loss = model(tokens, labels=labels, num_items_in_batch=7)[1]
+    assert loss == 0
+    loss.backward()
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
+def test_logits_are_there_when_asked_for():
+    model, tokens = make_lively_model(), make_tokens()
+    logits, loss = model(tokens)
+    assert logits.shape == (3, 11, 61) and loss is None
+    assert model(tokens, labels=tokens)[0] is None
+    assert torch.equal(model(tokens, labels=tokens, logits_to_keep=0)[0], logits)
+    torch.testing.assert_close(model(tokens, logits_to_keep=2)[0], logits[:, -2:])
+
+
+@pytest.mark.parametrize("settings", [dict(), QWEN3], ids=["gpt2", "qwen3"])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_token_changes_nothing_before_it(settings, padding):
+    model, tokens = make_lively_model(**settings), make_tokens()
+    mask = torch.ones_like(tokens)
+    mask[:, :padding] = 0
+    changed = tokens.clone()
+    changed[:, 6] = (tokens[:, 6] + 1) % 61
+    before, after = model(tokens, mask)[0], model(changed, mask)[0]
+    assert torch.equal(before[:, :6], after[:, :6])
+    assert ((before - after)[:, 6:].abs().amax(-1) > 1e-3).all()
+
+
+@pytest.mark.parametrize("settings", [dict(), QWEN3], ids=["gpt2", "qwen3"])
+def test_a_sequence_longer_than_the_limit_is_refused(settings):
+    with pytest.raises(ValueError, match="17 tokens, but model.max_position_embeddings is 16"):
+        make_model(**settings)(make_tokens(length=17))
+
+
+def test_a_mask_of_ones_never_reaches_the_attention_kernel(attention_calls):
+    model, tokens = make_model(), make_tokens()
+    mask = torch.ones_like(tokens)
+    model(tokens)
+    model(tokens, mask)
+    model(tokens, mask.bool())
+    assert [(call["attn_mask"], call["is_causal"]) for call in attention_calls] == [(None, True)] * 6
+    attention_calls.clear()
+    mask[0, 0] = 0
+    model(tokens, mask)
+    assert [(call["attn_mask"].shape, call["is_causal"]) for call in attention_calls] == [((3, 1, 11, 11), False)] * 2
+
+
+def test_padding_does_not_influence_what_is_not_padding():
+    model, tokens = make_lively_model(**QWEN3), make_tokens()
+    mask = torch.ones_like(tokens)
+    mask[0, :3], mask[1, -3:] = 0, 0
+    other = torch.where(mask == 1, tokens, (tokens + 1) % 61)
+    assert torch.equal(model(tokens, mask)[0][mask == 1], model(other, mask)[0][mask == 1])
+    assert not torch.allclose(model(tokens, mask)[0][0, 3:], model(tokens)[0][0, 3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_see_nothing_give_no_nan(dtype):
+    model, tokens = make_model(**QWEN3).to(dtype), make_tokens()
+    mask = torch.ones_like(tokens)
+    mask[0, :3], mask[1] = 0, 0  # padding on the left, and a row of nothing else
+    logits, loss = model(tokens, mask, labels=tokens, logits_to_keep=0)[:2]
+    loss.backward()
+    assert logits.isfinite().all() and loss.isfinite()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_dropout_is_seeded_while_training_and_off_otherwise(attention_calls):
+    model, tokens = make_model(dropout=0.2), make_tokens()
+
+    def loss(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model(tokens, labels=tokens)[1]
+
+    assert torch.equal(loss(1), loss(1)) and not torch.equal(loss(1), loss(2))
+    assert {call["dropout_p"] for call in attention_calls} == {0.2}
+    attention_calls.clear()
+    model.eval()
+    assert torch.equal(loss(1), loss(2))
+    assert {call["dropout_p"] for call in attention_calls} == {0.0}
+
+
+@pytest.mark.parametrize("settings", [dict(), QWEN3], ids=["gpt2", "qwen3"])
+def test_under_bfloat16_the_loss_is_computed_in_float32(settings, recwarn):
+    model, tokens = make_lively_model(**settings).float(), make_tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, loss = model(tokens, labels=tokens, logits_to_keep=0)[:2]
+    assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    expected = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert model(tokens, labels=tokens)[1].item() == pytest.approx(loss.item(), rel=0.02)
+    assert [str(warning.message) for warning in recwarn] == []
+    assert model.bfloat16()(tokens, labels=tokens)[1].dtype == torch.float32
+
+
+class OnGPU(torch.Tensor):
+    """Says that it lies on one."""
+
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize("dropout, head_size, flex", [(0.0, 16, True), (0.1, 16, False), (0.0, 8, False)])
+def test_on_a_gpu_documents_have_a_mask_that_flex_attention_takes_if_it_can(dropout, head_size, flex, monkeypatch):
+    monkeypatch.setattr(model.gpt, "HAS_TRITON", True)
+    positions = torch.tensor([[0, 1, 2, 0, 1]]).as_subclass(OnGPU)
+    assert isinstance(document_mask(positions, dropout, head_size), BlockMask) == flex
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("error", "ignore:.*torch.autograd.function.Function.*instantiated")  # by torch.compile
+def test_a_compiled_block_has_flex_attention_in_its_one_graph(monkeypatch):
+    """The mask is a new function in every step; compiling again for each would end in no compilation at all."""
+    monkeypatch.setattr(model.gpt, "HAS_TRITON", True)
+    config = GPTConfig(vocab_size=50, n_layers=1, n_heads=4, n_kv_heads=2, d_model=64, d_ff=64, dropout=0.0)
+    network, positions = GPTModel(config), torch.arange(128).repeat(2, 1)
+    expected = []
+    for first in (40, 64, 100):
+        positions[:, first:] = torch.arange(128 - first)
+        expected.append((positions.clone(), network(positions % 50, position_ids=positions)[0]))
+    compiled = torch._dynamo.testing.CompileCounter()
+    network.blocks[0].compile(backend=compiled, fullgraph=True)
+    monkeypatch.setattr(
+        model.gpt, "document_mask", lambda positions, *settings: document_mask(positions.as_subclass(OnGPU), *settings)
+    )
+    for positions, logits in expected:
+        torch.testing.assert_close(network(positions % 50, position_ids=positions)[0], logits, rtol=1e-4, atol=1e-5)
+    assert compiled.frame_count == 1

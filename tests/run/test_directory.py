@@ -1,0 +1,570 @@
+"""What a start finds in the directory of its run, and what it leaves there."""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import subprocess
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from cli.arguments import parse_config
+from config import ConfigError, TrainConfig
+from data.corpus import load_corpus
+from data.files import sha256
+from plot import save_loss_curve
+from run import continuation, provenance
+from run.checkpoint import SaveError, Saver
+from run.directory import RunDirectory
+from run.manifest import File, InvalidCheckpoint, Manifest, read_manifest, validate
+from run.metrics_file import MetricsFile, forget_after, read_rows
+from run.status import Status, read_status, write_status
+from tests import forked
+from tests.conftest import ROOT, assert_same_bits, environment, metrics, tensors, train
+from training.step_totals import NonFiniteError, StepTotals
+
+STEPS = 4
+OLD_RUNS = ROOT / "tests" / "old_runs"  # of 4 steps each, as the versions that had these formats left them
+RECIPE = ["--config", OLD_RUNS / "recipe.yaml", "--name", "run"]
+FORMATS = sorted(path.name for path in OLD_RUNS.iterdir() if path.is_dir())
+
+
+@pytest.fixture
+def run(runs):
+    """The directory of a finished run."""
+    shutil.copytree(OLD_RUNS / FORMATS[-1], runs / "run")
+    return runs / "run"
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory):
+    """The directory of a run of today over two steps more."""
+    out_dir = tmp_path_factory.mktemp("six")
+    train(*RECIPE, "--steps", 6, "--out_dir", out_dir)
+    return out_dir / "run"
+
+
+def assert_close(run, six_steps):
+    """Runs of another processor may differ by rounding."""
+    ours, theirs = tensors(run, 6), tensors(six_steps, 6)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-4)
+    for row, expected in zip(metrics(run), metrics(six_steps), strict=True):
+        row.pop("state/digest", None), expected.pop("state/digest")
+        assert row == pytest.approx(expected, rel=1e-3)
+
+
+# Runs of older versions
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_run_of_an_older_version_goes_on(form, runs, six_steps):
+    shutil.copytree(OLD_RUNS / form, runs / "run")
+    done = train(*RECIPE, "--steps", 6, "--out_dir", runs)
+    assert "resumed at step 4" in done.stdout
+    assert_close(runs / "run", six_steps)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_checkpoint_of_an_older_version_begins_a_new_run(form, runs):
+    start = OLD_RUNS / form / "checkpoints" / "step-00000004"
+    done = train(*RECIPE, "--steps", 5, "--resume", start, "--out_dir", runs)
+    assert "resumed at step 4" in done.stdout and [row["step"] for row in metrics(runs / "run")] == [5]
+
+
+def stored(**changes):
+    config = parse_config([*map(str, RECIPE)])
+    settings = json.loads(json.dumps(asdict(config)))
+    for key, value in changes.items():
+        section, name = key.split("__")
+        settings[section].pop(name, None)
+        if value is not ...:
+            settings[section][name] = value
+    return settings, config
+
+
+def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
+    settings, config = stored(optimizer__betas=..., model__zero_init=...)
+    assert continuation.differences(continuation.complete_settings(settings), config) == []
+    config.model.zero_init = True
+    assert continuation.differences(continuation.complete_settings(settings), config) == [
+        "model.zero_init: False there, True now"
+    ]
+
+
+def test_a_path_may_change_where_a_hash_says_what_lies_there():
+    settings, config = stored(data__path="a.csv")
+    config.data.path = "b.csv"
+    assert continuation.differences(continuation.complete_settings(settings), config) == [
+        "data.path: a.csv there, b.csv now"
+    ]
+    settings["data"]["hash"] = config.data.hash = "0123"
+    assert continuation.differences(continuation.complete_settings(settings), config) == []
+
+
+def test_the_corpora_of_a_mixture_may_move_but_weigh_what_they_did():
+    settings, config = stored(data__mix={"a": 2.0, "b": 1.0}, data__hash="01+23")
+    config.data.mix, config.data.hash = {"c": 2.0, "d": 1.0}, "01+23"
+    assert continuation.differences(continuation.complete_settings(settings), config) == []
+    for mix, digest in ({"c": 1.0, "d": 2.0}, "01+23"), ({"c": 2.0, "d": 1.0}, None):
+        settings["data"]["hash"] = config.data.hash = digest
+        config.data.mix = mix
+        assert continuation.differences(continuation.complete_settings(settings), config) == [
+            f"data.mix: {settings['data']['mix']} there, {mix} now"
+        ]
+
+
+def test_a_stored_setting_that_is_gone_is_named_unless_it_had_its_last_default(monkeypatch):
+    settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
+    assert continuation.differences(continuation.complete_settings(settings), config) == [
+        "optimizer.nesterov: True there, and no setting any more",
+        "schedule.cycles: 3 there, and no setting any more",
+    ]
+    monkeypatch.setattr(continuation, "RETIRED_SETTINGS", {"optimizer.nesterov": True, "schedule.cycles": 1})
+    assert continuation.differences(continuation.complete_settings(settings), config) == [
+        "schedule.cycles: 3 there, and no setting any more"
+    ]
+
+
+def test_a_run_without_a_new_setting_goes_on_and_one_with_a_lost_one_is_refused(run):
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    del settings["optimizer"]["betas"], settings["data"]["num_workers"]
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    train(*RECIPE, "--out_dir", run.parent)
+    settings["optimizer"]["nesterov"] = True
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    done = train(*RECIPE, "--out_dir", run.parent, exit_code=2)
+    assert "optimizer.nesterov: True there, and no setting any more" in done.stderr
+
+
+def test_data_do_not_move_with_the_seed_and_in_an_older_run_they_still_do(runs):
+    """An older run had its data by `seed`. The one here is of today, and forgets the setting that did not exist."""
+    arguments = [*RECIPE, "--seed", 5, "--out_dir", runs]
+    train(*arguments, "--data.seed", 5, "--steps", 6, "--name", "unbroken")
+    train(*arguments, "--data.seed", 5)
+    checkpoint = runs / "run" / "checkpoints" / "step-00000004"
+    settings, manifest = yaml.safe_load((runs / "run" / "config.yaml").read_text()), read_manifest(checkpoint)
+    for stored in (settings, manifest.config):
+        assert stored["data"].pop("seed") == 5
+    (runs / "run" / "config.yaml").write_text(yaml.safe_dump(settings))
+    manifest.write(checkpoint)
+
+    done = train(*arguments, "--steps", 6, "--data.seed", 0, exit_code=2)
+    assert "data.seed: 5 there, 0 now" in done.stderr
+    train(*arguments, "--steps", 6, "--name", "another", "--branch_from", checkpoint)
+    train(*arguments, "--steps", 6)
+    for name in ("run", "another"):
+        assert yaml.safe_load((runs / name / "config.yaml").read_text())["data"]["seed"] == 5
+        assert_same_bits(tensors(runs / name, 6), tensors(runs / "unbroken", 6))
+        assert metrics(runs / name)[-1] == metrics(runs / "unbroken")[-1]
+
+    train(*arguments, "--steps", 1, "--name", "new")
+    assert yaml.safe_load((runs / "new" / "config.yaml").read_text())["data"]["seed"] == 0
+
+
+@pytest.mark.parametrize("source", ["random", "stories"])
+def test_runs_over_seeds_share_their_data(source):
+    def corpus(*arguments):
+        small = "--seq_len 96 --model.vocab_size 300 --data.num_samples 2 --evaluation.num_samples 2".split()
+        return load_corpus(parse_config([*small, "--data.source", source, *arguments]))
+
+    def rows(dataset):
+        return [row["input_ids"].tolist() for row in (dataset[0], dataset[1])]
+
+    one, other, third = corpus("--seed", "1"), corpus("--seed", "2"), corpus("--data.seed", "1")
+    for split in ("train", "validation"):
+        one_rows, other_rows, third_rows = (rows(getattr(corpus, split)) for corpus in (one, other, third))
+        assert one_rows == other_rows != third_rows
+
+
+# What does not fit
+
+
+def test_another_optimizer_than_the_checkpoints_is_refused(run):
+    start = run / "checkpoints" / "step-00000004"
+    arguments = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 6, "--branch_from", start]
+    done = train(*arguments, "--optimizer.name", "muon", exit_code=2)
+    assert "optimizer.name: adamw there, muon now" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_branch_goes_on_by_itself_and_has_no_other_beginning(run):
+    begin = run / "checkpoints" / "step-00000004"
+    branch = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 5]
+    train(*branch, "--branch_from", begin)
+    assert "is complete: all 5 steps are done" in train(*branch).stdout
+    for name, other in (("new", run.parent / "new" / "checkpoints" / "step-00000005"), ("run", begin)):
+        done = train(*branch, "--name", name, "--branch_from", other, exit_code=2)
+        assert f"branch_from: '{other}' starts a new run, but {run.parent / name} already holds one" in done.stderr
+
+
+def test_a_run_goes_on_only_with_the_learning_rates_that_it_had(run):
+    arguments = [*RECIPE, "--out_dir", run.parent, "--steps"]
+    done = train(*arguments, 6, "--schedule.name", "linear", exit_code=2)
+    assert "would have given step 1 of this run" in done.stderr and "--name NEW --branch_from" in done.stderr
+    done = train(*arguments, 3, exit_code=2)
+    assert f"steps: 3 is less than the 4 that {run / 'checkpoints' / 'step-00000004'} has already done" in done.stderr
+
+
+def test_a_run_that_goes_on_unchanged_compares_no_learning_rates(monkeypatch):
+    """Of as many steps as it has done."""
+    config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
+    manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {})
+    monkeypatch.delattr(continuation, "lr_scale")
+    continuation.check_resume(config, ROOT, manifest)
+
+
+def test_a_branch_has_something_to_do(run):
+    begin = run / "checkpoints" / "step-00000004"
+    done = train(*RECIPE, "--out_dir", run.parent, "--name", "new", "--branch_from", begin, "--steps", 4, exit_code=2)
+    assert f"steps: 4 leaves nothing to do after the 4 of {begin}" in done.stderr
+
+
+def test_to_start_afresh_where_no_run_is_moves_nothing_aside(runs):
+    train(*RECIPE, "--out_dir", runs, "--steps", 1, "--resume", "never")
+    assert [path.name for path in runs.iterdir()] == ["run"]
+
+
+def test_a_run_is_no_checkpoint_to_branch_from(run):
+    with pytest.raises(InvalidCheckpoint, match="is a run; name one of its checkpoints, such as .*/step-00000004$"):
+        validate(run)
+
+
+def test_a_branch_of_the_run_that_would_be_moved_aside_is_refused(run):
+    start = run / "checkpoints" / "step-00000004"
+    done = train(
+        *RECIPE, "--out_dir", run.parent, "--resume", "never", "--branch_from", start, "--steps", 6, exit_code=2
+    )
+    assert "is of the run that --resume never would move aside; choose another name" in done.stderr
+    assert start.exists() and [*run.parent.iterdir()] == [run]
+
+
+@pytest.mark.parametrize("change", ["shape", "name", "dtype", "header"])
+def test_a_valid_checkpoint_of_other_tensors_is_refused(change, run):
+    checkpoint = run / "checkpoints" / "step-00000004"
+    (file,) = checkpoint.glob("*.safetensors")
+    content, name = load_file(file), "model.final_norm.weight"
+    if change == "shape":
+        content[name] = torch.zeros(4)
+    if change == "name":
+        content["model.zzz"] = content.pop(name)
+    if change == "dtype":
+        content[name] = content[name].to(torch.float16)
+    save_file(content, file, {"DCP_SHARDING_INFO": "{" if change == "header" else ""})
+    replace(read_manifest(checkpoint), files={file.name: File(file.stat().st_size, sha256(file))}).write(checkpoint)
+    done = train(*RECIPE, "--out_dir", run.parent, "--steps", 6, exit_code=2)
+    assert done.stderr.count("train.py: error:") == 1 and "Traceback" not in done.stderr
+    if change == "header":
+        assert "cannot be read" in done.stderr and str(checkpoint) in done.stderr
+        return
+    assert "holds other tensors than this model and optimizer have" in done.stderr and name in done.stderr
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["gone", "edited"])
+def test_without_its_config_a_run_does_not_go_on_with_other_settings(gone, run):
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").unlink()
+    if not gone:
+        (run / "config.yaml").write_text(settings.replace("\nseed: 0", "\nseed: 5"))
+    done = train(*RECIPE, "--out_dir", run.parent, "--steps", 6, "--seed", 5, exit_code=2)
+    assert "step-00000004 is of other settings" in done.stderr and "seed: 0 there, 5 now" in done.stderr
+    (run / "config.yaml").unlink(missing_ok=True)
+    train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
+
+
+# The status of a start that was refused
+
+
+FP16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}  # refused before the directory is looked at
+BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}  # refused when the checkpoint is
+
+
+@pytest.mark.parametrize("precision", [FP16, BF16], ids=["early", "late"])
+def test_a_refused_start_of_this_run_is_written_down(precision, run):
+    assert read_status(run / "status.json") == Status("finished", STEPS)
+    train(*RECIPE, "--out_dir", run.parent, exit_code=2, **precision)
+    status = read_status(run / "status.json")
+    assert (status.state, status.step) == ("failed", STEPS) and "mixed_precision" in status.reason
+    train(*RECIPE, "--out_dir", run.parent)
+    assert read_status(run / "status.json") == Status("finished", STEPS)
+
+
+def test_only_the_process_that_writes_a_refusal_down_takes_the_lock(run, monkeypatch):
+    """Else the main one, which is refused at the same time, finds the directory in use, and writes nothing."""
+    config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="^refused$"):
+        with (directory := RunDirectory(config.out_dir, config.name)).outcome_recorded(config):
+            raise ConfigError("refused")
+    assert directory._lock_file is None
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--seed", 5], ["--resume", "never"], ["--resume", OLD_RUNS / "format-1" / "checkpoints"]], ids=str
+)
+def test_a_refused_start_of_another_run_leaves_the_status_alone(arguments, run):
+    train(*RECIPE, "--out_dir", run.parent, *arguments, exit_code=2, **FP16)
+    assert read_status(run / "status.json") == Status("finished", STEPS)
+    assert not [path for path in run.parent.iterdir() if path != run]
+
+
+def test_a_directory_with_two_names_is_locked_once(run):
+    (run.parent / "link").symlink_to("run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with open(run / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for name in ("run", "link"):
+            done = train(*RECIPE, "--out_dir", run.parent, "--name", name, "--steps", 6, exit_code=2)
+            assert "in use" in done.stderr
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before
+    train(*RECIPE, "--out_dir", run.parent, "--name", "link", "--steps", 6)
+
+
+# Losses that are no numbers
+
+
+def test_a_run_whose_last_validation_loss_is_no_number_is_not_finished(runs):
+    arguments = [*RECIPE, "--out_dir", runs, "--steps", 1, "--optimizer.lr", "1e30", "--evaluation.every", 1]
+    for _ in range(2):  # the second start finds all steps done
+        done = train(*arguments, exit_code=1)
+        assert "step 1: the validation loss is" in done.stderr and "Training finished." not in done.stdout
+        status = read_status(runs / "run" / "status.json")
+        assert (status.state, status.step) == ("failed", 1) and "validation loss" in status.reason
+    (row,) = metrics(runs / "run")
+    assert row["val/loss"] is None and math.isfinite(row["train/loss"])
+
+
+def test_a_global_batch_without_targets_is_said():
+    accelerator = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
+    order = SimpleNamespace(indices=lambda step: [7, 8])
+    totals = StepTotals(order, 2, 0, accelerator)
+    totals.send(0, stop=False)
+    totals.receive(0, torch.tensor(0.0))
+    totals.add(torch.tensor(math.nan))
+    totals.send(12, stop=False)
+    totals.receive(1, torch.tensor(math.nan))
+    with pytest.raises(NonFiniteError, match=r"without one target token in the global batch.*\[7, 8\]"):
+        totals.read(at_once=True)
+
+
+# How it was computed
+
+
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_another_number_of_threads_or_processes_is_said_in_one_line(exact, runs):
+    arguments = [*RECIPE, "--out_dir", runs, "--exact", str(exact).lower()]
+    train(*arguments, "--steps", 2)
+    checkpoint = runs / "run" / "checkpoints" / "step-00000002"
+    manifest = read_manifest(checkpoint)
+    assert (manifest.processes, manifest.threads) == (1, 1)
+    replace(manifest, threads=7).write(checkpoint)
+    done = train(*arguments, "--steps", 3, processes=2)
+    said = (
+        "Resumed with 2 processes instead of 1, 1 threads instead of 7: from here on the bits may differ by rounding."
+    )
+    assert done.stdout.splitlines().count(said) == (0 if exact else 1)
+
+
+# metrics.jsonl
+
+
+def test_rows_that_are_none_are_passed_over_and_do_not_stop_a_start(run):
+    file = run / "metrics.jsonl"
+    rows = file.read_bytes()
+    file.write_bytes(b'{"train/loss": 1.0}\n[1]\nnull\n\xff\n{"step": "3"}\n' + rows + b'{"step": 4, "train/lo')
+    (run / "loss.png").unlink(missing_ok=True)
+    done = train(*RECIPE, "--out_dir", run.parent, pictures=True)
+    assert "Training finished." in done.stdout and (run / "loss.png").exists()
+    assert file.read_bytes() == rows
+    file.unlink()
+    done = train(*RECIPE, "--out_dir", run.parent)
+    assert "Training finished." in done.stdout and "Traceback" not in done.stderr
+
+
+def test_half_the_line_of_a_start_does_not_hide_the_next_one(run):
+    train(*RECIPE, "--out_dir", run.parent, "--steps", 5)
+    before = (run / "starts.jsonl").read_text()
+    (run / "starts.jsonl").write_text(before + before[: len(before) // 2])
+    train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
+    assert [row["step"] for row in read_rows(run / "starts.jsonl")] == [4, 5]
+
+
+def test_a_picture_is_drawn_of_the_rows_that_are_there(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "train/loss": 2.5}\n{"train/loss": 9}\n[[[\n{"step": 2, "train/loss": "x"}\n{"step": 3, "train/lo'
+    )
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_may_have_a_name_that_looks_like_a_formula(tmp_path):
+    for name in ("a$x^$b", "\udcff"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.5}\n')
+        assert save_loss_curve(tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_that_a_full_disk_has_no_room_for_are_written_later(tmp_path, monkeypatch):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1})
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+    for step in (2, 3):
+        with pytest.raises(OSError, match="No space left"):
+            file.append({"step": step})
+    with pytest.raises(OSError, match="No space left"):
+        file.sync()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n', "no half line stays"
+    monkeypatch.undo()
+    file.append({"step": 4})
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    file.close()
+
+
+def test_rows_are_on_the_disk_before_the_checkpoint_that_they_belong_to(tmp_path):
+    """Else a power failure leaves a checkpoint whose rows are gone for good."""
+    accelerator = SimpleNamespace(
+        process_index=0,
+        num_processes=1,
+        distributed_type="NO",
+        mixed_precision="no",
+        device=torch.device("cpu"),
+        is_main_process=True,
+    )
+    network = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(network.parameters())
+    there_already, faults = [], [OSError(5, "Input/output error"), None]
+
+    def sync():
+        there_already.append([path.name for path in tmp_path.glob("step-*")])
+        if fault := faults.pop():
+            raise fault
+
+    saver = Saver(tmp_path, TrainConfig(), accelerator, sync)
+    totals = SimpleNamespace(skipped=0, skipped_in_a_row=0)
+    saver.save(1, network, optimizer, {}, totals)
+    saver.save(2, network, optimizer, {}, totals)
+    with pytest.raises(SaveError, match="Input/output error"):
+        saver.wait()
+    assert there_already == [[], ["step-00000001"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_is_done_again_is_forgotten(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}')
+    forget_after(file, 3)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    forget_after(file, 1)
+    assert file.read_text() == '{"step": 1}\n'
+    forget_after(tmp_path / "none", 1)
+
+
+# status.json
+
+
+def test_a_status_that_has_no_room_for_a_second_file_is_written_in_place(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "status.json"
+    write_status(file, Status("running", 3))
+    monkeypatch.setattr("run.status.write_atomically", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    write_status(file, Status("failed", 3, "x" * 10_000))
+    assert read_status(file) == Status("failed", 3, "x" * 1000)
+    write_status(file, Status("failed", 3))
+    assert read_status(file) == Status("failed", 3)
+    shutil.rmtree(tmp_path)
+    write_status(file, Status("failed", 4))
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"state": 1, "step": 2}', b'{"state": "finished"}', b"\xff"])
+def test_a_damaged_status_is_none(content, tmp_path):
+    (tmp_path / "status.json").write_bytes(content)
+    assert read_status(tmp_path / "status.json") is None
+
+
+# The rest
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "a: b: c", "steps: 4", "{[", "resume: 3\nglobal_batch_size: 4", "\0", "&a [*a]"]
+)
+def test_a_damaged_config_of_a_run_is_said(content, run):
+    (run / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match="config.yaml is damaged|with other settings"):
+        RunDirectory(str(run.parent), "run").check(parse_config([*map(str, RECIPE)]))
+
+
+def test_nobody_listening_does_not_stop_the_training(runs):
+    """As in `train.py | head`: the pipe is closed after the first line."""
+    os.mkfifo(pipe := runs.with_name("pipe"))
+    words = [str(word) for word in (*RECIPE, "--out_dir", runs)]
+    launch = forked.Launch("train.py", words, 0, environment(), terminal=str(pipe))
+    with open(pipe) as reader:
+        assert "loading torch" in reader.readline()
+    assert launch.wait(120) == 0
+    assert read_status(runs / "run" / "status.json") == Status("finished", STEPS)
+
+
+WITHOUT_ROOM = "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); del sys.argv[0]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code"), [("compare.py RUNS/run --out null", 1), ("train.py --print_config", 1), ("train.py", 0)]
+)
+def test_a_disk_without_room_for_a_result_is_an_error_and_for_a_log_none(words, exit_code, runs):
+    (runs / "run").mkdir(parents=True)
+    if exit_code:
+        (runs / "run" / "config.yaml").write_text(yaml.safe_dump({"global_batch_size": 1, "seed": 0}))
+    words = [*words.replace("RUNS", str(runs)).split(), *([] if exit_code else [*RECIPE, "--out_dir", str(runs)])]
+    code = f"{WITHOUT_ROOM}runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = forked.run("-c", [code, *map(str, words)], 0, environment())
+    lost = f"{words[0]}: error: what it prints cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr.endswith(lost)) == (exit_code, exit_code == 1), done.stderr
+
+
+def test_null_settings_are_filled_in_before_they_are_compared():
+    settings, config = stored()
+    settings["model"]["vocab_size"] = 17
+    assert continuation.differences(continuation.complete_settings(settings), config) == [
+        "model.vocab_size: 17 there, 16 now"
+    ]
+    config.model.vocab_size = None
+    assert continuation.differences(continuation.complete_settings(settings), config) == []
+
+
+def test_the_defaults_are_a_config_like_any_other():
+    assert continuation.complete_settings({}) == continuation.flat_settings(asdict(TrainConfig()))
+
+
+def test_what_a_commit_lacks_is_kept_with_the_new_files(monkeypatch, tmp_path):
+    def git(*words, **options):
+        own = ["-c", "user.name=me", "-c", "user.email=me@here"]
+        return subprocess.run(["git", *own, *words], cwd=tmp_path, check=True, capture_output=True, **options).stdout
+
+    def contents():
+        return {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.py")}
+
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "training" / "provenance.py"))
+    git("init")
+    for name, text in {".gitignore": "runs/", "loop.py": "one\n\ntwo\n\n", "runs/old.py": "not of the code"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert provenance.uncommitted_changes() is None
+    (tmp_path / "loop.py").write_text("three\n\ntwo\n\n")
+    (tmp_path / "data").mkdir()
+    for name in ("mine.py", "größe von x.py"):
+        (tmp_path / "data" / name).write_text("new\n\n")
+    expected, changes = contents(), provenance.uncommitted_changes()
+    git("stash", "--include-untracked")
+    assert contents() != expected and "runs" not in changes
+    git("apply", "-", input=f"{changes}\n".encode())
+    assert contents() == expected

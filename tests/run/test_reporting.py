@@ -1,0 +1,176 @@
+"""Numbers that a model or a corpus reports besides the loss: right, the same on any number of processes, and shown."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from config import RunError, TrackingConfig, TrainConfig
+from data.order import GlobalBatches
+from data.stories import StoriesDataset, build_tokenizer
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from run.directory import RunDirectory
+from run.reporting import Reporter
+from tests import forked
+from tests.conftest import TINY_STORIES, environment, metrics, tensors
+from tests.reporting_train import HELP, Z_LOSS
+from training.step_totals import NonFiniteError, StepTotals
+
+STEPS = 2
+ALONE = SimpleNamespace(
+    device=torch.device("cpu"),
+    process_index=0,
+    num_processes=1,
+    is_main_process=True,
+)
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """What exact runs on 1 and 2 processes printed, the rows that they logged, and the directory of the second."""
+    out_dir, outputs = tmp_path_factory.mktemp("reported"), []
+    for processes in (1, 2):
+        words = f"--steps {STEPS} --evaluation.every 1 --model.dropout 0 --exact true --name {processes}".split()
+        words += ["--evaluation.num_story_samples", "3"]
+        arguments = [*TINY_STORIES, *words, "--out_dir", str(out_dir)]
+        done = forked.run("tests/reporting_train.py", arguments, processes, environment())
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    return outputs, [metrics(out_dir / str(processes)) for processes in (1, 2)], out_dir / "2"
+
+
+def by_hand(model, rows):
+    """Mean cross-entropy, squared log-sum-exp and hit rate, and targets a row, in float64 from the definitions."""
+    logits = torch.cat([model(row["input_ids"][None])[0][0, :-1] for row in rows])
+    labels = torch.cat([row["labels"][1:] for row in rows])
+    logits, labels = logits[labels != -100], labels[labels != -100]
+    z_loss, hits = logits.exp().sum(-1).log().square().mean(), (logits.max(-1).indices == labels).double().mean()
+    return F.cross_entropy(logits, labels), z_loss, hits, len(labels) / len(rows)
+
+
+def network():
+    torch.manual_seed(0)
+    sizes = dict(n_layers=2, d_model=16, n_heads=2, d_ff=32, dropout=0.0)
+    return GPTModel(GPTConfig(build_tokenizer().get_vocab_size(), **sizes)).double()
+
+
+def test_the_same_numbers_on_any_number_of_processes(reported):
+    _, (alone, together), _ = reported
+    assert alone == together and len(alone) == STEPS
+
+
+def test_what_a_model_reports_is_divided_by_its_own_count(reported):
+    _, (rows, _), run = reported
+    model, dataset = network(), StoriesDataset("train", 20, 0, 128)
+    loss, z_loss, _, targets = by_hand(model, [dataset[i] for i in GlobalBatches(20, 6, 0).indices(0)])
+    (loss + Z_LOSS * z_loss + HELP * model.token_embedding.weight.square().mean()).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    first = rows[0]
+    assert first["train/grad_norm"] == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
+    assert first["train/loss"] == pytest.approx(loss.item(), rel=1e-6), "the cross-entropy alone"
+    assert first["train/z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
+    assert first["train/targets_per_row"] == targets and first["train/nothing"] is None
+
+    model.load_state_dict({n.removeprefix("model."): t for n, t in tensors(run, STEPS).items() if n[:6] == "model."})
+    with torch.no_grad():
+        loss, z_loss, top1, targets = by_hand(model, list(StoriesDataset("validation", 7, 0, 128)))
+    last = rows[-1]
+    assert last["val/loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert last["val/perplexity"] == pytest.approx(loss.exp().item(), rel=1e-5)
+    assert last["val/z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
+    assert last["val/top1"] == pytest.approx(top1.item())
+    assert last["val/targets_per_row"] == pytest.approx(targets) and last["val/nothing"] is None
+
+
+def test_the_screen_shows_whatever_is_logged(reported):
+    (output, _), (rows, _), _ = reported
+    training, validation = (line for line in output.splitlines() if line.startswith(f"[step {STEPS} /"))
+    for name in ("loss", "z_loss", "targets_per_row"):
+        assert f" {name} = {rows[-1][f'train/{name}']:.4f} " in training
+        assert f" val/{name} = {rows[-1][f'val/{name}']:.4f} " in validation
+    assert " tokens/s = " in training and " nothing = nan " in training and "train/tokens" not in training
+
+
+def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported):
+    (output, _), (rows, _), _ = reported
+    texts = [line.removeprefix("  | ").rpartition(" (")[0] for line in output.splitlines() if line.startswith("  | ")]
+    assert len(texts) == 3 and rows[-1]["sample/characters"] == pytest.approx(sum(map(len, texts)) / 3)
+    assert rows[-1]["sample/distinct"] == len(set(texts)) / 3 and rows[-1]["sample/in_training_set"] == 0
+    assert "sample/accepted" not in rows[-1], "that is the stories' own"
+    assert rows[-1]["val/floor"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the floor)" in output
+
+
+def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples(monkeypatch):
+    others_send_nothing = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr("training.step_totals.dist.all_reduce", lambda sent, async_op: others_send_nothing)
+    accelerator = SimpleNamespace(**{**vars(ALONE), "process_index": 1, "num_processes": 2})
+    totals = StepTotals(SimpleNamespace(indices=lambda step: [*range(8)]), 2, 0, accelerator, Path("my runs/a"))
+    for loss in (1.0, math.nan):
+        totals.add(torch.tensor(loss))
+    totals.send(12, stop=False)
+    totals.receive(1, torch.tensor(math.nan))
+    with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[6, 7\]") as stopped:
+        totals.read(at_once=True)
+    assert str(stopped.value).endswith("python replay.py 'my runs/a' 1"), "as a shell takes it"
+
+
+class NoNumberByIndex(TorchFunctionMode):
+    """`tensor[0] = 1` copies from the CPU: on a GPU it waits for everything that was begun before."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.Tensor.__setitem__ or isinstance(args[2], torch.Tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_numbers_are_sent_without_a_wait_for_the_device():
+    totals = StepTotals(None, 1, 0, ALONE)
+    totals.agree_on_names({"rows": (0, 0)})
+    with NoNumberByIndex():
+        counted = torch.tensor(1.0, dtype=torch.float64)
+        totals.add(torch.tensor(1.5), {"rows": (counted, 2)})
+        counted += 1  # a model may go on with its counters
+        totals.send(12, stop=True)
+        assert totals.receive(1, torch.tensor(3.0)) == 12
+    totals.read(at_once=True)
+    assert totals.stop and totals.averages == {"loss": 1.5, "rows": 0.5}
+
+
+def test_counts_are_exact_where_float32_is_not():
+    totals = StepTotals(None, 1, 0, ALONE)
+    totals.agree_on_names({"rows": (0, 0)})
+    totals.add(torch.tensor(1.0), {"rows": (2**24 + 1, 1)})
+    totals.send(2**24 + 1, stop=False)
+    assert totals.receive(1, torch.tensor(1.0)) == 2**24 + 1
+    totals.read(at_once=True)
+    assert totals.averages["rows"] == 2**24 + 1
+
+
+def test_names_that_change_or_are_taken_are_refused(monkeypatch):
+    totals = StepTotals(None, 1, 0, ALONE)
+    totals.agree_on_names({"z_loss": (0, 0)})
+    with pytest.raises(RunError, match=r"\['z_loss'\] at the start and \['balance'\] now"):
+        totals.add(torch.tensor(1.0), {"balance": (0, 0)})
+    with pytest.raises(RunError, match="reports grad_norm"):
+        totals.agree_on_names({"grad_norm": (0, 0)})
+    monkeypatch.setattr("training.step_totals.gather_object", lambda mine: [*mine, ["balance"]])
+    with pytest.raises(RunError, match=r"\[\['z_loss'\], \['balance'\]\]"):
+        totals.agree_on_names({"z_loss": (0, 0)})
+
+
+@pytest.mark.parametrize("floor, said", [(0.0, "(0.2500 nats above the floor)"), (0.2, "(25.0% above the floor)")])
+def test_a_floor_of_zero_is_a_floor(floor, said, tmp_path, capsys):
+    config = TrainConfig(steps=1, tracking=TrackingConfig(wandb="disabled"))
+    with Reporter(config, RunDirectory(str(tmp_path), "."), 0, ALONE) as tracker:
+        tracker.log(1, {"val/loss": 0.25, "val/floor": floor, "val/exact_match": 0.5, "val/tiny": 1.25e-5})
+        tracker.log(1, {"state/digest": "0123456789abcdef", "layers/weight_norm/0": 1.0})
+    assert [len(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [5, 3]
+    lines = [
+        f"[step 1 / 1] val/loss = 0.2500 val/floor = {floor:.4f} val/exact_match = 0.5000 val/tiny = 1.25e-05 {said}"
+    ]
+    assert capsys.readouterr().out.splitlines() == lines, "digests and layers are not for the screen"

@@ -1,0 +1,123 @@
+"""A model may use other parameters in every batch and process: gradients are the sums, bit for bit the same."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import forked
+from tests.conftest import TINY_STORIES, environment, metrics, tensors
+from tests.forked import server
+from training.gradients import backward, clip, fill_in_gradients, first_backward
+
+# Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
+STEPS = [[[0, 1], [0, 1], [0, 1]], [[2], [3, 2], [1]], [[0, 1, 2], [3], [2, 0]]]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(61, 61) for _ in range(5))  # the last is never chosen
+
+    def forward(self, x, chosen):
+        for index in chosen:
+            x = self.experts[index](x).tanh()
+        return x.sum()
+
+
+def inputs(step, rank):
+    return torch.randn(7, 61, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(rank, world_size, port, first, file):
+    """The gradients of every step, after a first backward that used the experts `first`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    network = Experts()
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=0.03)
+    first_backward(model(inputs(9, rank), first), model, accelerator)
+    gradients = []
+    for step, chosen in enumerate(STEPS):
+        network.zero_grad()
+        with model.no_sync():
+            backward(model(inputs(step, rank), chosen[0]), model, accelerator)
+        backward(model(inputs(step, rank), chosen[rank]), model, accelerator)
+        gradients.append([parameter.grad.clone() for parameter in network.parameters()])
+    everywhere = [None] * world_size
+    dist.all_gather_object(everywhere, gradients)
+    if rank == 0:
+        torch.save(everywhere, file)
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def trainable_parameters(tmp_path_factory):
+    """The gradients on each of 3 processes, for two different first batches."""
+    files = [tmp_path_factory.mktemp("gradients") / "gradients.pt" for _ in range(2)]
+    for file, first in zip(files, ([0, 1, 2, 3, 4], [3, 0]), strict=True):
+        port = forked.free_port()
+        processes = [server.Process(target=train, args=(rank, 3, port, first, file)) for rank in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(100)
+        assert [process.exitcode for process in processes] == [0, 0, 0]
+    return [torch.load(file) for file in files]
+
+
+def test_unused_parameters_have_a_gradient_of_zero_and_used_ones_the_mean_of_the_processes(trained):
+    torch.manual_seed(0)
+    network = Experts()
+    for step, chosen in enumerate(STEPS):
+        losses = [network(inputs(step, r), chosen[0]) + network(inputs(step, r), chosen[r]) for r in range(3)]
+        network.zero_grad()
+        (sum(losses) / 3).backward()
+        fill_in_gradients(list(network.parameters()))
+        for of_process in trained[0]:
+            for gradient, parameter in zip(of_process[step], network.parameters(), strict=True):
+                torch.testing.assert_close(gradient, parameter.grad)
+        assert not any(gradient.any() for gradient in trained[0][0][step][-2:])
+
+
+def test_the_bits_do_not_depend_on_what_the_first_batch_used(trained):
+    for one, other in zip(trained[0][0], trained[1][0], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("largest", [0.01, 3.0, 1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize("max_norm", [1.0, torch.inf])
+def test_clipping_is_that_of_torch_to_the_bit(largest, max_norm):
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.zeros(size)) for size in (5, 300, 1)] for _ in range(2))
+    for one, other in zip(ours, theirs, strict=True):
+        one.grad = torch.rand_like(one) * largest
+        other.grad = one.grad.clone()
+    expected, norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm), clip(ours, max_norm)
+    torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
+    if expected.isfinite():
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_model_that_leaves_parameters_out_or_freezes_some_trains_alike_on_any_number_of_processes(runs):
+    """As a mixture of experts does. MLPs see normalised vectors, so the sign of a sum is as good as random."""
+    words = [*TINY_STORIES, *"--steps 4 --evaluation.every 0 --model.dropout 0 --check_replicas_every 1".split()]
+    for processes in (0, 2):
+        own = ["--out_dir", str(runs), "--name", str(processes)]
+        done = forked.run("tests/sparse_train.py", [*words, *own], processes, environment())
+        assert done.returncode == 0, done.stdout + done.stderr
+    alone, together = metrics(runs / "0"), metrics(runs / "2")
+    for one, other in zip(alone, together, strict=True):
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
+        assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4)
+    never = [tensors(runs / name, 4)["model.blocks.0.mlp.never"] for name in ("0", "2")]
+    assert torch.equal(*never) and not torch.equal(never[0], tensors(runs / "0", 1)["model.blocks.0.mlp.never"])
+    frozen = [tensors(runs / name, step)["model.blocks.0.mlp.up_proj.weight"] for name in ("0", "2") for step in (1, 4)]
+    assert all(torch.equal(frozen[0], weight) for weight in frozen)

@@ -1,0 +1,64 @@
+"""fp16: the scale of the loss is a function of the state, so runs resume bit for bit."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+from training.gradients import fill_in_gradients, loss_scale
+
+STEPS = 6
+FP16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}
+RUN = [*TINY_STORIES, *f"--name run --steps {STEPS} --on_nonfinite skip --evaluation.every 0".split()]
+
+
+def test_the_scale_is_halved_by_a_skipped_update_and_doubled_by_2000_that_were_not():
+    assert [loss_scale("fp16", 3, skipped) for skipped in range(4)] == [2.0**16, 2.0**15, 2.0**14, 2.0**13]
+    assert loss_scale("fp16", 1999, 0) == 2.0**16 and loss_scale("fp16", 2000, 0) == 2.0**17
+    assert loss_scale("fp16", 2001, 1) == 2.0**16 and loss_scale("fp16", 200_000, 99) == 2.0**16
+    assert loss_scale("bf16", 5000, 7) == loss_scale("no", 0, 0) == 1.0
+
+
+def test_what_was_scaled_is_divided_again_without_rounding():
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    gradient = torch.tensor([1e-7, -3.3, 1e30])
+    weights[0].grad = gradient * 2.0**16
+    fill_in_gradients(weights, 2.0**16)
+    assert torch.equal(weights[0].grad, gradient) and torch.equal(weights[1].grad, torch.zeros(3))
+
+
+def test_without_a_scale_gradients_of_fp16_vanish_and_with_it_they_do_not():
+    linear = torch.nn.Linear(4, 4)
+    for scale, vanishes in ((1.0, True), (loss_scale("fp16", 0, 0), False)):
+        with torch.autocast("cpu", torch.float16):
+            loss = linear(torch.ones(1, 4)).float().sum() * 1e-9
+        linear.zero_grad()
+        (scale * loss).backward()
+        fill_in_gradients(list(linear.parameters()), scale)
+        assert bool((linear.weight.grad == 0).all()) == vanishes
+    torch.testing.assert_close(linear.weight.grad, torch.full((4, 4), 1e-9), rtol=1e-2, atol=0)
+
+
+def test_fp16_trains_skips_and_resumes_with_the_same_bits(runs):
+    """An overflow in step 3, before the stop; on the CPU, whose autocast has float16 too."""
+    done = train(*RUN, "--out_dir", runs, processes=2, faults="nan:1:3", **FP16)
+    assert "precision: fp16, weights and sums of gradients in fp32\n" in done.stdout
+    rows = metrics(runs / "run")
+    assert [row["train/skipped"] for row in rows] == [0, 0, *[1] * 4]
+    shutil.copytree(runs / "run", runs / "again" / "run")
+    for step in range(5, STEPS + 1):
+        shutil.rmtree(runs / "again" / "run" / "checkpoints" / f"step-{step:08d}")
+    train(*RUN, "--out_dir", runs / "again", processes=2, **FP16)
+    assert metrics(runs / "again" / "run") == rows
+    assert_same_bits(tensors(runs / "again" / "run", STEPS), tensors(runs / "run", STEPS))
+    train(*RUN, "--out_dir", runs / "fp32", processes=2, faults="nan:1:3")
+    for mine, other in zip(rows, metrics(runs / "fp32" / "run"), strict=True):
+        if mine["step"] != 3:
+            assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=2e-3)
+    assert mine["train/loss"] != other["train/loss"], "it was not in fp16"
+
+
+def test_fp16_without_skipping_is_refused(runs):
+    done = train(*RUN, "--on_nonfinite", "stop", "--out_dir", runs, exit_code=2, **FP16)
+    assert "fp16" in done.stderr and "set on_nonfinite: skip" in done.stderr and not runs.exists()

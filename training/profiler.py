@@ -1,0 +1,24 @@
+"""A trace of some steps, for chrome://tracing and Perfetto."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from torch.profiler import profile, schedule
+
+from config import TrainConfig
+
+
+def step_profiler(config: TrainConfig, first_step: int, directory: Path, rank: int) -> profile | nullcontext[None]:
+    """torch's profiler, to be stepped after each update; writes a Chrome trace of the steps `config.profile`.
+
+    Without `config.profile` a context of None: torch's takes 50 microseconds a step to do nothing.
+    """
+    if config.profile is None:
+        return nullcontext()
+    first, last = config.profile
+    action = schedule(wait=first - 1, warmup=1, active=last - first + 1, repeat=1)
+    path = directory / f"trace-steps-{first}-{last}-rank-{rank}.json"
+    return profile(
+        schedule=lambda index: action(first_step + 1 + index),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)),
+    )
