@@ -166,7 +166,8 @@ def train(
                     if index == accumulation - 1:
                         share, num_targets = next(batches, ([], 0))
                         asked_to_stop = stop_signal.received or done == config.stop_after
-                        totals.send(num_targets, stop=asked_to_stop or saver.failed or corpus_check.failed)
+                        stop = asked_to_stop or saver.failed or corpus_check.failed
+                        totals.send(num_targets, stop)
                     backward(scale * micro_loss, model, accelerator)
                 if config.exact:
                     tree_sum.add_micro_batch()

@@ -36,7 +36,7 @@ def by_hand(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=[(1, 6), (2, 1), (3, 2)], ids=lambda p: f"{p[0]}_processes_micro_batch_{p[1]}")
-def trainable_parameters(request, tmp_path_factory):
+def trained(request, tmp_path_factory):
     """(logged rows, weights) of train.py, on 1, 2 and 3 processes with accumulation 1, 3 and 1."""
     processes, micro_batch_size = request.param
     out_dir = tmp_path_factory.mktemp("trained")

@@ -52,7 +52,9 @@ def test_experiments_apply_alone_and_on_top_of_each_other(tool, tmp_path):
     for order in (ON_TOP_OF_EACH_OTHER, ON_TOP_OF_EACH_OTHER[::-1]):
         for name, *_ in order:
             apply(name, tool, directory)
-        done = subprocess.run([sys.executable, "-m", "ruff", "check", "--quiet", "."], cwd=directory, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", "check", "--quiet", "."], cwd=directory, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout
         for name, *_ in reversed(order):
             apply(name, tool, directory, "--reverse")

@@ -238,7 +238,7 @@ def test_writing_takes_no_memory_of_its_own(tmp_path):
     assert resident_mib("VmHWM") - before < 64, "MiB, of 128"
 
 
-def trainable_parameters(seed, steps, share=False):
+def trained(seed, steps, share=False):
     torch.manual_seed(seed)
     network = GPTModel(GPTConfig(vocab_size=16, d_model=8, n_heads=2, d_ff=16, n_layers=2, dropout=0.0))
     if share:
@@ -263,7 +263,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         write(*arguments)
 
     monkeypatch.setattr(shards, "write", write_later)
-    state, totals = trainable_parameters(0, steps=2), SimpleNamespace(skipped=0, skipped_in_a_row=0)
+    state, totals = trained(0, steps=2), SimpleNamespace(skipped=0, skipped_in_a_row=0)
     config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
     saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
     for step in (2, 3):
@@ -297,13 +297,13 @@ def test_threads_beside_training_take_only_what_it_leaves_of_the_cores(tmp_path)
 
 def test_blocks_may_share_their_weights(tmp_path):
     """As a fork's that is one block several times: each name has its tensor in the file, moments are there once."""
-    network, optimizer = trainable_parameters(0, steps=2, share=True)
+    network, optimizer = trained(0, steps=2, share=True)
     shards.write(tmp_path, shards.state_tensors(network, optimizer), None)
     [file] = tmp_path.iterdir()
     stored = load_file(file)
     assert torch.equal(stored["model.blocks.1.mlp.up_proj.weight"], stored["model.blocks.0.mlp.up_proj.weight"])
     assert str(digests(stored)) == str(state_digests(network, optimizer))
-    other = trainable_parameters(1, steps=1, share=True)
+    other = trained(1, steps=1, share=True)
     shards.read(tmp_path, *other)
     assert other[0].blocks[1] is other[0].blocks[0]
     assert str(state_digests(*other)) == str(state_digests(network, optimizer))

@@ -58,7 +58,7 @@ def train(rank, world_size, port, first, file):
 
 
 @pytest.fixture(scope="module")
-def trainable_parameters(tmp_path_factory):
+def trained(tmp_path_factory):
     """The gradients on each of 3 processes, for two different first batches."""
     files = [tmp_path_factory.mktemp("gradients") / "gradients.pt" for _ in range(2)]
     for file, first in zip(files, ([0, 1, 2, 3, 4], [3, 0]), strict=True):
