@@ -2,6 +2,8 @@
 chunks.
 """
 
+import hashlib
+import json
 import os
 import shutil
 import sys
@@ -19,6 +21,8 @@ from model import gpt
 from model.gpt import GPTModel
 from model.loss import loss_of_chunk
 
+PROCESSOR_FOLDER = "processor-"
+
 
 def no_compiler(device: torch.device) -> str:
     """What torch.compile lacks on this machine to compile for `device`, or nothing."""
@@ -30,6 +34,25 @@ def no_compiler(device: torch.device) -> str:
         return f"no compiler: {' or '.join(compilers)}"
     header = Path(sysconfig.get_path("include"), "Python.h")
     return "" if header.exists() else f"no {header}, which the package python3-dev brings"
+
+
+def separate_compiled_code() -> None:
+    """Keep what torch.compile makes for this kind of processor in a folder of its own, below torch's.
+
+    Inductor finds code again by a key that says nothing of the processor. It wrote loops of 8 numbers under
+    ATEN_CPU_CAPABILITY=avx2; a process without that takes them, builds them for registers of 16, and writes beyond the
+    end of tensors. And as it builds with -march=native, a home directory that several machines share would give one of
+    them the other's instructions.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
+
+    features = {name: known for name, known in torch.cpu.get_capabilities().items() if isinstance(known, bool)}
+    kind = json.dumps([os.environ.get("ATEN_CPU_CAPABILITY"), features], sort_keys=True)
+    folder = Path(cache_dir())
+    if folder.name.startswith(PROCESSOR_FOLDER):  # chosen before, here or by the process that started this one
+        folder = folder.parent
+    digest = hashlib.sha256(kind.encode()).hexdigest()[:8]
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"{PROCESSOR_FOLDER}{digest}")
 
 
 def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -49,6 +72,8 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
     """Set how the network computes what it computes: each block recomputed in the backward, compiled, or both, and the
     loss in chunks."""
     compiled = config.compile and not no_compiler(device)
+    if compiled:
+        separate_compiled_code()
     of_chunk = torch.compile(loss_of_chunk) if compiled else loss_of_chunk
     chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
     network.next_token_loss = partial(network.next_token_loss, chunked=chunked, of_chunk=of_chunk)

@@ -1,0 +1,59 @@
+"""What torch.compile makes for one kind of processor is not taken by another."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import TINY_STORIES, metrics, train
+from training.network import separate_compiled_code
+
+
+@pytest.fixture
+def folder_of(tmp_path, monkeypatch):
+    """The folder of compiled code of a process with these variables, started by one of the last."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+
+    def folder(**environment):
+        monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        separate_compiled_code()
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+    return folder
+
+
+def test_each_kind_of_processor_has_a_folder_in_that_of_the_user(folder_of, tmp_path, monkeypatch):
+    here, narrow, again = folder_of(), folder_of(ATEN_CPU_CAPABILITY="avx2"), folder_of()
+    features = torch.cpu.get_capabilities()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features | {"avx512_f": not features["avx512_f"]})
+    other = folder_of()
+    assert here == again and len({here, narrow, other}) == 3
+    assert {folder.parent for folder in (here, narrow, other)} == {tmp_path / "mine"}
+
+
+def test_a_name_or_a_number_of_cores_makes_no_other_processor(folder_of, monkeypatch):
+    here, features = folder_of(), torch.cpu.get_capabilities()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features | {"num_logical_cores": 96})
+    assert folder_of() == here
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a processor without wider registers")
+def test_code_for_narrow_registers_is_not_taken_for_wide_ones_and_the_other_way_round(tmp_path):
+    """Without a folder each, the second start aborts ("double free or corruption") where the first was the narrow one.
+    verify.py is such a narrow one: it computes as any processor does."""
+
+    def digest(cache, name, **environment):
+        words = "--steps 6 --compile true --resume never --tracking.wandb disabled".split()
+        train(
+            *TINY_STORIES, *words, "--out_dir", tmp_path, "--name", name, TORCHINDUCTOR_CACHE_DIR=cache, **environment
+        )
+        return metrics(tmp_path / name)[-1]["state/digest"]
+
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    wide, narrow = digest(first, "wide"), digest(second, "narrow", ATEN_CPU_CAPABILITY="avx2")
+    assert digest(second, "wide_after_narrow") == wide
+    assert digest(first, "narrow_after_wide", ATEN_CPU_CAPABILITY="avx2") == narrow != wide
