@@ -50,7 +50,8 @@ from torch import Tensor
 
 from config import ConfigError, DataConfig, TrainConfig, expanded
 from data.corpus import Corpus, Sums, load_corpus
-from data.files import finite_or_null, write_atomically
+from data.files import write_atomically
+from data.json_objects import finite_or_null
 from launch.start import start_accelerator
 from load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
 from run.corpus_check import CorpusCheck

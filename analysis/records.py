@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from config import ConfigError
-from data.files import typed
+from data.json_objects import typed
 from run.continuation import FREE_SETTINGS, read_settings
 from run.metrics_file import read_rows
 from run.status import Status, read_status

@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from config import ConfigError
-from data.files import parse_object, yield_cores
+from data.json_objects import parse_object
+from launch.priority import yield_cores
 
 SPLITS = ("train", "validation")
 READERS = min(4, os.cpu_count() or 1)  # threads: a disk is faster than one thread hashes

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from config import ConfigError, RunError, TrainConfig
-from data.files import finite_or_null, fsync, sha256, yield_cores
+from data.files import fsync, sha256
+from data.json_objects import finite_or_null
+from launch.priority import yield_cores
 from run.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from run.provenance import arrangement, provenance
 from training.step_totals import StepTotals

@@ -16,7 +16,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from config import CheckpointConfig
-from data.files import parse_object, sha256, typed, write_atomically
+from data.files import sha256, write_atomically
+from data.json_objects import parse_object, typed
 
 # Format 1 had no digest, processes or threads. It is still read.
 FORMAT = 2

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.files import parse_object, write_atomically
+from data.files import write_atomically
+from data.json_objects import parse_object
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

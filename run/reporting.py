@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from config import TrainConfig
-from data.files import finite_or_null
+from data.json_objects import finite_or_null
 from run.directory import RunDirectory
 from run.metrics_file import MetricsFile
 from run.trackers import ExportNewest, start_tracker

@@ -6,7 +6,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.files import parse_object, typed, write_atomically
+from data.files import write_atomically
+from data.json_objects import parse_object, typed
 
 LONGEST_REASON = 1000  # characters: the file stays within one block of the disk
 

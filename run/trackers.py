@@ -13,7 +13,7 @@ from uuid import uuid4
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from config import ConfigError, TrainConfig, no_code_for
-from data.files import finite_or_null
+from data.json_objects import finite_or_null
 from model.hub import family_of
 from run.directory import RunDirectory
 from run.manifest import Manifest

@@ -1,0 +1,60 @@
+"""JSON objects: read without trust in what is in them, and written without what JSON has no word for."""
+
+import json
+import math
+import types
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+def finite_or_null(metrics: dict[str, float | str]) -> dict[str, float | str | None]:
+    """JSON has no NaN and no infinity: they become null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"no JSON object, but {type(value).__name__}")
+    return value
+
+
+def typed(value: Any, kind: Any, name: str) -> Any:
+    """`value`, as a JSON file gave it, as a `kind`: a plain type, a union, dict[str, ...], tuple[...] or a dataclass of
+    such. A dataclass ignores keys that it does not know, and takes its default where one is missing.
+
+    Raises:
+        ValueError: it is no such thing; says which part, by `name`.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        for one in arguments:
+            try:
+                return typed(value, one, name)
+            except ValueError:
+                pass
+    elif origin is dict and isinstance(value, dict):
+        return {key: typed(item, arguments[1], f"{name}.{key}") for key, item in value.items()}
+    elif origin is tuple and isinstance(value, list) and len(value) == len(arguments):
+        return tuple(typed(item, one, name) for item, one in zip(value, arguments, strict=True))
+    elif is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        if missing := [f.name for f in fields(kind) if f.name not in value and f.default is MISSING]:
+            raise ValueError(f"{name} has no {missing[0]}")
+        return kind(**{key: typed(value[key], hint, f"{name}.{key}") for key, hint in hints.items() if key in value})
+    elif type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise ValueError(f"{name} is {str(value)[:40]!r}, which is no {getattr(kind, '__name__', kind)}")
