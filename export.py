@@ -4,7 +4,7 @@ The folder has config.json, model.safetensors, generation_config.json, the token
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
@@ -51,6 +51,9 @@ from model.hub import to_transformers
 from plot import save_loss_curve
 from run.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -60,13 +63,16 @@ pipeline_tag: text-generation
 A causal language model of {parameters:,} parameters, {origin}.
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("{name}")
-{opened}
+{usage}
 ```
 """
-BEGINNING = "In training a text began with an end-of-text token (id {}), so a prompt should{}.\n"
-IN_CHAT = "; a conversation began as the chat template of the tokenizer writes it"
+WRITES = """from transformers import pipeline
+write = pipeline("text-generation", "{name}")
+print(write({prompt}, max_new_tokens=50)[0]["generated_text"])"""
+WITHOUT_TOKENIZER = """from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("{name}")  # it has no tokenizer"""
+BEGINNING = "In training a text began with an end-of-text token (id {}), which the tokenizer puts before a text.\n"
+BEGINNING_OF_CHAT = "In training a conversation was what the chat template of the tokenizer makes of it.\n"
 
 
 def main(config: ExportConfig) -> None:
@@ -162,8 +168,7 @@ def write(folder: Path, loaded: Loaded) -> None:
         if len(ends := conversations.ends_of_answer(tokenizer)) > 1:
             hf_model.generation_config.eos_token_id = sorted(ends)
         hf_model.generation_config.pad_token_id = tokenizer.eos_token_id
-        for where_from in ("is_local", "local_files_only"):  # it was opened; no fact of a tokenizer
-            tokenizer.init_kwargs.pop(where_from, None)
+        prepare_tokenizer(tokenizer, loaded)
     try:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -176,19 +181,34 @@ def write(folder: Path, loaded: Loaded) -> None:
         raise OSError(str(error)) from None
 
 
+def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> None:
+    """Let a tokenizer give the model what it was trained on: no more tokens than it has positions, and, before a text
+    that is no conversation, the end of text that every text began with."""
+    for where_from in ("is_local", "local_files_only"):  # it was opened; no fact of a tokenizer
+        tokenizer.init_kwargs.pop(where_from, None)
+    tokenizer.model_max_length = loaded.model.config.max_position_embeddings
+    # transformers 4 adds token_type_ids unless told, which its GPT-2 adds to the embeddings.
+    tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if loaded.config is not None and tokenizer.chat_template is None:
+        tokenizer.bos_token = tokenizer.eos_token
+        tokenizer.add_bos_token = True
+
+
 def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path) -> str:
     """The model card, whose picture goes into the folder."""
     tokenizer = loaded.tokenizer
-    opened = "# It has no tokenizer." if tokenizer is None else f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    usage = (WRITES if tokenizer else WITHOUT_TOKENIZER).format(name=name, prompt=example_prompt(loaded))
     steps = " and ".join(str(manifest.step) for _, manifest in sources)
     origin = "converted from another folder in transformers' format"
     if sources:
         origin = f"trained with Accelerate; the weights are those of step {steps}" + ", averaged" * (len(sources) > 1)
-    lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, opened=opened)]
+    lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
     if loaded.config is None:
         return lines[0]
     if tokenizer is not None:
-        lines.append(BEGINNING.format(tokenizer.eos_token_id, IN_CHAT if tokenizer.chat_template else ""))
+        lines.append(BEGINNING_OF_CHAT if tokenizer.chat_template else BEGINNING.format(tokenizer.eos_token_id))
     directory, manifest = sources[0]
     numbers = [f"| {name} | {value:.6g} |" for name, value in manifest.metrics.items() if isinstance(value, float)]
     if numbers:
@@ -203,6 +223,14 @@ def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder
     recipe = yaml.safe_dump(without_folders({**manifest.config, "out_dir": "runs"}), sort_keys=False)
     lines.append(f"## Recipe\n\nThe settings of the run, a `--config` of its `train.py`:\n\n```yaml\n{recipe}```\n")
     return "\n".join(lines)
+
+
+def example_prompt(loaded: Loaded) -> str:
+    """What the card's code lets the model go on from."""
+    if loaded.tokenizer is not None and loaded.tokenizer.chat_template:
+        return '[{"role": "user", "content": "Hello"}]'
+    of_stories = loaded.config is not None and loaded.config.data.source == "stories"  # whose words are few
+    return '"Meet a"' if of_stories else '"Once upon a time"'
 
 
 def without_folders(setting: Any) -> Any:

@@ -1,6 +1,7 @@
 """An exported model is the same model, opened by transformers alone."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -45,13 +46,32 @@ def test_transformers_opens_it_and_computes_and_writes_the_same(family, runs, tm
     _, model, tokenizer = load_run(runs / family)
     their_tokenizer = AutoTokenizer.from_pretrained(out)
     tokens = their_tokenizer("Meet a brave girl named Anna.")["input_ids"]
-    assert tokens == tokenizer("Meet a brave girl named Anna.")["input_ids"]
-    assert their_tokenizer.decode(tokens) == "Meet a brave girl named Anna."
-    ids = torch.tensor([[their_tokenizer.eos_token_id, *tokens]])
+    assert tokens == [0, *tokenizer("Meet a brave girl named Anna.")["input_ids"]], "a text began so in training"
+    assert their_tokenizer.decode(tokens, skip_special_tokens=True) == "Meet a brave girl named Anna."
+    ids = torch.tensor([tokens])
     torch.testing.assert_close(theirs(ids).logits, model(ids)[0], rtol=0, atol=1e-5)
     ours = model.generate(ids, 30, temperature=0, eos_token_id=0)
     assert torch.equal(theirs.generate(ids, max_new_tokens=30, do_sample=False), ours)
     assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 0
+
+
+@every_family
+def test_an_export_is_ready_to_use(family, runs, tmp_path, monkeypatch, capsys):
+    """Batches, long texts and the code of the card; what transformers writes begins as in training."""
+    out = exported(runs / family, tmp_path / "out")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    texts = ["Meet a girl.", "Meet" + " a brave girl" * 100]
+    batch = tokenizer(texts, truncation=True, padding=True, return_tensors="pt")
+    assert batch.input_ids.shape == (2, 128) and batch.keys() == {"input_ids", "attention_mask"}
+    assert model(**batch).logits.shape[:2] == (2, 128)
+    monkeypatch.chdir(tmp_path)
+    [code] = re.findall(r"```python\n(.*?)```", Path("out", "README.md").read_text(), re.DOTALL)
+    names = {}
+    exec(code, names)
+    written = names["write"]("Meet a", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    ids = load_run(out).model.generate(torch.tensor([tokenizer("Meet a").input_ids]), 5, temperature=0)
+    assert written == tokenizer.decode(ids[0], skip_special_tokens=True)
+    assert "\nMeet a " in capsys.readouterr().out
 
 
 def test_the_converter_of_llama_cpp_finds_the_positions_of_a_gpt2(runs, tmp_path):
@@ -62,6 +82,7 @@ def test_the_converter_of_llama_cpp_finds_the_positions_of_a_gpt2(runs, tmp_path
 def test_transformers_4_finds_the_class_of_the_tokenizer(runs, tmp_path):
     settings = json.loads(Path(exported(runs / "gpt2", tmp_path / "out"), "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"], "or it adds token_type_ids"
 
 
 @every_family
@@ -109,9 +130,9 @@ def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
         f"- git_commit: {manifest['provenance']['git_commit']}",
         "source `stories`",
         "  lr: 0.01\n",
-        'AutoModelForCausalLM.from_pretrained("story-teller")',
+        'pipeline("text-generation", "story-teller")',
         "![Training and validation loss](loss.png)",
-        "began with an end-of-text token (id 0), so a prompt should.",
+        "began with an end-of-text token (id 0), which the tokenizer puts before a text.",
     ):
         assert said in card
     assert str(runs) not in card, "no path of this machine"
@@ -149,7 +170,7 @@ def test_a_corpus_that_is_gone_is_named_all_the_same():
 def test_the_card_promises_no_tokenizer_and_no_beginning_that_is_not_known(runs, tmp_path):
     random = "--data.source random --model.vocab_size 50 --evaluation.num_story_samples 0 --steps 2".split()
     train(*TINY_STORIES, *random, "--out_dir", tmp_path, "--name", "random")
-    for source, opened in ((tmp_path / "random", "# It has no tokenizer."), (runs / "gpt2", "AutoTokenizer.from_pre")):
+    for source, opened in ((tmp_path / "random", "it has no tokenizer"), (runs / "gpt2", "pipeline(")):
         first = exported(source, tmp_path / f"{source.name}-export")
         second = exported(first, tmp_path / f"{source.name}-again")
         cards = [(tmp_path / out / "README.md").read_text() for out in (first, second)]
@@ -217,7 +238,7 @@ def test_it_is_pushed_to_the_hub(runs, tmp_path, monkeypatch):
     exported(runs / "gpt2", tmp_path / "out", push="me/stories")
     assert calls[0] == ("me/stories", True) and calls[1][0] == "me/stories"
     assert {"README.md", "model.safetensors", "tokenizer.json"} < calls[1][1]
-    assert 'AutoModelForCausalLM.from_pretrained("me/stories")' in (tmp_path / "out" / "README.md").read_text()
+    assert 'pipeline("text-generation", "me/stories")' in (tmp_path / "out" / "README.md").read_text()
     with pytest.raises(RunError, match="is written, but not uploaded to 'nobody/here': 401"):
         exported(runs / "gpt2", tmp_path / "again", push="nobody/here")
     assert (tmp_path / "again" / "config.json").exists()
