@@ -32,7 +32,8 @@ class EvaluateConfig:
     """Windows in a forward pass. null: as many as have 256 MiB of logits."""
 
     out: str | None = None
-    """Where evaluation.json and evaluation.png go. null: into the run's directory; without a run, here."""
+    """Where evaluation.json and evaluation.png go. null: into the run's directory; of a folder, into NAME.evaluation
+    beside it; of a model of the Hub, into such a folder here."""
 
 
 if __name__ == "__main__":  # before anything slow is imported
@@ -151,12 +152,16 @@ def with_positions(corpus: Corpus) -> Corpus:
 def output_directory(config: EvaluateConfig) -> Path:
     """`out`, or its default."""
     path = Path(config.run).expanduser()
-    if config.out is None and (path / "checkpoints").exists():
+    if config.out is not None:
+        return expanded("out", config.out)
+    if (path / "checkpoints").exists():
         return path
-    folder = path.resolve().parent  # elsewhere than in a run, above a checkpoint is whatever it was copied into
-    if config.out is None and (path / "manifest.json").exists() and folder.name == "checkpoints":
-        return folder.parent
-    return expanded("out", config.out or ".")
+    if not path.exists():
+        return Path(config.run.replace("/", "--") + ".evaluation")
+    folder = path.resolve()
+    if (folder / "manifest.json").exists() and folder.parent.name == "checkpoints":
+        return folder.parent.parent
+    return folder.with_name(f"{folder.name}.evaluation")  # what a folder holds may be published
 
 
 def save(directory: Path, metrics: dict[str, Any], losses: list[float]) -> None:

@@ -84,10 +84,17 @@ def test_a_run_is_measured_on_its_own_data(made, capsys):
     assert (made / "run" / "evaluation.json").exists(), "beside the run"
 
 
-def test_the_numbers_of_a_checkpoint_that_was_taken_out_of_its_run_go_here(tmp_path):
+def test_the_numbers_of_a_folder_go_beside_it_and_of_another_into_another(tmp_path, monkeypatch):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "manifest.json").touch()
-    assert evaluate.output_directory(EvaluateConfig(str(tmp_path / "kept"))) == Path()
+    (tmp_path / "export").mkdir()
+    monkeypatch.chdir(tmp_path / "export")
+    for run, folder in {
+        str(tmp_path / "kept"): tmp_path / "kept.evaluation",
+        ".": tmp_path / "export.evaluation",
+        "Qwen/Qwen3-0.6B": Path("Qwen--Qwen3-0.6B.evaluation"),
+    }.items():
+        assert evaluate.output_directory(EvaluateConfig(run)) == folder
 
 
 def test_what_does_not_go_together_is_refused(made):

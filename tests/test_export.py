@@ -71,7 +71,7 @@ def test_an_export_is_ready_to_use(family, runs, tmp_path, monkeypatch, capsys):
     written = names["write"]("Meet a", max_new_tokens=5, do_sample=False)[0]["generated_text"]
     ids = load_run(out).model.generate(torch.tensor([tokenizer("Meet a").input_ids]), 5, temperature=0)
     assert written == tokenizer.decode(ids[0], skip_special_tokens=True)
-    assert "\nMeet a " in capsys.readouterr().out
+    assert "\nMeet a" in capsys.readouterr().out
 
 
 def test_the_converter_of_llama_cpp_finds_the_positions_of_a_gpt2(runs, tmp_path):
