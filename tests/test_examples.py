@@ -493,7 +493,8 @@ def test_the_page_is_true_to_the_repository():
     tested.add("torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp")
     last = "accelerate launch --config_file accelerate_configs/cpu.yaml train.py --config configs/random_tokens.yaml"
     assert set(COMMANDS) == {*tested, last}
-    assert last in commands((ROOT / "README.md").read_text()), "whose commands are run by tests/house/test_pages.py"
+    launching = commands((ROOT / "docs" / "launching.md").read_text())
+    assert last in launching, "whose commands are run by tests/house/test_pages.py"
 
 
 def test_the_pages_python_prints_what_it_says():

@@ -35,7 +35,7 @@ def set_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:
 
 # Amsel et al. 2025, arXiv:2505.16932: one after the other the best polynomials for singular values from 0.001 to 1,
 # with the margins for rounding of modded-nanogpt's records (the first takes their 1.02 for the norm as well). After
-# these three of five the values lie between 0.2 and 1.9 instead of near 1; the loss is the same (docs/experiments.md).
+# these three of five the values lie between 0.2 and 1.9 instead of near 1; the loss is the same (benchmarks/LOG.md).
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

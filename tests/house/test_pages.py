@@ -14,9 +14,19 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.test_prepare import make_documents, write_jsonl
+from tests.house.test_rules import FLOOR_OF
 
 README = (ROOT / "README.md").read_text()
-README_COMMANDS = commands(README)
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples/README.md", ROOT / "benchmarks/LOG.md"]
+MADE_BY_A_RUN = {"wandb/", "tensorboard/", "exports/"}
+
+
+def page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+# In this order: later ones use the run of `make train`. The rest of debugging.md is run by tests/test_debugging.py.
+COMMANDS = [*commands(README), *commands(page("launching")), *commands(page("runs")), *commands(page("debugging"))[:1]]
 SHORT_STORIES = (
     "--steps 3 --schedule.warmup_steps 1 --schedule.decay_steps null --data.num_samples 50 --evaluation.num_samples 20 "
     "--evaluation.num_story_samples 2 --tracking.log_every 1"
@@ -41,14 +51,14 @@ def shortened(command, out_dir):
     return command.replace(" runs/", f" {out_dir}/").replace(" 420", " 2 --arithmetic false")
 
 
-def start_of_the_readme(command):
+def marked(command):
     """A real launcher is that of `make train`; what starts others is slow."""
     slow = "torchrun" in command or "multi_gpu.yaml" in command or command == "make verify"
     return pytest.param(command, marks=pytest.mark.slow if slow else ())
 
 
-@pytest.mark.parametrize("command", [start_of_the_readme(c) for c in README_COMMANDS if c != "make test"])
-def test_a_command_of_the_readme(command, out_dir):
+@pytest.mark.parametrize("command", [marked(command) for command in COMMANDS if command != "make test"])
+def test_a_command_of_the_first_pages(command, out_dir):
     in_forks = command.startswith(("python ", "accelerate "))
     done = (python if in_forks else shell)(shortened(command, out_dir), WANDB_MODE="disabled")
     if "train.py" in command and "--print_config" not in command:
@@ -65,28 +75,36 @@ def test_a_command_of_the_readme(command, out_dir):
         assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
 
 
-def test_the_python_that_the_readme_shows(out_dir):
-    """After the commands, which train the run that it loads."""
-    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
-        names = {}
-        exec(code.replace("runs/", f"{out_dir}/"), names)
-        assert names["model"].generate(torch.zeros(1, 1, dtype=torch.int64), 3).shape == (1, 4)
+def test_the_python_that_loads_a_run(out_dir):
+    """After the commands, which train it."""
+    [code] = re.findall(r"```python\n(.*?)```", page("using"), re.DOTALL)
+    names = {}
+    exec(code.replace("runs/", f"{out_dir}/"), names)
+    assert names["model"].generate(torch.zeros(1, 1, dtype=torch.int64), 3).shape == (1, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="then it starts")
+def test_without_a_gpu_the_launcher_itself_fails():
+    """As docs/launching.md says, which says what to type instead."""
+    done = shell("! accelerate launch --multi_gpu train.py")
+    assert done.stderr.endswith("\nAssertionError\n") and "loading torch" not in done.stderr
 
 
 def test_the_chinese_readme_says_the_same():
     """As far as a machine can tell: commands and output, sections, tables, links and code, in their order."""
     chinese = (ROOT / "README.zh-CN.md").read_text()
-    for kind in (r"(?s)```\w*\n.*?```", r"(?m)^#+ ", r"(?m)^\| `[^`]+`", r"(?<=\]\()(?!README)[^)]+"):
-        ours, theirs = (re.findall(kind, page) for page in (README, chinese))
+    for kind in (r"(?s)```\w*\n.*?```", r"(?m)^#+ ", r"(?m)^\|", r"(?<=\]\()(?!README)[^)]+"):
+        ours, theirs = (re.findall(kind, text) for text in (README, chinese))
         assert ours == theirs and ours, kind
-    words = [" ".join(re.sub(r"(?s)```.*?```", "", page).split()) for page in (README, chinese)]
-    ours, theirs = (set(re.findall(r"`[^`]+`", page)) for page in words)
+    words = [" ".join(re.sub(r"(?s)```.*?```", "", text).split()) for text in (README, chinese)]
+    ours, theirs = (set(re.findall(r"`[^`]+`", text)) for text in words)
     assert ours == theirs, ours ^ theirs
 
 
 def test_the_term_of_a_loss_that_the_forking_page_shows():
     """In training, and for whoever calls a model without the number of targets."""
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "forking.md").read_text(), re.DOTALL)
+    [code] = re.findall(r"```python\n(.*?)```", page("forking"), re.DOTALL)
     labels, x_BTC = torch.ones(2, 5, dtype=torch.int64), torch.randn(2, 5, 128)
     for number, share in ((None, 1), (8, 1), (32, 1 / 4)):
         model = GPTModel(GPTConfig(8))
@@ -97,18 +115,44 @@ def test_the_term_of_a_loss_that_the_forking_page_shows():
         assert (made["loss"] - without).item() == pytest.approx(0.03 * share, rel=1e-4)
 
 
-def test_all_the_commands_of_the_readme_were_found():
-    assert "make train" in README_COMMANDS and "make test" in README_COMMANDS and len(README_COMMANDS) >= 9
+def test_all_the_commands_of_the_first_pages_were_found():
+    assert ["make train", "make verify", "make test"] == COMMANDS[:3] and len(COMMANDS) >= 12
+    assert COMMANDS[-1].endswith("replay.py runs/stories 420")
 
 
-def test_what_the_readme_names_is_there():
-    for name in re.findall(r"\]\(([^)#:]+)\)|`((?:[\w.]+/)+[\w.]+\.(?:py|yaml|patch))`", README):
-        assert (ROOT / (name[0] or name[1])).exists(), name
+def anchors(file):
+    """What a link to a heading of the page may end in, as GitHub has it."""
+    headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-").lower() for heading in headings}
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_what_a_page_links_to_and_names_is_there(file):
+    text = file.read_text()
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = file.parent / link if link else file
+        assert target.exists() and (not anchor or anchor in anchors(target)), (link, anchor)
+    for name in re.findall(r"`([\w./]+\.(?:py|sh|patch)|[\w.]+/[\w./]+\.yaml|\w+/)(?:::\w+)?`", text):
+        assert any((folder / name).exists() for folder in (ROOT, file.parent)) or name in MADE_BY_A_RUN, name
+
+
+def test_the_index_has_every_page_once():
+    listed = re.findall(r"^\|.*\]\((\w+\.md)\) \|$", page("README"), re.MULTILINE)
+    assert sorted(listed) == sorted(file.name for file in (ROOT / "docs").glob("*.md") if file.name != "README.md")
+
+
+def test_the_readme_is_read_in_two_minutes():
+    assert len(README) < 6000, "what it says besides belongs to the page where it is looked for"
+
+
+def test_contributing_has_every_room_from_the_ground_up():
+    rooms = re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert [room.strip("/") for row in rooms for room in re.findall(r"`(.*?)`", row)] == list(FLOOR_OF)
 
 
 def test_every_guarantee_names_a_test_that_is_there():
-    table = (ROOT / "docs" / "reliability.md").read_text()
-    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| what")]
+    lines = page("reliability").splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| what")]
     assert len(rows) > 20
     for row in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`(?:, `::(\w+)`)?", row)
@@ -120,7 +164,7 @@ def test_every_guarantee_names_a_test_that_is_there():
 
 def test_the_launch_files_are_all_in_the_table():
     for file in (ROOT / "accelerate_configs").glob("*.yaml"):
-        assert f"| `accelerate_configs/{file.name}` |" in README
+        assert f"| `accelerate_configs/{file.name}` |" in page("launching")
 
 
 def test_make_help_lists_every_target_and_clean_spares_the_runs(tmp_path):
@@ -137,8 +181,7 @@ def test_make_help_lists_every_target_and_clean_spares_the_runs(tmp_path):
     assert left == ["Makefile", "runs/stories/__pycache__/kept"]
 
 
-DATA_PAGE = (ROOT / "docs" / "data.md").read_text()
-DATA_COMMANDS = commands(DATA_PAGE)
+DATA_COMMANDS = commands(page("data"))
 SHORT_TEXT = (
     "--steps 2 --schedule.warmup_steps 1 --schedule.decay_steps 1 --evaluation.num_samples 8 "
     "--tracking.wandb disabled --tracking.log_every 1"
@@ -178,11 +221,6 @@ def test_all_the_commands_of_the_data_page_were_found():
     assert len([command for command in DATA_COMMANDS if "train.py" in command]) >= 2
 
 
-def test_the_files_that_the_data_page_names_are_there():
-    for name in re.findall(r"(configs/\w+\.yaml)", DATA_PAGE):
-        assert (ROOT / name).exists(), name
-
-
 def test_docs_settings_is_the_page_of_the_settings():
     assert settings.PAGE.read_text() == settings.page(), "run python -m docs.settings"
 
@@ -200,6 +238,6 @@ def test_docs_settings_has_every_setting_of_the_parser_with_its_default():
 
 
 def test_docs_settings_explains_a_choice_and_a_section():
-    page = settings.page()
-    assert "- **`model.position`** (learned or rope; default learned): How the model knows order" in page
-    assert "\n## schedule\n\nThe learning rate as a function of the step.\n" in page
+    text = settings.page()
+    assert "- **`model.position`** (learned or rope; default learned): How the model knows order" in text
+    assert "\n## schedule\n\nThe learning rate as a function of the step.\n" in text
