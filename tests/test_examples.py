@@ -475,28 +475,6 @@ def test_the_scripts_are_short_and_explain_themselves():
         assert module.__doc__.strip() in output.getvalue() and "--ranks" in output.getvalue()
 
 
-def test_the_page_is_true_to_the_repository():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*RUNGS, "mnist"}
-    lines = {line.strip() for line in (ROOT / "train.py").read_text().splitlines()}
-    rows = re.findall(r"^\| \[(\w+)\.py\]\((\w+)\.py\) \|.*\| (.*) \|$", README, re.MULTILINE)
-    assert [(name, link) for name, link, _ in rows] == [(rung, rung) for rung in RUNGS]
-    for name, _, where in rows:
-        assert where.strip("`") in lines or name == "model_parallel", where
-    for quoted in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (EXAMPLES / quoted).exists(), quoted
-    assert "examples/README.md" in (ROOT / "README.md").read_text()
-    of_rungs = [f"python -m examples.{rung}" for rung in RUNGS if rung != "ring_allreduce"]
-    tested = {
-        *of_rungs,
-        "python -m examples.ring_allreduce --ranks 3",
-    }
-    tested.add("torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp")
-    last = "accelerate launch --config_file accelerate_configs/cpu.yaml train.py --config configs/random_tokens.yaml"
-    assert set(COMMANDS) == {*tested, last}
-    launching = commands((ROOT / "docs" / "launching.md").read_text())
-    assert last in launching, "whose commands are run by tests/house/test_pages.py"
-
-
 def test_the_pages_python_prints_what_it_says():
     code, printed = (re.search(rf"```{kind}\n(.*?)```", README, re.DOTALL)[1] for kind in ("python", "text"))
     output = io.StringIO()

@@ -15,6 +15,7 @@ from model.gpt import GPTModel
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.test_prepare import make_documents, write_jsonl
 from tests.house.test_rules import FLOOR_OF
+from tests.test_examples import RUNGS
 
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples/README.md", ROOT / "benchmarks/LOG.md"]
@@ -134,6 +135,31 @@ def test_what_a_page_links_to_and_names_is_there(file):
         assert target.exists() and (not anchor or anchor in anchors(target)), (link, anchor)
     for name in re.findall(r"`([\w./]+\.(?:py|sh|patch)|[\w.]+/[\w./]+\.yaml|\w+/)(?:::\w+)?`", text):
         assert any((folder / name).exists() for folder in (ROOT, file.parent)) or name in MADE_BY_A_RUN, name
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/forking.md"])
+def test_what_a_page_names_of_the_code_is_there(name):
+    sources = [ROOT / "Makefile", *ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
+    code = "".join(source.read_text() for source in sources)
+    text = re.sub(r"(?s)```.*?```", "", (ROOT / name).read_text())
+    named = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", text)) - {"requires_grad_", "with_format"}  # torch's, datasets'
+    assert not [word for word in named if word not in code]
+
+
+def test_the_page_of_the_examples_is_true_to_the_repository():
+    rungs = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"mnist"}
+    text = (ROOT / "examples" / "README.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\.py\]\((\w+)\.py\) \|.*\| (.*) \|$", text, re.MULTILINE)
+    assert [name for name, *_ in rows] == [link for _, link, _ in rows] == RUNGS and rungs == set(RUNGS)
+    lines = {line.strip() for line in (ROOT / "train.py").read_text().splitlines()}
+    for name, _, where in rows:
+        assert where.strip("`") in lines or name == "model_parallel", where
+    tested = {f"python -m examples.{rung}" for rung in RUNGS if rung != "ring_allreduce"}
+    tested |= {"python -m examples.ring_allreduce --ranks 3"}
+    tested |= {"torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp"}
+    [last] = set(commands(text)) - tested
+    assert last in COMMANDS and tested < set(commands(text))
+    assert "examples/README.md" in README
 
 
 def test_the_index_has_every_page_once():
