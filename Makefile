@@ -2,9 +2,9 @@ PYTHON ?= python3
 # uv installs in a fraction of pip's time; pip is enough.
 UV := $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-# Two tests at a time, one file each: as much as two cores can do.
 # This house's own rules, pages and patches. A fork that changes them empties this line, and the rest is still tested.
 HOUSE = tests/house
+# Two tests at a time, one file each: as much as two cores can do.
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 TESTS = $(if $(HOUSE),,--ignore tests/house)
 # A lent machine has torch, but perhaps neither this environment nor what would build it.

@@ -37,7 +37,7 @@ MPI_NAMES = {
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"),
 }
 ROOT = Path(__file__).parent.parent
-OWN_FOLDERS = [ROOT / part for part in ("", "launch", "run", "training")]
+OWN_FOLDERS = [ROOT / part for part in ("", "analysis", "cli", "data", "launch", "model", "run", "training")]
 
 
 def run_and_exit(script: str, kind: type | None = None, needs_torch: bool = True) -> NoReturn:
