@@ -95,6 +95,8 @@ def main(config: ReplayConfig) -> None:
     run = Run(expanded("run", config.run))
     check_request(run.config)
     join_process_group(run.config)
+    if note := run.other_code():
+        say(note)
     with temporary_folder("replay-") as folder:
         if config.audit:
             audit(run, config.audit, folder)

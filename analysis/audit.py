@@ -22,6 +22,7 @@ from launch.start import is_on, uses_cpu
 from launch.world import is_main_process, num_processes
 from load import config_of, whole_tensors
 from run.continuation import complete_settings, differences, read_settings
+from run.identity import code_name, lasting_starts, other_arrangement, other_facts
 from run.manifest import (
     MANIFEST,
     InvalidCheckpoint,
@@ -33,6 +34,7 @@ from run.manifest import (
     validate,
 )
 from run.metrics_file import read_rows
+from run.provenance import provenance
 from training.fingerprint import digests
 
 # What may change when a run goes on, and shows in what it logs: a step is trained again with what it was done with.
@@ -96,9 +98,15 @@ class Run:
                 whys.append("a GPU then and a CPU now" if on_gpu else "a CPU then and a GPU now")
             elif on_gpu and not self.config.exact:
                 whys.append("a GPU adds up in another order each time, but for exact: true")
-            if not self.config.exact:
-                whys += [f"{then[n]} {n} then and {now[n]} now" for n in now if then[n] not in (None, now[n])]
+            whys += [f"{then[n]} {n} then and {now[n]} now" for n in other_arrangement(then, now, self.config.exact)]
         return ", ".join(dict.fromkeys(whys))
+
+    def other_code(self) -> str:
+        """That other code than this trained it, in words; "" if that did."""
+        now, until = provenance(), max([*self.logged_steps, *(m.step for m in self.manifests.values())], default=0)
+        others = [then for then in lasting_starts(self.starts, until) if "code" in other_facts(then, now)]
+        names = " and ".join(dict.fromkeys(map(code_name, others)))
+        return f"Other code: {self.path} was trained by {names}, and this is {code_name(now)}." if others else ""
 
     def checkpoint_before(self, step: int) -> Path | None:
         """The newest one that is whole and older than `step`."""

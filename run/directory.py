@@ -20,6 +20,7 @@ from data.files import copy_folder, lock, write_atomically
 from launch.signals import Preempted
 from launch.world import is_main_process, num_processes
 from run.continuation import check_branch, check_resume, complete_settings, differences, read_settings
+from run.identity import code_name, other_arrangement, other_facts
 from run.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
 from run.metrics_file import forget_after, read_rows
 from run.provenance import arrangement, provenance, uncommitted_changes
@@ -111,7 +112,7 @@ class RunDirectory:
         answer: list[Start | Exception] = [Start()]
         if accelerator.is_main_process:
             try:
-                answer = [self._prepare(config, arrangement(accelerator))]
+                answer = [self._prepare(config, arrangement(accelerator) | provenance())]
             except OSError as error:
                 answer = [RunError(f"{self.path} cannot be prepared: {error}")]
             except Exception as error:  # no process may wait for one that has failed
@@ -184,7 +185,7 @@ class RunDirectory:
         name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff" if changes else None
         if name:
             write_atomically(self.path / name, changes + "\n")
-        row = {"step": start.step, **now, **provenance(), "uncommitted_changes": name}
+        row = {"step": start.step, **now, "uncommitted_changes": name}
         if start.checkpoint and start.checkpoint.parent != self.checkpoints:
             parent = str(start.checkpoint.resolve().parent.parent)
             row["branched_from"] = {"run": parent, "step": start.step, "digest": start.metrics.get("state/digest")}
@@ -196,7 +197,7 @@ class RunDirectory:
         for reason in rejected:
             print(f"Checkpoint passed over: {reason}")
         if path is not None:
-            if manifest.mixed_precision != now["mixed_precision"]:
+            if "mixed_precision" in other_facts(vars(manifest), now):
                 raise ConfigError(
                     f"mixed_precision: {now['mixed_precision']} of the launch, but {path} was trained with "
                     f"{manifest.mixed_precision}; use that, or a new run: --name NEW --branch_from {path}"
@@ -213,9 +214,11 @@ class RunDirectory:
             check_branch(config, path, manifest)
         if manifest is None:
             return Start()
-        before = {} if config.exact else {name: getattr(manifest, name) for name in ("processes", "shards", "threads")}
-        if changed := [name for name, count in before.items() if None not in (count, now[name]) and count != now[name]]:
-            what = ", ".join(f"{now[name]} {name} instead of {before[name]}" for name in changed)
+        then = vars(manifest) | manifest.provenance
+        if "code" in other_facts(then, now):
+            print(f"Other code: {path} was trained by {code_name(then)}, and this is {code_name(now)}.")
+        if changed := other_arrangement(then, now, config.exact):
+            what = ", ".join(f"{now[name]} {name} instead of {then[name]}" for name in changed)
             print(f"Resumed with {what}: from here on the bits may differ by rounding.")
         return Start(path, manifest.step, manifest.skipped, manifest.metrics)
 

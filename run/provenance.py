@@ -8,13 +8,17 @@ import accelerate
 import torch
 from accelerate import Accelerator
 
+from run.identity import code_hash
+
 
 def provenance() -> dict[str, str | None]:
-    """Versions of what computes, and the commit of this repository; None outside a checkout, `-dirty` after changes."""
+    """Versions of what computes, the hash of the code that trains, and the commit of this repository: None outside a
+    checkout, `-dirty` after changes."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
+        "code": code_hash(),
         "git_commit": _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
     }
 
