@@ -11,13 +11,28 @@ from dataclasses import dataclass
 
 from jsonargparse.typing import PositiveFloat
 
-from analysis.records import SEEDS, Record, changes, differing, effect, first_difference, read_records, samples, welch
+from analysis.records import (
+    SEEDS,
+    Recipe,
+    Record,
+    changes,
+    differing,
+    effect,
+    first_difference,
+    is_of_recipe,
+    read_records,
+    samples,
+    welch,
+)
 from config import ConfigError, expanded
 from plot import save_curves, save_page
+from run.identity import code_name
 
 SIGNIFICANT = 0.05
 NUM_COLUMNS, NUM_NAMED = 6, 4  # settings that have a column in the table; runs that are named one by one
 LOSSES = ("train/loss", "val/loss")
+# Settings that say on what a validation loss is measured.
+MEASURE = ("evaluation.num_samples", "seq_len", "data.source", "data.hash", "data.mix", "data.documents")
 
 
 @dataclass
@@ -76,6 +91,9 @@ def settings(records: list[Record]) -> Iterator[str]:
             f"{value} in {', '.join(labels) if len(labels) <= NUM_NAMED else f'{len(labels)} runs'}"
             for value, labels in having.items()
         )
+    if "code" in names:
+        starts = [start for record in records for start in record.starts if "code" in start]
+        yield "  code is a hash of the sources that train; it was " + "; ".join(dict.fromkeys(map(code_name, starts)))
 
 
 def table(records: list[Record], loss: float | None) -> Iterator[str]:
@@ -102,7 +120,7 @@ def table(records: list[Record], loss: float | None) -> Iterator[str]:
 
 def recipes(records: list[Record]) -> Iterator[str]:
     """Runs that differ by their seeds alone, as one: mean and deviation, and whether the best differs from the rest."""
-    groups: dict[str, list[Record]] = {}
+    groups: dict[Recipe, list[Record]] = {}
     for record in records:
         groups.setdefault(record.recipe(), []).append(record)
     found = [(group, losses) for group in groups.values() if (losses := samples(group))]
@@ -113,7 +131,8 @@ def recipes(records: list[Record]) -> Iterator[str]:
         yield "No recipe has finished with two seeds: what differs beyond the noise cannot be told."
         return
     found.sort(key=lambda item: statistics.fmean(item[1]))
-    names = [name for name in differing([group[0] for group, _ in found]) if name not in SEEDS]
+    all_differing = differing([group[0] for group, _ in found])
+    names = [name for name in all_differing if is_of_recipe(name) and name not in SEEDS]
     best = found[0][1]
     comparisons = sum(welch(best, losses) is not None for _, losses in found[1:])  # one seed is compared with nothing
     rows = [["recipe", "seeds", "val/loss", "deviation", "above the best", "p", "verdict"]]
@@ -127,6 +146,10 @@ def recipes(records: list[Record]) -> Iterator[str]:
             row += [shown(mean - statistics.fmean(best)), *verdict(welch(best, losses), comparisons)]
         rows.append(row)
     yield from aligned(rows)
+    if "steps" in names:
+        yield "warning: these recipes train for different numbers of steps, which is a part of every difference"
+    if measured := [name for name in names if name in MEASURE]:
+        yield f"warning: these losses are not measured on the same sequences ({', '.join(measured)})"
     if unfinished := [record.label for record in records if record.final_loss() is None]:
         yield f"left out, without a validation loss after the last step: {', '.join(unfinished)}"
     if comparisons:

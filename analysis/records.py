@@ -6,13 +6,15 @@ compare.py prints it. Nothing here needs torch.
 import json
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from config import ConfigError
+from config import ConfigError, flat_settings
 from data.json_objects import typed
 from run.continuation import FREE_SETTINGS, read_settings
+from run.identity import FACTS, lasting_starts, other_facts
 from run.metrics_file import read_rows
 from run.status import Status, read_status
 
@@ -33,13 +35,42 @@ class Branch:
     digest: str | None
 
 
+@dataclass(frozen=True)
+class StartRow:
+    """What is read of a row of starts.jsonl; older versions wrote less."""
+
+    step: int
+    config: dict[str, Any] | None = None
+    mixed_precision: str | None = None
+    code: str | None = None
+    git_commit: str | None = None
+    branched_from: Branch | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What runs have in common that differ by their seeds alone, and so by nothing but noise."""
+
+    settings: tuple[tuple[str, str], ...]
+    """Names and JSON values of what makes another run: settings, and the facts of run/identity.py."""
+    begin: "tuple[int, Recipe | str] | None" = None
+    """Of a branch: the step at which it left, and the recipe of its parent, or the place where that lay."""
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], begin: "tuple[int, Recipe | str] | None" = None) -> "Recipe":
+        """The recipe of flat settings, with `mixed_precision` and `code` among them."""
+        names = sorted(name for name in settings if is_of_recipe(name) and name not in SEEDS)
+        return cls(tuple((name, json.dumps(settings[name], sort_keys=True)) for name in names), begin)
+
+
 @dataclass(eq=False)
 class Record:
     """A run, as it lies on the disk."""
 
     path: Path
     settings: dict[str, Any]
-    """Flat, as `section.name`."""
+    """Flat, as `section.name`; and beside them `mixed_precision` and `code`, null where an older version did not write
+    them down."""
     rows: dict[int, dict[str, Any]]
     """Of metrics.jsonl, by step; of a branch those after it left its parent."""
     status: Status | None
@@ -47,6 +78,22 @@ class Record:
     parent: "Record | None" = None
     """Of a branch: the run that it left, where that is at hand."""
     label: str = ""
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """The rows of starts.jsonl whose steps are still there."""
+
+    def code(self, after: int = 0) -> str | None:
+        """The hash of the code that trained the steps after `after`; of several codes, also from which step on. None
+        where an older version did not write it down."""
+        begun = [start for start, end in pairwise([*self.starts, None]) if end is None or end["step"] > after]
+        codes = [start.get("code") for start in begun]
+        if None in codes or not codes:
+            return None
+        others = [
+            f", {code} from step {start['step'] + 1}"
+            for start, before, code in zip(begun[1:], codes, codes[1:], strict=False)
+            if code != before
+        ]
+        return codes[0] + "".join(others)
 
     def history(self) -> dict[int, dict[str, Any]]:
         """The rows of the whole trajectory: the parent's until the branch, then its own."""
@@ -66,7 +113,23 @@ class Record:
 
     def best_loss(self) -> float | None:
         """The lowest validation loss, None without any."""
-        return min((loss for _, loss in self.curve("val/loss", whole=True)), default=None)
+        return min((loss for _, loss in self.comparable_losses()), default=None)
+
+    def comparable_losses(self) -> list[tuple[int, float]]:
+        """Steps and validation losses of the whole trajectory, since it is evaluated on as many sequences as now."""
+        since = self.evaluated_alike_since()
+        return [(step, loss) for step, loss in self.curve("val/loss", whole=True) if step > since]
+
+    def evaluated_alike_since(self) -> int:
+        """The step after which all evaluations are of `evaluation.num_samples` sequences."""
+        now, since = self.settings["evaluation.num_samples"], 0
+        if self.parent:
+            alike = self.parent.settings["evaluation.num_samples"] == now
+            since = min(self.branch.step, self.parent.evaluated_alike_since()) if alike else self.branch.step
+        for start, later in pairwise(self.starts):
+            then = flat_settings(start.get("config") or {}).get("evaluation.num_samples", now)
+            since = later["step"] if then != now else since
+        return since
 
     def final_loss(self) -> float | None:
         """The validation loss after the last step; None while there is none."""
@@ -75,15 +138,25 @@ class Record:
 
     def tokens_to(self, loss: float) -> int | None:
         """Training tokens until an evaluation gave at most `loss`; None if none did."""
-        reached = (step for step, value in self.curve("val/loss", whole=True) if value <= loss)
+        reached = (step for step, value in self.comparable_losses() if value <= loss)
         return next((self.tokens(step) for step in reached), None)
 
     def tokens(self, step: int) -> int:
         """Training tokens until a step: of a branch those of its parent, whose batches may have been others, and its
         own."""
-        begin = min(step, self.branch.step) if self.parent else 0
-        own = (step - begin) * self.settings["global_batch_size"] * self.settings["seq_len"]
-        return own + (self.parent.tokens(begin) if self.parent else 0)
+        if self.parent is None:
+            return self.logged_tokens(step)
+        begin = min(step, self.branch.step)
+        return self.parent.tokens(begin) + self.logged_tokens(step) - self.logged_tokens(begin)
+
+    def logged_tokens(self, step: int) -> int:
+        """`train/tokens` until a step; between two that are logged, in proportion."""
+        logged = [(0, 0), *self.curve("train/tokens")]
+        before, tokens = max(point for point in logged if point[0] <= step)
+        tokens_per_step = self.settings["global_batch_size"] * self.settings["seq_len"]
+        if later := [point for point in logged if point[0] > step]:
+            tokens_per_step = (later[0][1] - tokens) / (later[0][0] - before)
+        return tokens + round((step - before) * tokens_per_step)
 
     def tokens_per_second(self) -> float | None:
         """The median over the logged intervals."""
@@ -94,13 +167,12 @@ class Record:
         """Runs of one recipe are the same run where these are."""
         return tuple(self.settings[name] for name in SEEDS)
 
-    def recipe(self) -> str:
-        """The same for runs that differ by their seeds alone, and so by nothing but noise."""
-        own = {name: self.settings[name] for name in self.settings if is_of_recipe(name) and name not in SEEDS}
+    def recipe(self) -> Recipe:
+        """What it has in common with runs that differ by their seeds alone."""
         begin = None
         if self.branch:
             begin = self.branch.step, self.parent.recipe() if self.parent else self.branch.run
-        return json.dumps([own, begin], sort_keys=True)
+        return Recipe.of(self.settings, begin)
 
 
 def is_of_recipe(name: str) -> bool:
@@ -125,13 +197,19 @@ def read_record(path: Path) -> Record:
     try:
         metrics, starts = path / "metrics.jsonl", path / "starts.jsonl"
         rows = {row["step"]: row for row in read_rows(metrics)} if metrics.exists() else {}
-        begins = [row.get("branched_from") for row in read_rows(starts)] if starts.exists() else []
-        branch = next((typed(begin, Branch, f"{starts}: branched_from") for begin in begins if begin), None)
+        all_starts = list(read_rows(starts)) if starts.exists() else []
+        begins = [typed(row, StartRow, f"{starts}: a start").branched_from for row in all_starts]
+        branch = next(filter(None, begins), None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if branch:
         rows = {step: row for step, row in rows.items() if step > branch.step}
-    return Record(path, settings, rows, read_status(path / "status.json"), branch)
+    status = read_status(path / "status.json")
+    done = max([*rows, status.step if status else 0])
+    record = Record(path, settings, rows, status, branch, starts=lasting_starts(all_starts, done))
+    precision = record.starts[-1].get("mixed_precision") if record.starts else None
+    record.settings |= {"mixed_precision": precision, "code": record.code()}
+    return record
 
 
 def read_records(paths: list[Path]) -> tuple[list[Record], list[str]]:
@@ -186,8 +264,11 @@ def differing(records: list[Record]) -> list[str]:
 
 
 def changes(branch: Record) -> list[str]:
-    """The settings by which a branch is another run than its parent."""
-    return [name for name in differing([branch.parent, branch]) if is_of_recipe(name)]
+    """The settings by which a branch is another run than its parent; its code against that of the same steps."""
+    step, parent = branch.branch.step, branch.parent
+    names = [name for name in differing([parent, branch]) if is_of_recipe(name) and name not in FACTS]
+    then, now = (record.settings | {"code": record.code(after=step)} for record in (parent, branch))
+    return names + other_facts(then, now)
 
 
 def effect(branch: Record, records: list[Record]) -> tuple[int, float, list[float]] | None:
@@ -201,23 +282,28 @@ def effect(branch: Record, records: list[Record]) -> tuple[int, float, list[floa
     if not (both := ours.keys() & theirs.keys()):
         return None
     step = max(both)
-    repeats = {branch.parent.seeds(): theirs[step]}
+    repeats = [(branch.parent.seeds(), theirs[step])]
     for other in records:
-        if (
-            other.parent is branch.parent
-            and other.branch.step == branch.branch.step
-            and set(changes(other)) <= {*SEEDS}
-        ):
+        left_there = other.parent is branch.parent and other.branch.step == branch.branch.step
+        if left_there and set(changes(other)) <= {*SEEDS}:
             loss = dict(other.curve("val/loss")).get(step)
-            repeats |= {other.seeds(): loss} if loss is not None else {}
-    return step, ours[step] - theirs[step], list(repeats.values())
+            repeats += [(other.seeds(), loss)] if loss is not None else []
+    return step, ours[step] - theirs[step], one_of_each(repeats)
 
 
 def samples(records: list[Record]) -> list[float]:
-    """The final validation losses of runs of one recipe. A run is a function of its seeds: one that was repeated gives
-    no second sample."""
-    found = {record.seeds(): loss for record in records if (loss := record.final_loss()) is not None}
-    return list(found.values())
+    """The final validation losses of runs of one recipe, one for each of the seeds."""
+    losses = [(record.seeds(), record.final_loss()) for record in records]
+    return one_of_each([(seeds, loss) for seeds, loss in losses if loss is not None])
+
+
+def one_of_each(losses: list[tuple[tuple[int, ...], float]]) -> list[float]:
+    """A loss for each of the seeds. A run is a function of them: one that was repeated gives no second sample, but what
+    its repetitions, which may differ by rounding, have in the mean."""
+    by_seeds: dict[tuple[int, ...], list[float]] = {}
+    for seeds, loss in losses:
+        by_seeds.setdefault(seeds, []).append(loss)
+    return [statistics.fmean(same) for same in by_seeds.values()]
 
 
 def welch(one: list[float], other: list[float]) -> float | None:

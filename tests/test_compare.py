@@ -25,17 +25,25 @@ SLEEP = (
 )
 
 
-def fake_run(path, rows, branched_from=None, state="finished", seed=0, lr=0.001, **settings):
-    """A run of 30 steps of 4 x 16 tokens, as train.py would have left it; `rows` are {step: row}."""
+def fake_run(path, rows, branched_from=None, state="finished", seed=0, lr=0.001, starts=(), **settings):
+    """A run of 30 steps of 4 x 16 tokens, as train.py would have left it; `rows` are {step: row}, and `starts` those of
+    starts.jsonl."""
     settings = {"steps": 30, "global_batch_size": 4, "seq_len": 16, "seed": seed, **settings}
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump({**settings, "data": {"seed": 0}, "optimizer": {"lr": lr}}))
     (path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, **row}) + "\n" for s, row in rows.items()))
     (path / "status.json").write_text(json.dumps({"state": state, "step": max(rows, default=0), "reason": ""}))
     if branched_from:
-        start = {"step": branched_from["step"], "branched_from": branched_from}
-        (path / "starts.jsonl").write_text(json.dumps(start) + "\n")
+        first, *others = starts or [{}]
+        starts = [{**first, "step": branched_from["step"], "branched_from": branched_from}, *others]
+    if starts:
+        (path / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     return path
+
+
+def start(step=0, code="aaaaaaaaaaaa", precision="no", **facts):
+    """A row of starts.jsonl."""
+    return {"step": step, "code": code, "mixed_precision": precision, "git_commit": "1234567890" * 4, **facts}
 
 
 def rows_of(**curves):
@@ -97,6 +105,31 @@ def test_tokens_are_counted_to_a_loss(pair, capsys):
     assert b["tokens to 4.2000"] == a["tokens to 4.2000"] == f"{20 * 64:,d}"
     b, a = table(printed(capsys, *pair, loss=3.0))
     assert (b["tokens to 3.0000"], a["tokens to 3.0000"]) == (f"{30 * 64:,d}", "-")
+
+
+def test_tokens_are_those_that_were_logged(tmp_path, capsys):
+    """Of a run whose batch grew, and which was evaluated between two log lines."""
+    rows = {10: {"train/tokens": 100}, 15: {"val/loss": 3.0}, 20: {"train/tokens": 1100, "val/loss": 2.0}}
+    run = fake_run(tmp_path / "grown", rows)
+    assert {loss: table(printed(capsys, run, loss=loss))[0][f"tokens to {loss:.4f}"] for loss in (3.0, 2.0)} == {
+        3.0: "600",
+        2.0: "1,100",
+    }
+
+
+def test_the_best_loss_is_of_the_validation_set_of_the_last_evaluations(tmp_path, capsys):
+    """Ten sequences may be easier than a hundred: what was measured on them is not compared."""
+    few, many = ({"evaluation": {"num_samples": n}} for n in (10, 100))
+    starts = [start(config=few), start(20, config=many)]
+    run = fake_run(tmp_path / "run", rows_of(val=[1.0, 2.0, 3.0]), starts=starts, **many)
+    shown = table(printed(capsys, run, loss=2.5))[0]
+    assert (shown["best"], shown["tokens to 2.5000"]) == ("3.0000", "-")
+    begin = {"run": str(run), "step": 10, "digest": None}
+    branch = fake_run(tmp_path / "branch", rows_of(val=[0, 4.0, 3.5]), begin, starts=[start(config=many)], **many)
+    assert {row["run"]: row["best"] for row in table(printed(capsys, run, branch))} == {
+        "run": "3.0000",
+        "branch": "3.5000",
+    }
 
 
 def test_fifty_runs_are_a_sorted_table(tmp_path, capsys):
@@ -207,6 +240,76 @@ def test_a_repeated_run_is_no_second_sample(tmp_path, capsys):
     assert second["p"] == "-" and "cannot be told" in shown
 
 
+@pytest.mark.parametrize("fact", ["code", "precision"])
+def test_the_seeds_of_another_code_or_precision_are_another_recipe(fact, tmp_path, capsys):
+    """Two seeds of each: neither hides the other's, in whatever order they are named."""
+    runs, other = [], {"code": "bbbbbbbbbbbb", "precision": "bf16"}[fact]
+    for name, facts, losses in (("main", {}, [1.0, 1.1]), ("branch", {fact: other}, [2.0, 2.1])):
+        for seed, loss in enumerate(losses):
+            rows = rows_of(val=[9, 9, loss])
+            runs.append(fake_run(tmp_path / f"{name}-{seed}", rows, seed=seed, starts=[start(**facts)]))
+    for order in (runs, runs[::-1]):
+        shown = printed(capsys, *order)
+        main_, branch = table(shown, "recipe")
+        assert (main_["val/loss"], branch["val/loss"], branch["above the best"]) == ("1.0500", "2.0500", "1.0000")
+        name = {"code": "code", "precision": "mixed_precision"}[fact]
+        assert branch["recipe"] == f"{name} {other}" and f"{other} in branch-" in shown
+    assert ("bbbbbbbbbbbb (commit 12345678)" in shown) == (fact == "code")
+
+
+def test_a_run_that_went_on_under_other_code_is_of_both(tmp_path, capsys):
+    starts = {
+        "whole": [start()],
+        "again": [start(), start(10), start(30, code="bbbbbbbbbbbb")],  # the last one found it complete
+        "both": [start(), start(20, code="bbbbbbbbbbbb")],
+        "old": [],
+    }
+    rows = rows_of(val=[3.0, 2.0, 1.0])
+    runs = [
+        fake_run(tmp_path / name, rows, seed=seed, starts=rows_) for seed, (name, rows_) in enumerate(starts.items())
+    ]
+    printed_codes = {record.label: record.settings["code"] for record in read_records(runs)[0]}
+    both = "aaaaaaaaaaaa, bbbbbbbbbbbb from step 21"
+    assert printed_codes == {"whole": "a" * 12, "again": "a" * 12, "both": both, "old": None}
+    assert sorted(row["seeds"] for row in table(printed(capsys, *runs), "recipe")) == ["1", "1", "2"]
+
+
+def test_a_repetition_counts_by_the_mean_of_its_losses_in_any_order(tmp_path, capsys):
+    """On other numbers of threads its losses differ by rounding."""
+    runs = [fake_run(tmp_path / name, rows_of(val=[9, 9, x]), seed=s) for name, x, s in
+            (("a", 1.0, 0), ("again", 1.2, 0), ("b", 2.1, 1))]  # fmt: skip
+    for order in (runs, runs[::-1]):
+        (recipe_,) = table(printed(capsys, *order), "recipe")
+        assert (recipe_["seeds"], recipe_["val/loss"]) == ("2", "1.6000")
+
+
+def test_settings_that_a_recipe_ignores_are_not_in_its_label(tmp_path, capsys):
+    runs = [fake_run(tmp_path / f"r{i}", rows_of(val=[9, 9, 1 + i]), seed=i % 2, lr=10.0 ** -(i // 2), compile=i > 1,
+                     checkpoint={"every": 1 + i}) for i in range(4)]  # fmt: skip
+    shown = printed(capsys, *runs)
+    assert "  compile: " in shown and "  checkpoint.every: " in shown
+    assert [row["recipe"] for row in table(shown, "recipe")] == ["optimizer.lr 1.0", "optimizer.lr 0.1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "warning"),
+    [
+        ({"steps": 20}, "for different numbers of steps"),
+        ({"evaluation": {"num_samples": 9}}, "(evaluation.num_samples)"),
+    ],
+)
+def test_recipes_that_are_not_measured_alike_stand_in_one_verdict_with_a_warning(settings, warning, tmp_path, capsys):
+    runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
+    runs += [fake_run(tmp_path / f"o{i}", rows_of(val=[9, 2 + i / 10, 2]), seed=i, lr=0.1, **settings) for i in (0, 1)]
+    shown = printed(capsys, *runs)
+    assert [row["seeds"] for row in table(shown, "recipe")] == ["2", "2"]
+    assert (
+        [line for line in shown.splitlines() if line.startswith("warning: ")]
+        == [line for line in shown.splitlines() if warning in line and line.startswith("warning: ")]
+        != []
+    )
+
+
 def test_losses_on_more_samples_are_of_another_recipe(tmp_path, capsys):
     runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
     runs.append(fake_run(tmp_path / "more", rows_of(val=[9, 9, 1.2]), seed=2, lr=0.1, evaluation={"num_samples": 9}))
@@ -297,6 +400,19 @@ def test_a_branch_is_no_sample_of_the_recipe_that_it_left(family, capsys):
     rows = table(printed(capsys, *family), "recipe")
     seeds = {(row["val/loss"], row["recipe"].rpartition("from step ")[2]): row["seeds"] for row in rows}
     assert seeds[f"{statistics.fmean([3.2, 2.9]):.4f}", "10"] == "2" and [*seeds.values()] == ["1", "1", "1", "2"]
+
+
+@pytest.mark.parametrize("fact", [{"code": "bbbbbbbbbbbb"}, {"precision": "bf16"}], ids=str)
+def test_a_branch_of_other_code_or_precision_has_changed_something_and_is_no_noise(fact, tmp_path, capsys):
+    """But not for what its parent was trained with after it had left."""
+    root = fake_run(tmp_path / "root", rows_of(val=[5, 4, 3]), starts=[start(code="old"), start(10)])
+    begin, rows = {"run": str(root), "step": 10, "digest": None}, rows_of(val=[0, 4, 2])
+    plain = fake_run(tmp_path / "plain", rows, begin, starts=[start()], seed=1)
+    other = fake_run(tmp_path / "other", rows, begin, starts=[start(**fact)], seed=2)
+    shown = tree(printed(capsys, root, plain, other))
+    name, value = {"code": "code", "precision": "mixed_precision"}[[*fact][0]], [*fact.values()][0]
+    assert f"{name} " in shown[1] and f"-> {value})" in shown[1] and "noise" in shown[1] and "by 2 seeds" in shown[1]
+    assert "plain (seed 0 -> 1)" in shown[2]
 
 
 def test_a_branch_without_its_parent_says_where_it_was(family, capsys):
