@@ -22,7 +22,9 @@ from cli.arguments import parse_config
 from config import ConfigError, RunError, TrainConfig, flat_settings
 from launch.signals import STOP_SIGNALS
 from run.continuation import check_resume, differences, read_settings
+from run.identity import code_hash, lasting_starts, other_facts
 from run.manifest import readable_checkpoints
+from run.metrics_file import read_rows
 from run.status import read_status
 
 TRAIN = str(Path(__file__).with_name("train.py"))
@@ -51,13 +53,14 @@ def main(config: SweepConfig) -> None:
         SystemExit: with 75 after a signal, or where a run was stopped as asked: the same command goes on.
     """
     launch = launch_command(config.launch)
-    runs = plan(config.arguments)
+    now = {"mixed_precision": launched_precision(launch), "code": code_hash()}
+    runs = plan(config.arguments, now)
     child = Child()
     outcomes = []
     for number, (arguments, settings) in enumerate(runs, start=1):
-        if is_finished(settings):
+        if is_finished(settings) and now["mixed_precision"] is not None:
             outcome = "finished before"
-        elif child.signal:
+        elif child.signal or code_hash() != now["code"]:
             outcome = "not started"
         else:
             print(f"[run {number} / {len(runs)}] {settings.name}", flush=True)
@@ -71,6 +74,8 @@ def main(config: SweepConfig) -> None:
         compare.main(compare.CompareConfig(trained, out=None))
     if "failed" in outcomes:
         raise RunError(f"{outcomes.count('failed')} of {len(runs)} runs failed; their own messages say why")
+    if "not started" in outcomes and not child.signal:
+        raise RunError("the code that trains was changed meanwhile: what is not started would be of another code")
     if "stopped" in outcomes or child.signal:
         print("stopped as asked; the same command goes on from there", file=sys.stderr)
         raise SystemExit(75)
@@ -88,11 +93,23 @@ def launch_command(launch: str | None) -> list[str]:
     return words
 
 
-def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
-    """Arguments and settings of every run, each with a name of its own.
+def launched_precision(launch: list[str]) -> str | None:
+    """The mixed precision that runs started like this have; None where that is not for us to know, as with a script."""
+    names = [Path(word).name for word in launch]
+    if names[:2] == ["accelerate", "launch"]:
+        from launch.request import parse_launch_command  # imports torch
+
+        return parse_launch_command([*launch[2:], TRAIN], os.getcwd())[1].get("mixed_precision") or "no"
+    passes_on = names[0].startswith(("python", "torchrun")) and "accelerate" not in " ".join(names)
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if passes_on else None
+
+
+def plan(arguments: list[str], now: dict[str, str | None]) -> list[tuple[list[str], TrainConfig]]:
+    """Arguments and settings of every run, each with a name of its own; `now` are precision and code of the sweep.
 
     Raises:
-        ConfigError: a combination is wrong, two have the same name, or a run of other settings lies there.
+        ConfigError: a combination is wrong, two have the same name, or a run of other settings, of another precision or
+            of other code lies there.
     """
     runs: dict[str, tuple[list[str], TrainConfig]] = {}
     for combination, swept in combinations(arguments):
@@ -115,7 +132,7 @@ def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
         if before and settings.init_from is not None:  # whose model train.py takes over at the start
             for name in vars(settings.model).keys() - settings.given:
                 setattr(settings.model, name, before[f"model.{name}"])
-        if before and (different := differences(before, settings)):
+        if before and (different := differences(before, settings) + differing_facts(directory(settings), now)):
             raise ConfigError(
                 f"{directory(settings)} holds a run with other settings:\n  "
                 + "\n  ".join(different)
@@ -126,6 +143,23 @@ def plan(arguments: list[str]) -> list[tuple[list[str], TrainConfig]]:
             for path, manifest in newest:
                 check_resume(settings, path, manifest)
     return list(runs.values())
+
+
+def differing_facts(path: Path, now: dict[str, str | None]) -> list[str]:
+    """What besides its settings makes the run at `path` another one than those that the sweep would start, a line each.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    status = read_status(path / "status.json")
+    done = status.step if status else 0
+    try:
+        starts = list(read_rows(path / "starts.jsonl")) if (path / "starts.jsonl").exists() else []
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    trained = [start for start in lasting_starts(starts, done) if start["step"] < done]
+    lines = [f"{name}: {then[name]} there, {now[name]} now" for then in trained for name in other_facts(then, now)]
+    return list(dict.fromkeys(lines))
 
 
 def combinations(arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:

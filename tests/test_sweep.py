@@ -15,7 +15,7 @@ from cli import scripts
 from cli.arguments import parse_config
 from config import ConfigError, RunError
 from run.manifest import File, Manifest
-from sweep import SweepConfig, main, own_arguments_first, plan, split
+from sweep import SweepConfig, launched_precision, main, own_arguments_first, plan, split
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
 
@@ -27,6 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 import yaml
 from cli.arguments import parse_config
+from run.identity import code_hash
 config = parse_config(sys.argv[2:])
 config.global_batch_size, config.data.seed = config.global_batch_size or 8, 0
 run = Path(config.out_dir, config.name)
@@ -41,6 +42,8 @@ def end(state, code):
 settings = json.loads(json.dumps(asdict(config)))
 (run / "config.yaml").write_text(yaml.safe_dump(settings))
 (run / "metrics.jsonl").write_text(json.dumps({{"step": config.steps, "val/loss": config.optimizer.lr}}))
+start = {{"step": 0, "mixed_precision": "no", "code": code_hash()}}
+(run / "starts.jsonl").write_text(json.dumps(start))
 if told[0] == "waits":
     signal.signal(signal.SIGTERM, lambda *_: end("preempted", 1))
     (run / "waiting").touch()
@@ -159,6 +162,40 @@ def test_runs_of_other_settings_are_not_taken_for_those_of_the_sweep(sweep):
     assert sweep("--seed", "0,1", "--model.dropout", 0.2, error=ConfigError) == []
 
 
+@pytest.mark.parametrize(("name", "there"), [("mixed_precision", "bf16"), ("code", "0123456789ab")])
+def test_runs_of_another_precision_or_code_are_not_taken_for_those_of_the_sweep(name, there, sweep):
+    names = sweep("--seed", "0,1")
+    starts = sweep.directory / names[1] / "starts.jsonl"
+    starts.write_text(json.dumps({**json.loads(starts.read_text()), name: there}))
+    with pytest.raises(ConfigError, match=f"{names[1]} holds a run with other settings:\n  {name}: {there} there, "):
+        main(SweepConfig([*TINY_STORIES, "--out_dir", str(sweep.directory), "--seed", "0,1"]))
+    assert sweep("--seed", "0,1", "--resume", "never") == names
+    starts.write_text('{"step": 0}')
+    assert sweep("--seed", "0,1") == [], "an older version wrote neither down"
+    starts.write_text(json.dumps({"step": 0, name: there}))
+    (starts.parent / "status.json").write_text('{"state": "failed", "step": 0, "reason": ""}')
+    assert sweep("--seed", "0,1") == names[1:], "what has trained nothing is no other run"
+
+
+def test_a_sweep_ends_where_the_code_is_changed_under_it(sweep, monkeypatch, capsys):
+    hashes = iter(["a", "a", "b", "b"])
+    monkeypatch.setattr("sweep.code_hash", lambda: next(hashes))
+    assert sweep("--seed", "0,1,2", error=RunError) == ["tiny_stories-seed_0"]
+    assert "tiny_stories-seed_1: not started" in capsys.readouterr().out
+
+
+def test_the_precision_of_a_launch_is_what_its_runs_have(monkeypatch, tmp_path):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    (tmp_path / "bf16.yaml").write_text("mixed_precision: bf16\n")
+    file = f"accelerate launch --config_file {tmp_path / 'bf16.yaml'}".split()
+    for launch in ([sys.executable], file, [*file, "--mixed_precision", "no"], ["bash", "launch.sh"]):
+        expected = {4: "bf16", 6: "no", 2: None}.get(len(launch), "no")
+        assert launched_precision(launch) == expected, launch
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert launched_precision(["torchrun", "--nproc-per-node=2"]) == "bf16"
+    assert launched_precision([sys.executable, "-m", "accelerate.commands.launch"]) is None
+
+
 def test_a_sweep_from_weights_of_another_model_goes_on(sweep):
     """What train.py takes over of it is in config.yaml, and not among the settings of the sweep."""
     start = "--init_from", "weights", "--seed", "0,1"
@@ -217,16 +254,16 @@ def test_values_are_split_at_commas_but_not_inside_brackets():
     assert split("1e-3,3e-4") == ["1e-3", "3e-4"]
     assert split("[0.9,0.95],[0.9,0.99]") == ["[0.9,0.95]", "[0.9,0.99]"]
     assert split("{a: 1, b: [2, 3]}") == ["{a: 1, b: [2, 3]}"]
-    betas = plan([*TINY_STORIES, "--optimizer.betas", "[0.9,0.95],[0.9,0.99]"])
+    betas = plan([*TINY_STORIES, "--optimizer.betas", "[0.9,0.95],[0.9,0.99]"], {})
     assert [settings.optimizer.betas for _, settings in betas] == [(0.9, 0.95), (0.9, 0.99)]
     assert [settings.name for _, settings in betas] == ["tiny_stories-betas_0.9_0.95", "tiny_stories-betas_0.9_0.99"]
 
 
 def test_names_tell_settings_of_the_same_last_name_and_recipes_apart():
-    runs = plan([*TINY_STORIES, "--seed", "0,1", "--data.seed", "2,3"])
+    runs = plan([*TINY_STORIES, "--seed", "0,1", "--data.seed", "2,3"], {})
     assert runs[0][1].name == "tiny_stories-seed_0-data.seed_2"
     recipes = ",".join(str(ROOT / "configs" / f"{name}.yaml") for name in ("stories", "random_tokens"))
-    assert [settings.name for _, settings in plan(["--config", recipes])] == ["stories", "random_tokens"]
+    assert [settings.name for _, settings in plan(["--config", recipes], {})] == ["stories", "random_tokens"]
 
 
 def test_its_own_options_may_stand_anywhere(monkeypatch, capsys):
