@@ -33,11 +33,13 @@ from run.continuation import complete_settings
 from run.manifest import (
     InvalidCheckpoint,
     Manifest,
+    best_checkpoints,
     checkpoints_in,
     newest_valid,
     readable_checkpoints,
     validate,
 )
+from run.tokenizer import changed_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -112,7 +114,7 @@ def load_checkpoint(directory: Path, manifest: Manifest) -> Loaded:
         raise ConfigError(f"{directory}: {error}") from None
     model = GPTModel(config.model).eval()
     read_weights(directory, manifest, model.state_dict())
-    return Loaded(config, model, run_tokenizer(directory, config))
+    return Loaded(config, model, run_tokenizer(directory, config, manifest.tokenizer))
 
 
 def is_run(path: Path) -> bool:
@@ -142,13 +144,14 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
         manifests = readable_checkpoints(path / "checkpoints")
         rejected = [found for found in checkpoints_in(path / "checkpoints") if found not in manifests]
         say_passed_over(f"{found}: its manifest is missing or damaged" for found in rejected)
-        losses = {found: manifest.val_loss for found, manifest in manifests.items() if manifest.val_loss is not None}
+        best = best_checkpoints(manifests)
         chosen = [found for found, manifest in manifests.items() if manifest.step == checkpoint]
         if checkpoint == "best":
-            chosen = sorted(losses, key=losses.get)
+            chosen = best[:1]
+            say_passed_over(f"{other}: its loss is of another validation set than the newest's" for other in best[1:])
         if not chosen:
             there = ", ".join(str(manifest.step) for manifest in manifests.values())
-            why = f"{path} has those of steps {there}" + (", none with a validation loss" if not losses else "")
+            why = f"{path} has those of steps {there}" + (", none with a validation loss" if not best else "")
             raise ConfigError(f"checkpoint: {checkpoint!r}: {why}; use one of these, latest or best")
         directory = chosen[0]
     try:
@@ -157,10 +160,10 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
         raise ConfigError(str(invalid)) from None
 
 
-def say_passed_over(reasons: Iterable[str]) -> None:
-    """Name checkpoints that are not taken because they are damaged; on the main process."""
+def say_passed_over(reasons: Iterable[str], what: str = "Checkpoint") -> None:
+    """Name what is not taken, and why; on the main process."""
     for reason in reasons if is_main_process() else ():
-        print(f"Checkpoint passed over: {reason}", file=sys.stderr)
+        print(f"{what} passed over: {reason}", file=sys.stderr)
 
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:
@@ -229,8 +232,14 @@ def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]
         raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")
 
 
-def run_tokenizer(directory: Path, config: TrainConfig) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of the run that a checkpoint lies in, or of its corpus."""
+def run_tokenizer(
+    directory: Path, config: TrainConfig, expected: dict[str, str] | None
+) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of the run that a checkpoint lies in, or of its corpus; with the files that the checkpoint expects.
+
+    Raises:
+        ConfigError: there is none, or it is another.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     if config.data.source != "text":
@@ -247,9 +256,21 @@ def run_tokenizer(directory: Path, config: TrainConfig) -> "PreTrainedTokenizerB
         )
     corpus = next(iter(config.data.mix or [config.data.path]))
     places = directory.resolve().parent.parent / "tokenizer", Path(corpus).expanduser() / "tokenizer"
-    for place in places:
-        if (place / "tokenizer.json").exists():
-            return AutoTokenizer.from_pretrained(place)
+    problems = []
+    for place in filter(Path.exists, places):
+        changed = expected and changed_files(place, expected)
+        try:
+            tokenizer = None if changed else AutoTokenizer.from_pretrained(place)
+        except Exception as error:  # tokenizers raises nothing more special
+            problems.append(f"{place} cannot be read: {error}")
+            continue
+        if tokenizer is not None:
+            say_passed_over(problems, "Tokenizer")
+            return tokenizer
+        problems.append(f"{place} is not what it was trained with ({changed})")
+    if problems:
+        remedy = "started again, the run makes its tokenizer anew from the corpus"
+        raise ConfigError("\n  ".join([f"{directory} has no tokenizer any more; {remedy}", *problems]))
     raise ConfigError(f"the tokenizer of {directory} is neither in {places[0]} nor in {places[1]}")
 
 

@@ -21,7 +21,7 @@ import compare
 from cli.arguments import parse_config
 from config import ConfigError, RunError, TrainConfig, flat_settings
 from launch.signals import STOP_SIGNALS
-from run.continuation import check_resume, differences, read_settings
+from run.continuation import check_resume, differences, read_settings, take_over_model
 from run.identity import code_hash, lasting_starts, other_facts
 from run.manifest import readable_checkpoints
 from run.metrics_file import read_rows
@@ -130,8 +130,7 @@ def plan(arguments: list[str], now: dict[str, str | None]) -> list[tuple[list[st
         runs[settings.name] = [*combination, *grouped, "--name", settings.name], settings
         before = None if settings.resume == "never" else read_settings(directory(settings) / "config.yaml")
         if before and settings.init_from is not None:  # whose model train.py takes over at the start
-            for name in vars(settings.model).keys() - settings.given:
-                setattr(settings.model, name, before[f"model.{name}"])
+            take_over_model(settings, before)
         if before and (different := differences(before, settings) + differing_facts(directory(settings), now)):
             raise ConfigError(
                 f"{directory(settings)} holds a run with other settings:\n  "

@@ -61,7 +61,7 @@ def main(config: TrainConfig) -> None:
         check_request(config)
         if config.data.seed is None:
             config.data.seed = run.data_seed(config)
-        initial = load_initial_model(config)
+        initial = None if run.goes_on_without_initial_model(config) else load_initial_model(config)
         trackers.check(config)
         corpus = load_corpus(config)
         if initial:

@@ -54,9 +54,12 @@ class Run:
         self.path, self.settings, self.config = path, settings, config_of(settings)
         self.manifests = readable_checkpoints(path / "checkpoints")
         metrics, starts = path / "metrics.jsonl", path / "starts.jsonl"
-        logged = list(read_rows(metrics)) if metrics.exists() else []
+        try:
+            logged = list(read_rows(metrics)) if metrics.exists() else []
+            self.starts = list(read_rows(starts)) if starts.exists() else []
+        except OSError as error:
+            raise ConfigError(f"run: {str(path)!r} cannot be read: {error}") from None
         self.logged_steps, self.rows = [row["step"] for row in logged], {row["step"]: row for row in logged}
-        self.starts = list(read_rows(starts)) if starts.exists() else []
         self.origin: dict[Path, Manifest] = {}  # of a branch: the checkpoint that it began from, if it is still there
         if self.config.branch_from is not None:
             with contextlib.suppress(InvalidCheckpoint):

@@ -25,6 +25,7 @@ from data.json_objects import finite_or_null
 from launch.priority import yield_cores
 from run.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from run.provenance import arrangement, provenance
+from run.tokenizer import expected_hashes, file_hashes
 from training.step_totals import StepTotals
 
 SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metrics
@@ -47,6 +48,9 @@ class Saver(AbstractContextManager):
         self.checkpoints, self.config, self.sync_metrics = checkpoints, config.checkpoint, sync_metrics
         self.facts = {"config": asdict(config), "provenance": provenance(), **arrangement(accelerator)}
         self.rank = accelerator.process_index
+        if self.rank == 0:
+            run = checkpoints.parent
+            self.facts["tokenizer"] = expected_hashes(run) or file_hashes(run / "tokenizer") or None
         # The thread's messages must not mix with those of training: a group of its own, on CPU whatever the device.
         self.group = None
         if dist.is_initialized():  # as it may be for one process

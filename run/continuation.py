@@ -79,6 +79,12 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     return lines
 
 
+def take_over_model(config: TrainConfig, before: dict[str, Any]) -> None:
+    """Give settings with `init_from` the model of the run that they go on with, but for what the user gave himself."""
+    for name in vars(config.model).keys() - config.given:
+        setattr(config.model, name, before[f"model.{name}"])
+
+
 def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     """Refuse settings by which the updates until the checkpoint at `path` of the run itself would have been others.
 

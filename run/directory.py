@@ -15,16 +15,24 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from config import ConfigError, RunError, TrainConfig
-from data.files import copy_folder, lock, write_atomically
+from config import ConfigError, RunError, TrainConfig, expanded
+from data.files import lock, write_atomically
 from launch.signals import Preempted
 from launch.world import is_main_process, num_processes
-from run.continuation import check_branch, check_resume, complete_settings, differences, read_settings
+from run.continuation import (
+    check_branch,
+    check_resume,
+    complete_settings,
+    differences,
+    read_settings,
+    take_over_model,
+)
 from run.identity import code_name, other_arrangement, other_facts
-from run.manifest import InvalidCheckpoint, newest_valid, read_manifest, validate
+from run.manifest import InvalidCheckpoint, newest_valid, read_manifest, readable_checkpoints, validate
 from run.metrics_file import forget_after, read_rows
 from run.provenance import arrangement, provenance, uncommitted_changes
 from run.status import Status, read_status, write_status
+from run.tokenizer import keep_tokenizer
 
 LOCK = ".lock"
 NONE_LEFT = "no valid checkpoint is left"
@@ -86,9 +94,7 @@ class RunDirectory:
         if before is None:
             if config.branch_from is not None and not os.path.isdir(config.branch_from):
                 raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
-            if _starts_afresh(config) and self.path.resolve() in Path(config.branch_from or "/").resolve().parents:
-                problem = f"branch_from: {config.branch_from!r} is of the run that --resume never would move aside"
-                raise ConfigError(f"{problem}; choose another name")
+            self._refuse_own_files(config)
             return
         if config.branch_from is None:
             config.branch_from = before["branch_from"]
@@ -124,6 +130,24 @@ class RunDirectory:
             raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
         return answer
 
+    def goes_on_without_initial_model(self, config: TrainConfig) -> bool:
+        """Whether what `init_from` names is needed no more, for the run has a checkpoint: then its settings are taken
+        over from the run itself. What lies there may have been trained on since, or be gone.
+
+        Raises:
+            ConfigError: the settings do not fit that model.
+        """
+        if config.init_from is None or _starts_afresh(config) or not readable_checkpoints(self.checkpoints):
+            return False
+        before = read_settings(self.path / "config.yaml")
+        if before is None or before["init_from"] != config.init_from or before["init_hash"] is None:
+            return False
+        take_over_model(config, before)
+        config.init_hash = config.init_hash or before["init_hash"]
+        if problems := config.problems(num_processes()):
+            raise ConfigError("\n".join(problems))
+        return True
+
     @contextmanager
     def outcome_recorded(self, config: TrainConfig) -> Iterator[None]:
         """Write down in status.json what became of a start: finished, preempted or failed.
@@ -156,6 +180,19 @@ class RunDirectory:
             before = read_status(self.status_file)
             write_status(self.status_file, Status(state, before.step if before else 0, reason))
 
+    def _refuse_own_files(self, config: TrainConfig) -> None:
+        """A run does not begin from itself, nor from what lies in a directory that is moved aside before."""
+        asked = [("branch_from", config.branch_from), ("init_from", config.init_from), ("data.path", config.data.path)]
+        asked += [("data.mix", corpus) for corpus in config.data.mix or []]
+        own = self.path.resolve()
+        for setting, value in asked:
+            place = expanded(setting, value).resolve() if value else Path("/")
+            if _starts_afresh(config) and place.exists() and own in (place, *place.parents):
+                problem = f"{setting}: {value!r} is of the run that --resume never would move aside"
+                raise ConfigError(f"{problem}; choose another name")
+            if setting == "init_from" and place == own and place.exists():
+                raise ConfigError(f"init_from: {value!r} is the directory of this run itself; choose another name")
+
     def _prepare(self, config: TrainConfig, now: dict[str, Any]) -> Start:
         self._lock()
         if _starts_afresh(config) and any(entry.name != LOCK for entry in self.path.iterdir()):
@@ -169,9 +206,9 @@ class RunDirectory:
         forget_after(self.path / "starts.jsonl", config.steps)  # half a line, of a start that had no room for it
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
         if config.data.source == "text":
-            theirs = [Path(corpus).expanduser() / "tokenizer" for corpus in config.data.mix or [config.data.path]]
-            theirs.sort(key=lambda place: not (place / "chat_template.jinja").exists())  # one that can talk, if any can
-            copy_folder(theirs[0], self.path / "tokenizer")
+            corpora = [Path(corpus).expanduser() for corpus in config.data.mix or [config.data.path]]
+            can_talk = [corpus for corpus in corpora if (corpus / "tokenizer" / "chat_template.jinja").exists()]
+            keep_tokenizer((can_talk or corpora)[0], self.path)
         self._record_start(start, now | {"config": _plain(config)})
         self.record_progress(start.step)
         return start

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from config import CheckpointConfig
+from config import CheckpointConfig, flat_settings
 from data.files import sha256, write_atomically
 from data.json_objects import parse_object, typed
 
@@ -57,6 +57,8 @@ class Manifest:
     threads: int | None = None
     """Of each process, on a CPU: how many share a sum decides its order."""
     provenance: dict[str, Any] = field(default_factory=dict)
+    tokenizer: dict[str, str] | None = None
+    """SHA-256 of the files in `tokenizer` of the run; None without any, and of an older version."""
 
     def write(self, directory: Path) -> None:
         """Write it into the directory whose files it names, with a digest of everything that it says."""
@@ -153,9 +155,20 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[
     return None, None, rejected
 
 
+def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:
+    """That with the lowest validation loss, of the checkpoints that were measured on as many sequences as the newest;
+    then those of other numbers of sequences, for losses on other validation sets are not compared."""
+    best: dict[str, Path] = {}
+    for path, manifest in manifests.items():
+        loss, measured_on = manifest.val_loss, str(flat_settings(manifest.config).get("evaluation.num_samples"))
+        if loss is not None and (measured_on not in best or loss < manifests[best[measured_on]].val_loss):
+            best[measured_on] = path
+    return list(best.values())
+
+
 def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
-    """Delete all checkpoints up to `step` but the `keep` newest, the one with the best validation loss, and those of
-    every `keep_every` steps; main process only.
+    """Delete all checkpoints up to `step` but the `keep` newest, the one with the best validation loss (of each
+    validation set, if it was changed), and those of every `keep_every` steps; main process only.
 
     Newer ones are left alone: they were found damaged, or `step` would not have been trained again. So are those
     without a valid manifest, for the user to look at.
@@ -164,8 +177,7 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
         InvalidCheckpoint: that of `step`, just written, cannot be read back; then nothing is deleted.
     """
     manifests = {path: found for path, found in readable_checkpoints(checkpoints).items() if found.step <= step}
-    losses = {path: manifest.val_loss for path, manifest in manifests.items() if manifest.val_loss is not None}
-    kept = {*list(manifests)[: config.keep], *sorted(losses, key=losses.get)[:1]}
+    kept = {*list(manifests)[: config.keep], *best_checkpoints(manifests)}
     if config.keep_every:
         kept |= {path for path, manifest in manifests.items() if manifest.step % config.keep_every == 0}
     if superfluous := manifests.keys() - kept:

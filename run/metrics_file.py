@@ -74,6 +74,9 @@ class MetricsFile:
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = parse_object(line.decode())
-    except ValueError:
+        for value in row.values():
+            if type(value) is int:
+                float(value)  # no number of ours is larger than any float is
+    except (ValueError, OverflowError):
         return None
     return row if type(row.get("step")) is int else None

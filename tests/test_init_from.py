@@ -1,5 +1,7 @@
 """A run that begins with the weights of another model: GPT-2's and Qwen3's of transformers, or a run's."""
 
+import shutil
+
 import pytest
 import torch
 import yaml
@@ -86,17 +88,39 @@ def test_a_run_is_begun_with_another_runs_weights_or_with_its_export(made):
 
 
 def test_it_never_begins_with_other_weights_when_it_is_started_again(made):
-    command = arguments(made, "--init_from", made / "copy", "--name", "again")
+    command = arguments(made, "--init_from", made / "copy", "--name", "again", "--schedule.name", "constant")
     model = AutoModelForCausalLM.from_pretrained(made / "gpt2")
     model.save_pretrained(made / "copy")
-    train(*command, "--steps", 1, "--schedule.name", "constant")
+    train(*command, "--steps", 1)
     with torch.no_grad():
         model.transformer.ln_f.bias[3] += 1e-3
     model.save_pretrained(made / "copy")
-    refused = train(*command, "--schedule.name", "constant", exit_code=2)
+    elsewhere = shutil.copytree(made / "copy", made / "elsewhere")
+    refused = train(*command, "--init_from", elsewhere, exit_code=2)
     assert "init_hash: " in refused.stderr
-    refused = train(*command[:-4], "--name", "again", "--model.d_model", 16, "--schedule.name", "constant", exit_code=2)
-    assert "init_hash: " in refused.stderr, "nor with random ones"
+    random = [*arguments(made, "--name", "again"), "--model.d_model", 16, "--schedule.name", "constant"]
+    assert "init_hash: " in train(*random, exit_code=2).stderr, "nor with random ones"
+    shutil.rmtree(made / "runs" / "again" / "checkpoints")  # killed before the first
+    (made / "runs" / "again" / "status.json").unlink()
+    assert "init_hash: " in train(*command, exit_code=2).stderr
+
+
+@pytest.mark.parametrize("change", ["trained on", "gone"])
+def test_a_run_goes_on_though_what_it_began_from_has_changed(change, made):
+    """It has a checkpoint, and needs the weights no more."""
+    words = [*TINY_STORIES, "--out_dir", made / "runs", "--schedule.name", "constant"]
+    train(*words, "--name", change, "--steps", 2)
+    command = arguments(made, "--init_from", made / "runs" / change, "--name", f"from {change}")
+    command += ["--schedule.name", "constant", "--steps"]
+    train(*command, 2)
+    if change == "trained on":
+        train(*words, "--name", change, "--steps", 3)
+    else:
+        shutil.rmtree(made / "runs" / change)
+    refused = train(*command, 3, "--model.n_layers", 1, exit_code=2)
+    assert "model.n_layers: 2 there, 1 now" in refused.stderr
+    train(*command, 3)
+    assert [row["step"] for row in metrics(made / "runs" / f"from {change}")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from config import CheckpointConfig, ConfigError, OptimizerConfig, TrainConfig
 from data.files import sha256
 from data.integrity import Verification
+from load import find_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from run import shards
@@ -203,14 +204,15 @@ def test_files_are_plain_safetensors_with_the_documented_names(finished):
     }
 
 
-def checkpoint_of(directory, step, loss=None):
-    """A checkpoint without tensors."""
+def checkpoint_of(directory, step, loss=None, num_samples=500):
+    """A checkpoint without tensors, evaluated on so many sequences."""
     path = step_directory(directory, step)
     path.mkdir()
     save_file({}, path / "a.safetensors")
     file = File((path / "a.safetensors").stat().st_size, sha256(path / "a.safetensors"))
     metrics = {} if loss is None else {"val/loss": loss}
-    Manifest(step, (0, 0), metrics, {}, "no", {"a.safetensors": file}).write(path)
+    config = {"evaluation": {"num_samples": num_samples}}
+    Manifest(step, (0, 0), metrics, config, "no", {"a.safetensors": file}).write(path)
     return path
 
 
@@ -325,6 +327,20 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     with pytest.raises(InvalidCheckpoint):
         rotate(tmp_path, 5, CheckpointConfig(keep=1))
     assert left_in(tmp_path) == [2, 4, 5, 6]
+
+
+def test_losses_of_different_validation_sets_are_not_compared(tmp_path, capsys):
+    """Seven sequences were easier than a hundred. Of neither the best is deleted, and the best is of the newest's."""
+    losses = [(1, 0.5, 7), (2, 0.6, 7), (3, 2.0, 100), (4, 1.0, 100), (5, 1.5, 100), (6, None, 100)]
+    (tmp_path / "checkpoints").mkdir()
+    for step, loss, num_samples in losses:
+        checkpoint_of(tmp_path / "checkpoints", step, loss, num_samples)
+    assert find_checkpoint(tmp_path, "best")[1].step == 4
+    other = step_directory(tmp_path / "checkpoints", 1)
+    said = f"Checkpoint passed over: {other}: its loss is of another validation set than the newest's\n"
+    assert capsys.readouterr().err == said
+    rotate(tmp_path / "checkpoints", 6, CheckpointConfig(keep=1))
+    assert left_in(tmp_path / "checkpoints") == [1, 4, 6]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -13,7 +13,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config
 
+from analysis.audit import Run
+from analysis.records import read_records
 from cli.arguments import parse_config
 from config import ConfigError, TrainConfig
 from data.corpus import load_corpus
@@ -26,7 +29,7 @@ from run.manifest import File, InvalidCheckpoint, Manifest, read_manifest, valid
 from run.metrics_file import MetricsFile, forget_after, read_rows
 from run.status import Status, read_status, write_status
 from tests import forked
-from tests.conftest import ROOT, assert_same_bits, environment, metrics, tensors, train
+from tests.conftest import ROOT, assert_same_bits, environment, metrics, python, tensors, train
 from training.step_totals import NonFiniteError, StepTotals
 
 STEPS = 4
@@ -245,6 +248,39 @@ def test_a_branch_of_the_run_that_would_be_moved_aside_is_refused(run):
     assert start.exists() and [*run.parent.iterdir()] == [run]
 
 
+def test_a_run_does_not_begin_from_itself_nor_from_what_is_moved_aside_with_it(run):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    afresh = [*RECIPE, "--out_dir", run.parent, "--resume", "never"]
+    (run.parent / "link").symlink_to("run")
+    for place in (run, run / "checkpoints" / "step-00000004", run.parent / "link"):
+        done = train(*afresh, "--init_from", place, exit_code=2)
+        assert f"init_from: '{place}' is of the run that --resume never would move aside" in done.stderr
+    directory = RunDirectory(str(run.parent), "run")
+    for setting, value in (("path", str(run / "corpus")), ("mix", {str(run / "corpus"): 1.0})):
+        (run / "corpus").mkdir(exist_ok=True)
+        config = parse_config([*map(str, RECIPE), "--resume", "never"])
+        setattr(config.data, setting, value)
+        with pytest.raises(ConfigError, match=rf"data.{setting}: '.*corpus' is of the run that --resume never"):
+            directory.check(config)
+    (run / "corpus").rmdir()
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path != run} == {
+        path: time for path, time in before.items() if path != run
+    }
+
+
+def test_a_model_in_the_directory_of_the_run_itself_is_refused(runs):
+    """It would be none any more as soon as the run is there."""
+    model = GPT2Config(vocab_size=300, n_positions=128, n_layer=2, n_head=2, n_embd=16)
+    AutoModelForCausalLM.from_config(model).save_pretrained(runs / "model")
+    before = sorted(path.name for path in (runs / "model").iterdir())
+    recipe = {name: value for name, value in yaml.safe_load((RECIPE[1]).read_text()).items() if name != "model"}
+    (runs / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    words = ["--config", runs / "recipe.yaml", "--out_dir", runs, "--name", "model", "--init_from", runs / "model"]
+    done = train(*words, "--model.dropout", 0, exit_code=2)
+    assert "is the directory of this run itself; choose another name" in done.stderr
+    assert sorted(path.name for path in (runs / "model").iterdir()) == before
+
+
 @pytest.mark.parametrize("change", ["shape", "name", "dtype", "header"])
 def test_a_valid_checkpoint_of_other_tensors_is_refused(change, run):
     checkpoint = run / "checkpoints" / "step-00000004"
@@ -386,6 +422,36 @@ def test_rows_that_are_none_are_passed_over_and_do_not_stop_a_start(run):
     file.unlink()
     done = train(*RECIPE, "--out_dir", run.parent)
     assert "Training finished." in done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_number_that_no_float_can_be_makes_no_row(run):
+    """Python reads whole numbers of any length, and cannot compare them with a loss."""
+    file = run / "metrics.jsonl"
+    rows = file.read_bytes()
+    nonsense = b'{"step": 4, "train/loss": 1' + b"0" * 350 + b"}\n" + b'{"step": 1' + b"0" * 350 + b"}\n"
+    file.write_bytes(nonsense + rows)
+    (read_records([run])[0][0]).curve("train/loss")
+    assert len(list(read_rows(file))) == len(rows.splitlines())
+    python(f"python compare.py {run} {run} --out {run.parent / 'picture'}")
+    assert Run(run).logged_steps == [row["step"] for row in metrics(OLD_RUNS / FORMATS[-1])]
+    train(*RECIPE, "--out_dir", run.parent)
+    assert file.read_bytes() == rows
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl"])
+@pytest.mark.parametrize("command", ["replay.py RUN --audit 1", "replay.py RUN 2", "compare.py RUN", "train.py"])
+def test_a_file_of_a_run_that_cannot_be_read_is_one_message(command, name, run):
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    script, *words = command.replace("RUN", str(run)).split()
+    words += map(str, [*RECIPE, "--out_dir", run.parent]) if script == "train.py" else []
+    done = forked.run(script, words, 0, environment())
+    assert done.returncode == (1 if script == "train.py" else 2), done.stdout + done.stderr
+    assert (
+        "Traceback" not in done.stderr
+        and str(run) in done.stderr + done.stdout
+        and "Is a directory" in (done.stderr + done.stdout)
+    )
 
 
 def test_half_the_line_of_a_start_does_not_hide_the_next_one(run):

@@ -1,0 +1,52 @@
+"""The tokenizer that a run keeps in RUN/tokenizer, so that its model can be used when the corpus is gone.
+
+Every checkpoint of the run has the hashes of its files. Whoever reads the tokenizer compares them (load.py), and a
+start makes a damaged one anew from the corpus.
+"""
+
+import itertools
+import os
+from pathlib import Path
+
+from data.files import copy_folder, sha256
+from run.manifest import readable_checkpoints
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file in the folder and below, by its path there; {} without such a folder."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    names = {file.relative_to(folder).as_posix(): file for file in files}
+    return {name: sha256(file) for name, file in names.items() if not any(part[0] == "." for part in Path(name).parts)}
+
+
+def changed_files(folder: Path, expected: dict[str, str]) -> str:
+    """The files of the folder that are not as expected, missing or new, in words; "" if none is."""
+    found = file_hashes(folder)
+    return ", ".join(sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)))
+
+
+def expected_hashes(run: Path) -> dict[str, str] | None:
+    """What the newest checkpoint of the run that knows it says of its tokenizer; None if none does."""
+    known = (manifest.tokenizer for manifest in readable_checkpoints(run / "checkpoints").values())
+    return next(filter(None, known), None)
+
+
+def keep_tokenizer(corpus: Path, run: Path) -> None:
+    """Make RUN/tokenizer that of the corpus, unless it is what the run's checkpoints expect; or say why not."""
+    theirs, kept = corpus / "tokenizer", run / "tokenizer"
+    expected = expected_hashes(run) or file_hashes(theirs)
+    changed = changed_files(kept, expected)
+    if not changed:
+        return
+    if elsewhere := changed_files(theirs, expected):
+        print(
+            f"{kept} is not what this run was trained with ({changed}), and cannot be made anew: {theirs} is not "
+            f"either ({elsewhere}). Training goes on, and the model cannot be used."
+        )
+        return
+    if kept.exists():
+        names = (kept.with_name(f"{kept.name}.old-{n}") for n in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        os.rename(kept, aside)
+        print(f"{kept} was damaged ({changed}), and is made anew from {theirs}; what was there is {aside}.")
+    copy_folder(theirs, kept)
