@@ -1,6 +1,7 @@
 """compare.py: what differs between runs, which differences are noise, and the tree of branches."""
 
 import json
+import math
 import re
 import shutil
 import statistics
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from analysis.records import read_records, student_t_tails, welch
+from analysis.records import read_records, welch
 from cli import scripts
 from compare import CompareConfig, main
 from plot import save_curves
@@ -204,11 +205,17 @@ def recipe(tmp_path, name, losses, lr):
 
 def test_the_test_is_welchs():
     assert welch(*SLEEP) == pytest.approx(0.07939, abs=5e-6)
-    # Quantiles as tables have them; one degree is Cauchy's distribution, and many are a normal one.
-    for t, freedom, p in [(12.706205, 1, 0.05), (2.228139, 10, 0.05), (63.656741, 1, 0.01), (2.749996, 30, 0.01)]:
-        assert student_t_tails(t, freedom) == pytest.approx(p, rel=1e-5) == student_t_tails(-t, freedom)
-    assert student_t_tails(1.959964, 1e8) == pytest.approx(0.05, rel=1e-5) and student_t_tails(0, 3) == 1
     assert welch([1.0], [2.0, 3.0]) is None and welch([1.0, 1.0], [1.0, 1.0]) == 1 and welch([1, 1], [2, 2]) == 0
+    # Of two and two equally far apart the degrees of freedom are 2, whose tail has a closed form.
+    t = 1 / math.sqrt(0.02 / 2 + 0.02 / 2)
+    assert welch([1.0, 1.2], [2.0, 2.2]) == pytest.approx(1 - t / math.sqrt(t * t + 2), rel=1e-9)
+
+
+def test_without_a_verdict_no_statistics_are_imported(pair):
+    """They take longer than all else that compare.py does; and it needs no torch in any case."""
+    code = "import sys; import compare; compare.main(compare.CompareConfig(sys.argv[1:], out=None))"
+    code += "; sys.exit(any(name in sys.modules for name in ('scipy', 'torch')))"
+    subprocess.run([sys.executable, "-c", code, *pair], cwd=ROOT, check=True, capture_output=True)
 
 
 def test_seeds_are_grouped_and_the_noise_is_told_from_a_difference(tmp_path, capsys):
