@@ -7,7 +7,6 @@ sample.py, evaluate.py, export.py and `init_from` stand on it.
 """
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from config import ConfigError, TrainConfig, expanded, flat_settings
@@ -40,6 +38,7 @@ from run.manifest import (
     validate,
 )
 from run.tokenizer import changed_files
+from run.weights import read_weights
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -190,46 +189,6 @@ def lost_settings(settings: dict[str, Any]) -> dict[str, str]:
     known = flat_settings(asdict(TrainConfig()))
     lost = {key: value for key, value in complete_settings(settings).items() if key not in known}
     return {key: f"{key}: {value} there, and no setting any more" for key, value in lost.items()}
-
-
-def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names begin with `prefix`, put together however they were sharded.
-
-    Raises:
-        ConfigError: a part of one is not there.
-    """
-    pieces: dict[str, list[tuple[list[int], Tensor]]] = {}
-    for file in manifest.files:
-        with safe_open(directory / file, "pt") as stored:
-            begins = json.loads((stored.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))  # of each piece
-            for key in filter(lambda key: key.startswith(prefix), stored.keys()):
-                piece = stored.get_tensor(key)
-                begin = begins.get(key, {}).get("saved_offsets") or [0] * piece.dim()
-                pieces.setdefault(key, []).append((begin, piece))
-    tensors = {}
-    for key, parts in pieces.items():
-        places = [[slice(b, b + n) for b, n in zip(begin, piece.shape, strict=True)] for begin, piece in parts]
-        tensors[key] = parts[0][1].new_empty([max(place.stop for place in axis) for axis in zip(*places, strict=True)])
-        if sum(piece.numel() for _, piece in parts) != tensors[key].numel():
-            raise ConfigError(f"{directory} lacks a part of {key}")
-        for place, (_, piece) in zip(places, parts, strict=True):
-            tensors[key][tuple(place)] = piece
-    return tensors
-
-
-def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]) -> None:
-    """Fill `weights`, whole tensors by the names of the model, from a checkpoint, however it was sharded.
-
-    Raises:
-        ConfigError: the checkpoint has other tensors.
-    """
-    stored = {key.removeprefix("model."): t for key, t in whole_tensors(directory, manifest, "model.").items()}
-    for name, tensor in stored.items():
-        if name not in weights or weights[name].shape != tensor.shape:
-            raise ConfigError(f"{directory} has a tensor {name} of {list(tensor.shape)}, and the model has not")
-        weights[name].copy_(tensor)
-    if lacking := sorted(weights.keys() - stored.keys()):
-        raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")
 
 
 def run_tokenizer(

@@ -71,9 +71,10 @@ from launch.nested import temporary_folder
 from launch.request import check_request
 from launch.start import join_process_group, uses_cpu
 from launch.world import is_main_process
-from load import copy_initial_weights, load_run, read_weights
+from load import copy_initial_weights, load_run
 from model.gpt import GPTModel
 from run.manifest import read_manifest, step_directory
+from run.weights import read_weights
 from training.gradients import fill_in_gradients, trainable_parameters
 from training.layers import total_norm
 from training.network import no_compiler, prepare_network

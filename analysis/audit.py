@@ -20,7 +20,7 @@ from launch.nested import broadcast_from_main, nested_training
 from launch.processor import prepare_exact
 from launch.start import is_on, uses_cpu
 from launch.world import is_main_process, num_processes
-from load import config_of, whole_tensors
+from load import config_of
 from run.continuation import complete_settings, differences, read_settings
 from run.identity import code_name, lasting_starts, other_arrangement, other_facts
 from run.manifest import (
@@ -35,6 +35,7 @@ from run.manifest import (
 )
 from run.metrics_file import read_rows
 from run.provenance import provenance
+from run.weights import whole_tensors
 from training.fingerprint import digests
 
 # What may change when a run goes on, and shows in what it logs: a step is trained again with what it was done with.

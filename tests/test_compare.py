@@ -131,6 +131,13 @@ def test_the_best_loss_is_of_the_validation_set_of_the_last_evaluations(tmp_path
         "run": "3.0000",
         "branch": "3.5000",
     }
+    plain = fake_run(tmp_path / "plain", rows_of(val=[1.0, 2.0, 3.0]), starts=[start(config=many)], **many)
+    begin = {"run": str(plain), "step": 10, "digest": None}
+    easier = fake_run(tmp_path / "easier", rows_of(val=[0, 4.0, 3.5]), begin, starts=[start(config=few)], **few)
+    assert {row["run"]: row["best"] for row in table(printed(capsys, plain, easier))} == {
+        "plain": "1.0000",
+        "easier": "3.5000",
+    }
 
 
 def test_fifty_runs_are_a_sorted_table(tmp_path, capsys):

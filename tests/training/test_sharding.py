@@ -7,7 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from load import find_checkpoint, whole_tensors
+from load import find_checkpoint
+from run.weights import whole_tensors
 from tests import forked
 from tests.conftest import (
     ROOT,
