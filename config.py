@@ -69,6 +69,13 @@ class DataConfig:
     num_samples: PositiveInt = 1000
     """sources random and stories: sequences in the training set. An epoch visits each once."""
 
+    facts: NonNegativeInt = 0
+    """source stories: how many facts there are to know about the world that the stories speak of, at most 65,536. 0:
+    they have a plot, and speak of no world."""
+
+    zipf: NonNegativeFloat = 1.5
+    """source stories with facts: the fact of rank i is told in proportion to i ** -zipf."""
+
     num_workers: NonNegativeInt = 0
     """Processes that load data beside each training process. 0: the training process does it itself."""
 
@@ -77,7 +84,7 @@ class DataConfig:
         if self.source == "text":
             lacks = (self.path is None) == (not self.mix)
             needs = "data.source: text needs either data.path, a corpus made by data.prepare, or data.mix of several"
-            return [needs] if lacks else []
+            return ([needs] if lacks else []) + self._problems_of_facts()
         if self.source not in ("random", "stories"):  # a fork's own, which may read files
             return []
         of_text = {"path": self.path, "mix": self.mix, "hash": self.hash}
@@ -86,7 +93,14 @@ class DataConfig:
         return [
             f"data.{name}: {value} is for data.source: text, but data.source is {self.source}; change one of the two"
             for name, value in given.items()
-        ]
+        ] + self._problems_of_facts()
+
+    def _problems_of_facts(self) -> list[str]:
+        if self.facts > 65536:
+            return [f"data.facts: {self.facts} is more than there are words for; use at most 65536"]
+        if self.facts and self.source != "stories":
+            return [f"data.facts: {self.facts} is for data.source: stories, but data.source is {self.source}; use 0"]
+        return []
 
 
 @dataclass

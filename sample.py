@@ -60,7 +60,7 @@ from tokenizers.decoders import DecodeStream
 from config import ConfigError
 from data import conversations
 from data.order import derive_seed
-from data.stories import verdict
+from data.stories import storyteller
 from launch.processor import prepare_cpu
 from load import Loaded, load_run
 
@@ -194,7 +194,8 @@ def write(
             print(piece, end="", flush=True)
     text = "".join(written)
     print()
-    if loaded.config is not None and loaded.config.data.source == "stories":
+    if loaded.config is not None and (data := loaded.config.data).source == "stories":
+        verdict = storyteller(data.facts, data.zipf, data.seed or 0).verdict
         ids_1T = torch.tensor([ids[: (limit := model.config.max_position_embeddings)]], device=device)
         _, loss, *sums = model(ids_1T, labels=ids_1T, num_items_in_batch=1)
         models = -float(dict(*sums).get("loss", (loss, 1))[0])  # without what is to help training alone

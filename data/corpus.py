@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from config import ConfigError, TrainConfig, no_code_for
+from data.excess import excess_by_kind
 from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
 from data.random_tokens import RandomTokensDataset
-from data.stories import StoriesDataset, build_tokenizer, score_stories, verdict
+from data.stories import StoriesDataset, storyteller
 
 if TYPE_CHECKING:
     from data.integrity import Verification
@@ -98,9 +99,10 @@ def load_corpus(config: TrainConfig) -> Corpus:
         return _load_text(config)
     if config.data.source != "stories":
         raise no_code_for("data.source", config.data.source)
-    splits = [StoriesDataset(split, size, seed, config.seq_len) for split, size in sizes.items()]
-    tokenizer = build_tokenizer()
-    judges = {"score_texts": score_stories, "verdict": verdict}
+    teller = storyteller(config.data.facts, config.data.zipf, seed)
+    splits = [StoriesDataset(split, size, seed, config.seq_len, teller) for split, size in sizes.items()]
+    tokenizer = teller.build_tokenizer()
+    judges = {"score": excess_by_kind(teller), "score_texts": teller.score_texts, "verdict": teller.verdict}
     return Corpus(*splits, tokenizer, _checked_vocab_size(config, tokenizer.get_vocab_size()), **judges)
 
 

@@ -3,7 +3,7 @@
 A grammar is data. A rule lists templates, all equally likely; a template is plain text and, in braces:
 
     {RULE}        one template of another rule, which must stand further down
-    {slot:TABLE}  an entry of a table, all equally likely; it is written, and remembered in the slot
+    {slot:TABLE}  an entry of a table, as likely as its weight says; it is written, and remembered in the slot
     {slot}        the entry in the slot once more
     {slot.form}   another form of it: a pronoun, a plural, whatever the table lists
     {slot=other}  nothing; from here on the slot holds what `other` holds
@@ -20,9 +20,11 @@ import math
 import os.path
 import random
 import re
-from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations, pairwise
+from bisect import bisect
+from collections import Counter, defaultdict, namedtuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, combinations, pairwise
+from typing import NamedTuple
 
 # A token is a word or a punctuation mark, with the space before it: tokens put end to end are the text.
 TOKEN = re.compile(r" ?[A-Za-z]+| ?[^A-Za-z ]")
@@ -36,23 +38,43 @@ Entry = Mapping[str, str]  # the forms of a table's entry; the form "" is the en
 Piece = namedtuple("Piece", _PIECE.groupindex)
 """Of a template: plain text, or what stands in braces, with the space before it; "" is what it has not."""
 
-Option = Entry | list[Piece]
-
 
 class Rejected(Exception):
     """The text is none of the grammar's."""
 
 
+class Token(NamedTuple):
+    """A token of a text, and how surprising it is to a reader who knows the grammar and what came before."""
+
+    text: str
+    nats: float
+    """-log P, exactly; over a text they add up to that of the text."""
+    table: str = ""
+    """The table whose entry it is of; "" for plain text of a template."""
+    index: int = 0
+    """Of the entry in its table."""
+    form: str = ""
+    """Of the entry, as it is written here."""
+    drawn: bool = False
+    """Whether the entry is drawn here, and not said again."""
+
+
 class Grammar:
     """A grammar of `rules` (the first is the start), lists of templates, over `tables`.
 
+    An entry of a table that has integer `weights` is drawn as often as its share of them says; without, all alike.
     `tokens` are all that texts are made of, sorted; no text has more of them than `max_tokens`.
     Raises ValueError, naming the place, where a text could have two derivations, a slot could be empty or lack a
     form, or a rule stands above one that expands it.
     """
 
-    def __init__(self, rules: Mapping[str, Sequence[str]], tables: Mapping[str, Sequence[Entry]]):
-        self.tables, self.start = tables, next(iter(rules))
+    def __init__(
+        self,
+        rules: Mapping[str, Sequence[str]],
+        tables: Mapping[str, Sequence[Entry]],
+        weights: Mapping[str, Sequence[int]] | None = None,
+    ):
+        self.tables, self.start, self.weights = tables, next(iter(rules)), weights or {}
         for name, entries in tables.items():
             for word, following in pairwise(sorted(entry[""] for entry in entries)):
                 if following.startswith(word):
@@ -68,12 +90,12 @@ class Grammar:
         self.max_tokens, _ = self._survey(self.start, {}, tokens)
         self.tokens = sorted(tokens)
 
-    def write(self, rng: random.Random) -> tuple[list[str], list[int]]:
-        """A text drawn from the grammar, in pieces of whole tokens, and how many options each choice had."""
-        words, counts = [], []
+    def write(self, rng: random.Random) -> tuple[list[str], list[float]]:
+        """A text drawn from the grammar, in pieces of whole tokens, and of each choice 1 / its probability."""
+        words, odds = [], []
         # Of all of Random's methods the only one with the same numbers in every version of Python.
-        self._write(rng.random, words, counts.append, {})
-        return words, counts
+        self._write(rng.random, words, odds.append, {})
+        return words, odds
 
     @functools.cached_property
     def _write(self) -> Callable[..., None]:
@@ -85,7 +107,11 @@ class Grammar:
             for number, pieces in enumerate(options):
                 lines += [f" if option == {number}:", "  pass"]
                 for space, inner, slot, form, table, other, text in pieces:
-                    if table:
+                    if table in self.weights:
+                        total = sum(self.weights[table])
+                        lines.append(f"  index = bisect(ends[{table!r}], int(draw() * {total}))")
+                        lines.append(f"  count(odds[{table!r}][index]); slots[{slot!r}] = tables[{table!r}][index]")
+                    elif table:
                         size = len(self.tables[table])
                         lines.append(f"  count({size}); slots[{slot!r}] = tables[{table!r}][int(draw() * {size})]")
                     if inner:
@@ -98,32 +124,81 @@ class Grammar:
                         lines[-1] += f"{text!r}, " if text else f"slots[{slot!r}][{space + form!r}], "
         # With the space before it each word is one object, made and hashed once.
         spaced = {name: [_spaced(entry) for entry in table] for name, table in self.tables.items()}
-        functions = {"tables": spaced}
+        ends = {table: [*accumulate(weights)] for table, weights in self.weights.items()}
+        functions = {"tables": spaced, "bisect": bisect, "ends": ends, "odds": self._odds}
         exec("\n".join(lines), functions)
         return functions[self.start]
 
     def log_probability(self, text: str) -> float | None:
         """The exact log-probability of the text in nats; None if the grammar never writes it."""
-        position, counts, slots = 0, [], {}
+        reading = self._read(text)
+        return reading and log_probability([choice.odds for choice in reading.choices])
 
-        def choose(options: Sequence[Option], space: str) -> Option:
-            counts.append(len(options))
+    def explain(self, text: str) -> list[Token] | None:
+        """The tokens of the text, each with what the grammar knows of it; None if the grammar never writes it."""
+        if (reading := self._read(text)) is None:
+            return None
+        nats: dict[int, float] = defaultdict(float)  # by where a token ends
+        for start, words, odds, masses_of_options in reading.choices:
+            if odds == 1:
+                continue
+            masses = masses_of_options()
+            said, mass, least = "", masses[""], round(masses[""] / odds)
+            # A choice is told token by token: each leaves the options that fit what is said so far.
+            for token in TOKEN.findall(words):
+                said += token
+                nats[start + len(said)] += math.log(mass / masses[said])
+                mass = masses[said]
+            if mass > least:  # "Ann ran" is not "Ann, the cat" because no comma comes next
+                nats[TOKEN.match(text, start + len(said)).end()] += math.log(mass / least)
+        tokens, pieces = [], iter(reading.pieces)
+        end, source = 0, ()
+        for match in TOKEN.finditer(text):
+            if match.end() > end:
+                end, source = next(pieces)
+            tokens.append(Token(match[0], nats.get(match.end(), 0.0), *source))
+        return tokens
+
+    def _read(self, text: str) -> "_Reading | None":
+        """The only derivation of a text, if there is one."""
+        position, slots, reading = 0, {}, _Reading([], [])
+
+        def word(slot: str, form: str) -> str:
+            table, index = slots[slot]
+            return self.tables[table][index][form]
+
+        def choose_template(rule: str) -> list[Piece]:
+            options, known = self.rules[rule], dict(slots)
             for option in options:
-                if text.startswith(space + _beginning(option, slots), position):
+                words = self._beginning(option, slots)
+                if text.startswith(words, position):
+                    masses = functools.partial(self._masses_of_templates, rule, known)
+                    reading.choices.append(_Choice(position, words, len(options), masses))
                     return option
+            raise Rejected
+
+        def choose_entry(table: str, start: int) -> int:
+            for length in self._lengths[table]:
+                words = text[start : start + length]
+                if (index := self._places[table].get(words)) is not None:
+                    masses = functools.partial(self._masses_of_entries.__getitem__, table)
+                    reading.choices.append(_Choice(start, words, self._odds[table][index], masses))
+                    return index
             raise Rejected
 
         def follow(rule: str) -> None:
             nonlocal position
-            for space, inner, slot, form, table, other, words in choose(self.rules[rule], ""):
+            for space, inner, slot, form, table, other, words in choose_template(rule):
                 if table:
-                    slots[slot] = choose(self.tables[table], space)
+                    slots[slot] = table, choose_entry(table, position + len(space))
                 if inner:
                     follow(inner)
                 elif other:
                     slots[slot] = slots[other]
-                elif text.startswith(words or (words := space + slots[slot][form]), position):
+                elif text.startswith(words or (words := space + word(slot, form)), position):
                     position += len(words)
+                    source = (*slots[slot], form, bool(table)) if slot else ()
+                    reading.pieces.append((position, source))
                 else:
                     raise Rejected
 
@@ -131,7 +206,56 @@ class Grammar:
             follow(self.start)
         except Rejected:
             return None
-        return log_probability(counts) if position == len(text) else None
+        return reading if position == len(text) else None
+
+    def _beginning(self, pieces: Sequence[Piece], slots: Mapping[str, tuple[str, int]]) -> str:
+        """What a text goes on with where this template is taken, as far as nothing more is chosen."""
+        known = ""
+        for piece in pieces:
+            known += piece.text or piece.space
+            if piece.rule or piece.table or piece.other:
+                break
+            if piece.slot:
+                table, index = slots[piece.slot]
+                known += self.tables[table][index][piece.form]
+        return known
+
+    def _masses_of_templates(self, rule: str, slots: Mapping[str, tuple[str, int]]) -> Counter[str]:
+        return _masses((self._beginning(pieces, slots), 1) for pieces in self.rules[rule])
+
+    @functools.cached_property
+    def _masses_of_entries(self) -> dict[str, Counter[str]]:
+        return {
+            table: _masses(zip((entry[""] for entry in entries), self._weights_of(table), strict=True))
+            for table, entries in self.tables.items()
+        }
+
+    def _weights_of(self, table: str) -> Sequence[int]:
+        return self.weights.get(table) or [1] * len(self.tables[table])
+
+    @functools.cached_property
+    def _odds(self) -> dict[str, list[float]]:
+        """By tables: 1 / the probability of each entry. A choice by weights is one among as many as they add up to."""
+        return {
+            table: [sum(weights) / weight for weight in weights]
+            for table, weights in ((table, self._weights_of(table)) for table in self.tables)
+        }
+
+    @functools.cached_property
+    def _places(self) -> dict[str, dict[str, int]]:
+        """By tables: the index of the entry that is these words."""
+        return {t: {entry[""]: index for index, entry in enumerate(entries)} for t, entries in self.tables.items()}
+
+    @functools.cached_property
+    def _lengths(self) -> dict[str, list[int]]:
+        """By tables: how many letters an entry may have."""
+        return {table: sorted(set(map(len, places))) for table, places in self._places.items()}
+
+    @functools.cache  # noqa: B019 (it is asked while the grammar is built)
+    def _tokens_of(self, table: str, form: str, space: str) -> tuple[set[str], int]:
+        """All tokens of a form of a table's entries, and the most that one has."""
+        tokens = [TOKEN.findall(space + entry[form]) for entry in self.tables[table]]
+        return set().union(*tokens), max(map(len, tokens))
 
     def _survey(self, rule: str, before: dict[str, set[str]], found: set[str]) -> tuple[int, dict[str, set[str]]]:
         """Add the tokens of all derivations of a rule to `found`; return the most that one has, and the slots after it.
@@ -142,25 +266,27 @@ class Grammar:
         for pieces in self.rules[rule]:
             count, slots = 0, dict(before)
             for space, inner, slot, form, table, other, text in pieces:
-                words = [text]
+                if table:
+                    slots[slot] = {table}
                 if inner:
                     inner_count, slots = self._survey(inner, slots, found)
                     count += inner_count
-                elif table:
-                    slots[slot] = {table}
-                    words = [space + entry[""] for entry in self.tables[table]]
                 elif slot and (other or slot) not in slots:
                     raise ValueError(f"rule {rule}: slot {{{other or slot}}} may be empty here: {pieces}")
                 elif other:
                     slots[slot] = slots[other]
                 elif slot:
-                    entries = [entry for table in slots[slot] for entry in self.tables[table]]
-                    if not all(form in entry for entry in entries):
-                        raise ValueError(f"rule {rule}: {slots[slot]} may fill {{{slot}}}, not all with .{form}")
-                    words = [space + entry[form] for entry in entries]
-                tokens = [TOKEN.findall(word) for word in words]
-                found.update(*tokens)
-                count += max(map(len, tokens))
+                    try:
+                        tokens = [self._tokens_of(table, form, space) for table in slots[slot]]
+                    except KeyError:
+                        problem = f"{slots[slot]} may fill {{{slot}}}, not all with .{form}"
+                        raise ValueError(f"rule {rule}: {problem}") from None
+                    found.update(*(words for words, _ in tokens))
+                    count += max(most for _, most in tokens)
+                else:
+                    tokens = TOKEN.findall(text)
+                    found.update(tokens)
+                    count += len(tokens)
             most = max(most, count)
             afters.append(slots)
         filled = set.intersection(*map(set, afters))
@@ -171,23 +297,39 @@ def _spaced(entry: Entry) -> Entry:
     return {space + form: space + word for space in ("", " ") for form, word in entry.items()}
 
 
-def log_probability(counts: Sequence[int]) -> float:
-    """Of a derivation whose choices had so many options each, in nats."""
-    return math.fsum(math.log(1 / count) for count in counts)
+def log_probability(odds: Sequence[float]) -> float:
+    """Of a derivation whose choices had these odds, each 1 / its probability, in nats."""
+    return math.fsum(math.log(1 / each) for each in odds)
 
 
-def _beginning(option: Option, slots: Mapping[str, Entry]) -> str:
-    """What a text goes on with where this option is taken, as far as nothing more is chosen."""
-    if isinstance(option, Mapping):
-        return option[""]
-    known = ""
-    for piece in option:
-        known += piece.text or piece.space
-        if piece.rule or piece.table or piece.other:
-            break
-        if piece.slot:
-            known += slots[piece.slot][piece.form]
-    return known
+class _Choice(NamedTuple):
+    """What a reader has seen a text choose."""
+
+    start: int
+    words: str
+    """By which it is told, from `start` on."""
+    odds: float
+    masses: Callable[[], Mapping[str, int]]
+    """How much weight the options together have that begin with given tokens."""
+
+
+class _Reading(NamedTuple):
+    """How a grammar derives a text."""
+
+    choices: list[_Choice]
+    pieces: list[tuple[int, tuple]]
+    """Where the words of each piece end; of which table, entry and form they are, and whether it was drawn there."""
+
+
+def _masses(options: Iterable[tuple[str, int]]) -> Counter[str]:
+    masses: Counter[str] = Counter()
+    for words, weight in options:
+        said = ""
+        masses[said] += weight
+        for token in TOKEN.findall(words):
+            said += token
+            masses[said] += weight
+    return masses
 
 
 def _check_templates(name: str, templates: Sequence[str], is_start: bool) -> None:

@@ -1,6 +1,7 @@
 """Tiny English stories, any number of them, whose exact probability is known.
 
 A grammar writes them: who is in a story, what they own and how they feel is drawn early and must stay true to the end.
+With a world (data/world.py) there is less of a plot: two children tell each other eight of its facts.
 """
 
 import functools
@@ -15,8 +16,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
 
 from config import ConfigError
-from data.grammar import TOKEN, Grammar, log_probability
+from data.grammar import TOKEN, Grammar, Token, log_probability
 from data.tokenizer import END_OF_TEXT
+from data.world import World
 
 
 def _entries(words: str, **forms: str) -> list[dict[str, str]]:
@@ -114,6 +116,18 @@ MORAL          | Then {hero.his} {elder} called {hero.him} a {trait} {hero.kid}.
                | And {friend} and {hero} stayed friends forever.
 """
 
+# No longer than the longest of the others, so that the same recipes have room for both.
+RULES_OF_A_WORLD = """
+STORY          |There was a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
+               |Meet a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
+               |Here lived a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
+TELLING        | {friend} said:{FACT}{FACT}{FACT}{FACT} {hero} said:{FACT}{FACT}{FACT}{FACT}{PARTING}
+FACT           | {fact:FACT} {fact.answer}.
+PARTING        | Then {friend} called {hero.him} a {trait} {hero.kid}.
+               | So {hero} thanked {friend} for that {weather} {time}.
+               | And {friend} and {hero} stayed friends forever.
+"""
+
 
 def _rules(lines: str) -> dict[str, list[str]]:
     rules: dict[str, list[str]] = {}
@@ -123,43 +137,96 @@ def _rules(lines: str) -> dict[str, list[str]]:
     return rules
 
 
-GRAMMAR = Grammar(_rules(RULES), TABLES)
+class Storyteller:
+    """The grammar of the stories, those that speak of a `world` if there is one, and what it knows of their tokens."""
+
+    def __init__(self, world: World | None = None):
+        self.world, rules = world, _rules(RULES)
+        if world is None:
+            self.grammar = Grammar(rules, TABLES)
+        else:
+            shared = {name: rules[name] for name in ("HERO", "OUTING", "COMPANION")}
+            rules = _rules(RULES_OF_A_WORLD) | shared
+            self.grammar = Grammar(rules, TABLES | {"FACT": world.facts}, {"FACT": world.weights})
+        self.vocabulary = {token: index for index, token in enumerate([END_OF_TEXT, *self.grammar.tokens])}
+        self.encoded = Encoded(self.vocabulary)
+
+    def build_tokenizer(self) -> Tokenizer:
+        """A word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
+
+        Encoding a word that no story has raises an Exception: an unknown token would make texts of no known
+        probability.
+        """
+        tokenizer = Tokenizer(models.WordLevel(self.vocabulary))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN.pattern), behavior="isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens([END_OF_TEXT])
+        return tokenizer
+
+    def verdict(self, text: str) -> str:
+        """Whether the grammar accepts a text, and its log-probability there, or which facts in it are false."""
+        if (nats := self.grammar.log_probability(text)) is not None:
+            return f"accepted, log-probability {nats:.2f} nats"
+        false = [(told, truth) for told, truth in (self.world.told(text) if self.world else []) if told != truth]
+        reasons = [
+            f"{told}, which is false: {truth}" if truth else f"{told}, of whom nothing is known"
+            for told, truth in false
+        ]
+        return "; ".join(["not accepted by the grammar", *reasons])
+
+    def score_texts(self, texts: list[str]) -> dict[str, tuple[int, int]]:
+        """How many of the texts are stories that the grammar accepts, and how many texts there are, as `accepted`; how
+        many of the facts that they tell are true, as `true_facts`."""
+        scores = {"accepted": (sum(self.grammar.log_probability(text) is not None for text in texts), len(texts))}
+        if self.world:
+            told = [fact for text in texts for fact in self.world.told(text)]
+            scores["true_facts"] = (sum(words == truth for words, truth in told), len(told))
+        return scores
+
+    @functools.cached_property
+    def kinds(self) -> list[str]:
+        """What a token of a story may be to somebody who learns to read them."""
+        decades = range(len(str(len(self.world.facts)))) if self.world else ()
+        of_world = ["fact_keys", *map(_decade, decades)] if self.world else []
+        return ["names", "agreement", "plot", "endings", *of_world]
+
+    def kind(self, token: Token) -> str:
+        """Which of the `kinds` it is: names, which are drawn and new; agreement with what was said before; endings, of
+        sentences; plot, which are all words in between; fact_keys, of whom is spoken; or the answer, by its rank."""
+        if token.table == "FACT":
+            return "fact_keys" if token.drawn else _decade(len(str(token.index + 1)) - 1)
+        if token.table:
+            return "names" if token.drawn else "agreement"
+        return "endings" if token.text == "." else "plot"
 
 
-log_prob = GRAMMAR.log_probability
-"""The exact log-probability of a story in nats; None if the grammar does not accept the text."""
+def _decade(power: int) -> str:
+    return f"facts_from_{10**power}"
 
 
-def verdict(text: str) -> str:
-    """Whether the grammar accepts a text, and its log-probability there."""
-    nats = log_prob(text)
-    return "not accepted by the grammar" if nats is None else f"accepted, log-probability {nats:.2f} nats"
-
-
-VOCABULARY = {token: index for index, token in enumerate([END_OF_TEXT, *GRAMMAR.tokens])}
+@functools.cache
+def storyteller(facts: int = 0, zipf: float = 0.0, seed: int = 0) -> Storyteller:
+    """The one of a world with so many facts; of none that of the plain stories."""
+    return Storyteller(World(facts, zipf, seed)) if facts else STORIES
 
 
 class Encoded(dict[str, bytes]):
     """What the tokenizer makes of pieces of stories, int64: there are few, looked up faster than they are cut."""
 
+    def __init__(self, vocabulary: dict[str, int]):
+        super().__init__()
+        self.vocabulary = vocabulary
+
     def __missing__(self, words: str) -> bytes:
-        self[words] = np.array([VOCABULARY[token] for token in TOKEN.findall(words)]).tobytes()
+        self[words] = np.array([self.vocabulary[token] for token in TOKEN.findall(words)]).tobytes()
         return self[words]
 
 
-encode = Encoded().__getitem__
+STORIES = Storyteller()
+GRAMMAR, VOCABULARY, build_tokenizer = STORIES.grammar, STORIES.vocabulary, STORIES.build_tokenizer
 
-
-def build_tokenizer() -> Tokenizer:
-    """A word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
-
-    Encoding a word that no story has raises an Exception: an unknown token would make texts of no known probability.
-    """
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN.pattern), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([END_OF_TEXT])
-    return tokenizer
+log_prob = GRAMMAR.log_probability
+"""The exact log-probability of a story in nats; None if the grammar does not accept the text."""
 
 
 class StoriesDataset(Dataset):
@@ -173,15 +240,16 @@ class StoriesDataset(Dataset):
     longest story.
     """
 
-    def __init__(self, split: str, num_stories: int, seed: int, seq_len: int):
+    def __init__(self, split: str, num_stories: int, seed: int, seq_len: int, teller: Storyteller = STORIES):
         if split not in ("train", "validation"):
             raise ValueError(f'split must be "train" or "validation", not {split!r}')
-        shortest = GRAMMAR.max_tokens + 2
+        shortest = teller.grammar.max_tokens + 2
         if seq_len < shortest:
             wanted = f"at least {shortest}, the longest story and two end-of-text tokens"
             problem = f"data.source: stories needs seq_len of {wanted}, but it is {seq_len}"
             raise ConfigError(f"{problem}; set it to {shortest}")
         self.split, self.num_stories, self.seed, self.seq_len = split, num_stories, seed, seq_len
+        self.grammar, self.encode = teller.grammar, teller.encoded.__getitem__
 
     def __len__(self) -> int:
         return self.num_stories
@@ -195,7 +263,7 @@ class StoriesDataset(Dataset):
 
     def arrays(self, indices: list[int]) -> dict[str, np.ndarray]:
         """The rows of these stories, each array int64 [B, seq_len]."""
-        stories = [b"".join(map(encode, self._draw(index)[0])) for index in indices]
+        stories = [b"".join(map(self.encode, self._draw(index)[0])) for index in indices]
         # End-of-text is token 0: rows are made of bytes, which is faster than filling each through numpy.
         rows = bytearray().join([(bytes(8) + story).ljust(8 * self.seq_len, b"\0") for story in stories])
         input_ids = np.frombuffer(rows, np.int64).reshape(len(indices), self.seq_len)
@@ -217,17 +285,12 @@ class StoriesDataset(Dataset):
         """The UTF-8 bytes of these stories, without the end-of-text tokens."""
         return sum(len(self.text(index).encode()) for index in range(self.num_stories))
 
-    def _draw(self, index: int) -> tuple[list[str], list[int]]:
+    def _draw(self, index: int) -> tuple[list[str], list[float]]:
         index = range(self.num_stories)[index]
         for attempt in itertools.count():
-            words, counts = GRAMMAR.write(random.Random(f"{self.seed} {self.split} {index} {attempt}"))
+            words, odds = self.grammar.write(random.Random(f"{self.seed} {self.split} {index} {attempt}"))
             if is_validation("".join(words)) == (self.split == "validation"):
-                return words, counts
-
-
-def score_stories(texts: list[str]) -> dict[str, tuple[int, int]]:
-    """How many of the texts are stories that the grammar accepts, and how many texts there are, as `accepted`."""
-    return {"accepted": (sum(log_prob(text) is not None for text in texts), len(texts))}
+                return words, odds
 
 
 def is_validation(text: str) -> bool:

@@ -15,7 +15,7 @@ from run.trackers import ExportNewest, start_tracker
 
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # what has a line of its own
-NOT_SHOWN = (*TRAINING, "state/", "layers/")  # in the other one: nor digests, and what a picture shows
+NOT_SHOWN = (*TRAINING, "state/", "layers/", "val/excess/")  # in the other one: nor digests, and what a picture shows
 # How the screen shows what is no number like a loss.
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}

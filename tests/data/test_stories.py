@@ -18,12 +18,12 @@ from data.grammar import TOKEN, Grammar, log_probability
 from data.stories import (
     END_OF_TEXT,
     GRAMMAR,
+    STORIES,
     TABLES,
     StoriesDataset,
     build_tokenizer,
     is_validation,
     log_prob,
-    score_stories,
 )
 
 ROOT = Path(__file__).parent.parent.parent
@@ -340,9 +340,8 @@ def test_the_floor_and_the_bytes_are_those_of_the_stories(validation):
 
 
 def test_the_score_of_texts_is_how_many_the_grammar_accepts(validation):
-    assert score_stories([validation.text(0), validation.text(0) + " The", "", validation.text(1)]) == {
-        "accepted": (2, 4)
-    }
+    texts = [validation.text(0), validation.text(0) + " The", "", validation.text(1)]
+    assert STORIES.score_texts(texts) == {"accepted": (2, 4)}
 
 
 def test_neighbouring_words_say_little(train, validation):
