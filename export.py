@@ -43,7 +43,7 @@ import torch
 import yaml
 
 from config import ConfigError, RunError, expanded
-from data import conversations
+from data.chat_template import ChatTemplate
 from data.files import share
 from data.integrity import read_metadata
 from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_with_source
@@ -165,7 +165,7 @@ def write(folder: Path, loaded: Loaded) -> None:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         for settings in (hf_model.config, hf_model.generation_config):
             settings.bos_token_id, settings.eos_token_id = begin, tokenizer.eos_token_id
-        if len(ends := conversations.ends_of_answer(tokenizer)) > 1:
+        if len(ends := ChatTemplate(tokenizer).ends_of_answer()) > 1:
             hf_model.generation_config.eos_token_id = sorted(ends)
         hf_model.generation_config.pad_token_id = tokenizer.eos_token_id
         prepare_tokenizer(tokenizer, loaded)

@@ -58,7 +58,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from config import ConfigError
-from data import conversations
+from data.chat_template import ChatTemplate
 from data.order import derive_seed
 from data.stories import storyteller
 from launch.processor import prepare_cpu
@@ -111,11 +111,12 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
         raise ConfigError(f"num_samples: {config.num_samples}, but chat gives one answer; leave it out")
     limit = loaded.model.config.max_position_embeddings
     room = max(limit - config.max_new_tokens, limit // 2)
-    ends, said = conversations.ends_of_answer(loaded.tokenizer), []
+    template, said = ChatTemplate(loaded.tokenizer), []
+    ends = template.ends_of_answer()
     for turn, line in enumerate(prompts(config.prompt, config.chat)):
         said.append({"role": "user", "content": line})
         try:
-            while len(tokens := conversations.prompt(loaded.tokenizer, said)) > room and len(said) > 2:
+            while len(tokens := template.prompt(said)) > room and len(said) > 2:
                 del said[:2]
             answer = write(loaded, "", tokens, turn, config, ends)
             said.append({"role": "assistant", "content": answer})

@@ -1,155 +1,102 @@
-"""Conversations as the chat template of a tokenizer writes them: for data.prepare, and for whoever talks to a model."""
+"""Conversations in rows of data, in one form, whatever the row calls its parts.
 
-import json
-import re
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from config import ConfigError
-from data.files import write_atomically
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Message = dict[str, str]
-"""Who says (`role`) what (`content`)."""
-
-COLUMNS = "messages", "prompt", "response", "completion"
-"""What may hold a conversation, or a part of it, in a row of data."""
-
-# Of characters alone, so that any tokenizer can write it; what ends a message is its end of text.
-DEFAULT_TEMPLATE = """\
-{%- for message in messages -%}
-    {{- '<|' + message['role'] + '|>\\n' -}}
-    {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
-    {%- else -%}
-        {{- message['content'] + eos_token -}}
-    {%- endif -%}
-    {{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
+A conversation is {"messages": [{"role": who, "content": says what, ...}, ...]}, with what else its template is to know:
+"tools" and "chat_template_kwargs". As a document it is the JSON of that.
 """
 
+import json
+from collections.abc import Iterable
+from typing import Any
 
-def document_in(row: Any, text_column: str) -> tuple[str, bool]:
-    """The document that a row of data holds, and whether it is a conversation: then as the JSON of its messages.
+Message = dict[str, Any]
+"""Who says (`role`) what (`content`); and more, which a chat template may write, such as `tool_calls`. An answer whose
+`weight` is 0 is not learnt from."""
+
+BESIDE_MESSAGES = "system", "tools", "chat_template_kwargs"
+COLUMNS = "messages", "prompt", "response", "completion", *BESIDE_MESSAGES
+"""What may hold a conversation, or a part of it, in a row of data."""
+
+
+def document_in(row: Any, text_column: str) -> tuple[str, bool, list[str]]:
+    """The document that a row of data holds, whether it is a conversation, and which of its columns are no part of one.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: it holds none; says what stands there instead.
     """
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.60} is not a row, an object with the key {text_column!r}")
-    answers = [row[name] for name in ("response", "completion") if name in row]
+    answers = [name for name in ("response", "completion") if name in row]
     if text_column in row:
-        name, value = text_column, row[text_column]
+        names = [text_column]
     elif "messages" in row:
-        name, value = "messages", row["messages"]
+        names = ["messages"]
     elif "prompt" in row and answers:
-        turns = {"user": row["prompt"], "assistant": answers[0]}
-        name, value = "prompt", [{"role": role, "content": said} for role, said in turns.items()]
+        names = ["prompt", answers[0]]
     else:
         wanted = f"no text_column {text_column!r}, nor messages, nor prompt and response"
         raise ValueError(f"{wanted}; there are {list(row)!r:.200}")
-    if isinstance(value, str | None):
-        return value or "", False  # null is an empty document
+    if len(names) == 1 and isinstance(row[names[0]], str | None):
+        return row[names[0]] or "", False, []  # null is an empty document
+    if len(names) == 1:
+        messages = _messages(names[0], row[names[0]])
+    else:
+        # An answer that stands in a prompt is what the next one goes on from, and not what is to be learnt.
+        asked = [{"weight": 0, **message} for message in _messages(names[0], row[names[0]], role="user")]
+        messages = asked + _messages(names[1], row[names[1]], role="assistant")
+    if row.get("system"):
+        if not isinstance(row["system"], str) or any(message["role"] == "system" for message in messages):
+            raise ValueError(f"'system' is {row['system']!r:.60}; it must be a text, and the only one of the system")
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    conversation = {"messages": messages, **_told_to_the_template(row)}
+    unused = [name for name in row if name not in (*names, *BESIDE_MESSAGES)]
+    return json.dumps(conversation, ensure_ascii=False), True, unused
+
+
+def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
+    """The messages in the column `name`: a list of them or, where they can only be of one `role`, what that says."""
+    if role and isinstance(value, str):
+        return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name!r} is {value!r:.60}, which is not a text, nor a list of messages")
     for message in value:
         said = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if said[-1] is None and isinstance(message, dict) and message.get("tool_calls"):
+            said[-1] = ""  # what calls a tool may say nothing besides
         if not all(isinstance(text, str) for text in said):
             raise ValueError(f"{name!r} has {message!r:.60}, which is not a message: a role and a content, both texts")
-    return json.dumps(value, ensure_ascii=False), True
+        weight = message.get("weight")
+        if weight not in (None, 0, 1) or (weight and message["role"] != "assistant"):
+            raise ValueError(f"{name!r} has the weight {weight!r} of {message['role']!r}; it is 0 or, of an answer, 1")
+    # Where rows are a table, a key that only others have is null.
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _told_to_the_template(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row has besides messages for a chat template; either may be the JSON of it, as a table needs it."""
+    told = {}
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        value = row.get(name)
+        value = json.loads(value) if isinstance(value, str) and value else value
+        if value and not isinstance(value, kind):
+            raise ValueError(f"{name!r} is {row[name]!r:.60}, which is no {kind.__name__}")
+        if value:
+            told[name] = value if kind is list else {key: item for key, item in value.items() if item is not None}
+    return told
 
 
 def content_of(document: str) -> str:
-    """What is said in a conversation that is written as the JSON of its messages."""
-    return "\n".join(message["content"] for message in json.loads(document))
+    """What is said in a conversation."""
+    return "\n".join(message.get("content", "") for message in json.loads(document)["messages"])
 
 
-def encode_row(
-    tokenizer: "PreTrainedTokenizerBase", document: str, begins: bool = True
-) -> tuple[str, dict[str, list[int]]]:
-    """What is said in a conversation, and its row in a corpus, by columns: {} without an answer to learn from."""
-    tokens, answers = encode(tokenizer, json.loads(document))
-    columns = {"input_ids": tokens, "assistant_masks": answers}
-    return content_of(document), columns if any(answers) else {}
+def who_says_what(document: str) -> str:
+    """What makes two conversations the same one, however their rows spell it: a text of the roles and contents."""
+    messages = json.loads(document)["messages"]
+    return json.dumps([(message["role"], message.get("content", "").strip()) for message in messages])
 
 
-def open_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer in a folder, which gets the default chat template if it has none."""
-    from transformers import AutoTokenizer  # slow to import
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = DEFAULT_TEMPLATE
-        write_atomically(folder / "chat_template.jinja", DEFAULT_TEMPLATE)
-    return tokenizer
-
-
-def encode(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tuple[list[int], list[int]]:
-    """The tokens of a conversation, as apply_chat_template gives them, and for each 1 if it is of an answer, else 0.
-
-    Answers are what the template marks with {% generation %} or, where it marks nothing, what a message of the
-    assistant adds after the prompt for one: what is said, and what ends it.
-
-    The first token is of none, for nothing predicts it.
-
-    Raises:
-        ConfigError: the template does not write these messages, or where it has put an answer cannot be told.
-    """
-    if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
-        encoded = _apply(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
-        return encoded["input_ids"], [0, *encoded["assistant_masks"][1:]]
-    text = _apply(tokenizer, messages, tokenize=False)
-    in_answer = bytearray(len(text) + 1)
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            if index == 0:
-                problem = f"messages: {str(messages)[:80]} ... begins with an answer, and where it"
-                raise ConfigError(f"{problem} is cannot be told; put what it answers before it")
-            before = _apply(tokenizer, messages[:index], tokenize=False, add_generation_prompt=True)
-            after = _apply(tokenizer, messages[: index + 1], tokenize=False)
-            answer = after[len(before) :]
-            if not text.startswith(answer, len(before)):  # as Qwen3's, which leaves thoughts to the last answer
-                begins = range(answer.rfind(message["content"]) + 1)
-                answer = next((answer[i:] for i in begins if text.startswith(answer[i:], len(before))), answer)
-            if not (text.startswith(before) and after.startswith(before) and text.startswith(answer, len(before))):
-                raise ConfigError(
-                    "tokenizer: its chat template does not write an answer as it follows the prompt for one, or not "
-                    "the same when more follows, so where it is cannot be told; put {% generation %} and "
-                    "{% endgeneration %} around answers in the chat_template.jinja of a folder with it, and name that"
-                )
-            in_answer[len(before) : len(before + answer)] = b"\1" * len(answer)
-    # A token that begins before the answer, as one of two line ends, belongs to what was there.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return encoded["input_ids"], [0, *(in_answer[begin] for begin, _ in encoded["offset_mapping"][1:])]
-
-
-def prompt(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
-    """The tokens of a conversation that the assistant is to go on with.
-
-    Raises:
-        ConfigError: the template does not write these messages.
-    """
-    return _apply(tokenizer, messages, return_dict=True, add_generation_prompt=True)["input_ids"]
-
-
-def ends_of_answer(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """The tokens at which an answer is over: the end of text, and what the template sets last after an answer."""
-    ends = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    if tokenizer.chat_template is not None:
-        with suppress(ConfigError):  # a template for something else than a question and its answer
-            row = encode(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
-            of_answer = [token for token, answer in zip(*row, strict=True) if answer]
-            ends.update([token for token in of_answer if token in tokenizer.added_tokens_decoder][-1:])
-    return ends
-
-
-def _apply(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], **options):
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # a template may raise what it likes, and tokenizers knows no kinds
-        problem = f"the tokenizer has no tokens for the conversation {str(messages)[:80]} ...: {error}"
-        raise ConfigError(f"messages: {problem}") from None
+def keys_of(conversation: dict[str, Any]) -> set[str]:
+    """What a conversation has for its template besides roles and contents."""
+    of_messages: Iterable[str] = (key for message in conversation["messages"] for key in message)
+    of_template = {"tools"} & conversation.keys() | conversation.get("chat_template_kwargs", {}).keys()
+    return {*of_messages, *of_template} - {"role", "content", "weight"}

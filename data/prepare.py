@@ -40,11 +40,11 @@ from tqdm import tqdm
 
 from cli.arguments import parse_tool
 from config import ConfigError, expanded
-from data import conversations
+from data import chat_template, conversations
 from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
 from data.sources import Source, find_files, source_stamp
-from data.tokenizer import NAMES, load_tokenizer, save_tokenizer
+from data.tokenizer import NAMES, errors_of_tokenizers, load_tokenizer, save_tokenizer, tokens_to_learn
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; documents of more than two are encoded in pieces
@@ -162,7 +162,8 @@ def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, share: float, sou
             buffer = ""
         for piece, last in pieces:
             if begins:
-                split = given or SPLITS[in_validation(piece, share)]
+                identity = conversations.who_says_what(piece) if source.conversations else piece
+                split = given or SPLITS[in_validation(identity, share)]
             part.append((piece, begins, split))
             size, begins = size + len(piece) + 1, last
             if size >= PART and (last or not source.streaming):  # a stream's state is between two documents
@@ -208,11 +209,9 @@ def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], ind
 
 def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool) -> tuple[str, dict[str, list[int]]]:
     """A piece of text, and its row; for make_part."""
-    try:
+    with errors_of_tokenizers(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}"):
         # Unlike `encode`, it leaves Python to the other threads.
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ConfigError(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}: {error}") from None
     if end_of_text in encoding.ids:  # as one of whole words may
         problem = f"it makes its end of text of characters, in a text that begins {text[:40]!r}; take them out"
         raise ConfigError(f"tokenizer: {problem}, or name {tokenizer.id_to_token(end_of_text)!r} as document_separator")
@@ -258,6 +257,7 @@ def prepare(config: PrepareConfig) -> dict:
             if (metadata := read_metadata(out)).get("request") == request:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
+    tokens_to_learn(config.tokenizer)  # before anything is written
     if what := reason_absent(config.tokenizer):
         raise ConfigError(f"tokenizer: {what}; use {NAMES}")
     # The first row says whether a source is of conversations.
@@ -297,10 +297,11 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     types = {"input_ids": pa.uint16() if facts["vocab_size"] <= 2**16 else pa.uint32()}
     encode = partial(encode_text, tokenizer, facts["end_of_text"])
     if source.conversations:
-        encode, types["assistant_masks"] = (
-            partial(conversations.encode_row, conversations.open_tokenizer(work / "tokenizer")),
-            pa.uint8(),
-        )
+        template = chat_template.ChatTemplate(chat_template.open_tokenizer(work / "tokenizer"))
+        for each in (source, *([held_out] if held_out else [])):
+            if not each.streaming:  # else it is said of the first that has such keys, when it comes
+                _refuse_lost_keys(each, template)
+        encode, types["assistant_masks"] = partial(chat_template.encode_row, template), pa.uint8()
 
     parts, most = [], config.max_tokens or math.inf
     if config.streaming:  # what is done need not be downloaded again
@@ -315,6 +316,10 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
                 break
             parts.append(part)
             bar.update(_total([part], "bytes"))
+    for each in (source, held_out):
+        if each and each.conversations and each.unused_columns:
+            unused = ", ".join(f"{name!r} ({count:,} rows)" for name, count in sorted(each.unused_columns.items()))
+            print(f"{each.setting}: no part of a conversation, and left out: {unused}")
     hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
     for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
         (work / ahead).unlink()
@@ -326,6 +331,16 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         "files": {file: {"bytes": (work / file).stat().st_size, "sha256": sha} for file, sha in hashes.items()},
         "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
     }
+
+
+def _refuse_lost_keys(source: Source, template: chat_template.ChatTemplate) -> None:
+    rows, having = 0, Counter()
+    for document, _ in source:
+        rows += 1
+        having.update(template.keys_not_written(json.loads(document)))
+    if having:
+        named = [f"{key!r} (of {count:,} of the {rows:,} rows)" for key, count in sorted(having.items())]
+        raise ConfigError(f"{source.setting}: {source.name!r}: {chat_template.keys_lost(named)}")
 
 
 def _make_parts(make: Callable, first: int, texts: Iterable[Part], num_workers: int) -> Iterator[dict]:

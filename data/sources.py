@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from glob import escape, glob
@@ -39,6 +40,9 @@ class Source:
     conversations: bool | None = field(default=None, init=False)
     """Whether all documents are conversations; None before the first is read."""
 
+    unused_columns: Counter = field(default_factory=Counter, init=False)
+    """The columns beside conversations that are no part of them, and how many rows of the last reading have each."""
+
     def __post_init__(self) -> None:
         self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so no shell has done it
         self.separator = (self.document_separator or "").replace("\\n", "\n")
@@ -54,6 +58,7 @@ class Source:
         self.stamps = {file: source_stamp(file) for file in [*self.files, *self.dataset_files]}
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
+        self.unused_columns.clear()
         for place in self.files or [self.name]:
             number = 1
             try:
@@ -122,8 +127,9 @@ class Source:
 
     def _rows(self, place: str) -> Iterator[tuple[str, bool]]:
         for row in self._records(place):
-            text, is_conversation = conversations.document_in(row, self.text_column)
+            text, is_conversation, unused = conversations.document_in(row, self.text_column)
             self._all_are(is_conversation)
+            self.unused_columns.update(unused)
             # Half of a surrogate pair is valid in JSON, but no text.
             yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
 
@@ -135,7 +141,9 @@ class Source:
                 yield from (json.loads(line) for line in lines if not line.isspace())
         else:
             with pyarrow.parquet.ParquetFile(place) as file:
-                names = [name for name in file.schema_arrow.names if name in (self.text_column, *conversations.COLUMNS)]
+                there = file.schema_arrow.names
+                names = [name for name in there if name in (self.text_column, *conversations.COLUMNS)]
+                self.unused_columns.update(dict.fromkeys({*there} - {*names}, file.metadata.num_rows))
                 for batch in file.iter_batches(256, columns=names or None):
                     yield from batch.to_pylist()
 

@@ -1,7 +1,9 @@
 """Tokenizers of text corpora: always fast ones of Hugging Face, with an end-of-text token."""
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
@@ -10,20 +12,47 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from config import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-NAMES = "byte, train:VOCAB (257 or more, as in train:8192), a folder with a tokenizer or a name on the Hub"
+MOST_TOKENS = 10**6  # of one that is learnt: tokenizers takes memory for all of them first, and aborts if there is none
+NAMES = f"byte, train:VOCAB (257 to {MOST_TOKENS:,}, as in train:8192), a folder with a tokenizer or a name on the Hub"
+
+
+@contextmanager
+def errors_of_tokenizers(problem: str) -> Iterator[None]:
+    """Whatever tokenizers raises becomes a ConfigError that says `problem`; a panic, as of a regular expression that
+    gives up, is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{problem}: {error}") from None
+
+
+def tokens_to_learn(name: str) -> int | None:
+    """How many tokens the tokenizer called `name` is to learn from the text; None of one that does not.
+
+    Raises:
+        ConfigError: it cannot have so many.
+    """
+    if not name.startswith("train:"):
+        return None
+    size = name.removeprefix("train:")
+    if not re.fullmatch("[0-9]{3,7}", size) or not 256 < int(size) <= MOST_TOKENS:
+        raise ConfigError(f"tokenizer: {name!r:.60} names no possible size; use {NAMES}")
+    return int(size)
 
 
 def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
     """Save the tokenizer called `name`, as data.prepare explains it, which may learn from `texts`.
 
     Raises:
-        ConfigError: there is no such tokenizer, or it has no end-of-text token.
+        ConfigError: there is no such tokenizer, it cannot be learnt, or it has no end-of-text token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    trained = name.startswith("train:") and (size := name[6:]).isdecimal() and int(size) > 256
-    if name != "byte" and not trained:
+    num_tokens = tokens_to_learn(name)
+    if name != "byte" and num_tokens is None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # as many kinds as there are ways to fail at a download
@@ -34,10 +63,10 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
         return
     vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=trained)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=num_tokens is not None)
     tokenizer.decoder = decoders.ByteLevel()
-    if trained:
-        settings = {"vocab_size": int(size), "special_tokens": [END_OF_TEXT], "show_progress": False}
+    if num_tokens is not None:
+        settings = {"vocab_size": num_tokens, "special_tokens": [END_OF_TEXT], "show_progress": False}
         trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **settings)
         tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([END_OF_TEXT])

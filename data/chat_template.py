@@ -1,0 +1,237 @@
+"""Conversations as the chat template of a tokenizer writes them: for data.prepare, and for whoever talks to a model."""
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from config import ConfigError
+from data.conversations import Message, content_of, keys_of
+from data.files import write_atomically
+from data.tokenizer import errors_of_tokenizers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Of characters alone, so that any tokenizer can write it; what ends a message is its end of text.
+DEFAULT_TEMPLATE = """\
+{%- for message in messages -%}
+    {{- '<|' + message['role'] + '|>\\n' -}}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- message['content'] + eos_token -}}
+    {%- endif -%}
+    {{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
+"""
+
+# What stands for a special token in a text begins with it; Unicode keeps it for programs, so no text has it.
+MARK = "\U0010ffff"
+# Transformers gives a template whichever of these a message has under all three names.
+THOUGHTS = {"reasoning_content", "reasoning", "thinking"}
+
+
+def open_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a folder, which gets the default chat template if it has none."""
+    from transformers import AutoTokenizer  # slow to import
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = DEFAULT_TEMPLATE
+        write_atomically(folder / "chat_template.jinja", DEFAULT_TEMPLATE)
+    return tokenizer
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Conversations have the tokens that apply_chat_template of transformers gives them, and special tokens come from the
+    template alone: one that is spelt in a message is the characters that it is spelt with, as in any other text.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        self.tokenizer = tokenizer
+        special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._stand_ins = {token.content: MARK + chr(0x100000 + index) for index, token in enumerate(special)}
+        longest_first = sorted(self._stand_ins, key=len, reverse=True)
+        spelt = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._spelt, self._spelt_or_stand_in = re.compile(spelt), re.compile(f"({spelt}|{MARK}.)")
+        # A tokenizer for which special tokens are but characters, and what stands for them is the tokens.
+        self._literal = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._literal.encode_special_tokens = True
+        self._literal.no_truncation()
+        self._literal.no_padding()
+        for token in special:
+            flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            self._literal.add_tokens([AddedToken(self._stand_ins[token.content], special=False, **flags)])
+        self._token_of = {
+            self._literal.token_to_id(stand_in): tokenizer.convert_tokens_to_ids(content)
+            for content, stand_in in self._stand_ins.items()
+        }
+
+    def encode(
+        self, messages: list[Message], tools: list | None = None, chat_template_kwargs: dict[str, Any] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """The tokens of a conversation, and for each 1 if it is of an answer, else 0.
+
+        Answers are what the template marks with {% generation %} or, where it marks nothing, what a message of the
+        assistant adds after the prompt for one: what is said, and what ends it.
+
+        The first token is of none, for nothing predicts it.
+
+        Raises:
+            ConfigError: the template does not write these messages, or where it has put an answer cannot be told.
+        """
+        told = {"tools": tools, **(chat_template_kwargs or {})}
+        text, marked = self._write(messages, told)
+        if marked is None:
+            in_answer = self._find_answers(text, messages, told)
+        else:
+            in_answer = _within(marked, text, messages)
+        tokens, places = self._tokens(text)
+        if marked is None:
+            # A token that begins before the answer, as one of two line ends, belongs to what was there.
+            answers = [in_answer[begin] for begin, _ in places]
+        else:
+            answers = [int(any(in_answer[begin : max(end, begin + 1)])) for begin, end in places]
+        return tokens, [0, *answers[1:]]
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """The tokens of a conversation that the assistant is to go on with.
+
+        Raises:
+            ConfigError: the template does not write these messages.
+        """
+        return self._tokens(self._write(messages, {}, add_generation_prompt=True)[0])[0]
+
+    def ends_of_answer(self) -> set[int]:
+        """The tokens at which an answer is over: the end of text, and the last special one that a template sets."""
+        ends = set() if self.tokenizer.eos_token_id is None else {self.tokenizer.eos_token_id}
+        if self.tokenizer.chat_template is not None:
+            with suppress(ConfigError):  # a template for something else than a question and its answer
+                row = self.encode([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+                of_answer = [token for token, answer in zip(*row, strict=True) if answer]
+                ends.update([token for token in of_answer if token in self.tokenizer.added_tokens_decoder][-1:])
+        return ends
+
+    def keys_not_written(self, conversation: dict[str, Any]) -> set[str]:
+        """What a conversation has that the template does not name, and that would be lost."""
+        template = self.tokenizer.get_chat_template(tools=conversation.get("tools"))
+        named = set(re.findall(r"\w+", template))
+        named |= THOUGHTS if named & THOUGHTS else set()
+        return keys_of(conversation) - named
+
+    def _write(
+        self, messages: list[Message], told: dict[str, Any], add_generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """What the template writes, where what stands for a special token is one that a message spells; and where in it
+        answers begin and end, None of a template that does not mark them."""
+        from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
+
+        begin = f"that begins {messages[0].get('content')!r:.60}"
+        end_of_text = self.tokenizer.eos_token
+        if any(f"<|{message['role']}|>" == end_of_text for message in messages):
+            raise ConfigError(f"messages: in the conversation {begin} a role spells the end of text, {end_of_text!r}")
+        try:
+            template = self.tokenizer.get_chat_template(tools=told.get("tools"))
+            is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+            written = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
+            told = {**self.tokenizer.special_tokens_map, **self._hide(told)}
+            told["add_generation_prompt"] = add_generation_prompt
+            [text], marked = render_jinja_template(
+                [self._hide(written)], chat_template=template, return_assistant_tokens_mask=is_marked, **told
+            )
+        except Exception as error:  # a template may raise what it likes
+            raise ConfigError(f"messages: the chat template does not write the conversation {begin}: {error}") from None
+        return text, marked[0] if is_marked else None
+
+    def _hide(self, value: Any) -> Any:
+        """The same value where something stands for each special token that is spelt in it."""
+        if isinstance(value, str):
+            return self._spelt.sub(lambda found: self._stand_ins[found[0]], value.replace(MARK, "\ufffd"))
+        if isinstance(value, dict):
+            return {self._hide(key): self._hide(item) for key, item in value.items()}
+        return [self._hide(item) for item in value] if isinstance(value, list) else value
+
+    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of what the template has written, and where in it each begins and ends."""
+        problem = f"messages: the tokenizer has no tokens for a conversation that is written {text[:80]!r} ..."
+        if MARK not in text:
+            with errors_of_tokenizers(problem):
+                encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return encoded["input_ids"], encoded["offset_mapping"]
+        characters = {stand_in: content for content, stand_in in self._stand_ins.items()}
+        pieces, origins, begin = [], [], 0
+        for index, piece in enumerate(self._spelt_or_stand_in.split(text)):
+            if index % 2 == 0:
+                pieces.append(piece)
+                origins += range(begin, begin + len(piece))
+            else:
+                pieces.append(characters.get(piece) or self._stand_ins[piece])
+                origins += [begin] * len(pieces[-1])
+            begin += len(piece)
+        with errors_of_tokenizers(problem):
+            encoded = self._literal.encode("".join(pieces), add_special_tokens=False)
+        tokens = [self._token_of.get(token, token) for token in encoded.ids]
+        origins.append(len(text))
+        return tokens, [(origins[begin], origins[end]) for begin, end in encoded.offsets]
+
+    def _find_answers(self, text: str, messages: list[Message], told: dict[str, Any]) -> bytearray:
+        """1 at the characters of `text` that are of an answer, of a template that does not mark them."""
+        in_answer = bytearray(len(text) + 1)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or message.get("weight") == 0:
+                continue
+            if index == 0:
+                problem = f"messages: a conversation begins with an answer, {message.get('content')!r:.60}, where it"
+                raise ConfigError(f"{problem} is cannot be told; put what it answers before it")
+            before = self._write(messages[:index], told, add_generation_prompt=True)[0]
+            after = self._write(messages[: index + 1], told)[0]
+            answer = after[len(before) :]
+            if not text.startswith(answer, len(before)):  # as Qwen3's, which leaves thoughts to the last answer
+                begins = range(answer.rfind(self._hide(message.get("content", ""))) + 1)
+                answer = next((answer[i:] for i in begins if text.startswith(answer[i:], len(before))), answer)
+            follows_the_prompt = text.startswith(before) and after.startswith(before)
+            if not (follows_the_prompt and text.startswith(answer, len(before))):
+                raise ConfigError(
+                    "tokenizer: its chat template does not write an answer as it follows the prompt for one, or not "
+                    "the same when more follows, so where it is cannot be told; put {% generation %} and "
+                    "{% endgeneration %} around answers in the chat_template.jinja of a folder with it, and name that"
+                )
+            in_answer[len(before) : len(before + answer)] = b"\1" * len(answer)
+        return in_answer
+
+
+def _within(marked: list[tuple[int, int]], text: str, messages: list[Message]) -> bytearray:
+    """1 at the characters of `text` that a template has marked as of an answer, but for those of weight 0."""
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if len(weights) != len(marked):
+        if 0 in weights:
+            problem = f"the chat template marks {len(marked)} answers of {len(weights)}, so whose they are"
+            raise ConfigError(f"messages: {problem} cannot be told, and one of them has weight 0")
+        weights = [1] * len(marked)
+    in_answer = bytearray(len(text) + 1)
+    for (begin, end), weight in zip(marked, weights, strict=True):
+        in_answer[begin:end] = bytes([weight]) * (end - begin)
+    return in_answer
+
+
+def encode_row(template: ChatTemplate, document: str, begins: bool = True) -> tuple[str, dict[str, list[int]]]:
+    """What is said in a conversation, and its row in a corpus, by columns: {} without an answer to learn from."""
+    conversation = json.loads(document)
+    if lost := template.keys_not_written(conversation):
+        raise ConfigError(f"messages: {keys_lost(list(map(repr, sorted(lost))))}")
+    tokens, answers = template.encode(**conversation)
+    columns = {"input_ids": tokens, "assistant_masks": answers}
+    return content_of(document), columns if any(answers) else {}
+
+
+def keys_lost(named: list[str]) -> str:
+    """What is said of keys that a conversation has, and that its template does not write."""
+    remedy = "take them out, or name a tokenizer whose template writes them"
+    return f"the chat template of the tokenizer does not write {', '.join(named)}, which would be lost; {remedy}"
