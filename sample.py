@@ -20,6 +20,10 @@ class SampleConfig:
     """What the text begins with. Default null: on a terminal it is asked for, again and again; elsewhere, nothing, or
     with chat the lines of the input."""
 
+    special_tokens: bool = False
+    """Whether special tokens that are spelt in the prompt, such as <|endoftext|>, are these tokens. Default false: they
+    are the characters that they are spelt with, as in the text that a model learns from."""
+
     chat: bool = False
     """Talk: a line is what the user says, and the model answers all that was said, by its tokenizer's chat template."""
 
@@ -61,6 +65,7 @@ from config import ConfigError
 from data.chat_template import ChatTemplate
 from data.order import derive_seed
 from data.stories import storyteller
+from data.tokenizer import errors_of_tokenizers
 from launch.processor import prepare_cpu
 from load import Loaded, load_run
 
@@ -73,6 +78,8 @@ def main(config: SampleConfig) -> None:
     """
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p: {config.top_p} must be above 0 and at most 1; 1 draws from all tokens")
+    if config.chat and config.special_tokens:
+        raise ConfigError("special_tokens: true, but in a chat they come from the chat template alone; leave it out")
     prepare_cpu()
     loaded = load_run(config.run, config.checkpoint)
     if loaded.tokenizer is None:
@@ -83,7 +90,7 @@ def main(config: SampleConfig) -> None:
         return
     for prompt in prompts(config.prompt):
         try:
-            tokens = encode(loaded, prompt)
+            tokens = encode(loaded, prompt, config.special_tokens)
         except ConfigError as error:
             if config.prompt is not None:
                 raise
@@ -151,18 +158,20 @@ def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
             return
 
 
-def encode(loaded: Loaded, prompt: str) -> list[int]:
+def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[int]:
     """The tokens that the model goes on from: those of the prompt, after the end of text that a text begins with.
+
+    Args:
+        special_tokens: whether one that is spelt in the prompt is meant.
 
     Raises:
         ConfigError: the tokenizer has no tokens for it.
     """
     tokenizer = loaded.tokenizer
     begin = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    try:
-        tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ConfigError(f"prompt: the tokenizer has no tokens for {prompt!r}: {error}") from None
+    settings = {"add_special_tokens": False, "split_special_tokens": not special_tokens}
+    with errors_of_tokenizers(f"prompt: the tokenizer has no tokens for {prompt!r}"):
+        tokens = tokenizer(prompt, **settings)["input_ids"] if prompt else []
     if not begin + tokens:
         raise ConfigError("prompt: this tokenizer has no end-of-text token that a text could begin with; give a prompt")
     return begin + tokens

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 from config import ConfigError, TrainConfig, no_code_for
 from data.excess import excess_by_kind
-from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas
+from data.order import GlobalBatches, MixedBatches, mix_quotas, share_out
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset, storyteller
 
@@ -125,7 +125,12 @@ def _load_text(config: TrainConfig) -> Corpus:
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
     train = [TextDataset(corpus, "train", config.seq_len, data.documents) for corpus in corpora]
-    sizes = [evaluation.num_samples and max(1, evaluation.num_samples * quota // MIX_BLOCK) for quota in quotas]
+    sizes = [None] * len(corpora)  # all
+    if evaluation.every and evaluation.num_samples:
+        try:
+            sizes = share_out(evaluation.num_samples, quotas)
+        except ValueError as error:
+            raise ConfigError(f"evaluation.num_samples: {error} of data.mix; raise it, or null for all") from None
     wanted = zip(corpora, sizes, strict=True) if evaluation.every else ()
     validation = [TextDataset(corpus, "validation", config.seq_len, data.documents, size) for corpus, size in wanted]
     vocab_size = _checked_vocab_size(config, corpora[0].vocab_size)

@@ -129,6 +129,23 @@ def mix_quotas(weights: list[float]) -> list[int]:
     return np.diff(np.rint(np.cumsum(weights) / np.sum(weights) * MIX_BLOCK).astype(int), prepend=0).tolist()
 
 
+def share_out(number: int, quotas: list[int]) -> list[int]:
+    """How many of `number` samples each corpus gives: its share, rounded up or down so that the sum is right; at least
+    one.
+
+    Raises:
+        ValueError: there is not one for each.
+    """
+    if number < len(quotas):
+        raise ValueError(f"{number} is not one for each of {len(quotas)} corpora")
+    shares, remainders = np.divmod(np.array(quotas) * number, sum(quotas))
+    shares[np.argsort(-remainders, kind="stable")[: number - shares.sum()]] += 1
+    for empty in np.flatnonzero(shares == 0):
+        shares[shares.argmax()] -= 1
+        shares[empty] = 1
+    return shares.tolist()
+
+
 class StepSampler:
     """A sampler for a `DataLoader` of batches: yields this process's share of global batch s for s = first_step, ....
 

@@ -43,7 +43,7 @@ from config import ConfigError, expanded
 from data import chat_template, conversations
 from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
-from data.sources import Source, find_files, source_stamp
+from data.sources import Source, file_kind, find_files, source_stamp
 from data.tokenizer import NAMES, errors_of_tokenizers, load_tokenizer, save_tokenizer, tokens_to_learn
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
@@ -79,7 +79,7 @@ class PrepareConfig:
     tail:SHARE: the end of each document; or a source of its own, files or a pattern."""
 
     document_separator: str | None = None
-    r"""Divides a txt file into documents, and belongs to none. \n means a new line."""
+    r"""Divides a txt file into documents, and belongs to none. \n means a new line, of whatever kind."""
 
     text_column: str = "text"
     """The column, or the key in jsonl, that holds the text."""
@@ -257,6 +257,10 @@ def prepare(config: PrepareConfig) -> dict:
             if (metadata := read_metadata(out)).get("request") == request:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
+    is_one_document = [file_kind(file) for file in source.files] == [".txt"] and not source.separator
+    if is_one_document and kind == "hash" and float(share):
+        problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"
+        raise ConfigError(f"{problem}; use tail:0.1, or document_separator, or hash:0.0 for no validation")
     tokens_to_learn(config.tokenizer)  # before anything is written
     if what := reason_absent(config.tokenizer):
         raise ConfigError(f"tokenizer: {what}; use {NAMES}")
@@ -271,17 +275,32 @@ def prepare(config: PrepareConfig) -> dict:
         if not lock(lock_file):
             raise ConfigError(f"out: another process is preparing {out}")
         begun, content = work / "parts" / "request", json.dumps(request).encode()
+        refused = work / "parts" / "refused"
         # Before the tokenizer, which is the first thing to be kept, nothing is there that another source could spoil.
         if (work / "tokenizer").exists() and begun.read_bytes() != content:
-            raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
+            if not refused.exists():
+                raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
+            _clear(work)
+        refused.unlink(missing_ok=True)
         write_atomically(begun, content)
-        metadata = _make_corpus(config, source, held_out, work) | {"request": request}
+        try:
+            metadata = _make_corpus(config, source, held_out, work) | {"request": request}
+        except ConfigError:
+            refused.touch()  # then another command may take the place of this one
+            raise
         metadata["digest"] = metadata_digest(metadata)
         write_atomically(work / "metadata.json", json.dumps(metadata, indent=1).encode())
         os.rename(work, out)
         fsync(out.parent)
     shutil.rmtree(out / "parts")
     return metadata
+
+
+def _clear(work: Path) -> None:
+    """Remove what an earlier command has made there, the tokenizer last."""
+    for file in (*work.glob("*/*.arrow"), *work.glob("parts/*.json")):
+        file.unlink()
+    shutil.rmtree(work / "tokenizer")
 
 
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
@@ -320,6 +339,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         if each and each.conversations and each.unused_columns:
             unused = ", ".join(f"{name!r} ({count:,} rows)" for name, count in sorted(each.unused_columns.items()))
             print(f"{each.setting}: no part of a conversation, and left out: {unused}")
+    _refuse_unusable(config, source, _total(parts, "documents", ["train"]), _total(parts, "documents", ["validation"]))
     hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
     for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
         (work / ahead).unlink()
@@ -331,6 +351,21 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         "files": {file: {"bytes": (work / file).stat().st_size, "sha256": sha} for file, sha in hashes.items()},
         "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
     }
+
+
+def _refuse_unusable(config: PrepareConfig, source: Source, num_train: int, num_validation: int) -> None:
+    """Raises ConfigError where a corpus of so many documents is not what was asked for, or cannot be used."""
+    has_txt = any(file_kind(file) == ".txt" for file in source.files)
+    if has_txt and source.separator and not source.has_separators and not config.max_tokens:  # else not all was read
+        problem = f"document_separator: {config.document_separator!r} stands nowhere in {config.source!r}"
+        raise ConfigError(f"{problem}; leave it out for one document a file")
+    if num_train == 0:
+        rest = f" is left for training: all {num_validation:,} documents are for validation" if num_validation else ""
+        raise ConfigError(f"source: {config.source!r}: no text{rest}")
+    if num_validation == 0 and not re.fullmatch(r"hash:0?\.0+", config.validation):
+        problem = f"validation: {config.validation!r} keeps none of the {num_train:,} documents"
+        remedy = "use hash:0.1, or tail:0.1 for the end of each, or hash:0.0 for no validation"
+        raise ConfigError(f"{problem}; {remedy}")
 
 
 def _refuse_lost_keys(source: Source, template: chat_template.ChatTemplate) -> None:

@@ -40,17 +40,20 @@ class Source:
     conversations: bool | None = field(default=None, init=False)
     """Whether all documents are conversations; None before the first is read."""
 
+    has_separators: bool = field(default=False, init=False)
+    """Whether the last reading has found one that divides a file."""
     unused_columns: Counter = field(default_factory=Counter, init=False)
     """The columns beside conversations that are no part of them, and how many rows of the last reading have each."""
 
     def __post_init__(self) -> None:
         self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so no shell has done it
-        self.separator = (self.document_separator or "").replace("\\n", "\n")
+        separator = (self.document_separator or "").replace("\\r", "\r").replace("\\n", "\n")
+        self.separator = separator.replace("\r\n", "\n").replace("\r", "\n")  # as the line ends of the files become
         self.errors = "strict" if self.invalid_utf8 == "refuse" else "replace"
         # A name with brackets in it is a file before it is a pattern.
         self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
         for file in self.files:
-            if _kind(file) not in (".txt", ".jsonl", ".parquet"):
+            if file_kind(file) not in (".txt", ".jsonl", ".parquet"):
                 raise self._refusal(f"{file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
             if self.streaming:
                 raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
@@ -59,10 +62,11 @@ class Source:
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
         self.unused_columns.clear()
+        self.has_separators = False
         for place in self.files or [self.name]:
             number = 1
             try:
-                for text, ends in self._txt(place) if _kind(place) == ".txt" else self._rows(place):
+                for text, ends in self._txt(place) if file_kind(place) == ".txt" else self._rows(place):
                     yield text, ends
                     number += ends
                 changed = [f for f in ([place] if self.files else self.stamps) if source_stamp(f) != self.stamps[f]]
@@ -119,6 +123,7 @@ class Source:
             while chunk := text.read(CHUNK):
                 if separator:
                     *documents, rest = (rest + chunk).split(separator)
+                    self.has_separators |= bool(documents)
                     yield from ((document, True) for document in documents)
                     settled = max(len(rest) - len(separator) + 1, 0)  # what follows may begin a separator
                     chunk, rest = rest[:settled], rest[settled:]
@@ -136,7 +141,7 @@ class Source:
     def _records(self, place: str) -> Iterator[dict]:
         if self.dataset is not None:
             yield from self.dataset
-        elif _kind(place) == ".jsonl":
+        elif file_kind(place) == ".jsonl":
             with self._open(place) as lines:
                 yield from (json.loads(line) for line in lines if not line.isspace())
         else:
@@ -183,5 +188,6 @@ def _identity(file: str) -> tuple[int, int] | str:
     return file if "://" in file else ((stat := os.stat(file)).st_dev, stat.st_ino)
 
 
-def _kind(file: str) -> str:
+def file_kind(file: str) -> str:
+    """The ending of a file's name, but for that of a compression."""
     return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix

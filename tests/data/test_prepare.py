@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import data.prepare
 from config import ConfigError
@@ -49,7 +49,9 @@ def write_jsonl(path, documents, key="text"):
 
 
 def make(source, out, tokenizer="byte", **settings):
-    return prepare(PrepareConfig(str(source), tokenizer, str(out), **{"num_workers": 1, **settings}))
+    return prepare(
+        PrepareConfig(str(source), tokenizer, str(out), **{"num_workers": 1, "validation": "hash:0.0", **settings})
+    )
 
 
 def rows(out, split="train"):
@@ -204,7 +206,7 @@ def test_max_tokens_leaves_a_validation_set_of_its_own_whole(tmp_path, small_par
     assert 50 <= metadata["train"]["tokens"] < 50 + 3500 and metadata["validation"]["documents"] == 60
 
 
-@pytest.mark.parametrize("length", [0, 1, 10, 999, 1000, 4000, 4001, 30_000])
+@pytest.mark.parametrize("length", [2, 10, 999, 1000, 4000, 4001, 30_000])
 def test_the_tail_is_the_last_tenth_of_the_characters(tmp_path, small_parts, length):
     text = make_text(length)[:length].replace("\r", " ")
     (tmp_path / "a.txt").write_text(text)
@@ -272,9 +274,7 @@ def test_a_folder_of_txt_files_is_not_taken_line_by_line(tmp_path, monkeypatch):
 
 def test_no_text_can_end_a_document(tmp_path):
     documents = ["before <|endoftext|> after", "another"]
-    make(
-        write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "out", tokenizer="train:300", validation="hash:0.0001"
-    )
+    make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "out", tokenizer="train:300", validation="hash:0.0")
     tokenizer, facts = load_tokenizer(tmp_path / "out" / "tokenizer")
     made = rows(tmp_path / "out")
     assert [row.count(facts["end_of_text"]) for row in made] == [1, 1]
@@ -284,12 +284,10 @@ def test_no_text_can_end_a_document(tmp_path):
 def test_empty_documents_are_left_out_and_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"text": ""}\n\n{"text": null}\n{"text": "b"}\n')
-    metadata = make(path, tmp_path / "out", validation="hash:0.0001")
+    metadata = make(path, tmp_path / "out", validation="hash:0.0")
     assert texts(tmp_path / "out") == ["a", "b"]
     assert metadata["train"]["documents"] == 2
     assert metadata["train"]["empty_documents"] + metadata["validation"]["empty_documents"] == 2
-    (tmp_path / "nothing.txt").write_text("")
-    assert make(tmp_path / "nothing.txt", tmp_path / "nothing")["train"]["tokens"] == 0
 
 
 def test_the_corpus_opens_in_datasets(tmp_path):
@@ -300,6 +298,53 @@ def test_the_corpus_opens_in_datasets(tmp_path):
     files = str(tmp_path / "out" / "train" / "*.arrow")
     opened = load_dataset("arrow", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     assert opened["input_ids"][:] == rows(tmp_path / "out")
+
+
+@pytest.mark.parametrize("separator", [r"<|end|>\r\n", r"<|end|>\r", "<|end|>\r\n", r"<|end|>\n", "<|end|>"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_a_separator_divides_a_text_of_whatever_line_ends(tmp_path, separator, line_end):
+    (tmp_path / "a.txt").write_bytes(f"one<|end|>{line_end}two<|end|>{line_end}three".encode())
+    make(tmp_path / "a.txt", tmp_path / "out", document_separator=separator)
+    assert [text.strip("\n") for text in texts(tmp_path / "out")] == ["one", "two", "three"]
+
+
+def test_a_separator_that_stands_nowhere_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one<|end|>two")
+    message = refusal(tmp_path / "a.txt", tmp_path / "out", document_separator=r"<|end|>\t")
+    assert r"document_separator: '<|end|>\\t' stands nowhere in" in message and "leave it out" in message
+    make(tmp_path / "a.txt", tmp_path / "out", document_separator="<|end|>")
+
+
+@pytest.mark.parametrize(
+    "documents, validation, named",
+    [
+        ([], "hash:0.5", ["source: ", "no text"]),
+        (["", ""], "hash:0.5", ["source: ", "no text"]),
+        (["a"], "tail:0.5", ["all 1 documents are for validation"]),
+        (["a", "b", "c"], "hash:0.00001", ["'hash:0.00001' keeps none of the 3 documents", "hash:0.1", "tail:0.1"]),
+        (["a", "b"], "nothing", ["keeps none of the 2 documents"]),
+    ],
+)
+def test_a_corpus_that_nothing_can_be_done_with_is_refused(tmp_path, documents, validation, named):
+    """And is not in the way of the next command."""
+    source = write_jsonl(tmp_path / "a.jsonl", documents)
+    if validation == "nothing":
+        validation = tmp_path / "nothing.txt"
+        validation.write_text("")
+    command = ["--source", source, "--tokenizer", "byte", "--out", tmp_path / "out"]
+    done = run(*command, "--validation", validation, exit_code=2)
+    assert all(word in done.stderr for word in named) and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
+    write_jsonl(source, ["one", "two"])
+    make(source, tmp_path / "out")
+    assert texts(tmp_path / "out") == ["one", "two"] and not (tmp_path / "out.partial").exists()
+
+
+def test_one_document_is_not_chosen_among_many_before_it_is_encoded(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    message = refusal(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.005")
+    assert "validation: 'hash:0.005' chooses among documents, and" in message and "tail:0.1" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 # Tokenizers and pieces
@@ -317,7 +362,7 @@ def bpe(tmp_path_factory):
 def test_a_tokenizer_that_finds_less_to_learn_says_so(asked, learnt, tmp_path, monkeypatch, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", ["the cat" * 9] * 20)
     words = ["--source", source, "--tokenizer", f"train:{asked}", "--out", tmp_path / "out", "--num_workers", 1]
-    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
+    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words), "--validation", "hash:0.0"])
     assert data.prepare.cli() == 0
     vocab_size = load_tokenizer(tmp_path / "out" / "tokenizer")[1]["vocab_size"]
     said = capsys.readouterr().out.count(f"train:{asked} became train:{vocab_size}: ")
@@ -351,7 +396,7 @@ def test_a_learnt_tokenizer_is_lossless_and_the_same_every_time(tmp_path, bpe):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, small_parts, bpe, seed):
     document = make_text(40_000, seed)
-    make(write_jsonl(tmp_path / "a.jsonl", [document, "next"]), tmp_path / "out", str(bpe), validation="hash:0.0001")
+    make(write_jsonl(tmp_path / "a.jsonl", [document, "next"]), tmp_path / "out", str(bpe), validation="hash:0.0")
     tokenizer, facts = load_tokenizer(bpe)
     made = rows(tmp_path / "out")
     starts = [i for i, row in enumerate(made) if row[0] == facts["end_of_text"]]
@@ -373,7 +418,7 @@ def test_the_cut_is_where_the_tokenizer_does_not_care(bpe):
 
 
 def test_a_tokenizer_from_a_folder_is_that_tokenizer(tmp_path, bpe):
-    make(write_jsonl(tmp_path / "a.jsonl", ["hello there"]), tmp_path / "out", str(bpe), validation="hash:0.0001")
+    make(write_jsonl(tmp_path / "a.jsonl", ["hello there"]), tmp_path / "out", str(bpe), validation="hash:0.0")
     kept = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer" / "tokenizer.json"))
     assert kept.get_vocab() == Tokenizer.from_file(str(bpe / "tokenizer.json")).get_vocab()
     assert rows(tmp_path / "out")[0][1:] == kept.encode("hello there").ids
@@ -382,7 +427,7 @@ def test_a_tokenizer_from_a_folder_is_that_tokenizer(tmp_path, bpe):
 def test_a_tokenizer_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: pytest.fail(f"asked for {name}"))
     source = write_jsonl(tmp_path / "a.jsonl", ["hello there"])
-    message = refusal(source, tmp_path / "out", f"{tmp_path}/english", validation="hash:0.0001")
+    message = refusal(source, tmp_path / "out", f"{tmp_path}/english", validation="hash:0.0")
     assert message.startswith(f"tokenizer: '{tmp_path}/english' is no directory, and '{tmp_path}' is one; use byte, ")
     assert list(tmp_path.iterdir()) == [source], "nothing is written"
 
@@ -441,7 +486,7 @@ p.make_part = stop
 
 def test_ctrl_c_stops_at_once_and_the_same_command_goes_on(tmp_path):
     source, out = write_jsonl(tmp_path / "a.jsonl", make_documents(400)), tmp_path / "out"
-    command = ["--source", source, "--tokenizer", "byte", "--num_workers", 1, "--out", out]
+    command = ["--source", source, "--tokenizer", "byte", "--num_workers", 1, "--out", out, "--validation", "hash:0.1"]
     begin = time.monotonic()
     stopped = run(*command, preamble=SMALL_PARTS + CTRL_C_IN_THE_SECOND_PART, exit_code=130)
     assert time.monotonic() - begin < 20 and "Traceback" not in stopped.stderr
@@ -491,7 +536,7 @@ def test_max_tokens_stops_and_is_the_same_for_any_number_of_workers(tmp_path, sm
 
 def test_bytes_that_are_no_text_are_replaced_and_counted_or_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good \xff\xfe bad \xe4\xb8")
-    metadata = make(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.0001")
+    metadata = make(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.0")
     assert texts(tmp_path / "out") == ["good \ufffd\ufffd bad \ufffd"]
     assert metadata["train"]["replacement_characters"] == 3
     message = refusal(tmp_path / "a.txt", tmp_path / "refused", invalid_utf8="refuse")
@@ -640,6 +685,11 @@ def test_a_file_without_permission_is_named(tmp_path):
         ({"out": "/"}, ["out: / exists"]),
         ({"validation": "tail:0.1", "max_tokens": 10}, ["max_tokens", "10", "tail:0.1", "hash:0.005"]),
         ({"tokenizer": "train:200"}, ["tokenizer", "train:200", "train:8192"]),
+        ({"tokenizer": "train:"}, ["'train:'", "257 to 1,000,000"]),
+        ({"tokenizer": "train:2147483648"}, ["'train:2147483648'", "257 to 1,000,000"]),  # an abort for want of memory
+        ({"tokenizer": "train:" + "9" * 20}, ["9" * 20, "257 to 1,000,000"]),
+        ({"tokenizer": "train:" + "9" * 5000}, ["9" * 20, "257 to 1,000,000"]),
+        ({"tokenizer": "train:٣٠٠"}, ["'train:٣٠٠'", "257 to 1,000,000"]),
         ({"tokenizer": "no/such-tokenizer"}, ["tokenizer", "no/such-tokenizer", "byte"]),
         ({"streaming": True}, ["streaming", "a.txt"]),
     ],
@@ -649,7 +699,8 @@ def test_a_wrong_setting_is_named_with_its_value_and_remedy(tmp_path, settings, 
     message = refusal(tmp_path / "a.txt", **{"out": tmp_path / "out", **settings})
     assert "~nouser" in refusal(tmp_path / "a.txt", "~nouser/x")
     assert all(word in message for word in named), message
-    assert not (tmp_path / "out").exists()
+    was_begun = settings.get("tokenizer") == "no/such-tokenizer"  # whether it is there, only looking tells
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", *["out.partial"] * was_begun}
 
 
 def test_a_command_that_was_refused_is_not_in_the_way_of_the_right_one(tmp_path, monkeypatch):
@@ -669,6 +720,22 @@ def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
     assert content(tmp_path / "out") == {"mine": b"precious"}
     done = run("--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "a.txt" / "x", exit_code=2)
     assert str(tmp_path / "a.txt") in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tokenizer_that_panics_is_refused_and_leaves_the_place_free(tmp_path):
+    """Rust's panic is no Exception of Python's."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE({"<|end|>": 0, "a": 1, "b": 2}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a|a)+$"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(tmp_path / "panics")
+    source = write_jsonl(tmp_path / "a.jsonl", ["a" * 40 + "b"])
+    command = ["--source", source, "--out", tmp_path / "out", "--validation", "hash:0.0", "--tokenizer"]
+    done = run(*command, tmp_path / "panics", exit_code=2)
+    assert f"tokenizer: it has no tokens for a text that begins '{'a' * 40}'" in done.stderr
+    assert "retry-limit" in done.stderr and "Traceback" not in done.stderr
+    run(*command, "byte")
+    assert texts(tmp_path / "out") == ["a" * 40 + "b"]
 
 
 def test_without_a_network_the_local_way_is_named(tmp_path):
@@ -722,7 +789,7 @@ def test_one_line_of_any_length_takes_little_memory(tmp_path, megabytes):
         for _ in range(megabytes):
             file.write(line)
     arguments = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out", "--num_workers", 1]
-    done = run(*arguments, preamble=REPORT_MEMORY)
+    done = run(*arguments, "--validation", "tail:0.1", preamble=REPORT_MEMORY)
     assert int(done.stdout.split("peak ")[1]) * 1024 < 1.5e9
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
     counts = [metadata[split]["tokens"] for split in ("train", "validation")]

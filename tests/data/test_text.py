@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import random
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from cli.arguments import parse_config
 from config import ConfigError
 from data.corpus import Batches, load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
-from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas
+from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas, share_out
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import save_tokenizer
 from model.config import GPTConfig
@@ -177,6 +178,22 @@ def test_a_mixture_is_of_its_corpora(folder):
     drawn = Counter(i >= len(a) for i in corpus.order(MIX_BLOCK, seed=0).indices(7))
     assert drawn == {False: 750, True: 250}
     assert [len(part) for part in corpus.validation.datasets] == [6, 2]
+    corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 7))
+    assert [len(part) for part in corpus.validation.datasets] == [5, 2]
+    assert "evaluation.num_samples: 1 is not one for each of 2 corpora of data.mix" in refusal(
+        folder, "--data.mix", mix, "--evaluation.num_samples", 1
+    )
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_validation_samples_are_shared_out_to_the_last(seed):
+    generator = random.Random(seed)
+    quotas = mix_quotas([generator.uniform(0.02, 1) for _ in range(generator.randrange(1, 9))])
+    number = generator.randrange(len(quotas), 200)
+    shares = share_out(number, quotas)
+    assert sum(shares) == number and min(shares) >= 1
+    exact = [number * quota / MIX_BLOCK for quota in quotas]
+    assert min(exact) < 1 or all(abs(share - of) < 1 for share, of in zip(shares, exact, strict=True))
 
 
 # Boundaries of documents
@@ -282,7 +299,7 @@ def test_what_does_not_fit_a_corpus_is_refused(folder, tmp_path):
 
 
 def test_a_corpus_without_validation_trains_without_evaluation(folder, tmp_path):
-    make(write_jsonl(tmp_path / "a.jsonl", make_documents(9)), tmp_path / "a", validation="hash:0.00001")
+    make(write_jsonl(tmp_path / "a.jsonl", make_documents(9)), tmp_path / "a", validation="hash:0.0")
     assert "validation split" in refusal(folder, "--data.path", tmp_path / "a")
     load_corpus(settings(folder, "--data.path", tmp_path / "a", "--evaluation.every", 0))
 
