@@ -12,15 +12,16 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
 
 import sample
 from config import ConfigError
 from data.corpus import Corpus
 from data.files import sha256
+from data.prepare import encode_text
 from data.stories import StoriesDataset, log_prob
-from data.tokenizer import save_tokenizer
+from data.tokenizer import load_tokenizer, save_tokenizer
 from load import Loaded, find_checkpoint, load_run
 from run.manifest import File, read_manifest
 from sample import SampleConfig
@@ -245,6 +246,30 @@ def test_a_tokenizer_without_an_end_of_text_needs_a_prompt():
     with pytest.raises(ConfigError, match="prompt: .* no end-of-text token .*; give a prompt"):
         sample.encode(Loaded(None, None, tokenizer), "")
     assert sample.encode(Loaded(None, None, tokenizer), "ma") == [0]
+
+
+def test_a_prompt_is_encoded_as_the_corpus_is(run, tmp_path, capsys):
+    """A special token that is spelt in it is its characters, unless it is meant."""
+    prompt = "a<|endoftext|>b"
+    save_tokenizer("byte", tmp_path / "tokenizer", [])
+    of_corpus, facts = load_tokenizer(tmp_path / "tokenizer")
+    loaded = Loaded(None, None, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+    for _ in range(2):  # what is meant once is not meant afterwards
+        assert sample.encode(loaded, prompt) == [256, *encode_text(of_corpus, 256, prompt, False)[1]["input_ids"]]
+        assert sample.encode(loaded, prompt, special_tokens=True) == [256, 97, 256, 98]
+    with pytest.raises(ConfigError, match="prompt: the tokenizer has no tokens for 'There<|endoftext|>'"):
+        written(capsys, run, prompt="There<|endoftext|>", max_new_tokens=1)
+    assert written(capsys, run, prompt="There<|endoftext|>", special_tokens=True, max_new_tokens=1)
+    with pytest.raises(ConfigError, match="special_tokens: true, but in a chat they come from the chat template alone"):
+        written(capsys, run, chat=True, special_tokens=True)
+
+
+def test_a_prompt_at_which_the_tokenizer_panics_is_refused():
+    words = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("(a|a)+$"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    with pytest.raises(ConfigError, match="prompt: the tokenizer has no tokens for 'a*b': .*retry-limit"):
+        sample.encode(Loaded(None, None, tokenizer), "a" * 40 + "b")
 
 
 def test_the_home_of_nobody_is_refused():
