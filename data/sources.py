@@ -1,20 +1,20 @@
 """The text that a corpus is made of: files and data sets, read as documents in a fixed order."""
 
-import io
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from glob import escape, glob
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet
 
 from config import ConfigError
 from data import conversations
+from data.encoding import checked, open_text
 
 CHUNK = 2**19  # characters of a txt file that are read at once
 
@@ -119,8 +119,8 @@ class Source:
     def _txt(self, file: str) -> Iterator[tuple[str, bool]]:
         separator, rest = self.separator, ""
         self._all_are(conversations=False)
-        with self._open(file) as text:
-            while chunk := text.read(CHUNK):
+        with open_text(file, self.errors) as text:
+            for chunk in checked(iter(partial(text.read, CHUNK), ""), file):
                 if separator:
                     *documents, rest = (rest + chunk).split(separator)
                     self.has_separators |= bool(documents)
@@ -142,8 +142,8 @@ class Source:
         if self.dataset is not None:
             yield from self.dataset
         elif file_kind(place) == ".jsonl":
-            with self._open(place) as lines:
-                yield from (json.loads(line) for line in lines if not line.isspace())
+            with open_text(place, self.errors) as lines:
+                yield from (json.loads(line) for line in checked(lines, place) if not line.isspace())
         else:
             with pyarrow.parquet.ParquetFile(place) as file:
                 there = file.schema_arrow.names
@@ -151,10 +151,6 @@ class Source:
                 self.unused_columns.update(dict.fromkeys({*there} - {*names}, file.metadata.num_rows))
                 for batch in file.iter_batches(256, columns=names or None):
                     yield from batch.to_pylist()
-
-    def _open(self, file: str) -> io.TextIOWrapper:
-        # All kinds of line ends become \n, and a byte-order mark, as Windows writes it, is dropped.
-        return io.TextIOWrapper(pa.input_stream(file, compression="detect"), "utf-8-sig", self.errors)
 
 
 def find_files(pattern: str) -> list[str]:

@@ -124,9 +124,7 @@ def write_source(generator, folder, documents):
     path = folder / f"source.{kind}"
     if kind == "txt":
         path.write_text(documents[0])
-        return path, lambda: [
-            path.read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n").replace("\r", "\n")
-        ]
+        return path, lambda: [as_text(path.read_bytes())]
     if kind == "parquet":
         pa.parquet.write_table(pa.table({"text": documents}), path)
         return path, lambda: pa.parquet.read_table(path)["text"].to_pylist()
@@ -137,8 +135,18 @@ def write_source(generator, folder, documents):
     return path, lambda: json_texts(gzip.decompress(path.read_bytes()))
 
 
+def as_text(content):
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        text = content.decode("utf-16", "replace")
+    else:
+        text = content.decode("utf-8-sig", "replace")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    assert "\0" not in text and text.count("\ufffd") <= max(10, len(text) / 500), "it is refused"
+    return text
+
+
 def json_texts(content):
-    lines = content.decode("utf-8-sig", "replace").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    lines = as_text(content).split("\n")
     found = [json.loads(line)["text"] for line in lines if line.strip()]
     assert all(isinstance(text, str | None) for text in found)
     return [(text or "").encode("utf-8", "surrogatepass").decode("utf-8", "replace") for text in found]

@@ -547,6 +547,59 @@ def test_bytes_that_are_no_text_are_replaced_and_counted_or_refused(tmp_path):
     assert not (tmp_path / "refused").exists()
 
 
+GERMAN = "Größe, Übermut und süße Äpfel: so fängt der schöne Tag für müde Schüler an.\n" * 40
+RUSSIAN = "Все счастливые семьи похожи друг на друга, каждая несчастливая по-своему.\n" * 40
+CHINESE = "人之初，性本善。性相近，习相远。\n" * 40
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8"])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "txt.gz"])
+def test_a_mark_says_what_a_file_is_written_in(tmp_path, encoding, ending):
+    text = GERMAN[:500] + RUSSIAN[:500] + CHINESE
+    written = text if "txt" in ending else json.dumps({"text": text}, ensure_ascii=False) + "\r\n"
+    content = (("" if encoding in ("utf-16", "utf-32") else "\ufeff") + written).encode(encoding)
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(gzip.compress(content) if "gz" in ending else content)
+    metadata = make(path, tmp_path / "out", invalid_utf8="refuse")
+    assert texts(tmp_path / "out") == [text] and metadata["train"]["replacement_characters"] == 0
+
+
+@pytest.mark.parametrize(
+    "text, encoding, likely",
+    [
+        (GERMAN, "utf-16-le", "UTF-16LE"),
+        (GERMAN, "utf-16-be", "UTF-16BE"),
+        (RUSSIAN, "utf-16-le", "UTF-16LE"),
+        (CHINESE, "utf-16-be", "UTF-16BE"),
+        (GERMAN, "utf-32-le", "UTF-32LE"),
+        (GERMAN, "utf-32-be", "UTF-32BE"),
+        (GERMAN, "latin-1", "WINDOWS-1252"),
+        (RUSSIAN, "cp1251", "whatever its language is written in"),
+        (CHINESE, "gb18030", "whatever its language is written in"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "jsonl.gz"])
+def test_text_of_another_encoding_is_no_corpus(tmp_path, text, encoding, likely, ending):
+    content = text if ending == "txt" else json.dumps({"text": text}, ensure_ascii=False) + "\n"
+    content = content.encode(encoding)
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(gzip.compress(content) if "gz" in ending else content)
+    message = refusal(path, tmp_path / "out")
+    assert f"source: '{path}', document " in message and "iconv -f" in message and likely in message, message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_few_wrong_bytes_make_no_other_encoding(tmp_path, monkeypatch):
+    """Also where they stand at the beginning of a long text."""
+    monkeypatch.setattr(data.sources, "CHUNK", 200)
+    (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1200)
+    assert make(tmp_path / "a.txt", tmp_path / "out")["train"]["replacement_characters"] == 11
+    (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1000)
+    assert "11 of its first 5,011 characters are no UTF-8" in refusal(tmp_path / "a.txt", tmp_path / "refused")
+    (tmp_path / "a.txt").write_bytes(b"good " * 100_000 + b"\0")
+    assert "NUL" in refusal(tmp_path / "a.txt", tmp_path / "nul")
+
+
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, small_parts):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, make_documents(100))
