@@ -1,5 +1,6 @@
 """Files and folders: written whole or not at all, and locked against a second writer."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -8,6 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+
+from config import ConfigError
+
+# What file systems answer that have no locks, or cannot make the names in a folder durable, as some on a network.
+NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}
+WITHOUT_LOCKS = "MINI_GPT_WITHOUT_LOCKS"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -49,10 +56,13 @@ def reason_absent(name: str) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Make a file, or the names in a directory, survive a power failure."""
+    """Make a file, or the names in a directory, survive a power failure; names only where the file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -64,11 +74,24 @@ def share(path: Path) -> None:
 
 
 def lock(file: TextIO) -> bool:
-    """Take an open file for this process until it is closed; False where another one has it."""
+    """Take an open file for this process until it is closed; False where another one has it.
+
+    Raises:
+        ConfigError: its file system has no locks, and the environment does not say to go on without.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        if os.environ.get(WITHOUT_LOCKS) != "1":
+            raise ConfigError(
+                f"{Path(file.name).parent}: its file system has no locks ({error.strerror}), which keep two programs "
+                "from writing there at once. Mount it with locks (Lustre: -o flock), name a folder elsewhere, or set "
+                f"{WITHOUT_LOCKS}=1 in the environment, and see to it yourself that each is started only once"
+            ) from None
     return True
 
 

@@ -1,0 +1,105 @@
+"""File systems that can less than others, as on networks: what they lack is said, or does without."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from data import files
+from tests import forked
+from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
+from tests.data.test_prepare import make_documents, run, write_jsonl
+
+# A file system that answers like Lustre without -o flock, and like FUSE to a folder's fsync.
+NO_LOCKS = "def answer(*_): raise OSError(38, 'Function not implemented')\nimport fcntl\nfcntl.flock = answer\n"
+NO_FSYNC_OF_FOLDERS = """
+import os, stat
+fsync = os.fsync
+def answer(descriptor):
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        raise OSError(22, 'Invalid argument')
+    fsync(descriptor)
+os.fsync = answer
+"""
+PRELOADED = """
+#include <dirent.h>
+#include <errno.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int flock(int descriptor, int operation) { errno = ENOSYS; return -1; }
+int fsync(int descriptor) {
+    struct stat facts;
+    if (!fstat(descriptor, &facts) && S_ISDIR(facts.st_mode)) { errno = EINVAL; return -1; }
+    return syscall(SYS_fsync, descriptor);
+}
+"""
+
+
+@pytest.mark.parametrize("without_locks", [False, True])
+def test_a_corpus_where_there_are_no_locks(tmp_path, monkeypatch, without_locks):
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(30))
+    command = ["--source", source, "--tokenizer", "byte", "--validation", "hash:0.2", "--out", tmp_path / "out"]
+    if without_locks:
+        monkeypatch.setenv(files.WITHOUT_LOCKS, "1")
+    done = run(*command, preamble=NO_LOCKS, exit_code=0 if without_locks else 2)
+    assert (tmp_path / "out").exists() == without_locks
+    said = f"{tmp_path / 'out.partial' / 'parts'}: its file system has no locks (Function not implemented)"
+    assert without_locks or (said in done.stderr and "set MINI_GPT_WITHOUT_LOCKS=1 in the env" in done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_corpus_where_a_folder_cannot_be_synced(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(30))
+    command = ["--source", source, "--tokenizer", "byte", "--validation", "hash:0.2", "--out", tmp_path / "out"]
+    run(*command, preamble=NO_FSYNC_OF_FOLDERS)
+    assert json.loads((tmp_path / "out" / "metadata.json").read_text())["train"]["documents"] > 15
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_another_answer_of_a_file_system_is_an_error(tmp_path, monkeypatch, code):
+    """And what cannot be written is never left out: only the names in a folder are."""
+
+    def answer(*_):
+        raise OSError(code, os.strerror(code))
+
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(files.os, "fsync", answer)
+    monkeypatch.setattr(files.fcntl, "flock", answer)
+    for attempt in (lambda: files.fsync(tmp_path), lambda: files.lock(open(tmp_path / "file"))):
+        with pytest.raises(OSError, match=os.strerror(code)):
+            attempt()
+    code = errno.EINVAL
+    files.fsync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        files.fsync(tmp_path / "file")
+
+
+def test_a_training_where_there_are_no_locks(tmp_path):
+    arguments = [*TINY_STORIES, "--steps", "2", "--out_dir", str(tmp_path), "--name", "run", "--stop_after", "1"]
+    code = f"{NO_LOCKS}{NO_FSYNC_OF_FOLDERS}import sys, runpy; sys.argv[0] = 'train.py'\n"
+    code += "runpy.run_path('train.py', run_name='__main__')"
+    refused = forked.run("-c", [code, *arguments], 0, environment())
+    assert refused.returncode == 2 and refused.stderr.count("has no locks") == 1, refused.stderr
+    assert f"{tmp_path / 'run'}: its file system has no locks" in refused.stderr
+    done = forked.run("-c", [code, *arguments], 0, environment(MINI_GPT_WITHOUT_LOCKS="1"))
+    assert done.returncode == 75, done.stderr
+    train(*arguments[:-2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
+def test_a_launched_training_on_such_a_file_system(tmp_path):
+    (tmp_path / "less.c").write_text(PRELOADED)
+    library = tmp_path / "less.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "less.c"], check=True)
+    command = train_command(*TINY_STORIES, "--steps", "2", "--out_dir", tmp_path, "--name", "run", processes=2)
+    preloaded = {"LD_PRELOAD": str(library)}
+    for locks, expected in (({}, 1), ({"MINI_GPT_WITHOUT_LOCKS": "1"}, 0)):
+        env = environment(**preloaded, **locks)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == expected and ("has no locks" in done.stderr) == bool(expected), done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
