@@ -103,19 +103,35 @@ def table(records: list[Record], loss: float | None) -> Iterator[str]:
         loss = max((best for record in finished if (best := record.best_loss()) is not None), default=0.0)
     first, names = records[0], differing(records)
     names = names if len(names) <= NUM_COLUMNS else []
-    rows = [["run", *names, "state", "step", "train/loss", "val/loss", "best", f"tokens to {loss:.4f}", "tokens/s"]]
-    rows[0] += ["digest parts", "loss parts"] * (len(records) > 1)
-    for r in sorted(records, key=lambda r: (r.last("val/loss") is None, r.last("val/loss") or 0, r.label)):
-        row = [r.label, *(word(r, name) for name in names), r.status.state if r.status else "unknown"]
-        row += [str(max(r.rows, default=0)), *map(shown, (r.last("train/loss"), r.last("val/loss"), r.best_loss()))]
-        row += [shown(r.tokens_to(loss), ",d"), shown(r.tokens_per_second(), ",.0f")]
-        if r is not first:
-            parts = first_difference(first, r, "state/digest"), first_difference(first, r, *LOSSES)
-            row += ["never" if step == 0 else shown(step, "d") for step in parts]
-        rows.append(row)
+    titles = ["run", *names, "state", "step", "train/loss", "val/loss", "best", f"tokens to {loss:.4f}", "tokens/s"]
+    titles += ["digest parts", "loss parts"] if len(records) > 1 else []
+    rows = [titles]
+    for record in sorted(records, key=by_loss):
+        rows.append(
+            [
+                record.label,
+                *(word(record, name) for name in names),
+                record.status.state if record.status else "unknown",
+                str(max(record.rows, default=0)),
+                shown(record.last("train/loss")),
+                shown(record.last("val/loss")),
+                shown(record.best_loss()),
+                shown(record.tokens_to(loss), ",d"),
+                shown(record.tokens_per_second(), ",.0f"),
+            ]
+        )
+        if record is not first:
+            parts = first_difference(first, record, "state/digest"), first_difference(first, record, *LOSSES)
+            rows[-1] += ["never" if step == 0 else shown(step, "d") for step in parts]
     yield from ["", *aligned(rows)]
     if len(records) > 1:
         yield f"parts: the first step that both have logged where it is not that of {first.label}"
+
+
+def by_loss(record: Record) -> tuple[bool, float, str]:
+    """The key that sorts runs by their last validation loss, those without one last."""
+    loss = record.last("val/loss")
+    return loss is None, loss or 0.0, record.label
 
 
 def recipes(records: list[Record]) -> Iterator[str]:
@@ -137,11 +153,11 @@ def recipes(records: list[Record]) -> Iterator[str]:
     comparisons = sum(welch(best, losses) is not None for _, losses in found[1:])  # one seed is compared with nothing
     rows = [["recipe", "seeds", "val/loss", "deviation", "above the best", "p", "verdict"]]
     for group, losses in found:
-        own = [f"{name} {word(group[0], name)}" for name in names]
-        own += [f"from step {group[0].branch.step}"] if group[0].branch else []
-        mean = statistics.fmean(losses)
-        row = [", ".join(own) or group[0].label, str(len(losses)), shown(mean)]
-        row += [shown(statistics.stdev(losses) if len(losses) > 1 else None)]
+        one = group[0]
+        own = [f"{name} {word(one, name)}" for name in names]
+        own += [f"from step {one.branch.step}"] if one.branch else []
+        mean, deviation = statistics.fmean(losses), statistics.stdev(losses) if len(losses) > 1 else None
+        row = [", ".join(own) or one.label, str(len(losses)), shown(mean), shown(deviation)]
         if losses is not best:
             row += [shown(mean - statistics.fmean(best)), *verdict(welch(best, losses), comparisons)]
         rows.append(row)
@@ -206,10 +222,14 @@ def curves_of(record: Record) -> dict[str, list[tuple[int, float]]]:
 
 def aligned(rows: list[list[str]]) -> list[str]:
     """Columns side by side: the first to the left, the others to the right."""
-    rows = [row + [""] * (max(map(len, rows)) - len(row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = [str.ljust] + [str.rjust] * (len(widths) - 1)
-    return ["  ".join(p(*cell) for p, *cell in zip(pad, row, widths, strict=True)).rstrip() for row in rows]
+    num_columns = max(map(len, rows))
+    rows = [row + [""] * (num_columns - len(row)) for row in rows]
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]  # the widths
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def word(record: Record, name: str) -> str:

@@ -16,12 +16,13 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import compare
 from cli.arguments import parse_config
 from config import ConfigError, RunError, TrainConfig, flat_settings
 from launch.signals import STOP_SIGNALS
-from run.continuation import check_resume, differences, read_settings, take_over_model
+from run.continuation import check_resume, copy_model_settings, differences, read_settings
 from run.identity import code_hash, lasting_starts, other_facts
 from run.manifest import readable_checkpoints
 from run.metrics_file import read_rows
@@ -129,19 +130,31 @@ def plan(arguments: list[str], now: dict[str, str | None]) -> list[tuple[list[st
             raise ConfigError(f"name: {settings.name!r} is longer than a directory's may be; sweep over config files")
         runs[settings.name] = [*combination, *grouped, "--name", settings.name], settings
         before = None if settings.resume == "never" else read_settings(directory(settings) / "config.yaml")
-        if before and settings.init_from is not None:  # whose model train.py takes over at the start
-            take_over_model(settings, before)
-        if before and (different := differences(before, settings) + differing_facts(directory(settings), now)):
-            raise ConfigError(
-                f"{directory(settings)} holds a run with other settings:\n  "
-                + "\n  ".join(different)
-                + "\nchoose another --name or --out_dir for the sweep"
-            )
-        if before:  # what is finished is not started, and so would not be refused by train.py
-            newest = [*readable_checkpoints(directory(settings) / "checkpoints").items()][:1]
-            for path, manifest in newest:
-                check_resume(settings, path, manifest)
+        if before:
+            check_existing(settings, before, now)
     return list(runs.values())
+
+
+def check_existing(settings: TrainConfig, before: dict[str, Any], now: dict[str, str | None]) -> None:
+    """Refuse a run that lies where one of the sweep is to be, with the settings `before`, unless it is that one.
+
+    What is finished is not started, and so would not be refused by train.py.
+
+    Raises:
+        ConfigError: it is another run, or has gone another way.
+    """
+    path = directory(settings)
+    if settings.init_from is not None:  # whose model train.py takes over at the start
+        copy_model_settings(settings, before)
+    if different := differences(before, settings) + differing_facts(path, now):
+        raise ConfigError(
+            f"{path} holds a run with other settings:\n  "
+            + "\n  ".join(different)
+            + "\nchoose another --name or --out_dir for the sweep"
+        )
+    if checkpoints := readable_checkpoints(path / "checkpoints"):
+        newest = next(iter(checkpoints))
+        check_resume(settings, newest, checkpoints[newest])
 
 
 def differing_facts(path: Path, now: dict[str, str | None]) -> list[str]:
@@ -163,17 +176,20 @@ def differing_facts(path: Path, now: dict[str, str | None]) -> list[str]:
 
 def combinations(arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:
     """The arguments of every run, and which value each swept setting has there."""
-    choices = []
-    for before, word in zip(["", *arguments], arguments, strict=False):
-        option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
-        if word.startswith("--") and not equals:
-            choices.append([(word, None, "")])
-            continue
-        values = split(value)
-        name = option.removeprefix("--") if len(values) > 1 else None
-        choices.append([(f"{option}={one}" if equals else one, name, one) for one in values])
+    choices = []  # of each word: what may stand there, and which value of which swept setting that is
+    option = ""
+    for word in arguments:
+        if not word.startswith("--"):
+            begin, values = "", split(word)
+        elif "=" in word:
+            option, _, value = word.partition("=")
+            begin, values = f"{option}=", split(value)
+        else:
+            option, begin, values = word, "", [word]
+        swept = option.removeprefix("--") if len(values) > 1 else None
+        choices.append([(begin + value, swept, value) for value in values])
     return [
-        ([word for word, _, _ in chosen], {name: value for _, name, value in chosen if name})
+        ([word for word, _, _ in chosen], {swept: value for _, swept, value in chosen if swept})
         for chosen in itertools.product(*choices)
     ]
 
@@ -192,13 +208,15 @@ def split(value: str) -> list[str]:
 
 def endings(swept: dict[str, str], settings: dict[str, object]) -> list[str]:
     """What the name of a run ends with: each swept setting and its value, as -lr_0.001."""
-    short = {name: name.rpartition(".")[2] for name in swept if name not in NAME_THEMSELVES}
-    count = Counter(short.values())
-    return [
-        f"-{last if count[last] == 1 else name}_"
-        + re.sub(r"[^\w.+-]+", "_", str(settings.get(name, swept[name]))).strip("_")
-        for name, last in short.items()
-    ]
+    names = [name for name in swept if name not in NAME_THEMSELVES]
+    count = Counter(name.rpartition(".")[2] for name in names)
+    ends = []
+    for name in names:
+        last_word = name.rpartition(".")[2]
+        value = str(settings.get(name, swept[name]))
+        as_file_name = re.sub(r"[^\w.+-]+", "_", value).strip("_")
+        ends.append(f"-{last_word if count[last_word] == 1 else name}_{as_file_name}")
+    return ends
 
 
 def directory(settings: TrainConfig) -> Path:
@@ -224,8 +242,8 @@ def is_finished(settings: TrainConfig) -> bool:
     return max(made, default=0) <= (path / "status.json").stat().st_mtime and settings.resume != "never"
 
 
-def written(path: Path) -> int | None:
-    """When, in nanoseconds; None if there is no such file."""
+def time_of_writing(path: Path) -> int | None:
+    """In nanoseconds; None if there is no such file."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 
@@ -240,16 +258,18 @@ class Child:
 
     def train(self, command: list[str], path: Path) -> str:
         """Train until the end, and say what became of it: finished, stopped or failed."""
-        before = written(path / "status.json")
+        before = time_of_writing(path / "status.json")
         self.process = subprocess.Popen(command, start_new_session=True)
         if self.signal:  # it came just before
             self._receive(self.signal, None)
         code, self.process = self.process.wait(), None
         if code == 0:
             return "finished"
-        # For a launcher makes 1 of every code. What ends before it begins leaves the status of the time before.
-        status = read_status(path / "status.json") if written(path / "status.json") != before else None
-        return "stopped" if code == 75 or self.signal or (status and status.state == "preempted") else "failed"
+        # A launcher makes 1 of every exit code, so the status is asked: that of this start, not of one before.
+        is_new = time_of_writing(path / "status.json") != before
+        status = read_status(path / "status.json") if is_new else None
+        was_preempted = status is not None and status.state == "preempted"
+        return "stopped" if code == 75 or self.signal or was_preempted else "failed"
 
     def _receive(self, number: int, frame) -> None:
         self.signal = number

@@ -85,15 +85,11 @@ class Record:
         """The hash of the code that trained the steps after `after`; of several codes, also from which step on. None
         where an older version did not write it down."""
         begun = [start for start, end in pairwise([*self.starts, None]) if end is None or end["step"] > after]
-        codes = [start.get("code") for start in begun]
-        if None in codes or not codes:
+        codes = [(start["step"], start.get("code")) for start in begun]
+        if not codes or any(code is None for _, code in codes):
             return None
-        others = [
-            f", {code} from step {start['step'] + 1}"
-            for start, before, code in zip(begun[1:], codes, codes[1:], strict=False)
-            if code != before
-        ]
-        return codes[0] + "".join(others)
+        later = [f"{code} from step {step + 1}" for (_, before), (step, code) in pairwise(codes) if code != before]
+        return ", ".join([codes[0][1], *later])
 
     def history(self) -> dict[int, dict[str, Any]]:
         """The rows of the whole trajectory: the parent's until the branch, then its own."""
@@ -235,9 +231,11 @@ def find_parent(record: Record, records: list[Record]) -> Record | None:
         return None
     step, digest = record.branch.step, record.branch.digest
     older = [other for other in records if other is not record and other.rows and min(other.rows) <= step]
-    same = [other for other in older if digest and other.rows.get(step, {}).get("state/digest") == digest]
-    there = [other for other in older if str(other.path.resolve()) == record.branch.run]
-    return next((other for other in there if other in same or not digest), same[0] if same else None)
+    at_its_place = [other for other in older if str(other.path.resolve()) == record.branch.run]
+    if digest is None:
+        return next(iter(at_its_place), None)
+    same_state = [other for other in older if other.rows.get(step, {}).get("state/digest") == digest]
+    return next((other for other in [*at_its_place, *same_state] if other in same_state), None)
 
 
 def first_difference(one: Record, other: Record, *metrics: str) -> int | None:
@@ -272,16 +270,18 @@ def changes(branch: Record) -> list[str]:
 
 
 def effect(branch: Record, records: list[Record]) -> tuple[int, float, list[float]] | None:
-    """What a branch changed: its validation loss less its parent's, after the last step that evaluated both.
+    """What the change made by a branch gives: its validation loss less its parent's, after the last step that evaluated
+    both.
 
     Returns:
         The step; the effect; and the losses after it of runs that differ by their seeds alone, the parent and the
         branches that left it at the same step: what such effects are without a cause. None without such a step.
     """
     ours, theirs = dict(branch.curve("val/loss")), dict(branch.parent.curve("val/loss", whole=True))
-    if not (both := ours.keys() & theirs.keys()):
+    evaluated_both = ours.keys() & theirs.keys()
+    if not evaluated_both:
         return None
-    step = max(both)
+    step = max(evaluated_both)
     repeats = [(branch.parent.seeds(), theirs[step])]
     for other in records:
         left_there = other.parent is branch.parent and other.branch.step == branch.branch.step

@@ -40,6 +40,15 @@ def folder_written_atomically(path: Path) -> Iterator[Path]:
     fsync(path.parent)
 
 
+def move_aside(path: Path) -> Path:
+    """Rename what is there to the first free name of the form NAME.old-1, and return that."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    os.rename(path, aside)
+    return aside
+
+
 def copy_folder(source: Path, path: Path) -> None:
     """Make `path` a copy of a folder of files, whole or not at all; one that is there is left alone."""
     if not path.exists():

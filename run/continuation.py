@@ -62,25 +62,33 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     """What going on with `config` would change of the trajectory of a run with the settings `before`, a line each."""
     now = flat_settings(asdict(config))
-    known = {"init_hash"} if config.init_from is None else set()  # then that there are none is known
-    yet_unknown = {key for key in RESOLVED_AT_START - known if now[key] is None}
-    # A source without a hash, as a fork's may be, is known by its path alone.
-    free = FREE_SETTINGS - ({"data.path"} if before["data.hash"] is None else set())
-    weights = [list(s["data.mix"].values()) for s in (before, now) if isinstance(s["data.mix"], dict)]
-    if before["data.hash"] is not None and len(weights) == 2 and weights[0] == weights[1]:
-        free |= {"data.mix"}  # its keys are paths
+    yet_unknown = {key for key in RESOLVED_AT_START if now[key] is None}
+    if config.init_from is None:
+        yet_unknown.discard("init_hash")  # that there is none is known
+    free = set(FREE_SETTINGS)
+    if before["data.hash"] is None:
+        free.discard("data.path")  # a source without a hash, as a fork's may be, is known by its path alone
+    elif _same_shares(before["data.mix"], now["data.mix"]):
+        free.add("data.mix")  # its keys are paths
     lines = []
     for key in sorted((before.keys() | now.keys()) - yet_unknown):
         section = key.split(".")[0]
-        if key not in now and (section == "schedule" or not free & {key, section}):
-            lines.append(f"{key}: {before[key]} there, and no setting any more")
-        elif key in now and before[key] != now[key] and not free & {key, section}:
+        is_free = not free.isdisjoint((key, section))
+        if key not in now:
+            if section == "schedule" or not is_free:
+                lines.append(f"{key}: {before[key]} there, and no setting any more")
+        elif before[key] != now[key] and not is_free:
             lines.append(f"{key}: {before[key]} there, {now[key]} now")
     return lines
 
 
-def take_over_model(config: TrainConfig, before: dict[str, Any]) -> None:
-    """Give settings with `init_from` the model of the run that they go on with, but for what the user gave himself."""
+def _same_shares(one: Any, other: Any) -> bool:
+    """Whether both are mixtures of corpora with the same weights, in the same order."""
+    return isinstance(one, dict) and isinstance(other, dict) and [*one.values()] == [*other.values()]
+
+
+def copy_model_settings(config: TrainConfig, before: dict[str, Any]) -> None:
+    """Give settings with `init_from` the model of the run that they go on with, but for what the user gave."""
     for name in vars(config.model).keys() - config.given:
         setattr(config.model, name, before[f"model.{name}"])
 
@@ -95,8 +103,9 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     if different := differences(before, config):  # config.yaml is gone, or was edited
         raise ConfigError("\n  ".join([f"{path} is of other settings, which going on would change:", *different]))
     old_schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
-    unchanged = (old_schedule, before["steps"]) == (config.schedule, config.steps)  # a look at millions takes seconds
-    for step in range(0 if unchanged else min(manifest.step, config.steps)):
+    is_unchanged = old_schedule == config.schedule and before["steps"] == config.steps
+    to_compare = 0 if is_unchanged else min(manifest.step, config.steps)  # of millions it takes seconds
+    for step in range(to_compare):
         old, new = lr_scale(old_schedule, step, before["steps"]), lr_scale(config.schedule, step, config.steps)
         if old != new:
             raise ConfigError(

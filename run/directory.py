@@ -1,6 +1,5 @@
 """The directory of a run, `<out_dir>/<name>/`: who may write in it, and where a start in it begins."""
 
-import itertools
 import json
 import os
 import tempfile
@@ -16,16 +15,16 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from config import ConfigError, RunError, TrainConfig, expanded
-from data.files import lock, write_atomically
+from data.files import lock, move_aside, write_atomically
 from launch.signals import Preempted
 from launch.world import is_main_process, num_processes
 from run.continuation import (
     check_branch,
     check_resume,
     complete_settings,
+    copy_model_settings,
     differences,
     read_settings,
-    take_over_model,
 )
 from run.identity import code_name, other_arrangement, other_facts
 from run.manifest import InvalidCheckpoint, newest_valid, read_manifest, readable_checkpoints, validate
@@ -71,6 +70,24 @@ class RunDirectory:
                 return complete_settings(read_manifest(Path(config.branch_from)).config)["data.seed"]
         return 0
 
+    def goes_on_without_initial_model(self, config: TrainConfig) -> bool:
+        """Whether what `init_from` names is needed no more, for the run has a checkpoint: then its settings are taken
+        over from the run itself. What lies there may have been trained on since, or be gone.
+
+        Raises:
+            ConfigError: the settings do not fit that model.
+        """
+        if config.init_from is None or _starts_afresh(config) or not readable_checkpoints(self.checkpoints):
+            return False
+        before = read_settings(self.path / "config.yaml")
+        if before is None or before["init_from"] != config.init_from or before["init_hash"] is None:
+            return False
+        copy_model_settings(config, before)
+        config.init_hash = config.init_hash or before["init_hash"]
+        if problems := config.problems(num_processes()):
+            raise ConfigError("\n".join(problems))
+        return True
+
     def check(self, config: TrainConfig) -> None:
         """Refuse what cannot go on here. Every process calls it before anything is allocated; nothing is written.
 
@@ -79,12 +96,7 @@ class RunDirectory:
         Raises:
             ConfigError: the directory cannot be written, or holds a run whose trajectory these settings would change.
         """
-        existing = self.path
-        try:
-            existing = next(path for path in (self.path, *self.path.parents) if path.exists())
-            tempfile.TemporaryFile(dir=existing).close()
-        except OSError as error:
-            raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
+        self._check_writable(config)
         before = None if _starts_afresh(config) else read_settings(self.path / "config.yaml")
         if config.global_batch_size is None:
             first = before["global_batch_size"] if before else config.micro_batch_size * num_processes()
@@ -92,21 +104,9 @@ class RunDirectory:
             if problems := config.problems(num_processes()):
                 raise ConfigError("\n".join(problems))
         if before is None:
-            if config.branch_from is not None and not os.path.isdir(config.branch_from):
-                raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
-            self._refuse_own_files(config)
-            return
-        if config.branch_from is None:
-            config.branch_from = before["branch_from"]
-        elif config.branch_from != before["branch_from"]:
-            problem = f"branch_from: {config.branch_from!r} starts a new run, but {self.path} already holds one"
-            raise ConfigError(f"{problem}; choose another name, or --resume never moves that run aside")
-        if different := differences(before, config):
-            raise ConfigError(
-                f"{self.path} holds a run with other settings, which going on would change half-way:\n  "
-                + "\n  ".join(different)
-                + "\nchoose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
-            )
+            self._check_beginning(config)
+        else:
+            self._check_going_on(config, before)
 
     def open(self, config: TrainConfig, accelerator: Accelerator) -> Start:
         """Choose the checkpoint to start from and write the resolved config; called by all processes together.
@@ -129,24 +129,6 @@ class RunDirectory:
         if not all(gather_object([(self.path / "config.yaml").exists()])):
             raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
         return answer
-
-    def goes_on_without_initial_model(self, config: TrainConfig) -> bool:
-        """Whether what `init_from` names is needed no more, for the run has a checkpoint: then its settings are taken
-        over from the run itself. What lies there may have been trained on since, or be gone.
-
-        Raises:
-            ConfigError: the settings do not fit that model.
-        """
-        if config.init_from is None or _starts_afresh(config) or not readable_checkpoints(self.checkpoints):
-            return False
-        before = read_settings(self.path / "config.yaml")
-        if before is None or before["init_from"] != config.init_from or before["init_hash"] is None:
-            return False
-        take_over_model(config, before)
-        config.init_hash = config.init_hash or before["init_hash"]
-        if problems := config.problems(num_processes()):
-            raise ConfigError("\n".join(problems))
-        return True
 
     @contextmanager
     def outcome_recorded(self, config: TrainConfig) -> Iterator[None]:
@@ -180,8 +162,33 @@ class RunDirectory:
             before = read_status(self.status_file)
             write_status(self.status_file, Status(state, before.step if before else 0, reason))
 
-    def _refuse_own_files(self, config: TrainConfig) -> None:
-        """A run does not begin from itself, nor from what lies in a directory that is moved aside before."""
+    def _check_writable(self, config: TrainConfig) -> None:
+        existing = self.path
+        try:
+            existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+            tempfile.TemporaryFile(dir=existing).close()
+        except OSError as error:
+            raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
+
+    def _check_going_on(self, config: TrainConfig, before: dict[str, Any]) -> None:
+        """Refuse settings that would change the trajectory of the run that has the settings `before`."""
+        if config.branch_from is None:
+            config.branch_from = before["branch_from"]
+        elif config.branch_from != before["branch_from"]:
+            problem = f"branch_from: {config.branch_from!r} starts a new run, but {self.path} already holds one"
+            raise ConfigError(f"{problem}; choose another name, or --resume never moves that run aside")
+        if different := differences(before, config):
+            raise ConfigError(
+                f"{self.path} holds a run with other settings, which going on would change half-way:\n  "
+                + "\n  ".join(different)
+                + "\nchoose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
+            )
+
+    def _check_beginning(self, config: TrainConfig) -> None:
+        """Refuse to begin from what is no checkpoint, from the run itself, or from what is moved aside with the run
+        that lies here."""
+        if config.branch_from is not None and not os.path.isdir(config.branch_from):
+            raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
         asked = [("branch_from", config.branch_from), ("init_from", config.init_from), ("data.path", config.data.path)]
         asked += [("data.mix", corpus) for corpus in config.data.mix or []]
         own = self.path.resolve()
@@ -196,7 +203,7 @@ class RunDirectory:
     def _prepare(self, config: TrainConfig, now: dict[str, Any]) -> Start:
         self._lock()
         if _starts_afresh(config) and any(entry.name != LOCK for entry in self.path.iterdir()):
-            self._move_aside()
+            print(f"The existing run was moved to {move_aside(self.path)}.")
             self._lock()
         self.is_open = True
         start = self._choose_start(config, now)
@@ -262,8 +269,9 @@ class RunDirectory:
     def _had_saved(self) -> bool:
         """Whether a checkpoint was there for certain; a run that was killed may have been saving its first one."""
         starts, status = self.path / "starts.jsonl", read_status(self.status_file)
-        if starts.exists() and len({row["step"] for row in read_rows(starts)}) > 1:
-            return True  # one of them went on from a checkpoint
+        begins = {row["step"] for row in read_rows(starts)} if starts.exists() else set()
+        if len(begins) > 1:
+            return True  # one of these starts went on from a checkpoint
         return status is not None and (status.state in ("finished", "preempted") or NONE_LEFT in status.reason)
 
     def _may_be_claimed(self, config: TrainConfig) -> bool:
@@ -286,12 +294,6 @@ class RunDirectory:
             mine = lock(self._lock_file) and os.path.samefile(self._lock_file.fileno(), self.path / LOCK)
         if not mine:
             raise ConfigError(f"{self.path} is in use: another training is running in it; choose another name")
-
-    def _move_aside(self) -> None:
-        taken = (self.path.with_name(f"{self.path.name}.old-{n}") for n in itertools.count(1))
-        aside = next(path for path in taken if not path.exists())
-        os.rename(self.path, aside)
-        print(f"The existing run was moved to {aside}.")
 
 
 def _starts_afresh(config: TrainConfig) -> bool:

@@ -118,10 +118,13 @@ class Reporter(AbstractContextManager):
             self.remote.finish(exception)
 
     def _show_training(self, step: int, metrics: dict[str, float]) -> None:
+        left_out = {"train/tokens", "perf/peak_memory_bytes"}
+        if not metrics.get("train/skipped"):
+            left_out.add("train/skipped")
         short = {
             SHORT_NAMES.get(name, name.partition("/")[2]): shown(name, value)
             for name, value in metrics.items()
-            if name not in ("train/tokens", "perf/peak_memory_bytes") and (name != "train/skipped" or value)
+            if name not in left_out
         }
         if self.bar.disable:
             self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in short.items()))

@@ -34,19 +34,24 @@ def summary(
     dtypes = "fp32" if precision == "no" else f"{precision}, weights and sums of gradients in fp32"
     if shards > 1:  # under autocast a weight is cast where it is multiplied, a sharded one before it is sent
         dtypes = dtypes.replace("weights", f"weights gathered in {precision}, kept")
+    arithmetic = [dtypes]
+    if config.compile:
+        lack = no_compiler(device)
+        arithmetic.append(f"not compiled: {lack}" if lack else "compiled")
+    if config.activation_checkpointing:
+        arithmetic.append("activation checkpointing")
+    if config.exact:
+        arithmetic.append("deterministic")
     accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
     tokens_per_step = config.global_batch_size * config.seq_len
-    lack = config.compile and no_compiler(device)
-    compiled = (f", not compiled: {lack}" if lack else ", compiled") if config.compile else ""
-    frozen = model.num_parameters() - sum(parameter.numel() for parameter in trainable_parameters(model))
+    parameters = f"{model.num_parameters():,} parameters"
+    if frozen := model.num_parameters() - sum(parameter.numel() for parameter in trainable_parameters(model)):
+        parameters += f", {frozen:,} of them frozen"
     facts = {
         "run": f"{directory}" + (f", resumed at step {start.step} from {start.checkpoint}" if start.checkpoint else ""),
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
-        "precision": dtypes
-        + compiled
-        + (", activation checkpointing" if config.activation_checkpointing else "")
-        + (", deterministic" if config.exact else ""),
-        "model": f"{model.num_parameters():,} parameters" + (f", {frozen:,} of them frozen" if frozen else ""),
+        "precision": ", ".join(arithmetic),
+        "model": parameters,
         "global batch": f"{config.global_batch_size} sequences = {config.micro_batch_size} micro-batch"
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
         "tokens": f"{tokens_per_step:,} a step x {config.steps:,} steps = {tokens_per_step * config.steps:,}",

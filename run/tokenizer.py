@@ -4,19 +4,20 @@ Every checkpoint of the run has the hashes of its files. Whoever reads the token
 start makes a damaged one anew from the corpus.
 """
 
-import itertools
-import os
 from pathlib import Path
 
-from data.files import copy_folder, sha256
+from data.files import copy_folder, move_aside, sha256
 from run.manifest import readable_checkpoints
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file in the folder and below, by its path there; {} without such a folder."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    names = {file.relative_to(folder).as_posix(): file for file in files}
-    return {name: sha256(file) for name, file in names.items() if not any(part[0] == "." for part in Path(name).parts)}
+    files = {file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {
+        name.as_posix(): sha256(file)
+        for name, file in files.items()
+        if not any(part.startswith(".") for part in name.parts)  # hidden files are a file manager's, not a tokenizer's
+    }
 
 
 def changed_files(folder: Path, expected: dict[str, str]) -> str:
@@ -45,8 +46,5 @@ def keep_tokenizer(corpus: Path, run: Path) -> None:
         )
         return
     if kept.exists():
-        names = (kept.with_name(f"{kept.name}.old-{n}") for n in itertools.count(1))
-        aside = next(name for name in names if not name.exists())
-        os.rename(kept, aside)
-        print(f"{kept} was damaged ({changed}), and is made anew from {theirs}; what was there is {aside}.")
+        print(f"{kept} was damaged ({changed}), and is made anew from {theirs}; what was there is {move_aside(kept)}.")
     copy_folder(theirs, kept)
