@@ -33,6 +33,7 @@ NUM_COLUMNS, NUM_NAMED = 6, 4  # settings that have a column in the table; runs 
 LOSSES = ("train/loss", "val/loss")
 # Settings that say on what a validation loss is measured.
 MEASURE = ("evaluation.num_samples", "seq_len", "data.source", "data.hash", "data.mix", "data.documents")
+MEASURE += ("data.facts", "data.zipf")
 
 
 @dataclass
