@@ -83,7 +83,8 @@ def text(options: Namespace) -> Iterator[Group]:
                 tokenizer.encode_batch(documents[first : first + 1000], add_special_tokens=False)
 
         def prepared() -> None:
-            prepare(PrepareConfig(str(source), str(tokenizer_folder), str(folder / f"out{next(numbers)}")))
+            out = str(folder / f"out{next(numbers)}")
+            prepare(PrepareConfig(str(source), str(tokenizer_folder), out, validation="hash:0.0"))
 
         yield Group("encoding", {"bare encode": bare_encode, "data.prepare": prepared}, "bare encode")
 
