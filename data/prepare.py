@@ -140,7 +140,8 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
     boundaries = [start + match.start() for match in re.finditer(r"\b", text[start:limit])]
     for cut in [*boundaries[:-100:-1], limit]:
         left, right = text[max(cut - context, 0) : cut], text[cut : cut + context]
-        first, second, both = tokenizer.encode_batch_fast([left, right, left + right], add_special_tokens=False)
+        with errors_of_tokenizers(f"tokenizer: it has no tokens for a text that has {left[:40]!r} in it"):
+            first, second, both = tokenizer.encode_batch_fast([left, right, left + right], add_special_tokens=False)
         if first.ids + second.ids == both.ids:
             return cut
     return limit

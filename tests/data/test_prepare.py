@@ -775,7 +775,7 @@ def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
     assert str(tmp_path / "a.txt") in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_tokenizer_that_panics_is_refused_and_leaves_the_place_free(tmp_path):
+def test_a_tokenizer_that_panics_is_refused_and_leaves_the_place_free(tmp_path, monkeypatch):
     """Rust's panic is no Exception of Python's."""
     from transformers import PreTrainedTokenizerFast
 
@@ -787,7 +787,10 @@ def test_a_tokenizer_that_panics_is_refused_and_leaves_the_place_free(tmp_path):
     done = run(*command, tmp_path / "panics", exit_code=2)
     assert f"tokenizer: it has no tokens for a text that begins '{'a' * 40}'" in done.stderr
     assert "retry-limit" in done.stderr and "Traceback" not in done.stderr
-    run(*command, "byte")
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare, "PIECE", 19)  # where a document is cut
+        assert "a text that has 'aaaa" in refusal(source, tmp_path / "out", str(tmp_path / "panics"))
+    make(source, tmp_path / "out")
     assert texts(tmp_path / "out") == ["a" * 40 + "b"]
 
 
