@@ -3,40 +3,56 @@
     accelerate launch --config_file accelerate_configs/cpu.yaml verify.py [--config FILE]... [--section.field VALUE]...
 
 takes the arguments of train.py, trains that model for a few steps in several ways and prints for each promise PASS with
-the figure behind it, FAIL with the cause, or SKIP with why it is none here. Exit code 0: none failed. 1: one did.
-2: bad settings. 75 or 130: a signal stopped it, and what it had not reached is not known.
+the figure behind it, FAIL with the cause, or SKIP with why it is none here. It trains 6 steps, or `--verify_steps N`:
+what begins later, as an optimizer that does something more at every 10th update, is not seen before.
+
+Exit code 0: none failed. 1: one did. 2: bad settings. 75 or 130: a signal stopped it, and what it had not reached is
+not known.
 """
 
-STEPS = 6
-SHORT = f"""--steps {STEPS} --check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_story_samples 0
-    --evaluation.num_samples_shown 0 --resume auto --tracking.log_every 1 --schedule.name constant --checkpoint.every 1
-    --init_from null --schedule.warmup_steps 0 --checkpoint.keep {STEPS} --tracking.tracker wandb
-    --schedule.decay_steps null --tracking.wandb disabled""".split()
+from argparse import ArgumentParser
+
+SHORT = """--check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_story_samples 0 --tracking.log_every 1
+    --evaluation.num_samples_shown 0 --resume auto --schedule.name constant --checkpoint.every 1 --checkpoint.keep 1
+    --init_from null --schedule.warmup_steps 0 --schedule.decay_steps null --tracking.tracker wandb
+    --tracking.wandb disabled""".split()
+
+
+def settings_of_a_short_run(words: list[str]) -> list[str]:
+    """From the words of a command line of verify.py to those of train.py."""
+    parser = ArgumentParser("verify.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--verify_steps", default="6")
+    own, words = parser.parse_known_args(words)
+    return [*words, *SHORT, "--steps", own.verify_steps]
+
 
 if __name__ == "__main__":  # before anything slow is imported
     import sys
 
     from cli.scripts import run_and_exit
 
-    sys.argv += SHORT
+    sys.argv[1:] = settings_of_a_short_run(sys.argv[1:])
     run_and_exit("verify")
 
 import contextlib
 import json
+import math
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import default_collate
 
 import train
+from analysis.gradient_check import gradient_errors
 from analysis.model_checks import logits_equal, values_not_saved, writes_as_trained
 from config import ConfigError, RunError, TrainConfig
 from data.corpus import load_corpus
@@ -50,9 +66,40 @@ from model.gpt import GPTModel
 from model.hub import FAMILIES
 from run import checkpoint, shards
 from training.gradients import loss_scale
+from training.layers import total_norm
 from training.network import prepare_network
-from training.optimizer import build_optimizer, set_lr
+from training.optimizer import build_optimizer, gathered, set_lr
 from training.tree_sum import TreeSum
+
+
+@dataclass
+class Trained:
+    """What a training gave."""
+
+    rows: list[dict]
+    """Of metrics.jsonl."""
+    gradient: list[Tensor]
+    """Of the parameters at the first update, in the order of the optimizer's groups."""
+    state: dict[str, Tensor]
+    """Weights and moments after the last step, as a checkpoint names them."""
+
+
+def gradient_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """That of all that it updates, in the order of its groups."""
+    return [gathered(weight.grad).clone() for group in optimizer.param_groups for weight in group["params"]]
+
+
+@contextlib.contextmanager
+def gradient_of_first_update() -> Iterator[list[Tensor]]:
+    """A list that the first update of any optimizer fills."""
+    gradient: list[Tensor] = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: None if gradient else gradient.extend(gradient_of(optimizer))
+    )
+    try:
+        yield gradient
+    finally:
+        hook.remove()
 
 
 class Verification:
@@ -63,7 +110,9 @@ class Verification:
         self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
         self.device, self.corpus = self.accelerator.device, load_corpus(config)
         config.model.vocab_size = self.corpus.vocab_size
-        config.evaluation.every = config.evaluation.every and STEPS // 2  # 0: there may be nothing to evaluate on
+        config.evaluation.every = (
+            config.evaluation.every and config.steps // 2
+        )  # 0: there may be nothing to evaluate on
         config.global_batch_size = config.global_batch_size or 2 * config.micro_batch_size * self.num_processes
         self.config = replace(config, out_dir=self.own_directory(Path(config.out_dir).expanduser()))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
@@ -89,6 +138,7 @@ class Verification:
             "order is a permutation in every epoch": self.order_is_a_permutation,
             **{f"logits = transformers' {family}": partial(logits_equal, family, model) for family in FAMILIES},
             "writing, with a cache = the whole at once": partial(writes_as_trained, model, self.config.seq_len),
+            "gradient = autograd of plain operations": self.equals_autograd,
             "replicas are equal after every step": self.replicas_are_equal,
             "gradient = hand-written all-reduce": partial(self.equals_loop_by_hand, all_reduce=True),
             "N processes = 1 process x N accumulation": partial(self.equals_loop_by_hand, all_reduce=False),
@@ -110,25 +160,22 @@ class Verification:
         holds = bool(self.accelerator.gather(torch.tensor([holds], device=self.device)).all())
         return "PASS" if holds else "FAIL", figure
 
-    def train(self, name: str, exact: bool = False, steps: int = STEPS) -> tuple[list[dict], dict, dict]:
-        """What train.py does: logged rows, and the tensors of its checkpoints after the first step and the last."""
-        run = replace(self.config, name=name, exact=exact, steps=steps)
-        with nested_training():
+    def train(self, name: str, exact: bool = False, steps: int | None = None) -> Trained:
+        """What train.py does."""
+        run = replace(self.config, name=name, exact=exact, steps=steps or self.config.steps)
+        with nested_training(), gradient_of_first_update() as gradient:
             train.main(run)
         path = Path(run.out_dir, run.name)
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        return rows, self.saved(path, 1), self.saved(path, steps)
-
-    def saved(self, path: Path, step: int) -> dict[str, Tensor]:
         network, optimizer = self.build()
-        checkpoint.load(checkpoint.step_directory(path / "checkpoints", step), network, optimizer)
-        return shards.state_tensors(network, optimizer)
+        checkpoint.load(checkpoint.step_directory(path / "checkpoints", run.steps), network, optimizer)
+        return Trained(rows, gradient, shards.state_tensors(network, optimizer))
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
         network = GPTModel(self.config.model).to(self.device)
         return network, build_optimizer(network, self.config.optimizer)
 
-    def train_by_hand(self, all_reduce: bool, in_a_tree: bool = False) -> tuple[list[dict], dict, dict]:
+    def train_by_hand(self, all_reduce: bool, in_a_tree: bool = False) -> Trained:
         """The loop that train.py is held against: no DDP, no preparation; as one process, or with an all-reduce."""
         # Without it, every process does the work of all.
         rank, num_processes = (self.rank, self.num_processes) if all_reduce else (0, 1)
@@ -139,8 +186,8 @@ class Verification:
         prepare_network(network, self.config, self.device)  # compiled or in chunks the bits are others
         order = self.corpus.order(self.config.global_batch_size, self.config.seed)
         add_micro_batch = TreeSum(network, accumulation, 0, 1).add_micro_batch if in_a_tree else lambda: None
-        rows, states = [], []
-        for step in range(STEPS):
+        rows, gradient = [], []
+        for step in range(self.config.steps):
             scale = loss_scale(self.accelerator.mixed_precision, step, skipped=0)
             samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
             batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
@@ -157,50 +204,54 @@ class Verification:
             for parameter in network.parameters():
                 parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad) / scale
             norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or torch.inf)
+            gradient = gradient or gradient_of(optimizer)
             set_lr(optimizer, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             total, count = add(torch.tensor(losses, device=self.device).sum(dim=0)).tolist()
             tokens = (step + 1) * add(torch.tensor(batch["input_ids"].numel(), device=self.device)).item()
             rows.append({"train/loss": total / (count or 1), "train/grad_norm": norm.item(), "train/tokens": tokens})
-            states.append({name: t.clone() for name, t in shards.state_tensors(network, optimizer).items()})
-        return rows, states[0], states[-1]
+        return Trained(rows, gradient, shards.state_tensors(network, optimizer))
 
     @cached_property
-    def straight(self) -> tuple[list[dict], dict, dict]:
+    def straight(self) -> Trained:
         return self.train("straight")
 
     def replicas_are_equal(self) -> tuple[bool | None, str]:
         if self.num_processes == self.shards:
             return None, "there is one replica"
         # It compares them after every step, and stops where they differ.
-        return bool(self.straight), f"{STEPS} steps, {self.num_processes} processes"
+        return bool(self.straight), f"{self.config.steps} steps, {self.num_processes} processes"
+
+    def equals_autograd(self) -> tuple[bool | None, str]:
+        errors = gradient_errors(self.config, self.corpus.train, self.accelerator)
+        worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+        # In bfloat16 the gradient of the keys is a small difference of large numbers.
+        return errors[worst] < 3 * self.tolerance, f"within {errors[worst]:.1e}: {worst}"
 
     def equals_loop_by_hand(self, all_reduce: bool) -> tuple[bool | None, str]:
-        """Compare the moments after the first step, which are the gradient but for a factor, and all logged numbers."""
-        (rows, moments, _), (by_hand, other_moments, _) = self.straight, self.train_by_hand(all_reduce)
-        names = [name for name, tensor in moments.items() if name.startswith("optimizer.") and tensor.dim()]
-        kinds = [[name for name in names if name.endswith(kind)] for kind in {name.split(".")[-1] for name in names}]
-        gradient = max(
-            torch.stack([moments[name].sub(other_moments[name]).norm() for name in kind]).norm().item()
-            / max(torch.stack([moments[name].norm() for name in kind]).norm().item(), 1e-12)
-            for kind in kinds or [list(moments)]
-        )
-        pairs = zip(rows, by_hand, strict=True)
+        """Compare the gradient of the first update, and all logged numbers."""
+        ours, by_hand = self.straight, self.train_by_hand(all_reduce)
+        difference = [one - other for one, other in zip(ours.gradient, by_hand.gradient, strict=True)]
+        gradient = total_norm(difference) / max(total_norm(by_hand.gradient), 1e-12)
+        pairs = zip(ours.rows, by_hand.rows, strict=True)
         logged, worst = max((abs(row[name] / hand[name] - 1), name) for row, hand in pairs for name in hand)
         return max(gradient, logged) < self.tolerance, f"gradient within {gradient:.1e}, {worst} within {logged:.1e}"
 
     def resuming_is_bitwise(self) -> tuple[bool | None, str]:
         exact = self.device.type == "cuda" and self.can_be_exact  # on it, only deterministic algorithms repeat bits
-        self.train("resumed", exact, STEPS // 2)
+        self.train("resumed", exact, self.config.steps // 2)
         unbroken = self.train("unbroken", True) if exact else self.straight
-        holds, figure = self.same_bits(unbroken, resumed := self.train("resumed", exact))
+        resumed = self.train("resumed", exact)
+        holds, figure = self.same_bits(unbroken, resumed)
         if (lost := values_not_saved(*self.build())) and not holds:
             figure += f"; the optimizer keeps {len(lost)} values that are no tensors, so not saved, such as {lost[0]}"
-        pairs = [(one, other, one.keys() | other.keys()) for one, other in zip(unbroken[0], resumed[0], strict=True)]
-        logged = {name for one, other, names in pairs for name in names if one.get(name) != other.get(name)}
-        if holds and (logged := sorted(name for name in logged if not name.startswith("perf/"))):
-            return False, f"{figure}, but other numbers were logged, of {', '.join(logged)}"
+        different = set()
+        for one, other in zip(unbroken.rows, resumed.rows, strict=True):
+            different |= {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+        different = sorted(name for name in different if not name.startswith("perf/"))
+        if holds and different:
+            return False, f"{figure}, but other numbers were logged, of {', '.join(different)}"
         return holds, figure
 
     def exact_is_bitwise(self) -> tuple[bool | None, str]:
@@ -209,10 +260,10 @@ class Verification:
         exact = self.train("exact", exact=True)  # first: it leaves one thread, and how many there are changes bits
         return self.same_bits(self.train_by_hand(all_reduce=False, in_a_tree=True), exact)
 
-    def same_bits(self, one, other) -> tuple[bool | None, str]:
-        (_, _, tensors), (_, _, other_tensors) = one, other
-        different = sum(not torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
-        return not different, f"{different} of {len(tensors)} weights and moments differ after {STEPS} steps"
+    def same_bits(self, one: Trained, other: Trained) -> tuple[bool | None, str]:
+        different = sum(not torch.equal(tensor, other.state[name]) for name, tensor in one.state.items())
+        steps = self.config.steps
+        return not different, f"{different} of {len(one.state)} weights and moments differ after {steps} steps"
 
     def order_is_a_permutation(self) -> tuple[bool | None, str]:
         num_samples = self.config.global_batch_size * 40 // 3 + 1  # so that epochs end within a batch
@@ -230,6 +281,8 @@ def main(config: TrainConfig) -> None:
         RunError: a promise does not hold.
         Preempted: a signal asked to stop.
     """
+    if config.steps < 2:
+        raise ConfigError(f"verify_steps: {config.steps} leaves none to do after a resume; use 2 or more")
     check_request(config)
     with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
         compute_as_any_processor()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ PROMISES = [
     "logits = transformers' gpt2",
     "logits = transformers' qwen3",
     "writing, with a cache = the whole at once",
+    "gradient = autograd of plain operations",
     "replicas are equal after every step",
     "gradient = hand-written all-reduce",
     "N processes = 1 process x N accumulation",
@@ -52,6 +54,12 @@ MUTATIONS = {
         "writing, with a cache = the whole at once"),
     "another_rotation": (
         "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
+    "sign_of_the_gradient_of_keys": (
+        "model/gpt.py", "(of_scores_NTT.mT @ q_NTD).mul_(scale)", "(of_scores_NTT.mT @ q_NTD).mul_(-scale)",
+        "gradient = autograd of plain operations"),
+    "derivative_left_out_of_the_loss_in_chunks": (
+        "model/loss.py", "(scores.gather(1, target_N1) - 1)", "scores.gather(1, target_N1)",
+        "gradient = autograd of plain operations"),
 }  # fmt: skip
 
 
@@ -118,10 +126,15 @@ def test_what_a_fork_broke_is_found(name, runs, tmp_path):
     assert done.returncode == 1 and "Something does not hold." in done.stderr
 
 
+def verify_command(out_dir, *words):
+    words = [*TINY_STORIES, "--out_dir", str(out_dir), *words]
+    return ["verify.py", *verify_module.settings_of_a_short_run(words)]
+
+
 def verify_a_fork(out_dir, file):
     """Of which the optimizer counts in a Python number, the MLP has a parameter more, and one check has an error."""
     sys.stdout = open(file, "w")
-    sys.argv = ["verify.py", *TINY_STORIES, "--out_dir", str(out_dir)]
+    sys.argv = verify_command(out_dir)
 
     class CountingSGD(torch.optim.SGD):
         def step(self, closure=None):
@@ -142,14 +155,13 @@ def verify_a_fork(out_dir, file):
     model.gpt.MLP = ScaledMLP
     train.build_optimizer = verify_module.build_optimizer = lambda model, config: CountingSGD(model.parameters(), 0.1)
     verify_module.GlobalBatches = {}.__getitem__
-    sys.argv += verify_module.SHORT
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
 def verify_a_count_in_a_group(out_dir, file):
     """As schedule-free optimizers keep theirs."""
     sys.stdout = open(file, "w")
-    sys.argv = ["verify.py", *TINY_STORIES, "--out_dir", str(out_dir), *verify_module.SHORT]
+    sys.argv = verify_command(out_dir)
 
     class CountingSGD(torch.optim.SGD):
         def step(self, closure=None):
@@ -160,13 +172,13 @@ def verify_a_count_in_a_group(out_dir, file):
 
     train.build_optimizer = verify_module.build_optimizer = lambda model, config: CountingSGD(model.parameters(), 0.1)
     checks = verify_module.Verification.checks
-    verify_module.Verification.checks = lambda self: {k: v for k, v in checks(self).items() if k == PROMISES[7]}
+    verify_module.Verification.checks = lambda self: {k: v for k, v in checks(self).items() if k == PROMISES[8]}
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
-def in_a_fork(verify, out_dir, file):
+def in_a_fork(verify, out_dir, file, *words):
     """What it said into the file, and its exit code."""
-    process = forked.server.Process(target=verify, args=(out_dir, file))
+    process = forked.server.Process(target=verify, args=(out_dir, file, *words))
     process.start()
     process.join(200)
     return file.read_text(), process.exitcode
@@ -174,7 +186,7 @@ def in_a_fork(verify, out_dir, file):
 
 def test_each_check_stands_alone_and_says_why_it_fails_or_is_skipped(runs, tmp_path):
     said, exit_code = in_a_fork(verify_a_fork, runs, tmp_path / "out")
-    words = ["FAIL", "SKIP", "SKIP", "PASS", "SKIP", "PASS", "PASS", "FAIL", "PASS"]
+    words = ["FAIL", "SKIP", "SKIP", "PASS", "PASS", "SKIP", "PASS", "PASS", "FAIL", "PASS"]
     assert results(said) == dict(zip(PROMISES, words, strict=True)), said
     assert exit_code == 1
     line = dict(zip(PROMISES, said.splitlines()[1:], strict=False))
@@ -205,13 +217,13 @@ def test_a_gpu_is_made_ready_for_exact_before_the_first_product(monkeypatch):
     monkeypatch.setattr(verify_module, "check_request", lambda config: None)
     monkeypatch.setattr(verify_module, "Verification", begin)
     with pytest.raises(Begun):
-        verify_module.main(None)
+        verify_module.main(SimpleNamespace(steps=6))
 
 
 def verify_what_is_no_state(out_dir, file):
     """Of a fork that evaluates an average of the weights, say, which no checkpoint holds."""
     sys.stdout = open(file, "w")
-    sys.argv = ["verify.py", *TINY_STORIES, "--out_dir", str(out_dir), *verify_module.SHORT]
+    sys.argv = verify_command(out_dir)
     evaluate, evaluations = train.evaluate, []
 
     def evaluate_twice(*arguments):
@@ -252,7 +264,7 @@ def test_bad_settings_are_refused(runs):
 def verify_short_rows(out_dir, file):
     """Of a fork whose rows are half as long as it says, so that it counts twice the tokens that it trains on."""
     sys.stdout = open(file, "w")
-    sys.argv = ["verify.py", *TINY_STORIES, "--out_dir", str(out_dir), *verify_module.SHORT]
+    sys.argv = verify_command(out_dir)
     arrays = StoriesDataset.arrays
     StoriesDataset.arrays = lambda self, indices: {n: rows[:, :64] for n, rows in arrays(self, indices).items()}
     name = "gradient = hand-written all-reduce"
@@ -263,3 +275,62 @@ def verify_short_rows(out_dir, file):
 def test_rows_of_another_length_than_is_said_are_found(runs, tmp_path):
     said, exit_code = in_a_fork(verify_short_rows, runs, tmp_path / "out")
     assert "train/tokens within 1.0e+00" in said and exit_code == 1, said
+
+
+def verify_any_basis(out_dir, file):
+    """Of an optimizer whose state is no gradient: eigenvectors, say, of which each sign is as good as the other."""
+    sys.stdout = open(file, "w")
+    sys.argv = verify_command(out_dir)
+    sign = 1
+
+    class Rotating(torch.optim.SGD):
+        def step(self, closure=None):
+            nonlocal sign
+            sign = -sign
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["basis"] = torch.full_like(parameter, sign)
+            super().step(closure)
+
+    train.build_optimizer = verify_module.build_optimizer = lambda model, config: Rotating(model.parameters(), 0.1)
+    check = partial(verify_module.Verification.equals_loop_by_hand, all_reduce=True)
+    verify_module.Verification.checks = lambda self: {"gradient = hand-written all-reduce": partial(check, self)}
+    scripts.exit_without_teardown(scripts.run_script("verify"))
+
+
+def test_gradients_are_compared_and_not_what_an_optimizer_makes_of_them(runs, tmp_path):
+    said, exit_code = in_a_fork(verify_any_basis, runs, tmp_path / "out")
+    assert results(said) == {"gradient = hand-written all-reduce": "PASS"} and exit_code == 0, said
+
+
+def verify_what_begins_later(out_dir, file, *words):
+    """Of an optimizer that does something else from its 10th update on, and counts for itself."""
+    sys.stdout = open(file, "w")
+    sys.argv = verify_command(out_dir, *words)
+
+    class Later(torch.optim.SGD):
+        updates = 0
+
+        def step(self, closure=None):
+            self.updates += 1
+            if self.updates >= 10:
+                self.param_groups[0]["lr"] /= 2
+            super().step(closure)
+
+    train.build_optimizer = verify_module.build_optimizer = lambda model, config: Later(model.parameters(), 0.1)
+    verify_module.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
+    scripts.exit_without_teardown(scripts.run_script("verify"))
+
+
+@pytest.mark.parametrize(("words", "result"), [((), "PASS"), (("--verify_steps", "12"), "FAIL")])
+def test_what_begins_later_is_seen_with_more_steps(words, result, runs, tmp_path):
+    said, _ = in_a_fork(verify_what_begins_later, runs, tmp_path / "out", *words)
+    assert results(said) == {"resuming is bitwise": result}, said
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"), [("1", "verify_steps: 1 leaves none"), ("x", "steps: x must be a whole number above 0")]
+)
+def test_a_wrong_number_of_steps_is_refused(steps, message, runs, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", verify_command(runs, "--verify_steps", steps))
+    assert scripts.run_script("verify") == 2
+    assert message in capsys.readouterr().err and not runs.exists()

@@ -77,4 +77,4 @@ def test_an_experiment_trains_resumes_and_is_verified(experiments, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     results = re.findall(r"^(PASS|SKIP)  ", done.stdout, re.M)
     no_family = {"attention_lora", "block_parallel", "mlp_experts"} & {name for name, *_ in experiments}
-    assert results.count("SKIP") == (2 if no_family else 0) and len(results) == 9
+    assert results.count("SKIP") == (2 if no_family else 0) and len(results) == 10
