@@ -73,10 +73,20 @@ class StateDigests:
 
 
 def state_digests(network: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigests:
-    """Of all that a checkpoint holds, under the names that it has there; called by all processes together."""
+    """Of all that a checkpoint holds, under the names that it has there; called by all processes together.
+
+    Raises:
+        RunError: the optimizer keeps a DTensor that is not sharded by rows.
+    """
     tensors = {f"model.{name}": value for name, value in network.state_dict(keep_vars=True).items()}
     for name, parameter in network.named_parameters():  # weights that blocks share have their moments once
         for key, moment in optimizer.state.get(parameter, {}).items():
+            if is_sharded(moment) and len(_sharded_dimensions(moment)) != 1:
+                raise RunError(
+                    f"optimizer.state.{name}.{key}, which {type(optimizer).__name__} keeps, is a DTensor of "
+                    f"{moment.placements}; keep it sharded by rows, as its parameter is, or as a plain tensor that is "
+                    "the same on all processes"
+                )
             if torch.is_tensor(moment):
                 tensors[f"optimizer.state.{name}.{key}"] = moment
     return digests(tensors)
@@ -108,8 +118,13 @@ def digests(tensors: dict[str, Tensor]) -> StateDigests:
 
 def _shards(tensor) -> dist.ProcessGroup:
     """The processes that hold a DTensor together: along the one dimension of its mesh that shards it, by rows."""
-    [dimension] = [i for i, placement in enumerate(tensor.placements) if placement.is_shard(0)]
+    [dimension] = _sharded_dimensions(tensor)
     return tensor.device_mesh.get_group(dimension)
+
+
+def _sharded_dimensions(tensor) -> list[int]:
+    """Of the mesh of a DTensor: those that shard it by rows."""
+    return [index for index, placement in enumerate(tensor.placements) if placement.is_shard(0)]
 
 
 def _local_rows(tensor: Tensor) -> tuple[Tensor, int]:

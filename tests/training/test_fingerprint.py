@@ -10,12 +10,12 @@ import pytest
 import torch
 import yaml
 
-from config import ConfigError
+from config import ConfigError, RunError
 from launch.processor import prepare_exact
 from run.manifest import read_manifest
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
-from training.fingerprint import VALUES_AT_ONCE, _factors, _hash_rows, digests
+from training.fingerprint import VALUES_AT_ONCE, _factors, _hash_rows, digests, state_digests
 
 TENSORS = {
     "matrix": torch.randn(5, 7, generator=torch.Generator().manual_seed(1)),
@@ -143,3 +143,26 @@ def test_products_before_an_exact_run_are_found(way, tmp_path):
     if not way:
         assert done.returncode == 2 and "this process multiplied matrices before, in another" in done.stderr
         assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("dimension", "placement"), [(None, "Replicate()"), (1, "Shard(dim=1)")])
+def test_a_state_that_is_not_sharded_by_rows_is_named(dimension, placement, mesh):
+    """As what an optimizer keeps of gradient.T @ gradient under FSDP2."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    network = torch.nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(network.parameters())
+    placements = [Replicate() if dimension is None else Shard(dimension)]
+    optimizer.state[network.weight]["basis"] = distribute_tensor(torch.eye(4), mesh, placements)
+    with pytest.raises(RunError, match=r"^optimizer.state.weight.basis, which SGD keeps, is a DTensor of") as caught:
+        state_digests(network, optimizer)
+    assert placement in str(caught.value)
+    optimizer.state[network.weight]["basis"] = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
+    state_digests(network, optimizer)
