@@ -226,8 +226,9 @@ class Verification:
     def equals_autograd(self) -> tuple[bool | None, str]:
         errors = gradient_errors(self.config, self.corpus.train, self.accelerator)
         worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
-        # In bfloat16 the gradient of the keys is a small difference of large numbers.
-        return errors[worst] < 3 * self.tolerance, f"within {errors[worst]:.1e}: {worst}"
+        # In bfloat16 the router of a mixture of experts sends one of a hundred tokens elsewhere.
+        tolerance = 1e-3 if self.accelerator.mixed_precision == "no" else 0.2
+        return errors[worst] < tolerance, f"within {errors[worst]:.1e}: {worst}"
 
     def equals_loop_by_hand(self, all_reduce: bool) -> tuple[bool | None, str]:
         """Compare the gradient of the first update, and all logged numbers."""

@@ -27,7 +27,7 @@ from training.optimizer import build_optimizer
 MAX_LAYERS, MAX_POSITIONS = 2, 32
 MIN_TARGETS = 160  # so that the loss has two of its smallest chunks, and oneDNN takes the products
 # Part of the norm of the whole gradient that is added to a tensor's own, which may be 0, as that of the keys' bias.
-FLOOR = 0.01
+FLOOR = 0.003
 STEP = 1e-4  # of a difference, along a direction of length 1
 
 
