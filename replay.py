@@ -113,7 +113,7 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
     if step <= run.begin:
         raise ConfigError(f"step: {step} is of the run that {run.path} branched from after step {run.begin}; open that")
     first = read_manifest(before).step if before else 0
-    check_places(config)  # now, and not after hours of training
+    check_places(config, run)  # now, and not after hours of training
     why = run.differs_here(first, step)
     if first < step - 1:
         again = run.retrain(before, step - 1, folder)
@@ -142,13 +142,16 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
     show_sequences(run, before, step, config)
 
 
-def check_places(config: ReplayConfig) -> None:
-    """Refuse folders that cannot be written, and for a checkpoint the name of one of another step."""
+def check_places(config: ReplayConfig, run: Run) -> None:
+    """Refuse folders in a run, those that cannot be written, and for a checkpoint the name of one of another step."""
     if config.stop and os.path.lexists(config.stop):
         raise ConfigError(f"stop: {config.stop!r} is there already; name a new folder")
     name = step_directory(Path(), config.step).name
     if config.stop and Path(config.stop).name.startswith("step-") and Path(config.stop).name != name:
         raise ConfigError(f"stop: {config.stop!r} is not how a checkpoint of that step may be called; name it {name}")
+    for setting, place in {"stop": config.stop, "profile": config.profile}.items():
+        if place and (inside := run_around(Path(place), run)):
+            raise ConfigError(f"{setting}: {place!r} is inside the run {inside}; name a folder that is in no run")
     folders = {"stop": config.stop and Path(config.stop).absolute().parent, "profile": config.profile}
     for setting, folder in folders.items():
         try:
@@ -158,6 +161,17 @@ def check_places(config: ReplayConfig) -> None:
         except OSError as error:
             given = getattr(config, setting)
             raise ConfigError(f"{setting}: {given!r}: cannot write in {folder}: {error.strerror}") from None
+
+
+def run_around(place: Path, run: Run) -> Path | None:
+    """The run in whose directory a place is: this one, or another."""
+    resolved = place.resolve()
+    for directory in (resolved, *resolved.parents):
+        if directory == run.path.resolve():
+            return run.path
+        if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
+            return directory
+    return None
 
 
 def show_blocks(row: dict) -> None:

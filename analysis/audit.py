@@ -4,18 +4,22 @@ Training goes on in a run of its own, in a folder that is thrown away, from a ch
 """
 
 import contextlib
+import math
 import os
 import random
-from collections import ChainMap
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import train
 from config import ConfigError, RunError, TrainConfig
+from data.json_objects import typed
 from launch.nested import broadcast_from_main, nested_training
 from launch.processor import prepare_exact
 from launch.start import is_on, uses_cpu
@@ -42,7 +46,41 @@ from training.fingerprint import digests
 AS_THEN = ("steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row")
 AS_THEN += ("compile", "activation_checkpointing", "chunked_loss")
 LOGGED = ("train/loss", "train/grad_norm", "train/lr")
+NOTHING = "nothing"  # where there is no number
 ROUNDING = 1e-3  # relative; what other processors and numbers of processes make of the same step
+
+
+@dataclass(frozen=True)
+class StartFacts:
+    """What a line of starts.jsonl says of how the steps after it were computed; those of older versions say less."""
+
+    processes: int | None = None
+    shards: int | None = None
+    threads: int | None = None
+    mixed_precision: str | None = None
+    config: dict[str, Any] | None = None
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file of a run, none if it is not there.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return list(read_rows(file))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"run: {file} cannot be read: {error.strerror}") from None
+
+
+def texts_of(file: Path) -> dict[int, list[dict[str, Any]]]:
+    """The rows of a samples.jsonl, by their step."""
+    texts = defaultdict(list)
+    for row in rows_of(file):
+        texts[row["step"]].append(row)
+    return dict(texts)
 
 
 class Run:
@@ -54,13 +92,15 @@ class Run:
             raise ConfigError(f"run: {str(path)!r} is not the directory of a run: it has no config.yaml")
         self.path, self.settings, self.config = path, settings, config_of(settings)
         self.manifests = readable_checkpoints(path / "checkpoints")
-        metrics, starts = path / "metrics.jsonl", path / "starts.jsonl"
-        try:
-            logged = list(read_rows(metrics)) if metrics.exists() else []
-            self.starts = list(read_rows(starts)) if starts.exists() else []
-        except OSError as error:
-            raise ConfigError(f"run: {str(path)!r} cannot be read: {error}") from None
+        logged = rows_of(path / "metrics.jsonl")
         self.logged_steps, self.rows = [row["step"] for row in logged], {row["step"]: row for row in logged}
+        self.logged_names, self.never_logged = {name for row in logged for name in row}, set()
+        self.texts, self.starts = texts_of(path / "samples.jsonl"), rows_of(path / "starts.jsonl")
+        try:
+            for start in self.starts:
+                typed(start, StartFacts, "start")
+        except ValueError as error:
+            raise ConfigError(f"run: {path / 'starts.jsonl'} is damaged: {error}") from None
         self.origin: dict[Path, Manifest] = {}  # of a branch: the checkpoint that it began from, if it is still there
         if self.config.branch_from is not None:
             with contextlib.suppress(InvalidCheckpoint):
@@ -85,6 +125,24 @@ class Run:
     def ends(self, begin: int, until: int) -> list[int]:
         """Where the starts ended that did the steps after `begin` until `until`."""
         return [*sorted({start["step"] for start in self.starts if begin < start["step"] < until}), until]
+
+    def missing(self, step: int, names: Iterable[str]) -> list[str]:
+        """Of the names of numbers that training `step` again logs, every step as it does: those that the run lacks.
+
+        What it logged at no step at all, its version may not have known: that is noted in `never_logged`.
+        """
+        config = self.config_then(step)
+        due, ignored = config.due(step), ["step", "perf/"]
+        if not due.log:
+            ignored += ["train/", "layers/"]
+        if not config.tracking.layers:
+            ignored.append("layers/")
+        if not any(due):
+            ignored.append("state/")
+        logged = self.rows.get(step, {})
+        names = {name for name in names if not name.startswith(tuple(ignored)) and name not in logged}
+        self.never_logged |= names - self.logged_names
+        return sorted(names & self.logged_names)
 
     def differs_here(self, begin: int, until: int) -> str:
         """Why the bits of the steps after `begin` until `until` may be others here, in words; "" if they may not."""
@@ -129,13 +187,13 @@ class Run:
         Raises:
             Preempted: a signal asked to stop.
         """
-        rows = {}
+        rows, texts = {}, {}
         for end in self.ends(read_manifest(checkpoint).step if checkpoint else 0, until):
             again = self._retrain(checkpoint, end, folder, changes)
-            checkpoint, rows = again.checkpoint, rows | again.rows
+            checkpoint, rows, texts = again.checkpoint, rows | again.rows, texts | again.texts
             if again.failure:
                 break
-        return replace(again, rows=rows)
+        return replace(again, rows=rows, texts=texts)
 
     def _retrain(self, checkpoint: Path | None, until: int, folder: Path, changes: dict) -> "Retrained":
         config, config_then = deepcopy((self.config, self.config_then(until)))
@@ -163,11 +221,12 @@ class Run:
             except RunError as error:
                 failure = error
         path = folder / config.name
-        rows = list(read_rows(path / "metrics.jsonl")) if is_main_process() else None
-        rows = {row["step"]: row for row in broadcast_from_main(rows)}
+        logged = (rows_of(path / "metrics.jsonl"), texts_of(path / "samples.jsonl")) if is_main_process() else None
+        rows, texts = broadcast_from_main(logged)
+        rows = {row["step"]: row for row in rows}
         if failure is None and until not in rows:
             raise RunError(f"training again stopped before step {until}")
-        return Retrained(step_directory(path / "checkpoints", until), rows, failure)
+        return Retrained(step_directory(path / "checkpoints", until), rows, texts, failure)
 
 
 @dataclass
@@ -178,24 +237,40 @@ class Retrained:
     """After its last step."""
     rows: dict[int, dict]
     """Of metrics.jsonl, one for each of its steps."""
+    texts: dict[int, list[dict]]
+    """Rows of samples.jsonl, by their step."""
     failure: RunError | None
     """Why it ended before its last step."""
 
     def difference(self, run: Run, why: str) -> str:
-        """The first number that the run logged otherwise, in words; "" if there is none.
+        """The first number or text that the run logged otherwise, or not, in words; "" if there is none.
 
         Where the bits may differ (`why`), only what differs by more than rounding counts.
         """
         for step, ours in self.rows.items():
+            if missing := run.missing(step, ours):
+                return f"metrics.jsonl has no {missing[0]} of step {step}"
             for name, theirs in run.rows.get(step, {}).items():
-                again = ours.get(name)
+                again = ours.get(name, NOTHING)
                 if name.startswith("perf/") or theirs == again:
                     continue
-                near = {type(theirs), type(again)} <= {int, float} and abs(theirs - again) <= ROUNDING * abs(theirs)
-                if why and (near or name.startswith(("state/", "sample/"))):  # what is sampled may turn at a rounding
+                # What is sampled may turn at a rounding.
+                if why and (name.startswith(("state/", "sample/")) or is_near(theirs, again)):
                     continue
                 return f"step {step}: {name} is {theirs} in the run, and {again} trained again"
+            if not why and run.texts.get(step) != self.texts.get(step):
+                return f"samples.jsonl has other texts of step {step} than training again writes"
         return ""
+
+
+def is_near(one: Any, other: Any) -> bool:
+    """Whether both are numbers, and the same but for rounding."""
+    if not {type(one), type(other)} <= {int, float}:
+        return False
+    try:
+        return math.isclose(one, other, rel_tol=ROUNDING)
+    except OverflowError:  # an integer that is larger than any float
+        return False
 
 
 def outcome(run: Run, again: Retrained, why: str) -> str:
@@ -252,6 +327,8 @@ def audit(run: Run, count: int, folder: Path) -> None:
     saved, logged = kept[-1][1].step, max(run.logged_steps, default=0)
     if logged > saved:
         say(f"SKIP  steps {saved + 1} to {logged}  no checkpoint is after them")
+    if run.never_logged:
+        say(f"SKIP  {', '.join(sorted(run.never_logged))}  the run logged it at no step")
     if failures:
         raise RunError(f"{run.path} is not what its settings give: {failures} failure(s)")
     say(f"{run.path} is what its settings give, as far as it was trained again.")
@@ -266,9 +343,10 @@ def saved_problem(run: Run, checkpoint: Path, manifest: Manifest) -> str:
     if lines := differences(complete_settings(manifest.config), run.config):
         return f"its settings are not those of config.yaml: {lines[0]}"
     row = run.rows.setdefault(manifest.step, {})
-    if wrong := [name for name, value in manifest.metrics.items() if row.get(name) != value]:
-        both = f"{row.get(wrong[0])}, and the manifest {manifest.metrics[wrong[0]]}"
-        return f"of {wrong[0]} at step {manifest.step} metrics.jsonl says {both}"
+    for name in sorted((manifest.metrics.keys() | row.keys()) - {"step"}):
+        logged, saved = row.get(name, NOTHING), manifest.metrics.get(name, NOTHING)
+        if logged != saved:
+            return f"of {name} at step {manifest.step} metrics.jsonl says {logged}, and the manifest {saved}"
     digest = str(digests(whole_tensors(checkpoint, manifest)))
     if digest != (logged := row.setdefault("state/digest", digest)):  # without one, training again has to give this
         return f"its tensors have the digest {digest}, metrics.jsonl says {logged}"

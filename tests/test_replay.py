@@ -1,5 +1,6 @@
 """Any step of a run is trained again with the same bits, and a run that was tampered with is found."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -20,11 +21,12 @@ from data.files import sha256
 from replay import ReplayConfig, with_step_named
 from run.manifest import File, read_manifest
 from tests import forked
-from tests.conftest import TINY_STORIES, assert_same_bits, environment, python, tensors, train
+from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, python, tensors, train
 from training.fingerprint import digests
 
 STEPS = 6
 RECIPE = [*TINY_STORIES, *"--steps 6 --tracking.log_every 1 --evaluation.every 3 --checkpoint.every 2".split()]
+RECIPE += "--evaluation.num_samples_shown 2 --evaluation.num_story_samples 4".split()
 
 
 @pytest.fixture(scope="module")
@@ -142,16 +144,23 @@ def test_nothing_in_the_run_is_touched(run):
         ("{run}/checkpoints 2", "is not the directory of a run: it has no config.yaml"),
         ("{run} 4 --stop {run}", "is there already; name a new folder"),
         (
-            "{run} 4 --stop {run}/config.yaml/step",
-            "stop: '{run}/config.yaml/step': cannot write in {run}/config.yaml: ",
+            "{run} 4 --stop {run}/../file/step",
+            "stop: '{run}/../file/step': cannot write in {run}/../file: ",
         ),
+        (
+            "{run} 3 --stop {run}/checkpoints/step-00000003",
+            "stop: '{run}/checkpoints/step-00000003' is inside the run {run}; name a folder that is in no run",
+        ),
+        ("{run} 3 --stop {run}/../link/step-00000003", "is inside the run {run}; name a folder that is in no run"),
+        ("{run} 3 --stop {run}/../branch/step-00000003", "/branch; name a folder that is in no run"),
+        ("{run} 3 --profile {run}/traces", "profile: '{run}/traces' is inside the run {run}; name"),
         (
             "{run} 4 --stop step-4",
             "stop: 'step-4' is not how a checkpoint of that step may be called; name it step-",
         ),
         (
-            "{run} 4 --profile {run}/config.yaml",
-            "profile: '{run}/config.yaml': cannot write in {run}/config.yaml: File exists",
+            "{run} 4 --profile {run}/../file",
+            "profile: '{run}/../file': cannot write in {run}/../file: File exists",
         ),
         ("--step 7 {run}", "step: 7 is beyond the 6 steps of"),
         ("--num_sequences 8 {run} --step 7", "step: 7 is beyond the 6 steps of"),
@@ -161,9 +170,14 @@ def test_nothing_in_the_run_is_touched(run):
     ],
 )
 def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatch, capsys):
+    (run.parent / "file").touch()
+    if not (run.parent / "link").is_symlink():
+        (run.parent / "link").symlink_to(run / "checkpoints")
+    before = sorted(run.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["replay.py", *with_step_named(arguments.format(run=run).split())])
     assert scripts.run_script("replay", ReplayConfig) == 2
     assert message.format(run=run) in capsys.readouterr().err
+    assert before == sorted(run.rglob("*"))
 
 
 def test_a_run_whose_settings_are_gone_is_refused(tmp_path):
@@ -259,6 +273,47 @@ def a_number_that_is_gone(run, name="train/loss"):
     rewrite_rows(run, lambda row: row.pop(name) and None if row["step"] == 3 else None)
 
 
+def a_count_of_tokens_that_is_gone(run):
+    a_number_that_is_gone(run, "train/tokens")
+
+
+def a_perplexity_that_is_gone(run):
+    a_number_that_is_gone(run, "val/perplexity")
+
+
+def a_loss_that_is_gone_from_the_manifest_alone(run):
+    rows = (run / "metrics.jsonl").read_text()
+    metrics = read_manifest(run / "checkpoints" / "step-00000006").metrics
+    forge(run, 6, metrics={name: value for name, value in metrics.items() if name != "val/loss"})
+    (run / "metrics.jsonl").write_text(rows)
+
+
+def a_number_that_is_none(run):
+    rewrite_rows(run, lambda row: row.update({"train/accuracy": None}) if row["step"] == 3 else None)
+
+
+def rewrite_texts(run, change):
+    path = run / "samples.jsonl"
+    rows = change([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def a_text(run):
+    rewrite_texts(run, lambda rows: [{**rows[0], "sample/stories": "Mia likes cats."}, *rows[1:]])
+
+
+def a_text_that_is_gone(run):
+    rewrite_texts(run, lambda rows: rows[1:])
+
+
+def a_text_of_another_step(run):
+    rewrite_texts(run, lambda rows: [*rows[:2], {**rows[0], "step": 4}, *rows[2:]])
+
+
+def all_texts(run):
+    (run / "samples.jsonl").unlink()
+
+
 def a_gradient_norm_that_is_gone(run):
     a_number_that_is_gone(run, "train/grad_norm")
 
@@ -348,6 +403,9 @@ TAMPERINGS = [
     *(another_seed, other_data, a_swapped_checkpoint, a_checkpoint_that_claims_another_step),
     *(a_number_that_was_never_measured, a_step_that_was_never_done, a_step_before_the_first, a_step_that_is_told_twice),
     *(a_weight_of_which_no_digest_tells, the_whole_log),
+    *(a_count_of_tokens_that_is_gone, a_perplexity_that_is_gone),
+    *(a_loss_that_is_gone_from_the_manifest_alone, a_number_that_is_none),
+    *(a_text, a_text_that_is_gone, a_text_of_another_step, all_texts),
 ]
 
 
@@ -401,13 +459,28 @@ def test_a_digest_is_missed_of_a_step_that_logged_no_loss(step, in_process, tmp_
     assert f"FAIL  steps 1 to 6  metrics.jsonl has no state/digest of step {step}" in capsys.readouterr().out
 
 
+def test_a_number_that_stands_nowhere_is_said_to_be_unknown(run, in_process, tmp_path, capsys):
+    """By its absence alone, who removed all of it cannot be told from a version that did not know it."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    metrics = read_manifest(copy / "checkpoints" / "step-00000006").metrics
+    rewrite_rows(copy, lambda row: row.pop("sample/accepted", None) and None)
+    forge(copy, 6, metrics={name: value for name, value in metrics.items() if name != "sample/accepted"})
+    audit(Run(copy), 99, tmp_path)
+    assert "SKIP  sample/accepted  the run logged it at no step" in capsys.readouterr().out
+
+
+def logged(row):
+    """A run of which this is step 3."""
+    return SimpleNamespace(rows={3: row}, missing=lambda step, names: [])
+
+
 @pytest.mark.parametrize("value", [None, "low", 5.0])
 def test_only_a_number_is_the_same_but_for_rounding(value):
-    again = Retrained(None, {3: {"train/loss": 5.1, "state/digest": "b", "sample/accepted": 0.5}}, None)
+    again = Retrained(None, {3: {"train/loss": 5.1, "state/digest": "b", "sample/accepted": 0.5}}, {}, None)
     row = {"state/digest": "a", "sample/accepted": 0.4, "train/loss": 5.1001}
-    assert not again.difference(SimpleNamespace(rows={3: row}), "2 processes then and 1 now")
+    assert not again.difference(logged(row), "2 processes then and 1 now")
     row["train/loss"] = value
-    assert "train/loss" in again.difference(SimpleNamespace(rows={3: row}), "2 processes then and 1 now")
+    assert "train/loss" in again.difference(logged(row), "2 processes then and 1 now")
 
 
 def test_an_honest_run_passes(run, in_process, tmp_path, capsys):
@@ -492,3 +565,49 @@ def test_two_processes_replay_and_audit_a_run_of_two(tmp_path):
     assert shown.count("sequences of step 4") == 1
     assert python(f"{replay} --audit 2", TMPDIR=str(temporary)).stdout.count("bit for bit\n") == 2
     assert not list(temporary.iterdir())
+
+
+def run_replay(monkeypatch, capsys, *words):
+    """Exit code and what it said was wrong."""
+    monkeypatch.setattr(sys, "argv", ["replay.py", *map(str, words)])
+    return scripts.run_script("replay", ReplayConfig), capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl", "samples.jsonl"])
+def test_a_log_that_cannot_be_read_is_said(name, run, in_process, tmp_path, monkeypatch, capsys):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / name).unlink()
+    (copy / name).mkdir()  # which root cannot read either
+    exit_code, said = run_replay(monkeypatch, capsys, copy, "--audit", 1)
+    assert exit_code == 2 and f"run: {copy / name} cannot be read: Is a directory" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"threads": "two"}, "run: {run}/starts.jsonl is damaged: start.threads is 'two'"),
+        ({"processes": [2]}, "run: {run}/starts.jsonl is damaged: start.processes is"),
+        ({"mixed_precision": 16}, "run: {run}/starts.jsonl is damaged: start.mixed_precision is"),
+        ({"config": []}, "run: {run}/starts.jsonl is damaged: start.config is"),
+    ],
+)
+def test_a_start_that_is_none_is_said(facts, message, run, in_process, tmp_path, monkeypatch, capsys):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    start = json.loads((copy / "starts.jsonl").read_text())
+    (copy / "starts.jsonl").write_text(json.dumps(start | facts) + "\n")
+    exit_code, said = run_replay(monkeypatch, capsys, copy, "--audit", 1)
+    assert exit_code == 2 and message.format(run=copy) in said and "Traceback" not in said
+
+
+def test_a_number_of_hundreds_of_digits_is_no_rounding():
+    again = Retrained(None, {3: {"train/loss": 5.1}}, {}, None)
+    assert again.difference(logged({"train/loss": 10**350}), "2 processes then and 1 now")
+
+
+@pytest.mark.parametrize("kind", ["format-1", "format-2"])
+def test_what_an_older_version_did_not_log_is_not_missed(kind, in_process, tmp_path, capsys):
+    """It was trained on another processor, so its bits are others here."""
+    with contextlib.suppress(RunError):
+        audit(Run(ROOT / "tests" / "old_runs" / kind), 9, tmp_path)
+    shown = capsys.readouterr().out
+    assert "bit for bit" in shown or re.search("state/digest is .* in the run, and .* trained again", shown), shown
