@@ -24,7 +24,7 @@ from data.corpus import TOKENS_AT_ONCE, Batches, Corpus, load_corpus
 from data.order import StepSampler, derive_seed
 from export import export_newest
 from launch.request import check_request, check_same_settings
-from launch.signals import Preempted, StopSignal, ignore_stop_signals
+from launch.signals import Preempted, StopSignal
 from launch.start import start_accelerator
 from load import Loaded, check_tokenizer, copy_initial_weights, load_initial_model
 from model.gpt import GPTModel
@@ -37,6 +37,7 @@ from run.summary import summary
 from training.fingerprint import state_digests
 from training.gradients import backward, clip, fill_in_gradients, first_backward, loss_scale, trainable_parameters
 from training.layers import LayerStatistics
+from training.loading import LoaderCheck, start_worker
 from training.network import prepare_network
 from training.optimizer import build_optimizer, set_lr
 from training.profiler import step_profiler
@@ -119,7 +120,9 @@ def train(
         state_digests(network, optimizer).require(start.metrics.get("state/digest"), start.checkpoint)
 
     order = corpus.order(config.global_batch_size, config.seed)
-    batches = load_batches(config, corpus, StepSampler(order, start.step, config.steps, rank, num_processes), device)
+    sampler = StepSampler(order, start.step, config.steps, rank, num_processes)
+    loader_check = LoaderCheck(accelerator, config.timeout_seconds, stop_signal)
+    batches = load_batches(config, corpus, sampler, device, loader_check)
     # torch.manual_seed also notes a seed, with a stack trace, for a GPU that a machine without one does not have.
     seed_draws = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     tokens_per_step = config.global_batch_size * config.seq_len
@@ -135,10 +138,13 @@ def train(
         reporter.say(summary(config, accelerator, network, run.path, start, verified, corpus.conversations))
         # The loss of a step is the sum over the targets of the global batch, divided by their number on all processes.
         # That number must be known before the forward: here for the first step, and later from the step before.
-        share, num_targets = next(batches)
-        totals.send(num_targets, stop=False)
+        share, num_targets = next(batches, ([], 0))
+        totals.send(num_targets, stop=not share)
         target_tokens = totals.receive(start.step, torch.zeros((), device=device))
         totals.read(at_once=True)
+        if totals.stop:
+            loader_check.require_batches(start.step)
+            raise Preempted(f"stopped as asked before step {start.step + 1}; the same command begins with it")
         totals.skipped, totals.skipped_in_a_row = start.skipped
         # DDP orders its sums by what it saw in its first backward. Every start does one and discards it, so that a
         # resumed run adds in the same order as one that never stopped.
@@ -166,7 +172,7 @@ def train(
                     if index == accumulation - 1:
                         share, num_targets = next(batches, ([], 0))
                         asked_to_stop = stop_signal.received or done == config.stop_after
-                        stop = asked_to_stop or saver.failed or corpus_check.failed
+                        stop = asked_to_stop or saver.failed or corpus_check.failed or loader_check.failed
                         totals.send(num_targets, stop)
                     backward(scale * micro_loss, model, accelerator)
                 if config.exact:
@@ -204,6 +210,7 @@ def train(
             if done == config.steps or totals.stop:
                 saver.wait(must_succeed=True)
             if totals.stop and done < config.steps:
+                loader_check.require_batches(done)
                 raise Preempted(f"stopped as asked after step {done}; the same command goes on from there")
             if due.evaluate or due.save:
                 throughput.restart(done)
@@ -215,7 +222,9 @@ def train(
         reporter.say(f"The run lies in {run.path}.")
 
 
-def load_batches(config: TrainConfig, corpus: Corpus, sampler: StepSampler, device) -> Iterator[tuple]:
+def load_batches(
+    config: TrainConfig, corpus: Corpus, sampler: StepSampler, device: torch.device, loader_check: LoaderCheck
+) -> Iterator[tuple]:
     """This process's share of every global batch that the sampler asks for, on the device: micro-batches, targets."""
     # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
     loader = DataLoader(
@@ -224,12 +233,12 @@ def load_batches(config: TrainConfig, corpus: Corpus, sampler: StepSampler, devi
         collate_fn=list,
         sampler=sampler,
         num_workers=config.data.num_workers,
-        worker_init_fn=ignore_stop_signals,
+        worker_init_fn=start_worker,
         pin_memory=device.type == "cuda",
     )
     # Elsewhere than from pinned memory to a GPU, a copy that nobody waits for may be read too early.
     non_blocking = device.type == "cuda"
-    for batches in loader:
+    for batches in loader_check.batches(loader):
         batches = [{name: t.to(device, non_blocking=non_blocking) for name, t in batch.items()} for batch in batches]
         # All micro-batches are cut now, while the code that does it is still in the CPU's caches.
         yield from [(list(micro_batches(batch, config.micro_batch_size)), count_targets(batch)) for batch in batches]

@@ -13,8 +13,8 @@ class Preempted(Exception):
     """The run stopped on a signal, after saving; started again, it goes on."""
 
 
-def ignore_stop_signals(worker_id: int = 0) -> None:
-    """For a process that loads data: whoever signals all processes at once must not stop the training without it."""
+def ignore_stop_signals() -> None:
+    """From now on no signal that asks for a stop does anything to this process."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -272,7 +272,9 @@ class RunDirectory:
         begins = {row["step"] for row in read_rows(starts)} if starts.exists() else set()
         if len(begins) > 1:
             return True  # one of these starts went on from a checkpoint
-        return status is not None and (status.state in ("finished", "preempted") or NONE_LEFT in status.reason)
+        if status is None:
+            return False
+        return (status.state in ("finished", "preempted") and status.step > 0) or NONE_LEFT in status.reason
 
     def _may_be_claimed(self, config: TrainConfig) -> bool:
         """Whether this is the run of these settings, and nobody else is running it."""

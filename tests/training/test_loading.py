@@ -1,0 +1,110 @@
+"""A loader that is late or dead ends the run, after a save and with a message; no signal to stop waits for it."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from run.manifest import newest_valid
+from tests import forked
+from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
+from tests.launch.test_signals import children, start, status, wait_until
+
+LONG = [*TINY_STORIES, *"--steps 20000 --checkpoint.every 100000 --evaluation.every 0 --data.num_workers 1".split()]
+IN_A_FORK = """
+import tempfile, time, train
+from cli import scripts
+{}
+scripts.run_and_exit("train")
+"""
+LOOKS_FOR_TMPDIR = IN_A_FORK.format("tempfile.tempdir = None")
+HANGS_AT_FIRST = IN_A_FORK.format("train.Batches.__getitems__ = lambda *_: time.sleep(600)")
+REMEDIES = r"TMPDIR of more than 75 bytes \(it is .+\), no room in /dev/shm .+ With --data.num_workers 0 "
+
+
+def assert_failed(run, error, what):
+    assert re.search(rf"train.py: error: step \d+: process \d {what}.*{REMEDIES}", error), error
+    assert error.count("train.py: error:") == 1
+    assert status(run)["state"] == "failed" and what in status(run)["reason"]
+
+
+def test_batches_that_cannot_be_sent_end_the_run(runs, tmp_path):
+    """With a long TMPDIR the processes that load data cannot open a socket, so no batch ever comes."""
+    (folder := tmp_path / ("long" * 25)).mkdir()
+    arguments = [*LONG, "--steps", "8", "--out_dir", str(runs), "--name", "run"]
+    done = forked.run("-c", [LOOKS_FOR_TMPDIR, *arguments], 0, environment(TMPDIR=str(folder)))
+    assert done.returncode == 1 and "AF_UNIX path too long" in done.stderr
+    assert_failed(runs / "run", done.stderr, "lost one of the processes that load data")
+    assert str(folder) in done.stderr and "Training finished." not in done.stdout
+
+
+def test_a_dead_loader_ends_the_run_after_a_save(runs):
+    launch = start(["train.py", *LONG, "--out_dir", runs, "--name", "run"], 2, runs / "run")
+    os.kill(children(launch.processes[1].pid)[0], signal.SIGKILL)
+    assert launch.wait(120) == 1 and launch.processes[0].exitcode == 1, launch.output()
+    assert_failed(runs / "run", launch.output()[1], "lost one of the processes that load data")
+    saved = newest_valid(runs / "run" / "checkpoints")[1].step
+    assert saved == status(runs / "run")["step"] >= 5 and f"error: step {saved + 1}: process 1" in launch.output()[1]
+
+
+@pytest.mark.parametrize("ending", ["signal", pytest.param("timeout", marks=pytest.mark.slow)])
+def test_a_loader_that_hangs_outlasts_neither_a_signal_nor_the_timeout(ending, runs):
+    arguments = [*LONG, "--timeout_seconds", 20, "--out_dir", runs, "--name", "run"]
+    launch = start(["train.py", *arguments], 0, runs / "run")
+    (process,) = launch.processes
+    os.kill(children(process.pid)[0], signal.SIGSTOP)
+    if ending == "signal":
+        wait_until(lambda: is_asleep(process.pid), process.is_alive)
+        os.kill(process.pid, signal.SIGTERM)
+    assert launch.wait(60) == (75 if ending == "signal" else 1), launch.output()
+    saved = newest_valid(runs / "run" / "checkpoints")[1].step
+    assert saved == status(runs / "run")["step"] >= 5
+    if ending == "signal":
+        assert status(runs / "run")["state"] == "preempted"
+    else:
+        assert_failed(runs / "run", launch.output()[1], "waited 10 s for a batch")
+
+
+def is_asleep(pid, samples=5):
+    """Whether it used no processor time for half a second: it waits for its loader."""
+    seconds = []
+    for _ in range(samples):
+        with open(f"/proc/{pid}/stat") as file:
+            seconds.append(sum(map(int, file.read().rpartition(")")[2].split()[11:13])))
+        time.sleep(0.1)
+    return seconds[-1] - seconds[0] <= 1
+
+
+def test_a_signal_before_the_first_batch_stops_at_once_and_the_next_start_begins(runs):
+    arguments = [*TINY_STORIES, "--data.num_workers", "1", "--out_dir", str(runs), "--name", "run"]
+    launch = forked.Launch("-c", [HANGS_AT_FIRST, *arguments], 2, environment())
+    for process in launch.processes:
+        wait_until(lambda process=process: children(process.pid), process.is_alive)
+    os.kill(launch.processes[1].pid, signal.SIGTERM)
+    os.kill(launch.processes[0].pid, signal.SIGTERM)
+    launch.wait(60)
+    assert [process.exitcode for process in launch.processes] == [75, 75], launch.output()
+    assert status(runs / "run")["state"] == "preempted" and status(runs / "run")["step"] == 0
+    train(*arguments)
+    assert status(runs / "run")["state"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("unshare"), reason="a file system of one's own is of Linux")
+@pytest.mark.parametrize(
+    ("size", "what"), [("8k", "cannot start the processes"), ("120k", "lost one of the processes")]
+)
+def test_shared_memory_without_room(size, what, runs):
+    """As /dev/shm is in a container: for the queues, and then for a batch."""
+    command = train_command(*LONG, "--out_dir", runs, "--name", "run")
+    mounted = f'mount -t tmpfs -o size={size} none /dev/shm || exit 99; exec "$@"'
+    words = ["unshare", "--mount", "bash", "-c", mounted, "bash", *command]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip("this user may not mount")
+    assert done.returncode == 1, done.stderr
+    assert_failed(runs / "run", done.stderr, what)
