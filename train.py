@@ -204,7 +204,7 @@ def train(
                 metrics |= sample_texts(model, corpus, config, accelerator, done, reporter.log_texts)
             reporter.log(done, metrics)
             if due.save or totals.stop:
-                corpus_check.demand()
+                corpus_check.demand(stopping=totals.stop)
                 saver.save(done, model, optimizer, metrics, totals)
                 run.record_progress(done)
             if done == config.steps or totals.stop:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -47,7 +47,7 @@ class Saver(AbstractContextManager):
         """`sync_metrics` puts what was logged on the disk: no checkpoint is there before the rows that belong to it."""
         self.checkpoints, self.config, self.sync_metrics = checkpoints, config.checkpoint, sync_metrics
         self.facts = {"config": asdict(config), "provenance": provenance(), **arrangement(accelerator)}
-        self.rank = accelerator.process_index
+        self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
         if self.rank == 0:
             run = checkpoints.parent
             self.facts["tokenizer"] = expected_hashes(run) or file_hashes(run / "tokenizer") or None
@@ -63,7 +63,7 @@ class Saver(AbstractContextManager):
         if isinstance(exception, RunError | ConfigError):
             try:
                 self.wait()
-            except SaveError as error:
+            except RunError as error:
                 if self.rank == 0:
                     print(error, file=sys.stderr)
 
@@ -83,7 +83,7 @@ class Saver(AbstractContextManager):
         copy = shards.copy_to_cpu(tensors) if self.config.asynchronous else tensors
         self.pending = self.executor.submit(self._write, copy, state)
         if not self.config.asynchronous:
-            self.pending.exception()  # returns when it is written; `wait` judges how that ended
+            wait([self.pending], self.timeout_seconds)  # the method `wait` judges how that ended
 
     @property
     def failed(self) -> bool:
@@ -96,8 +96,15 @@ class Saver(AbstractContextManager):
 
         Raises:
             SaveError: on all processes, when it could not be completed and the run is not to go on without it.
+            RunError: it takes longer than `timeout_seconds`.
         """
         pending, self.pending = self.pending, None
+        if pending is not None and not wait([pending], self.timeout_seconds).done:
+            # Nor may the run go on without it: what is being written is a copy that the next save would replace.
+            raise RunError(
+                f"a checkpoint is not written after another {self.timeout_seconds} s (timeout_seconds); is the disk of "
+                f"{self.checkpoints} slow, or gone?"
+            )
         try:
             if pending is not None:
                 pending.result()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from config import ConfigError
+from config import ConfigError, RunError
 
 if TYPE_CHECKING:  # it needs pyarrow, and sources other than text do not
     from data.integrity import Verification
@@ -38,21 +38,32 @@ class CorpusCheck:
         """
         return self.verification and self.verification.describe(done=self._exchange(GRACE_SECONDS))
 
-    def demand(self) -> None:
+    def demand(self, stopping: bool = False) -> None:
         """Return once every file, with the stamp that it has now, is known to be what data.prepare wrote.
 
         Raises:
             ConfigError: on all processes, with a damaged file.
+            RunError: on all processes, where no file was read to its end for `timeout_seconds`, or, when the run is
+                `stopping`, not all files within half of them.
         """
         if self.verification:
             if self.reads:
                 self.verification.start()
+            before = -1
             while not self._exchange(self.round_seconds):
-                pass
+                if stopping or self.num_bytes_read == before:
+                    read = f"{self.num_bytes_read:,} of {self.verification.num_bytes:,} bytes were read"
+                    waited = self.round_seconds if stopping else 2 * self.round_seconds
+                    raise RunError(
+                        f"no checkpoint is saved before the corpus is verified, for which the run waited {waited:g} s: "
+                        f"{read} so far; is its disk slow, or gone?"
+                    )
+                before = self.num_bytes_read
 
     def _exchange(self, seconds: float) -> bool:
         done = not self.reads or self.verification.wait(min(seconds, self.round_seconds))
-        answers = gather_object([(done, self.verification.problem)])
-        if problems := [problem for _, problem in answers if problem]:
+        answers = gather_object([(done, self.verification.problem, self.verification.num_bytes_read)])
+        if problems := [problem for _, problem, _ in answers if problem]:
             raise ConfigError(problems[0])
-        return all(done for done, _ in answers)
+        self.num_bytes_read = sum(num_bytes for *_, num_bytes in answers)
+        return all(done for done, *_ in answers)

@@ -8,12 +8,14 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from uuid import uuid4
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from config import ConfigError, TrainConfig, no_code_for
 from data.json_objects import finite_or_null
+from launch.signals import Preempted
 from model.hub import family_of
 from run.directory import RunDirectory
 from run.manifest import Manifest
@@ -22,6 +24,7 @@ from run.provenance import provenance
 from training.step_totals import NonFiniteError
 
 ROOT = Path(__file__).parent.parent
+STOPPING_SECONDS = 10  # for which a run that was asked to stop waits for its tracker
 ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # from a run's directory to the folder, and what it is of
 
 
@@ -100,7 +103,17 @@ class TrackerRun:
 
     def finish(self, failure: BaseException | None) -> None:
         """Return when all is written; `failure` is what ended the run, if it was not its last step."""
-        self._try(lambda: self.run.finish())
+        self._finish_in_time(lambda: self._try(lambda: self.run.finish()), failure)
+
+    def _finish_in_time(self, action: Callable[[], object], failure: BaseException | None) -> None:
+        """Leave it behind when it takes too long: the other processes wait for this one, and so does a stop."""
+        seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
+        thread = Thread(target=action, daemon=True, name="tracker")
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            name = self.config.tracking.tracker
+            self.say(f"{name} has not finished after {seconds:g} s: what it lacks is in metrics.jsonl.")
 
     def _try(self, action: Callable[[], object], starting: bool = False) -> None:
         if self.run is None and not starting:
@@ -167,7 +180,7 @@ class WandbRun(TrackerRun):
         elif failure is None and self.config.tracking.artifact:
             self._log_model()
         self._try(lambda: self.run.finish(exit_code=int(failure is not None)))
-        self.thread.shutdown()
+        self._finish_in_time(self.thread.shutdown, failure)
 
     def _try(self, *arguments, **named) -> None:
         self.thread.submit(super()._try, *arguments, **named)

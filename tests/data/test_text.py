@@ -571,7 +571,7 @@ def test_all_processes_learn_of_a_damaged_file_and_none_waits_for_ever(corpus, m
     ]
     for check in checks:
         assert "being verified" in check.begin() and not check.failed
-    assert [done for done, _ in gathered] == [False, False, True], "training begins meanwhile"
+    assert [done for done, *_ in gathered] == [False, False, True], "training begins meanwhile"
     release.set()
     assert verifications[0].wait() and checks[0].failed and not checks[2].failed
     for check in checks:

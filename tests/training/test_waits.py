@@ -1,4 +1,5 @@
-"""A loader that is late or dead ends the run, after a save and with a message; no signal to stop waits for it."""
+"""Nothing that training waits for takes longer than `timeout_seconds`, and no signal to stop waits for it: loaders,
+saves, trackers, the verification of a corpus. What was done is saved, and the message says what was waited for."""
 
 import os
 import re
@@ -6,9 +7,13 @@ import shutil
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
+from accelerate import Accelerator
 
+from config import RunError
+from run.corpus_check import CorpusCheck
 from run.manifest import newest_valid
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
@@ -22,6 +27,7 @@ from cli import scripts
 scripts.run_and_exit("train")
 """
 LOOKS_FOR_TMPDIR = IN_A_FORK.format("tempfile.tempdir = None")
+HANGING_SAVE = IN_A_FORK.format("from run import shards; shards.write = lambda *_: time.sleep(600)")
 HANGS_AT_FIRST = IN_A_FORK.format("train.Batches.__getitems__ = lambda *_: time.sleep(600)")
 REMEDIES = r"TMPDIR of more than 75 bytes \(it is .+\), no room in /dev/shm .+ With --data.num_workers 0 "
 
@@ -108,3 +114,49 @@ def test_shared_memory_without_room(size, what, runs):
         pytest.skip("this user may not mount")
     assert done.returncode == 1, done.stderr
     assert_failed(runs / "run", done.stderr, what)
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_save_that_hangs_ends_the_run(asynchronous, runs):
+    arguments = [*TINY_STORIES, "--timeout_seconds", "1", "--checkpoint.on_failure", "continue", "--out_dir", str(runs)]
+    arguments += ["--checkpoint.asynchronous", asynchronous, "--name", "run"]
+    done = forked.run("-c", [HANGING_SAVE, *arguments], 0, environment())
+    assert done.returncode == 1 and "train.py: error: a checkpoint is not written after another 1 s" in done.stderr
+    assert status(runs / "run")["state"] == "failed" and str(runs) in status(runs / "run")["reason"]
+
+
+HANGING_WANDB = """
+import time
+class Settings:
+    def __init__(self, **_): pass
+class init:
+    def __init__(self, **_): self.settings = type("settings", (), {"save_code": False})
+    def define_metric(self, *_, **__): pass
+    def log(self, _): pass
+    def finish(self, exit_code): time.sleep(600)
+"""
+
+
+def test_a_tracker_that_hangs_does_not_keep_a_finished_run_waiting(runs, tmp_path):
+    (tmp_path / "wandb.py").write_text(HANGING_WANDB)
+    arguments = [*TINY_STORIES, "--tracking.wandb", "offline", "--timeout_seconds", 4, "--out_dir", runs]
+    done = train(*arguments, "--name", "run", PYTHONPATH=str(tmp_path))
+    assert "wandb has not finished after 3 s" in done.stdout and done.stdout.endswith("Training finished.\n")
+    assert status(runs / "run")["state"] == "finished"
+
+
+@pytest.mark.parametrize(("stopping", "rounds"), [(True, 1), (False, 3)])
+def test_a_corpus_whose_verification_stands_still_ends_the_run(stopping, rounds):
+    """It reads on in the first two rounds, and then no more."""
+    reading = iter((5, 7, 7, 7, 7))
+    verification = SimpleNamespace(problem=None, num_bytes=10, num_bytes_read=0, start=lambda: None)
+
+    def wait(seconds):
+        verification.num_bytes_read = next(reading)
+        return False
+
+    verification.wait = wait
+    check = CorpusCheck(verification, Accelerator(cpu=True), timeout_seconds=60)
+    with pytest.raises(RunError, match=r"no checkpoint is saved before .* \d+ s: [57] of 10 bytes were read"):
+        check.demand(stopping)
+    assert len(list(reading)) == 5 - rounds
