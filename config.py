@@ -10,6 +10,10 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 from model.config import GPTConfig
 
+LARGEST_FLOAT = 3.4028234e38  # of float32
+LARGEST_INT = 2**63 - 1  # of int64
+LONGEST_TIMEOUT = 2**31 - 1  # seconds, some 68 years: clocks that count nanoseconds overflow soon after
+
 
 class RunError(RuntimeError):
     """Why a run cannot go on, found by all processes together; the message says it to the user."""
@@ -30,6 +34,21 @@ def expanded(setting: str, path: str | Path) -> Path:
     except RuntimeError:
         problem = f"{str(path)!r} is the home of a user whom this machine does not know"
         raise ConfigError(f"{setting}: {problem}") from None
+
+
+def numbers_out_of_range(settings: dict[str, Any], prefix: str = "") -> list[str]:
+    """Every number of some settings that is not finite or too large to be computed with, as a message."""
+    problems = []
+    for key, value in settings.items():
+        name = prefix + str(key)
+        if isinstance(value, dict):
+            problems += numbers_out_of_range(value, f"{name}.")
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, float) and not abs(number) <= LARGEST_FLOAT:
+                problems.append(f"{name}: {number} must be a finite number of at most {LARGEST_FLOAT:.1e}")
+            elif isinstance(number, int) and abs(number) > LARGEST_INT:
+                problems.append(f"{name}: {number} is too large; use one below 2**63")
+    return problems
 
 
 def no_code_for(setting: str, choice: str) -> ConfigError:
@@ -81,6 +100,8 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Every setting that does not go with the source."""
+        if nameless := [path for path in self.mix or {} if not isinstance(path, str)]:
+            return [f"data.mix: {nameless[0]} is no path"]
         if self.source == "text":
             lacks = (self.path is None) == (not self.mix)
             needs = "data.source: text needs either data.path, a corpus made by data.prepare, or data.mix of several"
@@ -370,12 +391,14 @@ class TrainConfig:
 
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
+        if problems := numbers_out_of_range(asdict(self)):
+            return problems
         if self.init_from is not None and self.init_hash is None:  # what it brings is not known yet
             return self._problems_of_names()
         problems = self.model.problems() + self.data.problems() + self.tracking.problems()
         problems += self._problems_of_names() + (self._problems_of_sizes(num_processes) if not problems else [])
-        if self.seed >= 2**63:
-            problems.append(f"seed: {self.seed} is too large; use one below 2**63")
+        if self.timeout_seconds > LONGEST_TIMEOUT:
+            problems.append(f"timeout_seconds: {self.timeout_seconds} is too long; use at most {LONGEST_TIMEOUT}")
         if self.seq_len < 2:
             problems.append(f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more")
         if self.seq_len > self.model.max_position_embeddings:

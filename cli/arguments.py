@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
+from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
-from config import ConfigError, TrainConfig
+from cli.yaml_files import read_words
+from config import ConfigError, TrainConfig, numbers_out_of_range
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
 SECTIONS = tuple(setting.name for setting in fields(TrainConfig) if is_dataclass(setting.type))
@@ -30,31 +31,10 @@ def _nulls(settings: Any, prefix: str = "") -> list[str]:
     return problems
 
 
-def _load_yaml(text: str) -> Any:
-    """YAML without the two silent losses: a key that is given twice, and a word that YAML takes for nothing (`#x`)."""
-    if ":" in text:
-        _refuse_duplicates(yaml.compose(text, yaml.SafeLoader))
-    value = _load_any_yaml(text)
+def _load_value(text: str) -> Any:
+    """A file or a word of the command line; of a word that YAML takes for nothing (`#x`) the word itself."""
+    value = read_words(text)
     return text if value is None else value
-
-
-_load_any_yaml = get_loader("yaml")
-
-
-def _refuse_duplicates(root: yaml.Node | None) -> None:
-    nodes, visited = [root], set()
-    while nodes:
-        node = nodes.pop()
-        if node in visited:  # an alias
-            continue
-        visited.add(node)
-        if isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        elif isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if twice := [key for key in keys if keys.count(key) > 1]:
-                raise yaml.MarkedYAMLError(problem=f"{twice[0]!r} is set twice", problem_mark=node.start_mark)
-            nodes += [value for _, value in node.value]
 
 
 KINDS = {
@@ -78,7 +58,7 @@ def _in_plain_words(message: str) -> str:
     message = re.sub(r'^Parser key "(.+?)":\s+', r"\1: ", message)
     value = re.search(r"(?:Got value|Given value): (.*)|: (\S+) does not conform|(?:base 10|float): '(.*)'", message)
     kinds = re.search(r"Subtypes: \[(.*)\]|Expected an? (.*)\. Got|Not of type (\w+)", message)
-    if not (value and kinds):
+    if not kinds:
         return message
     names = re.sub(r"(jsonargparse\.)?typing\.|<class |>", "", kinds[kinds.lastindex])
     choices = [
@@ -86,7 +66,8 @@ def _in_plain_words(message: str) -> str:
         for kind, inside in re.findall(r"(\w+)(?:\[([^\]]*)\])?", names)
     ]
     right = re.sub(r"(?<=[\[ ])\w+(?=[\],])", lambda name: KINDS.get(name[0], name[0]), " or ".join(choices))
-    return f"{message.partition(':')[0]}: {value[value.lastindex]} must be {right}"
+    given = value[value.lastindex] if value else "what is given"
+    return f"{message.partition(':')[0]}: {given} must be {right}"
 
 
 class _Parser(ArgumentParser):
@@ -168,13 +149,16 @@ def parse_tool(kind: type, program: str, args: list[str] | None = None, position
     flags = {f"--{setting.name}" for setting in fields(kind) if setting.type is bool}
     words = pairwise([*args, ""])
     args = [f"{word}=true" if word in flags and value not in ("true", "false") else word for word, value in words]
-    return kind(**_parse(parser, args))
+    settings = kind(**_parse(parser, args))
+    if problems := numbers_out_of_range(vars(settings)):
+        raise ConfigError("\n".join(problems))
+    return settings
 
 
 def _parser(program: str, description: str) -> _Parser:
     # Some types take a class_path, and would import it before they find that it is none of them.
     set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
-    set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
+    set_loader("yaml", _load_value, exceptions=(yaml.YAMLError,))
     return _Parser(prog=program, description=description, allow_abbrev=False)
 
 
@@ -186,6 +170,8 @@ def _parse(parser: _Parser, args: list[str], sections: tuple[str, ...] = ()) -> 
         return vars(parser.instantiate(parsed))
     except UnicodeDecodeError as error:
         raise ConfigError(f"a config file is not UTF-8 text: {error}") from None
+    except OverflowError:
+        raise ConfigError("a setting has more digits than a number can have") from None
     except RecursionError:
         raise ConfigError("a config is nested too deeply, or contains itself") from None
     except ImportError as error:

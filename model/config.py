@@ -1,5 +1,6 @@
 """The settings of the model. Importable without torch, so that a config is checked before anything heavy is loaded."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -101,8 +102,8 @@ class GPTConfig:
                 problems.append(f"model.{name} is {value}: it must be at least 1")
         sizes_are_positive = not problems
         for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                problems.append(f"model.{name} is {getattr(self, name)}: it must be greater than 0")
+            if not 0 < getattr(self, name) < math.inf:
+                problems.append(f"model.{name} is {getattr(self, name)}: it must be finite and greater than 0")
         if not 0 <= self.dropout < 1:
             problems.append(f"model.dropout is {self.dropout}: it must be at least 0 and less than 1")
         for field in fields(self):

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from cli.yaml_files import read_yaml
 from config import ConfigError, ScheduleConfig, TrainConfig, flat_settings
 from run.manifest import Manifest
 from training.schedule import lr_scale
@@ -44,7 +45,7 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
         ConfigError: the file is damaged; the `remedy` is that of a training that would go on with the run.
     """
     try:
-        if not isinstance(stored := yaml.safe_load(file.read_text()), dict):
+        if not isinstance(stored := read_yaml(file.read_text()), dict):
             raise ValueError("it is empty" if stored is None else "it holds no settings")
         settings = complete_settings(stored)
         kinds = {"steps": int, "seq_len": int, "global_batch_size": int, "data.seed": int, "resume": str}

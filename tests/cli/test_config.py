@@ -165,7 +165,7 @@ def test_what_is_set_twice_is_refused_and_nothing_is_set_silently(tmp_path):
         all(f"{name}: null" in message for name in ("steps", "model.dropout", "data.source")) and "name" not in message
     )
     recipe.write_text("model: &itself [*itself]")
-    assert "contains itself" in refusal("--config", str(recipe))
+    assert "the alias *itself in line 1 is not read" in refusal("--config", str(recipe))
     assert parse_config([*RANDOM_TOKENS, "--name", "#x"]).name == "#x", "YAML takes it for a comment"
 
 

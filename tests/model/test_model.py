@@ -56,7 +56,7 @@ def attention_calls(monkeypatch) -> list[dict]:
 def test_all_problems_are_reported_together_and_name_their_settings():
     config = GPTConfig(d_model=130, n_kv_heads=3, dropout=1.0, norm_eps=0.0, position="rotary", d_ff=512)
     assert config.problems() == [
-        "model.norm_eps is 0.0: it must be greater than 0",
+        "model.norm_eps is 0.0: it must be finite and greater than 0",
         "model.dropout is 1.0: it must be at least 0 and less than 1",
         f"model.position is 'rotary': it must be one of {', '.join(get_args(GPTConfig.__annotations__['position']))}",
         "model.d_model is 130, not divisible by model.n_heads 4: 128 or 132 would be, or set model.head_dim",
