@@ -24,6 +24,7 @@ from analysis.records import (
     samples,
     welch,
 )
+from cli.screen import printable
 from config import ConfigError, expanded
 from plot import save_curves, save_page
 from run.identity import code_name
@@ -61,7 +62,7 @@ def main(config: CompareConfig) -> None:
         raise ConfigError(f"runs: {str(absent[0])!r} does not exist")
     records, skipped = read_records(paths)
     for reason in skipped:
-        print(f"skipped: {reason}")
+        print(f"skipped: {printable(reason)}")
     if not records:
         raise ConfigError("runs: none of these is the directory of a run")
     for part in (settings(records), table(records, config.loss), recipes(records), trees(records)):
@@ -187,7 +188,8 @@ def trees(records: list[Record]) -> Iterator[str]:
         yield from ["", "branches:"]
     for record in records:
         if record.parent is None and record.branch:
-            yield f"{record.label}, from step {record.branch.step} of {record.branch.run}, which is not among these"
+            parent = printable(record.branch.run)
+            yield f"{record.label}, from step {record.branch.step} of {parent}, which is not among these"
         elif record.parent is None and any(other.parent is record for other in records):
             yield f"{record.label}: val/loss {shown(record.last('val/loss'))}"
         if record.parent is None:
@@ -235,7 +237,7 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 def word(record: Record, name: str) -> str:
     """The value of a setting."""
-    return str(json.dumps(record.settings.get(name), ensure_ascii=False)).strip('"')
+    return printable(json.dumps(record.settings.get(name), ensure_ascii=False)).strip('"')
 
 
 def shown(value: float | None, form: str = ".4f") -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import compare
 from cli.arguments import parse_config
 from config import ConfigError, RunError, TrainConfig, flat_settings
-from launch.signals import STOP_SIGNALS
+from launch.signals import signals_to_catch
 from run.continuation import check_resume, copy_model_settings, differences, read_settings
 from run.identity import code_hash, lasting_starts, other_facts
 from run.manifest import readable_checkpoints
@@ -253,7 +253,7 @@ class Child:
 
     def __init__(self) -> None:
         self.signal, self.process = 0, None
-        for number in (*STOP_SIGNALS, signal.SIGHUP):
+        for number in signals_to_catch():
             signal.signal(number, self._receive)
 
     def train(self, command: list[str], path: Path) -> str:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cli.screen import printable
 from config import ConfigError, flat_settings
 from data.json_objects import typed
 from run.continuation import FREE_SETTINGS, read_settings
@@ -218,8 +219,7 @@ def read_records(paths: list[Path]) -> tuple[list[Record], list[str]]:
             skipped.append(str(error))
     names = [record.path.resolve().name for record in records]
     for record, name in zip(records, names, strict=True):
-        label = name if names.count(name) == 1 else str(record.path)
-        record.label = label.encode(errors="replace").decode()  # a file system takes what nothing can print
+        record.label = printable(name if names.count(name) == 1 else str(record.path))
         record.parent = find_parent(record, records)
     return records, skipped
 

@@ -11,11 +11,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn
 
 try:
     import fcntl  # noqa: F401
@@ -24,20 +22,15 @@ except ImportError:
     sys.exit(2)
 
 from cli.arguments import parse_config, parse_tool
+from cli.screen import ignore_failed_prints, printable
 from config import ConfigError, RunError
+from launch.environment import normalize_environment
 from launch.signals import Preempted, ignore_stop_signals
 from launch.world import is_main_process, num_processes
 
 PRINT_A_LOG = ("train", "sweep")  # and what all others print is what they are for
-# What Open MPI, then MPICH and Intel MPI, then MVAPICH call what torch and Accelerate know by these names.
-MPI_NAMES = {
-    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
-    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"),
-    "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"),
-}
 ROOT = Path(__file__).parent.parent
-OWN_FOLDERS = [ROOT / part for part in ("", "analysis", "cli", "data", "launch", "model", "run", "training")]
+OWN_FOLDERS = [ROOT / part for part in ("", "analysis", "data", "launch", "model", "run", "training")]
 
 
 def run_and_exit(script: str, kind: type | None = None, needs_torch: bool = True) -> NoReturn:
@@ -60,6 +53,10 @@ def run_script(script: str, kind: type | None = None, needs_torch: bool = True) 
     only_a_log = False
     try:
         normalize_environment(os.environ)
+    except ConfigError as error:  # so that nobody knows yet which the main process is
+        print(f"{script}.py: error: {error}", file=sys.stderr)
+        return 2
+    try:
         if planned := script == "train" and "--plan" in sys.argv:
             sys.argv.remove("--plan")
         config = parse_tool(kind, f"{script}.py") if kind else parse_config(num_processes=num_processes())
@@ -72,7 +69,8 @@ def run_script(script: str, kind: type | None = None, needs_torch: bool = True) 
             return int(exit_.code)
     except (ConfigError, RunError) as error:
         let_main_process_fail_first()
-        print(f"{script}.py: error: {error}", file=sys.stderr)
+        lines = map(printable, str(error).split("\n"))
+        print(f"{script}.py: error:", "\n".join(lines), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except Preempted as preempted:
         from accelerate import PartialState
@@ -87,6 +85,9 @@ def run_script(script: str, kind: type | None = None, needs_torch: bool = True) 
             print(f"{script}.py: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if is_memory_error(error):
+            print(f"{script}.py: error: {explain_full_memory(error)}", file=sys.stderr)
+            return 1
         traceback.print_exc()
         print(explain_lost_process(error), file=sys.stderr)
         return 1
@@ -104,73 +105,6 @@ def exit_without_teardown(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-def normalize_environment(environment: MutableMapping[str, str]) -> None:
-    """Make processes that mpirun or notebook_launcher has started ones like all others; before anything reads them.
-
-    Raises:
-        ConfigError: they cannot find each other.
-    """
-    if "MIXED_PRECISION" in environment:  # notebook_launcher's name for it, which nobody reads
-        environment.setdefault("ACCELERATE_MIXED_PRECISION", environment["MIXED_PRECISION"])
-    if "WORLD_SIZE" not in environment:
-        told = {name: environment[key] for name, keys in MPI_NAMES.items() for key in keys if key in environment}
-        if int(told.get("WORLD_SIZE", 1)) == 1:
-            return
-        told = {"LOCAL_RANK": told["RANK"], "LOCAL_WORLD_SIZE": told["WORLD_SIZE"], "MASTER_PORT": "29500", **told}
-        if told["LOCAL_WORLD_SIZE"] == told["WORLD_SIZE"]:
-            told["MASTER_ADDR"] = "127.0.0.1"
-        environment |= told | dict(environment)
-    needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        if not (value := environment.get(name, "1")).isdecimal() or int(value) >= 2**16:
-            raise ConfigError(f"{name}: {value!r} of the environment is no whole number below 65,536")
-    if not int(environment.get("RANK", 0)) < int(environment["WORLD_SIZE"]):
-        raise ConfigError(
-            f"RANK: {environment.get('RANK', 0)} of the environment, but WORLD_SIZE is {environment['WORLD_SIZE']}; "
-            "ranks are counted from 0"
-        )
-    if int(environment["WORLD_SIZE"]) > 1 and (missing := [name for name in needed if name not in environment]):
-        raise ConfigError(
-            f"WORLD_SIZE: {environment['WORLD_SIZE']} processes, but {', '.join(missing)} of the environment is not "
-            "set; MASTER_ADDR and MASTER_PORT are where the others reach process 0"
-        )
-
-
-class _ForgivingStream:
-    """A stream to which writing cannot fail: what nobody reads is dropped, and `failure` says what has no room."""
-
-    def __init__(self, stream: TextIO | None):
-        self._stream = stream or open(os.devnull, "w")
-        self.failure: OSError | None = None
-
-    def write(self, text: str) -> int:
-        with self._remembering():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._remembering():
-            self._stream.flush()
-
-    @contextmanager
-    def _remembering(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            pass  # the reader has left, as `head` does
-        except OSError as error:
-            self.failure = error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def ignore_failed_prints() -> None:
-    """From now on no print fails: a pipe that nobody reads, or a log on a full disk, is no reason to stop training."""
-    if not isinstance(sys.stdout, _ForgivingStream):
-        sys.stdout, sys.stderr = _ForgivingStream(sys.stdout), _ForgivingStream(sys.stderr)
 
 
 def let_main_process_fail_first() -> None:
@@ -192,12 +126,33 @@ def explain_lost_process(error: Exception) -> str:
     of_gloo = any(words in str(error) for words in ("gloo", "pair closure"))
     if not isinstance(error, DistError) and not of_gloo:
         return ""
-    here = next(
-        f for f in reversed(traceback.extract_tb(error.__traceback__)) if Path(f.filename).parent in OWN_FOLDERS
-    )
     return (
-        f"train.py: error: process {os.environ.get('RANK', 0)} lost the others in `{here.line}` "
-        f"({Path(here.filename).name}, line {here.lineno}): {str(error).splitlines()[0]}\n"
+        f"train.py: error: process {os.environ.get('RANK', 0)} lost the others in {own_line(error)}: "
+        f"{str(error).splitlines()[0]}\n"
         "A process died or hangs, or a network link is cut (timeout_seconds says how long to wait). Started again, the "
         "run goes on from its newest checkpoint."
     )
+
+
+def is_memory_error(error: Exception) -> bool:
+    """Whether the CPU or a GPU had no memory left."""
+    of_cpu = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return of_cpu or type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be imported for this
+
+
+def explain_full_memory(error: Exception) -> str:
+    """What to print in the place of a traceback where memory was full."""
+    reason = f": {str(error).splitlines()[0]}" if str(error) else ""
+    return (
+        f"no memory left in process {os.environ.get('RANK', 0)}, in {own_line(error)}{reason}\n"
+        "What takes less: a smaller micro_batch_size, evaluation.micro_batch_size, seq_len or model, "
+        "activation_checkpointing, or more processes with accelerate_configs/fsdp2.yaml. Started again, the run goes "
+        "on from its newest checkpoint."
+    )
+
+
+def own_line(error: Exception) -> str:
+    """The innermost line of this repository that an error went through, and where it stands."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    here = next(frame for frame in frames if Path(frame.filename).parent in OWN_FOLDERS)
+    return f"`{here.line}` ({Path(here.filename).name}, line {here.lineno})"

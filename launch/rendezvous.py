@@ -14,6 +14,7 @@ from uuid import uuid4
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from config import RunError
+from launch.environment import size_variable
 
 SILENT_SECONDS = 5
 POLL_SECONDS = 0.02
@@ -47,7 +48,8 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
             if not said and waited > SILENT_SECONDS and "absent" in invited:
                 absent = [other for other, name in enumerate(invited, start=1) if name == "absent"]
                 print(f"still waiting for process(es) {absent} to be started, on {address} or elsewhere, "
-                      f"for at most {timeout_seconds} s ...", file=sys.stderr, flush=True)  # fmt: skip
+                      f"for at most {timeout_seconds} s ({size_variable(os.environ)}={num_processes}) ...",
+                      file=sys.stderr, flush=True)  # fmt: skip
                 said = True
             store.set("invitation", " ".join([me, *invited]))
             if store.check([f"accepted/{me}/{other}" for other in invited]):
@@ -60,4 +62,8 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
                 if store.check([f"begin/{host}"]):
                     return PrefixStore(host, store)
         time.sleep(POLL_SECONDS)
-    raise RunError(f"process {rank} waited {timeout_seconds} s for all {num_processes} processes to start")
+    told_by = size_variable(os.environ)
+    raise RunError(
+        f"process {rank} waited {timeout_seconds} s for all {num_processes} processes to start, as many as {told_by} "
+        f"of the environment says; if there is but one, unset {told_by}"
+    )

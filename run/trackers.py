@@ -1,5 +1,6 @@
 """Where a run is followed besides the screen and its own files: W&B, or another of Accelerate's trackers."""
 
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ def check(config: TrainConfig) -> None:
     if kind_of(tracking.tracker) is TrackerRun:
         if tracking.tracker not in map(str, get_available_trackers()):
             raise ConfigError(f"tracking.tracker: {tracking.tracker} is not installed: pip install {tracking.tracker}")
-    elif tracking.wandb == "online":
+    elif tracking.wandb == "online" and not disabled_by_environment():
         with suppress(ImportError):
             if not import_module("wandb").api.api_key:
                 raise ConfigError(
@@ -64,7 +65,19 @@ def start_tracker(
     tracking = config.tracking
     if tracking.tracker == "wandb" and tracking.wandb == "disabled":
         return None
+    if tracking.tracker == "wandb" and (variable := disabled_by_environment()):
+        say(f"W&B is off, as {variable} of the environment says: metrics go to metrics.jsonl only.")
+        return None
     return kind_of(tracking.tracker)(config, run, step, say, export_newest)
+
+
+def disabled_by_environment() -> str | None:
+    """The variable, with its value, by which people turn W&B off for all that they start; None if it is on."""
+    if (mode := os.environ.get("WANDB_MODE", "")).lower() == "disabled":
+        return f"WANDB_MODE={mode}"
+    if (disabled := os.environ.get("WANDB_DISABLED", "")).lower() in ("true", "1", "yes", "on"):
+        return f"WANDB_DISABLED={disabled}"
+    return None
 
 
 def kind_of(tracker: str) -> "type[TrackerRun]":

@@ -1,0 +1,52 @@
+"""What is printed: streams to which writing cannot fail, and foreign text in a form that a terminal only shows."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+def printable(text: str) -> str:
+    """A line of foreign text, such as the name of a directory: what a terminal would obey is spelt out (`\\x1b`)."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+class ForgivingStream:
+    """A stream to which writing cannot fail: what nobody reads is dropped, what the screen's encoding lacks is spelt
+    out (`\\xfc`), and `failure` says what has no room."""
+
+    def __init__(self, stream: TextIO | None):
+        self._stream = stream or open(os.devnull, "w")
+        self.failure: OSError | None = None
+        if hasattr(self._stream, "reconfigure"):  # one of a notebook or a test is not of the machine's encoding
+            self._stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        with self._remembering():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._remembering():
+            self._stream.flush()
+
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            pass  # the reader has left, as `head` does
+        except OSError as error:
+            self.failure = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def ignore_failed_prints() -> None:
+    """From now on no print fails: a pipe that nobody reads, or a log on a full disk, is no reason to stop training."""
+    if not isinstance(sys.stdout, ForgivingStream):
+        sys.stdout, sys.stderr = ForgivingStream(sys.stdout), ForgivingStream(sys.stderr)
