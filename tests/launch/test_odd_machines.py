@@ -1,0 +1,214 @@
+"""The odd machine: a table of surroundings that people have met, each one start of a real program with what it says.
+
+A row more is an entry more: the environment, what the process does to itself before the program begins (a fork of this
+machine's interpreter has no other way to get another screen, other limits or a signal), the command line, and what must
+come of it.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+from tests.conftest import ROOT, TINY_STORIES, environment, train
+
+ONE_STEP = [*TINY_STORIES, *"--steps 2 --micro_batch_size 2 --evaluation.every 0".split()]
+ENDLESS = [*ONE_STEP, "--steps", "1000000"]
+
+ASCII_SCREEN = """
+sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="ascii")
+sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), encoding="ascii", errors="backslashreplace")
+"""
+LATIN_SCREEN = ASCII_SCREEN.replace("ascii", "latin-1")
+
+
+def once_it_trains(action: str) -> str:
+    """Code that does something as soon as signals are heard."""
+    return f"""
+import train
+made = train.StopSignal
+def make():
+    stop_signal = made()
+    {action}
+    return stop_signal
+train.StopSignal = make
+"""
+
+
+def signalled(name: str) -> str:
+    return once_it_trains(f"os.kill(os.getpid(), signal.{name})")
+
+
+UNDER_NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+A_SECOND_OF_PROCESSOR = once_it_trains("resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1, -1))")
+LITTLE_MEMORY = """
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, -1))
+"""
+SMALL_FILES = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))\n"
+BEGIN = """
+import io, os, resource, runpy, signal, sys, time
+{code}
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@dataclass
+class Row:
+    """One start. `says` must stand in what is printed; PLACE in the words is an empty folder of this row's."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    code: str = ""
+    words: list[str] = field(default_factory=lambda: ["train.py", *ONE_STEP])
+    exit_code: int = 0
+    says: list[str] = field(default_factory=lambda: ["Training finished."])
+    silent: list[str] = field(default_factory=lambda: ["Traceback"])
+
+
+PREEMPTED = {"words": ["train.py", *ENDLESS], "exit_code": 75, "says": ["stopped as asked after step"]}
+NONE_SET = dict.fromkeys(["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"], "")
+NONE_SET |= dict.fromkeys(
+    ["ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RESTART_COUNT", "PMI_SIZE", "OMP_NUM_THREADS"], ""
+)
+W_AND_B = [*ONE_STEP, "--tracking.wandb", "offline"]
+
+ROWS = {
+    # Half of what a launcher sets
+    "LOCAL_RANK alone": Row({"LOCAL_RANK": "0"}),
+    "RANK and WORLD_SIZE alone": Row({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
+    "variables that are empty": Row(NONE_SET),
+    "the rank of nobody": Row(
+        {"RANK": "1"}, exit_code=2, says=["RANK: 1 of the environment, but WORLD_SIZE is not set; ranks are counted"]
+    ),
+    "the local rank of nobody": Row(
+        {"LOCAL_RANK": "3"}, exit_code=2, says=["LOCAL_RANK: 3 of the environment, but WORLD_SIZE is not set"]
+    ),
+    "a rank that is none": Row(
+        {"WORLD_SIZE": "2", "RANK": "x"}, exit_code=2, says=["RANK: 'x' of the environment is no whole number"]
+    ),
+    "a size that a scheduler left": Row(
+        {"PMI_SIZE": "4"}, exit_code=2, says=["PMI_SIZE: 4 processes, but RANK,", "process alone, unset PMI_SIZE"]
+    ),
+    "a whole rank that a scheduler left": Row(
+        {"PMI_SIZE": "2", "PMI_RANK": "0"},
+        words=["train.py", *ONE_STEP, "--global_batch_size", "8", "--timeout_seconds", "1"],
+        exit_code=1,
+        says=["as many as PMI_SIZE of the environment says; if there is but one, unset PMI_SIZE"],
+    ),
+    "a scheduler's size beside torch's": Row({"WORLD_SIZE": "1", "PMI_SIZE": "4", "PMI_RANK": "3"}),
+    "a scheduler's size that is none": Row(
+        {"PMI_SIZE": "many"}, exit_code=2, says=["PMI_SIZE: 'many' of the environment is no whole number"]
+    ),
+    # What else people export
+    "W&B off by its mode": Row(
+        {"WANDB_MODE": "disabled"}, words=["train.py", *W_AND_B], says=["W&B is off, as WANDB_MODE=disabled"]
+    ),
+    "W&B off by the older switch": Row(
+        {"WANDB_DISABLED": "true"}, words=["train.py", *W_AND_B], says=["W&B is off, as WANDB_DISABLED=true"]
+    ),
+    "W&B that needs an account, off": Row(
+        {"WANDB_MODE": "disabled", "WANDB_API_KEY": "", "HOME": "/nonexistent"},
+        words=["train.py", *ONE_STEP, "--tracking.wandb", "online"],
+        says=["W&B is off, as WANDB_MODE=disabled", "Training finished."],
+    ),
+    # Screens
+    "a name that ASCII lacks": Row(
+        code=ASCII_SCREEN, words=["train.py", *ONE_STEP, "--name", "Müll"], says=["M\\xfcll.", "Training finished."]
+    ),
+    "a name that Latin-1 lacks": Row(
+        code=LATIN_SCREEN, words=["train.py", *ONE_STEP, "--name", "中"], says=["\\u4e2d.", "Training finished."]
+    ),
+    "an error that ASCII lacks": Row(
+        code=ASCII_SCREEN, words=["train.py", *ONE_STEP, "--steps", "ü"], exit_code=2, says=["steps: \\xfc must be"]
+    ),
+    # What a terminal, a scheduler or a container sends
+    "a terminal that closes": Row(code=signalled("SIGHUP"), **PREEMPTED),
+    "a terminal that closes, under nohup": Row(code=UNDER_NOHUP + signalled("SIGHUP")),
+    "a scheduler's warning": Row(code=signalled("SIGUSR2"), **PREEMPTED),
+    "a container that is told of a power failure": Row(code=signalled("SIGPWR"), **PREEMPTED),
+    "a limit of processor time": Row(code=A_SECOND_OF_PROCESSOR, **PREEMPTED),
+    # Limits
+    "memory that the system refuses": Row(
+        code=LITTLE_MEMORY,
+        words=["train.py", *ONE_STEP, "--model.d_model", "8192", "--model.n_layers", "1"],
+        exit_code=1,
+        says=["error: no memory left in process 0, in `", "can't allocate memory", "What takes less: a smaller micro"],
+    ),
+    "files that may not be large": Row(code=SMALL_FILES, exit_code=1, says=["File too large"]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_program_on_an_odd_machine_works_or_says_what_is_odd(name, runs, tmp_path):
+    row = ROWS[name]
+    named = [] if "--name" in row.words else ["--name", "run"]
+    words = [*row.words, "--out_dir", str(runs), *named]
+    done = forked.run("-c", [BEGIN.format(code=row.code), *words], 0, environment(**row.env), pictures=False)
+    printed = done.stdout + done.stderr
+    assert done.returncode == row.exit_code, printed
+    assert all(words in printed for words in row.says), printed
+    assert not any(words in printed for words in row.silent), printed
+    if row.exit_code == 75:
+        assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
+        assert list((runs / "run" / "checkpoints").glob("step-*"))
+    if "W&B is off" in printed:
+        assert not (runs / "run" / "wandb").exists()
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A run with a name that no plain screen can show."""
+    out_dir = tmp_path_factory.mktemp("foreign")
+    train(*ONE_STEP, "--evaluation.every", "2", "--out_dir", out_dir, "--name", "Müll")
+    return out_dir / "Müll"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sample.py", "RUN", "--max_new_tokens", "3"],
+        ["replay.py", "RUN", "--audit", "1"],
+        ["evaluate.py", "RUN"],
+        ["compare.py", "RUN", "--out", "PLACE/compare"],
+        ["export.py", "RUN", "PLACE/Müll"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_program_fails_for_a_screen_that_lacks_a_letter(words, foreign, tmp_path):
+    words = [word.replace("RUN", str(foreign)).replace("PLACE", str(tmp_path)) for word in words]
+    done = forked.run("-c", [BEGIN.format(code=ASCII_SCREEN), *words], 0, environment())
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_screen_by_the_environment_is_the_same(runs):
+    """As a user sets it, and not as the tests above do it."""
+    done = train(*ONE_STEP, "--out_dir", runs, "--name", "Müll", cwd=Path(ROOT, "."), PYTHONIOENCODING="ascii")
+    assert "Training finished." in done.stdout
+
+
+def test_a_name_that_a_terminal_would_obey_is_spelt_out(foreign, tmp_path):
+    for name in ("\x1b[31mred\x1b]0;title\x07", "two\nlines", "\u202eback", "\x9b2J"):
+        shutil.copytree(foreign, tmp_path / name)
+    (tmp_path / "\x1b[2Jnone").mkdir()
+    words = ["compare.py", *map(str, tmp_path.iterdir()), "--out", "null"]
+    done = forked.run("compare.py", words[1:], 0, environment())
+    assert done.returncode == 0, done.stderr
+    printed = (done.stdout + done.stderr).replace("\n", "")
+    assert (
+        printed.isprintable() and "\\x1b[31mred" in printed and "two\\nlines" in printed and "\\x1b[2Jnone" in printed
+    )
+    done = forked.run("evaluate.py", [str(tmp_path / "\x1b[2Jnone")], 0, environment())
+    assert done.returncode == 2 and "\x1b" not in done.stderr and "\\x1b[2Jnone" in done.stderr
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no commit to be known")
+def test_the_commit_of_a_clone_of_another_user_is_known(runs):
+    """As in a container, where Git fears it."""
+    train(*ONE_STEP, "--out_dir", runs, "--name", "run", GIT_TEST_ASSUME_DIFFERENT_OWNER="1")
+    start = json.loads((runs / "run" / "starts.jsonl").read_text())
+    assert len(start["git_commit"].removesuffix("-dirty")) == 40
