@@ -16,7 +16,7 @@ WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
 BENCHMARKS = throughput overhead scaling memory sharding startup generation growth $(if $(findstring --text,$(ARGS)),time_to_loss)
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-.PHONY: help env train verify trial test test-all test-gpu house bench lint clean
+.PHONY: help env train verify law trial test test-all test-gpu house bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ train: .venv/.installed ## train the mini-GPT on stories with 2 CPU processes; m
 
 verify: .venv/.installed ## prove the promises on this machine; with your model: make verify ARGS="--config FILE"
 	$(LAUNCH) verify.py $(ARGS)
+
+law: .venv/.installed ## train a ladder of sizes, fit how loss falls and predict a larger run; longer: make law ARGS="--seeds 5"
+	.venv/bin/python scale.py --law $(ARGS)
 
 test: .venv/.installed-test ## lint and the tests, about 4 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)

@@ -92,7 +92,7 @@ class DataConfig:
     """source stories: how many facts there are to know about the world that the stories speak of, at most 65,536. 0:
     they have a plot, and speak of no world."""
 
-    zipf: NonNegativeFloat = 1.5
+    zipf: NonNegativeFloat = 1.3
     """source stories with facts: the fact of rank i is told in proportion to i ** -zipf."""
 
     num_workers: NonNegativeInt = 0

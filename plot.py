@@ -1,5 +1,5 @@
-"""Draws runs from their metrics.jsonl: python plot.py RUN... [--x tokens] writes loss.png into each run, and layers.png
-if it has `tracking.layers`. compare.py draws the curves of several runs over each other with it.
+"""Draws runs from their metrics.jsonl: python plot.py RUN... [--x tokens] writes loss.png into each run, excess.png if it
+tells its excess over the floor by kind, and layers.png if it has `tracking.layers`. compare.py draws the curves of several runs over each other with it.
 """
 
 import json
@@ -288,6 +288,36 @@ def save_layers(run_directory: Path) -> Path | None:
     return run_directory / "layers.png"
 
 
+def save_excess(run_directory: Path) -> Path | None:
+    """Write `<run_directory>/excess.png`: how far above the floor each kind of token is, so when it is learnt, as told
+    by `val/excess/KIND`; None without any, or without one above it.
+
+    Raises:
+        OSError: there is no metrics.jsonl, or the picture cannot be written.
+    """
+    rows = [row for row in read_rows(run_directory / "metrics.jsonl") if isinstance(row.get("val/floor"), float)]
+    names = [name for name in (rows[-1] if rows else ()) if name.startswith("val/excess/")]
+    curves = {"all": [row["val/loss"] - row["val/floor"] if row["val/loss"] else math.nan for row in rows]}
+    curves |= {name.rpartition("/")[2].replace("_", " "): [row.get(name) or math.nan for row in rows] for name in names}
+    seen = [value for values in curves.values() for value in values if value > 0]
+    if not (names and seen):
+        return None
+    figure = new_figure(7, 4.2)
+    axes = figure.add_subplot()
+    # The legend's order is that of the lines where they end.
+    for index, (label, values) in enumerate(sorted(curves.items(), key=lambda curve: -curve[1][-1])):
+        style = {"color": "black", "linewidth": 2.4} if label == "all" else run_style(index) | marks(index, len(values))
+        axes.plot([row["step"] for row in rows], values, label=label, **style)
+    axes.set(title=drawable(run_directory.resolve().name), xlabel=X_AXES["steps"], yscale="log")
+    axes.set_ylabel("loss above the floor (nats per token)")
+    axes.set_ylim(bottom=max(min(seen), 1e-4 * max(seen)) / 2)
+    label_round(axes.yaxis, *axes.get_ylim())
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(run_directory / "excess.png", dpi=150)
+    return run_directory / "excess.png"
+
+
 @dataclass
 class PlotConfig:
     """Draws runs: python plot.py RUN... writes loss.png into each, and layers.png if it has tracking.layers."""
@@ -309,7 +339,7 @@ def main(config: PlotConfig) -> None:
         directory = expanded("runs", run)
         try:
             print(save_loss_curve(directory, x=config.x))
-            if path := save_layers(directory):
+            for path in filter(None, (save_excess(directory), save_layers(directory))):
                 print(path)
         except OSError as error:
             raise ConfigError(f"runs: {run!r} cannot be drawn: {error}") from None

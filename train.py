@@ -28,7 +28,7 @@ from launch.signals import Preempted, StopSignal
 from launch.start import start_accelerator
 from load import Loaded, check_tokenizer, copy_initial_weights, load_initial_model
 from model.gpt import GPTModel
-from plot import save_layers, save_loss_curve
+from plot import save_excess, save_layers, save_loss_curve
 from run import checkpoint, trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory, Start
@@ -260,6 +260,8 @@ def draw_loss_curve(run_directory: Path, accelerator: Accelerator, say: Callable
     if accelerator.is_main_process:
         try:
             say(f"Loss curve: {save_loss_curve(run_directory)}")
+            if path := save_excess(run_directory):
+                say(f"Excess over the floor by kind: {path}")
             if path := save_layers(run_directory):
                 say(f"Layers: {path}")
         except (OSError, ImportError) as error:

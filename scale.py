@@ -1,0 +1,182 @@
+"""How does it grow? python scale.py --depth N prints a whole recipe from one number; --law trains a ladder of sizes and
+budgets, fits how the loss falls and predicts a run four times the largest, which it then trains; --widths searches the
+learning rate of several widths. Started again, it goes on where it was. docs/scaling_law.md has the rules and the law.
+"""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse.typing import PositiveFloat, PositiveInt
+
+from analysis import recipe
+from config import ConfigError, RunError, expanded
+from data.files import write_atomically
+
+LRS = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+FLAGS = ("--law", "--widths")
+
+
+@dataclass
+class ScaleConfig:
+    """Prints a recipe of a depth, or finds out how loss falls with size and data."""
+
+    depth: PositiveInt | None = None
+    """Layers: all else of the recipe follows, which is printed as a config file. 12 is the 124M class."""
+
+    tokens_per_parameter: PositiveFloat = 20.0
+    """With depth: how long to train."""
+
+    family: Literal["qwen3", "gpt2"] = "qwen3"
+    """With depth: which family of transformers."""
+
+    corpus: str | None = None
+    """With depth: a corpus that data.prepare made. null: stories of a world."""
+
+    law: bool = False
+    """Train the ladder, fit the law, predict a run and train that."""
+
+    widths: bool = False
+    """Train each size of the ladder, for its shortest budget, at several learning rates."""
+
+    sizes: str = "16,32,64"
+    """With law and widths: widths of the models, multiples of 16."""
+
+    budgets: str = "400,800,1600,3200"
+    """With law and widths: steps of 16 stories."""
+
+    seeds: PositiveInt = 2
+    """With law: runs of each size and budget."""
+
+    jobs: PositiveInt | None = None
+    """Runs at once. null: one for each GPU, else one for each core, but not more than 8."""
+
+    out_dir: str = "runs/law"
+    """Where runs, figures and pictures go."""
+
+    launch: str | None = None
+    """What starts a run, as "accelerate launch --config_file X". null: python."""
+
+    arguments: str = ""
+    """Settings of train.py for all runs of the ladder."""
+
+
+def main(config: ScaleConfig) -> None:
+    """Do what was asked.
+
+    Raises:
+        ConfigError: nothing or several things were asked for, or a size or a budget is none.
+        RunError: a run failed.
+        SystemExit: with 75 after a signal: the same command goes on.
+    """
+    if (config.depth is not None) + config.law + config.widths != 1:
+        raise ConfigError("scale.py: give one of --depth N, --law and --widths")
+    if config.depth is not None:
+        print_recipe(config)
+        return
+    sizes, budgets = (whole_numbers(name, getattr(config, name)) for name in ("sizes", "budgets"))
+    if wrong := [size for size in sizes if size % 16]:
+        raise ConfigError(f"sizes: {wrong[0]} is no multiple of 16, the width of a head")
+    out_dir = expanded("out_dir", config.out_dir)
+    if config.widths:
+        search_learning_rates(config, sizes, budgets[0], out_dir)
+    else:
+        find_law(config, sizes, budgets, out_dir)
+
+
+def print_recipe(config: ScaleConfig) -> None:
+    """A config file on the screen."""
+    if config.corpus:
+        vocab_size = recipe.vocabulary_of(config.corpus)
+    else:
+        from data.stories import storyteller
+
+        vocab_size = len(storyteller(recipe.FACTS, 1.0, 0).vocabulary)
+    lines = recipe.recipe(config.depth, config.tokens_per_parameter, config.family, config.corpus, vocab_size)
+    print(recipe.as_yaml(lines), end="")
+
+
+def whole_numbers(name: str, words: str) -> list[int]:
+    """Of a setting with commas, growing.
+
+    Raises:
+        ConfigError: they are none, or fewer than two.
+    """
+    try:
+        numbers = sorted({int(word) for word in words.split(",")})
+    except ValueError:
+        numbers = []
+    if len(numbers) < 2 or numbers[0] < 1:
+        raise ConfigError(f"{name}: {words!r} are no two or more whole numbers above 0 with commas between")
+    return numbers
+
+
+class Bench:
+    """Trains rungs, and says what they came to."""
+
+    def __init__(self, config: ScaleConfig, out_dir: Path):
+        from analysis.trainings import Trainings, launch_command
+
+        self.out_dir, self.settings = out_dir, tuple(config.arguments.split())
+        self.launch = tuple(launch_command(config.launch))
+        self.trainings = Trainings(config.jobs)
+
+    def points(self, rungs: Iterable) -> list:
+        """Of the rungs, when all are trained."""
+        from analysis.trainings import Failed, Stopped
+
+        wanted = [(rung, rung.training(self.out_dir, self.settings, self.launch)) for rung in rungs]
+        try:
+            self.trainings.train([training for _, training in wanted])
+        except Stopped:
+            print("stopped as asked; the same command goes on from there", file=sys.stderr)
+            raise SystemExit(75) from None
+        except Failed as failed:
+            raise RunError(f"{failed.training.directory}: {failed}") from None
+        return [rung.point(training) for rung, training in wanted]
+
+
+def search_learning_rates(config: ScaleConfig, sizes: list[int], steps: int, out_dir: Path) -> None:
+    """Where the best learning rate of each width lies, with the rule and without."""
+    from analysis import scaling_pictures
+    from analysis.ladder import Rung
+
+    rungs = [Rung(width, steps, lr) for lr in LRS for width in sizes]
+    points = Bench(config, out_dir).points(rungs)
+    curves = {size: [] for size in sizes}
+    for rung, point in zip(rungs, points, strict=True):
+        curves[rung.width].append((rung.lr, point.excess))
+    for width, curve in curves.items():
+        best = recipe.best_of(curve)
+        rule = recipe.learning_rate(width)
+        print(f"width {width}: best learning rate {best:.2g}, {best / rule:.2g} times the rule's {rule:.2g}")
+    print(scaling_pictures.draw_learning_rates(curves, out_dir / "learning_rates.png"))
+
+
+def find_law(config: ScaleConfig, sizes: list[int], budgets: list[int], out_dir: Path) -> None:
+    """The ladder, the law, the prediction, and then its outcome."""
+    from analysis import scaling_pictures
+    from analysis.ladder import ladder, target
+    from analysis.scaling_report import Report
+
+    bench = Bench(config, out_dir)
+    rungs = ladder(sizes, budgets, config.seeds)
+    report = Report(bench.points(rungs), beyond := target(rungs))
+    print("\n".join(report.lines()), flush=True)
+    write_atomically(out_dir / "prediction.json", json.dumps(report.figures(), indent=1))
+    scaling_pictures.draw_law(report, None, out_dir / "law.png")
+    (outcome,) = bench.points([beyond])
+    print("\n".join(report.outcome(outcome)))
+    write_atomically(out_dir / "law.json", json.dumps(report.figures(outcome), indent=1))
+    print(scaling_pictures.draw_law(report, outcome, out_dir / "law.png"))
+    print(scaling_pictures.draw_floors(report, outcome, out_dir / "floor.png"))
+
+
+if __name__ == "__main__":
+    from cli.scripts import run_and_exit
+
+    sys.argv[1:] = [f"{word}=true" if word in FLAGS else word for word in sys.argv[1:]]
+    run_and_exit("scale", ScaleConfig, needs_torch=False)

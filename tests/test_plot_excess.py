@@ -1,0 +1,35 @@
+"""The picture of what is learnt when, from the metrics of a run."""
+
+import json
+
+from matplotlib.image import imread
+
+from plot import save_excess
+
+
+def rows_of(directory, rows):
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def row(step, loss, **kinds):
+    return {"step": step, "val/loss": loss, "val/floor": 0.5} | {f"val/excess/{k}": v for k, v in kinds.items()}
+
+
+def test_kinds_are_drawn_and_a_run_without_them_has_no_picture(tmp_path):
+    run = rows_of(
+        tmp_path / "run", [row(1, 1.5, names=0.4, facts_from_1=0.6), row(2, 0.8, names=0.3, facts_from_1=0.0)]
+    )
+    assert imread(save_excess(run)).std() > 0.05
+    assert save_excess(rows_of(tmp_path / "none", [{"step": 1, "val/loss": 1.5, "val/floor": 0.5}])) is None
+
+
+def test_numbers_that_are_none_or_below_the_floor_are_left_out(tmp_path):
+    """A small validation set may lie below what is expected of it; a run may end without a number."""
+    run = rows_of(
+        tmp_path / "run", [row(1, 0.4, names=-0.1, facts_from_1=0.0), row(2, None, names=None, facts_from_1=None)]
+    )
+    assert save_excess(run) is None
+    run = rows_of(tmp_path / "two", [row(1, 0.7, names=0.3, plot=-0.1), row(2, None, names=None, plot=None)])
+    assert save_excess(run) == run / "excess.png"
