@@ -1,5 +1,6 @@
-"""Draws runs from their metrics.jsonl: python plot.py RUN... [--x tokens] writes loss.png into each run, excess.png if it
-tells its excess over the floor by kind, and layers.png if it has `tracking.layers`. compare.py draws the curves of several runs over each other with it.
+"""Draws runs from their metrics.jsonl: python plot.py RUN... [--x tokens] writes loss.png into each run, excess.png if
+it tells its excess over the floor by kind, and layers.png if it has `tracking.layers`. compare.py draws the curves of
+several runs over each other with it.
 """
 
 import json
