@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import compare
-from cli.arguments import parse_config
+from analysis.trainings import launch_command, launched_precision
+from cli.arguments import own_arguments_first, parse_config
 from config import ConfigError, RunError, TrainConfig, flat_settings
 from launch.signals import signals_to_catch
 from run.continuation import check_resume, copy_model_settings, differences, read_settings
@@ -80,29 +80,6 @@ def main(config: SweepConfig) -> None:
     if "stopped" in outcomes or child.signal:
         print("stopped as asked; the same command goes on from there", file=sys.stderr)
         raise SystemExit(75)
-
-
-def launch_command(launch: str | None) -> list[str]:
-    """The words to put before train.py.
-
-    Raises:
-        ConfigError: there is no such program.
-    """
-    words = shlex.split(launch) if launch else [sys.executable]
-    if not words or shutil.which(words[0]) is None:
-        raise ConfigError(f"launch: {launch!r} begins with no program that is found; activate the environment?")
-    return words
-
-
-def launched_precision(launch: list[str]) -> str | None:
-    """The mixed precision that runs started like this have; None where that is not for us to know, as with a script."""
-    names = [Path(word).name for word in launch]
-    if names[:2] == ["accelerate", "launch"]:
-        from launch.request import parse_launch_command  # imports torch
-
-        return parse_launch_command([*launch[2:], TRAIN], os.getcwd())[1].get("mixed_precision") or "no"
-    passes_on = names[0].startswith(("python", "torchrun")) and "accelerate" not in " ".join(names)
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if passes_on else None
 
 
 def plan(arguments: list[str], now: dict[str, str | None]) -> list[tuple[list[str], TrainConfig]]:
@@ -278,21 +255,8 @@ class Child:
                 os.killpg(self.process.pid, number)
 
 
-def own_arguments_first(words: list[str]) -> list[str]:
-    """The sweep's own options, and after `--` those of train.py."""
-    own, theirs, others = [], [], iter(words)
-    for word in others:
-        if word in ("-h", "--help") or word.startswith("--launch="):
-            own.append(word)
-        elif word == "--launch":
-            own += [word, *itertools.islice(others, 1)]
-        else:
-            theirs.append(word)
-    return [*own, "--", *theirs]
-
-
 if __name__ == "__main__":
     from cli.scripts import run_and_exit
 
-    sys.argv[1:] = own_arguments_first(sys.argv[1:])
+    sys.argv[1:] = own_arguments_first(sys.argv[1:], SweepConfig)
     run_and_exit("sweep", SweepConfig, needs_torch=False)

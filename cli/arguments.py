@@ -155,6 +155,24 @@ def parse_tool(kind: type, program: str, args: list[str] | None = None, position
     return settings
 
 
+def own_arguments_first(words: list[str], kind: type) -> list[str]:
+    """The options of a `kind`, and after `--` all other words, which are for train.py."""
+    own, theirs, others = [], [], iter([*words, ""])
+    options = {f"--{setting.name}": setting.type for setting in fields(kind) if setting.type != list[str]}
+    following = next(others)
+    while following:
+        word, following = following, next(others, "")
+        if word.partition("=")[0] not in {"-h", "--help", *options}:
+            theirs.append(word)
+            continue
+        own.append(word)
+        takes_value = word in options and (options[word] is not bool or following in ("true", "false"))
+        if takes_value and following:
+            own.append(following)
+            following = next(others, "")
+    return [*own, "--", *theirs]
+
+
 def _parser(program: str, description: str) -> _Parser:
     # Some types take a class_path, and would import it before they find that it is none of them.
     set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])

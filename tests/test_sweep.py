@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from cli import scripts
-from cli.arguments import parse_config
+from cli.arguments import own_arguments_first, parse_config
 from config import ConfigError, RunError
 from run.manifest import File, Manifest
-from sweep import SweepConfig, launched_precision, main, own_arguments_first, plan, split
+from sweep import SweepConfig, launched_precision, main, plan, split
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
 
@@ -26,7 +26,7 @@ sys.path.insert(0, {root!r})
 from dataclasses import asdict
 from pathlib import Path
 import yaml
-from cli.arguments import parse_config
+from cli.arguments import own_arguments_first, parse_config
 from run.identity import code_hash
 config = parse_config(sys.argv[2:])
 config.global_batch_size, config.data.seed = config.global_batch_size or 8, 0
@@ -268,8 +268,18 @@ def test_names_tell_settings_of_the_same_last_name_and_recipes_apart():
 
 def test_its_own_options_may_stand_anywhere(monkeypatch, capsys):
     words = ["--seed", "0,1", "--launch", "accelerate launch --cpu", "--name", "x"]
-    assert own_arguments_first(words) == ["--launch", "accelerate launch --cpu", "--", "--seed", "0,1", "--name", "x"]
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *own_arguments_first(["--seed", "0,x", "--launch=python"])])
+    assert own_arguments_first(words, SweepConfig) == [
+        "--launch",
+        "accelerate launch --cpu",
+        "--",
+        "--seed",
+        "0,1",
+        "--name",
+        "x",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["sweep.py", *own_arguments_first(["--seed", "0,x", "--launch=python"], SweepConfig)]
+    )
     streams = sys.stdout, sys.stderr
     assert scripts.run_script("sweep", SweepConfig, needs_torch=False) == 2
     sys.stdout, sys.stderr = streams

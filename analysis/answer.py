@@ -1,0 +1,178 @@
+"""What an experiment found, and how it is told: a row of the notebook, and from that the answer in words."""
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from analysis.inference import ALL_LOOKS, FIRST_LOOK, Difference, Worth
+
+CONFIDENCE = "95%"
+ONE_SIDED = ALL_LOOKS / 2  # of ideas that do nothing, the share that is called better
+
+
+@dataclass
+class Answer:
+    """What is known of one size of the model."""
+
+    verdict: str
+    found: Difference
+    baseline: list[float]
+    candidate: list[float]
+    """Losses, above the floor where that is known."""
+    floor: float | None = None
+    more: int | None = None
+    """Of an unknown one: about how many more runs of each side would tell."""
+    worth: Worth | None = None
+
+
+@dataclass
+class Costs:
+    """What baseline and candidate need."""
+
+    measured: tuple[dict[str, Any], dict[str, Any]]
+    """As analysis/ruler.py gives it."""
+    memory: tuple[float, float]
+    """The peak, in bytes."""
+    tokens_per_second: tuple[list[float], list[float]]
+    """Measured by turns."""
+    speed: tuple[float, float, float] | None
+    """How many times as fast the candidate is, with its interval."""
+    diff_lines: int
+
+
+def row(
+    words: dict[str, Any], answers: dict[float, Answer], costs: Costs | None, message: str, margin: float
+) -> dict[str, Any]:
+    """For the notebook and for programs: plain JSON. Differences are in percent of the baseline's loss, above the floor
+    where that is known; what concerns one size is of the first, and of all in `sizes`."""
+    sizes = [{"size": size, **of_size(answer, costs)} for size, answer in answers.items()]
+    first = sizes[0] if sizes else {"seeds": 0, "verdict": "unknown"}
+    facts = {**words, **first, "margin": margin, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+    if message:
+        facts |= {"verdict": "failed", "message": message}
+    if costs:
+        ours, theirs = costs.measured
+        facts["cost"] = {name: [ours[name], theirs[name]] for name in ("parameters", "flops_per_token")}
+        facts["cost"] |= {"peak_memory_bytes": list(costs.memory), "diff_lines": costs.diff_lines, "speed": costs.speed}
+        facts["cost"]["tokens_per_second"] = [
+            statistics.median(speeds) if speeds else None for speeds in costs.tokens_per_second
+        ]
+    if len(sizes) > 1:
+        facts |= {"sizes": sizes, "trend": trend(sizes)}
+    return facts
+
+
+def of_size(answer: Answer, costs: Costs | None) -> dict[str, Any]:
+    """An answer as plain JSON."""
+    base, found = statistics.fmean(answer.baseline), answer.found
+    percent = [100 * change / base for change in (found.mean, found.low, found.high)]
+    facts: dict[str, Any] = {"verdict": answer.verdict, "seeds": found.runs, "more_seeds": answer.more}
+    facts["floor"] = answer.floor
+    facts |= dict(zip(("difference", "low", "high"), percent, strict=True))
+    facts |= {"means": [base, statistics.fmean(answer.candidate)]}
+    facts |= {"deviations": [statistics.stdev(side) for side in (answer.baseline, answer.candidate)]}
+    if answer.worth:
+        facts["worth"] = [finite(value) for value in (answer.worth.ratio, answer.worth.low, answer.worth.high)]
+        if costs and costs.speed and None not in facts["worth"]:
+            facts["worth_in_time"] = product(facts["worth"], costs.speed)
+    return facts
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity, which here is what lies beyond the budgets that were trained."""
+    return value if 0 < value < math.inf else None
+
+
+def product(one: list[float], other: tuple[float, float, float]) -> list[float]:
+    """Of two positive numbers with their intervals, whose errors are independent: their logarithms add up, and at each
+    end the squares of their reaches."""
+    middle = one[0] * other[0]
+    if not 0 < other[1] <= other[2] < math.inf:
+        return [middle, 0.0, math.inf]
+    down, up = (math.hypot(*(math.log(side[end] / side[0]) for side in (one, other))) for end in (1, 2))
+    return [middle, middle * math.exp(-down), middle * math.exp(up)]
+
+
+def trend(sizes: list[dict[str, Any]]) -> str:
+    """Whether what an idea gains grows, stays or fades from the smallest to the largest size: in worth, or in percent
+    of the loss where that is not known of both."""
+    first, last = sizes[0], sizes[-1]
+    known = all(size.get("worth") and None not in size["worth"] for size in (first, last))
+    if known:
+        gains = [[math.log(value) for value in size["worth"]] for size in (first, last)]
+    else:
+        gains = [[-size["difference"], -size["high"], -size["low"]] for size in (first, last)]
+    (a, a_low, a_high), (b, b_low, b_high) = gains
+    change = b - a
+    if change - math.hypot(b - b_low, a_high - a) > 0:
+        return "grows"
+    return "fades" if change + math.hypot(b_high - b, a - a_low) < 0 else "stays, as far as these runs can tell"
+
+
+def interval(values: list[float | None], form: str = ".2f") -> str:
+    """A number with its interval."""
+    middle, low, high = ("-" if value is None else format(value, form) for value in values)
+    return f"{middle} ({CONFIDENCE}: {low} to {high})"
+
+
+def sentence(found: dict[str, Any]) -> str:
+    """The answer."""
+    idea, verdict = found["idea"], found["verdict"]
+    if verdict == "failed":
+        return f"Failed: {idea} does not train: {found['message']}"
+    if "difference" not in found:
+        return f"Not known: the budget was spent before {idea} had {FIRST_LOOK} runs."
+    by = interval([found[name] for name in ("difference", "low", "high")], "+.1f").replace(" (", "% (", 1)
+    what = "val/loss above the floor" if found.get("floor") is not None else "val/loss"
+    told = {
+        "better": f"Better: {idea} changes the {what} by {by}",
+        "worse": f"Worse: {idea} changes the {what} by {by}",
+        "no difference": f"No difference of more than {100 * found['margin']:g}%: {idea} changes the {what} by {by}",
+        "unknown": f"Not known: {idea} changes the {what} by {by}",
+    }[verdict]
+    if found.get("worth"):
+        told += f"; worth {interval(found['worth'])} times the steps"
+    if found.get("worth_in_time"):
+        told += f", {interval(found['worth_in_time'])} times the time"
+    if verdict == "unknown":
+        more = found["more_seeds"]
+        told += f"; {f'about {more}' if more else 'more than 200'} more seeds of each side would tell"
+    if unequal := unequal_costs(found):
+        told += f"; unequal: {unequal}"
+    if "trend" in found:
+        told += f"; with size it {found['trend']}"
+    return told + "."
+
+
+def unequal_costs(found: dict[str, Any]) -> str:
+    """Of which the idea has more or less than the baseline."""
+    cost = found.get("cost", {})
+    pairs = {"parameters": cost.get("parameters"), "FLOPs a token": cost.get("flops_per_token")}
+    return ", ".join(
+        f"{100 * (theirs / ours - 1):+.1f}% {name}"
+        for name, (ours, theirs) in ((name, pair) for name, pair in pairs.items() if pair)
+        if abs(theirs / ours - 1) > 0.001
+    )
+
+
+def table(found: dict[str, Any]) -> Iterator[list[str]]:
+    """What both sides come to, and what they cost."""
+
+    def line(name: str, pair: list[float] | None, form: str = ",d", times: float = 1) -> list[str]:
+        if not pair or None in pair:
+            return [name, "-", "-", "-"]
+        return [name, *(format(type(value)(value * times), form) for value in pair), f"{pair[1] / pair[0]:.3f}"]
+
+    cost = found.get("cost", {})
+    yield ["", "baseline", "idea", "ratio"]
+    yield line("val/loss above the floor" if found.get("floor") is not None else "val/loss", found["means"], ".4f")
+    yield ["deviation over seeds", *(f"{value:.4f}" for value in found["deviations"]), ""]
+    if cost:
+        yield line("parameters", cost["parameters"])
+        yield line("FLOPs a token", cost["flops_per_token"])
+        yield line("tokens/s, by turns", cost["tokens_per_second"], ",.0f")
+        yield line("peak memory (MB)", cost["peak_memory_bytes"], ",.0f", 1e-6)
+        yield ["lines of the diff", "", str(cost["diff_lines"]), ""]

@@ -1,0 +1,141 @@
+"""lab/notebook.jsonl: every experiment that was made, a line each; as a table and as a picture."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from data.files import lock, parse_object, write_atomically
+
+VERDICTS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D"}  # and their markers
+IDEA_LETTERS = 50
+
+
+def append(lab: Path, row: dict[str, Any]) -> None:
+    """Add an experiment, unless this verdict stands there: several machines may come to it together."""
+    lab.mkdir(parents=True, exist_ok=True)
+    with open(lab / "notebook.jsonl", "a+") as file:
+        while not lock(file):
+            os.sched_yield()
+        file.seek(0)
+        known = {key(before): before for before in parsed(file.read())}
+        if known.get(key(row), {}).get("seeds") != row["seeds"] or known[key(row)]["verdict"] != row["verdict"]:
+            file.write(json.dumps(row) + "\n")
+
+
+def read(lab: Path) -> list[dict[str, Any]]:
+    """The newest row of each pair of sides, in the order of their first."""
+    path = lab / "notebook.jsonl"
+    return list({key(row): row for row in parsed(path.read_text() if path.exists() else "")}.values())
+
+
+def parsed(text: str) -> list[dict[str, Any]]:
+    """The rows; what is none, as half a line of a machine that died, is passed over."""
+    rows = []
+    for line in text.splitlines():
+        try:
+            row = parse_object(line)
+        except ValueError:
+            continue
+        if {"idea", "baseline", "candidate", "verdict", "seeds"} <= row.keys():
+            rows.append(row)
+    return rows
+
+
+def key(row: dict[str, Any]) -> tuple[str, str]:
+    """Which sides it compares."""
+    return row["baseline"], row["candidate"]
+
+
+def tried(lab: Path, baseline: str) -> int:
+    """How many ideas were tried against a baseline."""
+    return sum(row["baseline"] == baseline for row in read(lab))
+
+
+def shown_percent(value: float | None) -> str:
+    """As the table has it."""
+    return "-" if value is None else f"{value:+.1f}%"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """All experiments in Markdown, the best first."""
+    lines = [
+        "| idea | against | difference | 95% | worth in steps | runs a side | verdict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=rank):
+        interval = "-" if row.get("low") is None else f"{shown_percent(row['low'])} to {shown_percent(row['high'])}"
+        worth = "-" if not row.get("worth") else "{:.2f} ({:.2f} to {:.2f})".format(*row["worth"])
+        idea = row["idea"].replace("|", r"\|")
+        cells = (
+            f"`{idea}`",
+            row["baseline"],
+            shown_percent(row.get("difference")),
+            interval,
+            worth,
+            row["seeds"],
+            row["verdict"],
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def rank(row: dict[str, Any]) -> tuple[bool, float]:
+    """By the difference; what has none comes last."""
+    return row.get("difference") is None, row.get("difference") or 0.0
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """An interval an idea, the best at the top; the marker says the verdict, so that it can be read in grey.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no window system is asked for
+
+    drawn = sorted((row for row in rows if row.get("low") is not None), key=rank, reverse=True)
+    figure = Figure(figsize=(8, 1.4 + 0.32 * len(drawn)), layout="constrained")
+    axes = figure.add_subplot()
+    for verdict, marker in VERDICTS.items():
+        having = [(height, row) for height, row in enumerate(drawn) if row["verdict"] == verdict]
+        if not having:
+            continue
+        heights, of_verdict = zip(*having, strict=True)
+        middle = [row["difference"] for row in of_verdict]
+        reach = [
+            [m - r["low"] for m, r in zip(middle, of_verdict, strict=True)],
+            [r["high"] - m for m, r in zip(middle, of_verdict, strict=True)],
+        ]
+        filled = "black" if verdict in ("better", "worse") else "white"
+        axes.errorbar(
+            middle,
+            heights,
+            xerr=reach,
+            fmt=marker,
+            color="black",
+            markerfacecolor=filled,
+            capsize=3,
+            linewidth=1.2,
+            label=verdict,
+        )
+    axes.axvline(0, color="black", linewidth=0.8)
+    if drawn:
+        margin = 100 * drawn[0]["margin"]
+        axes.axvspan(-margin, margin, color="0.85", label=f"counts as nothing: {margin:g}%")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    names = [
+        row["idea"] if len(row["idea"]) <= IDEA_LETTERS else row["idea"][: IDEA_LETTERS - 1] + "…" for row in drawn
+    ]
+    axes.set_yticks(range(len(drawn)), names, fontsize="small", parse_math=False)
+    axes.set(xlabel="validation loss against the baseline (%, lower is better), 95% interval")
+    axes.grid(axis="x", alpha=0.4)
+    figure.savefig(path, dpi=150)
+
+
+def publish(lab: Path) -> str:
+    """Write notebook.png and notebook.md; the table."""
+    rows = read(lab)
+    text = table(rows)
+    write_atomically(lab / "notebook.md", text + "\n")
+    draw(rows, lab / "notebook.png")
+    return text

@@ -1,0 +1,76 @@
+"""Measures a side of an experiment by the same ruler as the other: python analysis/ruler.py CODE measure RUN, or CODE
+shape SETTINGS. Prints JSON.
+
+It runs with the modules of the folder CODE, which trains that side, and takes from them the validation set and the
+logits alone. The loss is computed here, so that it is the same measure for both, whatever their code calls a loss.
+"""
+
+import json
+import sys
+from hashlib import sha256
+
+
+def measure(run: str) -> dict[str, object]:
+    """Of the newest checkpoint of a run, on the validation set of its settings.
+
+    Returns:
+        targets: a hash of all tokens that are predicted, in order; num_targets; floor: the lowest possible loss in nats
+        a target, None where it is not known; loss: the mean cross-entropy of the targets, by float64; looks_ahead:
+        whether a logit depends on tokens after it; parameters; and flops_per_token.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from data.corpus import Batches, load_corpus
+    from load import load_run
+
+    config, model, _ = load_run(run)
+    config.evaluation.every, config.exact = config.evaluation.every or 1, False
+    corpus = load_corpus(config)
+    batches, size = Batches(corpus.validation), config.evaluation.micro_batch_size
+    hashed, total, count, looks_ahead = sha256(), 0.0, 0, False
+    with torch.no_grad():
+        for start in range(0, len(corpus.validation), size):
+            batch = batches[list(range(start, min(start + size, len(corpus.validation))))]
+            targets = batch.pop("labels")[:, 1:]
+            logits = model(**batch)[0]
+            losses = F.cross_entropy(logits[:, :-1].double().transpose(1, 2), targets, reduction="none")  # 0 for -100
+            predicted = targets[targets != -100]
+            hashed.update(predicted.numpy().tobytes())
+            total, count = total + float(losses.sum()), count + len(predicted)
+            if start == 0:
+                half = targets.shape[1] // 2
+                batch["input_ids"] = batch["input_ids"].clone()
+                batch["input_ids"][:, half:] = batch["input_ids"][:, half:].flip(0, 1)
+                change = (model(**batch)[0] - logits)[:, :half].abs().max()
+                looks_ahead = bool(change > 1e-3 * logits[:, :half].abs().max())
+    floor = getattr(corpus.validation, "floor_nats", None)
+    return {
+        "targets": hashed.hexdigest()[:16],
+        "num_targets": count,
+        "floor": None if floor is None else floor / count,
+        "loss": total / count,
+        "looks_ahead": looks_ahead,
+        "parameters": model.num_parameters(),
+        "flops_per_token": model.flops_per_token(config.seq_len),
+    }
+
+
+def shape(*settings: str) -> dict[str, int]:
+    """parameters and flops_per_token of the network that these settings of train.py make."""
+    import torch
+
+    from cli.arguments import parse_config
+    from data.corpus import load_corpus
+    from model.gpt import GPTModel
+
+    config = parse_config(list(settings))
+    config.model.vocab_size = load_corpus(config).vocab_size
+    with torch.device("meta"):
+        network = GPTModel(config.model)
+    return {"parameters": network.num_parameters(), "flops_per_token": network.flops_per_token(config.seq_len)}
+
+
+if __name__ == "__main__":
+    sys.path[0], asked = sys.argv[1], {"measure": measure, "shape": shape}[sys.argv[2]]
+    print(json.dumps(asked(*sys.argv[3:])))

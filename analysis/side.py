@@ -1,0 +1,230 @@
+"""One side of an experiment: code plus settings, its runs, and what they are measured by."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from analysis.trainings import Training
+from config import ConfigError, RunError
+from data.files import parse_object, write_atomically
+from run.identity import code_hash
+
+RULER = Path(__file__).with_name("ruler.py")
+# Where a run lies and how it is told of, and the seed: with these changed it is a run of the same side.
+NOT_OF_A_SIDE = {"name", "out_dir", "resume", "seed", "stop_after"}
+NOT_OF_A_SIDE_SECTIONS = {"tracking", "checkpoint"}
+
+
+FLOAT32_WITHIN, HALF_WITHIN = 1e-4, 1e-2  # relative, of the loss by the logits in float32
+WIDTH_STEP = 8
+LOGS_OF_SHORT = 8
+
+
+class Refused(Exception):
+    """Settings or code that cannot even begin to train, with their message."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A recipe: what trains, with which settings."""
+
+    code: Path
+    """The folder with its train.py."""
+    code_hash: str
+    launch: tuple[str, ...]
+    precision: str | None
+    words: tuple[str, ...]
+    """Of the command line, without name, seed and place."""
+    settings: dict[str, Any]
+    """What these words mean to its code, as `section.name`."""
+    runs: Path
+    first_seed: int = 0
+
+    @classmethod
+    def of(cls, code: Path, launch: list[str], precision: str | None, words: list[str], runs: Path) -> "Side":
+        """Ask its own code what the words mean.
+
+        Raises:
+            Refused: it refuses them.
+        """
+        asked = [sys.executable, str(code / "train.py"), *words, "--print_config"]
+        done = subprocess.run(asked, capture_output=True, text=True)
+        if done.returncode:
+            raise Refused(done.stderr.strip().removeprefix("train.py: error: ") or f"exit code {done.returncode}")
+        flat = {}
+        for name, value in yaml.safe_load(done.stdout).items():
+            flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+        flat["name"] = (
+            flat["name"] or Path(words[max(i for i, word in enumerate(words) if word == "--config") + 1]).stem
+        )
+        return cls(code, code_hash(code), tuple(launch), precision, tuple(words), flat, runs)
+
+    def changed(self, settings: dict[str, Any]) -> "Side":
+        """With other values of settings."""
+        written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+        words = tuple(f"--{name}={value}" for name, value in written.items())
+        return replace(self, words=self.words + words, settings=self.settings | settings)
+
+    @property
+    def digest(self) -> str:
+        """Of what makes its runs other runs than those of another side."""
+        corpora = [
+            Path(path).expanduser() / "metadata.json"
+            for path in self.settings.get("data.mix") or [self.settings.get("data.path") or ""]
+        ]
+        made = [sha256(file.read_bytes()).hexdigest() for file in corpora if file.is_file()]
+        own = {
+            name: value
+            for name, value in self.settings.items()
+            if name not in NOT_OF_A_SIDE and name.split(".")[0] not in NOT_OF_A_SIDE_SECTIONS
+        }
+        facts = [own, self.code_hash, self.precision, made]
+        return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def name(self) -> str:
+        """What the names of its runs begin with."""
+        return f"{self.settings['name']}-{self.digest}"
+
+    def run(self, seed: int) -> Training:
+        """Its run number `seed`."""
+        seed += self.first_seed
+        name = f"{self.name}-{seed}"
+        own = ("--name", name, "--seed", str(seed), "--out_dir", str(self.runs))
+        command = (*self.launch, str(self.code / "train.py"), *self.words, *own)
+        return Training(self.runs / name, self.settings["steps"], command)
+
+    def losses(self, n: int) -> list[float]:
+        """The last validation loss of its first runs, which are finished; above the floor where that is known.
+
+        Raises:
+            RunError: one has none.
+        """
+        rows = [(self.run(seed), self.run(seed).last()) for seed in range(n)]
+        for training, row in rows:
+            if row["step"] != training.steps or not isinstance(row.get("val/loss"), float):
+                raise RunError(f"{training.directory} has no val/loss of its last step")
+        return [row["val/loss"] - row.get("val/floor", 0.0) for _, row in rows]
+
+    def short(self, seconds: float, runs: Path) -> "Side":
+        """A few steps of it, for some seconds by the speed of its first run, and hardly an evaluation."""
+        steps_per_second = (
+            self.run(0).tokens_per_second() / (self.settings["global_batch_size"] or 1) / self.settings["seq_len"]
+        )
+        steps = min(self.settings["steps"], max(LOGS_OF_SHORT, round(seconds * steps_per_second)))
+        changes = {"steps": steps, "evaluation.every": steps, "evaluation.num_samples": 2, "schedule.warmup_steps": 0}
+        changes |= {"evaluation.num_story_samples": 0, "evaluation.num_samples_shown": 0, "schedule.decay_steps": None}
+        changes |= {"tracking.log_every": max(1, steps // LOGS_OF_SHORT), "tracking.wandb": "disabled"}
+        return replace(self.changed(changes), runs=runs)
+
+    def peak_memory_bytes(self) -> float:
+        """Of its first run."""
+        return self.run(0).last().get("perf/peak_memory_bytes", math.nan)
+
+    def measured(self) -> dict[str, Any]:
+        """What analysis/ruler.py says of its first run; kept beside that.
+
+        Raises:
+            RunError: it cannot be measured.
+        """
+        directory = self.run(0).directory
+        kept = directory / "ruler.json"
+        if not kept.exists():
+            write_atomically(
+                kept, json.dumps(self._ask("measure", str(directory)) | {"val/loss": self.run(0).last()["val/loss"]})
+            )
+        return parse_object(kept.read_bytes())
+
+    def shape(self) -> dict[str, Any]:
+        """Parameters and FLOPs a token, before anything is trained."""
+        return self._ask("shape", *self.words)
+
+    def _ask(self, *words: str) -> dict[str, Any]:
+        done = subprocess.run([sys.executable, str(RULER), str(self.code), *words], capture_output=True, text=True)
+        if done.returncode:
+            last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
+            raise RunError(f"{self.code}: its code cannot be asked ({words[0]}): {last}")
+        return parse_object(done.stdout.splitlines()[-1])
+
+
+def check_ruler(baseline: Side, candidate: Side) -> None:
+    """Refuse sides that are not measured by the same validation set in the same way.
+
+    Raises:
+        ConfigError: they are not; says what differs.
+        Refused: the candidate sees the tokens that it is to predict.
+    """
+    sides = {"baseline": baseline.measured(), "idea": candidate.measured()}
+    ours, theirs = sides.values()
+    if theirs["looks_ahead"]:
+        raise Refused("its logits depend on later tokens, which are what it is to predict")
+    if ours["targets"] != theirs["targets"]:
+        raise ConfigError(
+            "idea: the sides are not measured by the same validation set: the baseline predicts "
+            f"{ours['num_targets']:,} tokens (hash {ours['targets']}), the idea {theirs['num_targets']:,} "
+            f"({theirs['targets']}); settings of data, tokenizer or evaluation differ, so their losses do not compare"
+        )
+    if ours["floor"] != theirs["floor"]:
+        floors = f"{ours['floor']} for the baseline and {theirs['floor']} for it"
+        raise ConfigError(f"idea: the lowest possible loss is {floors}, so the losses above it do not compare")
+    within = FLOAT32_WITHIN if baseline.precision == candidate.precision == "no" else HALF_WITHIN
+    for name, found in sides.items():
+        if not math.isclose(found["loss"], found["val/loss"], rel_tol=within):
+            raise ConfigError(
+                f"idea: the val/loss of the {name} is {found['val/loss']:.6f}, but the cross-entropy of its logits is "
+                f"{found['loss']:.6f}: its code measures something else"
+            )
+
+
+def scaled_steps(side: Side, share: float) -> Side:
+    """Trained for a share of the steps, by a schedule of the same shape, and samples an epoch in proportion."""
+    changes = {}
+    for name in ("steps", "schedule.warmup_steps", "schedule.decay_steps", "schedule.batch_warmup_steps"):
+        if value := side.settings.get(name):
+            changes[name] = max(1, round(share * value))
+    if side.settings["data.source"] != "text":
+        changes["data.num_samples"] = max(1, round(share * side.settings["data.num_samples"]))
+    return side.changed(changes) if share != 1 else side
+
+
+def scaled(side: Side, size: float) -> Side:
+    """With `size` times the parameters in its blocks, and tokens in proportion.
+
+    Width, feed-forward and number of heads grow with the square root, so that heads keep their size; depth stays, and
+    the learning rate falls with the width (Yang et al., "Tensor Programs V", arXiv:2203.03466, for hidden matrices).
+    """
+    if size == 1:
+        return side
+    settings, times = side.settings, math.sqrt(size)
+    heads = max(1, round(times * settings["model.n_heads"]))
+    changes = {
+        "model.n_heads": heads,
+        "model.d_model": settings["model.d_model"] // settings["model.n_heads"] * heads,
+        "model.d_ff": 8 * round(times * settings["model.d_ff"] / 8),
+        "optimizer.lr": settings["optimizer.lr"] / times,
+    }
+    if kv_heads := settings["model.n_kv_heads"]:
+        changes["model.n_kv_heads"] = max(1, heads * kv_heads // settings["model.n_heads"])
+    return scaled_steps(side.changed(changes), size)
+
+
+def matched(side: Side, other: Side, what: str) -> Side:
+    """With the feed-forward whose `what`, parameters or flops_per_token, is nearest to that of the other side.
+
+    Raises:
+        Refused: there is none.
+    """
+    width, wanted = side.settings["model.d_ff"], other.shape()[what]
+    have = side.shape()[what]
+    of_one = (side.changed({"model.d_ff": width + WIDTH_STEP}).shape()[what] - have) / WIDTH_STEP  # both grow linearly
+    matching = WIDTH_STEP * round((width + (wanted - have) / of_one) / WIDTH_STEP) if of_one else 0
+    if matching < WIDTH_STEP:
+        raise Refused(f"match: no model.d_ff gives it the {wanted:,} {what} of the baseline")
+    return side.changed({"model.d_ff": matching})

@@ -1,0 +1,366 @@
+"""Is an idea better? python experiment.py IDEA [settings of both sides] answers by as many runs as it takes.
+
+IDEA is settings in one argument ("--model.mlp relu2"), or code: a git branch or commit, a patch file, or . for what the
+working tree has changed, against the commit that it stands on. Everything lies in lab/; started again, it goes on.
+docs/experiments_on_ideas.md says how the answer is found, and what it is good for.
+"""
+
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse.typing import PositiveFloat, PositiveInt
+
+from analysis import notebook
+from analysis.answer import ONE_SIDED, Answer, Costs, interval, row, sentence, table
+from analysis.idea import laid_out, read_idea
+from analysis.inference import FIRST_LOOK, Worth, decide, difference, factor, more_runs, worth
+from analysis.side import Refused, Side, check_ruler, matched, scaled, scaled_steps
+from analysis.trainings import Failed, Stopped, Training, Trainings, launch_command, launched_precision
+from compare import aligned
+from config import ConfigError, RunError, expanded
+
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "lab.yaml"
+BUDGETS = (
+    0.5,
+    0.5**0.5,
+    2**0.5,
+    2.0,
+)  # shares of the steps that the baseline is trained for, to say what a gain is worth
+BUDGET_SEEDS = 2
+OTHER_SEEDS = 1000  # from where on seeds are others than those of the verdict
+TURNS, TURN_SECONDS = 3, 4.0
+TUNED, TUNED_SEEDS = (0.25, 0.5, 1.0, 2.0, 4.0), 2  # times the value of the setting
+
+
+@dataclass
+class ExperimentConfig:
+    """Says whether an idea is better than the baseline, by how much, at what cost, and whether it holds."""
+
+    arguments: list[str]
+    """The idea in one argument; then settings of train.py for both sides. Without --config: configs/lab.yaml."""
+
+    max_seeds: PositiveInt = 12
+    """Runs of each side at most. More may be added later: the same command with a larger number goes on."""
+
+    budget_minutes: PositiveFloat | None = None
+    """No run is begun after so many minutes. null: only max_seeds is a limit."""
+
+    margin: PositiveFloat = 0.003
+    """The difference that counts as nothing, as a share of the baseline's loss, above the floor where that is known."""
+
+    jobs: PositiveInt | None = None
+    """Runs at once. null: one for each GPU, else one for each core, but not more than 8."""
+
+    worth: bool = True
+    """Whether to train the baseline for shorter and longer too, to say how many times the steps a gain is worth, and to
+    measure by turns how fast both are."""
+
+    sizes: str = "1"
+    """Times the parameters, as 1,4: the experiment is repeated with larger models, and tokens in proportion."""
+
+    tune: str | None = None
+    """A setting, as optimizer.lr, whose best value of five is searched for each side, on seeds of their own."""
+
+    match: Literal["parameters", "flops"] | None = None
+    """Narrow or widen the feed-forward of the idea until it has as many as the baseline."""
+
+    lab: str = "lab"
+    """The directory of runs, diffs and the notebook."""
+
+    launch: str | None = None
+    """What starts a run, as "accelerate launch --config_file X". null: python."""
+
+    json: bool = False
+    """Print one object instead of text."""
+
+
+@dataclass
+class NotebookConfig:
+    """Draws all experiments: LAB/notebook.png, and prints them as a table, LAB/notebook.md."""
+
+    notebook: bool = False
+    """Do so."""
+
+    lab: str = "lab"
+    """The directory of the notebook."""
+
+
+class OutOfTime(Exception):
+    """The budget of minutes is spent, and a run that is needed is not finished."""
+
+
+def main(config: ExperimentConfig | NotebookConfig) -> None:
+    """Answer, and write the answer into the notebook.
+
+    Raises:
+        ConfigError: the idea is none, a setting of the baseline is wrong, or the sides cannot be compared.
+        RunError: a run of the baseline failed, or a disk is full.
+        SystemExit: with 75 after a signal: the same command goes on.
+    """
+    lab = expanded("lab", config.lab)
+    if isinstance(config, NotebookConfig):
+        print(notebook.publish(lab))
+        return
+    try:
+        found = Experiment(config, lab, Trainings(config.jobs)).answer()
+        notebook.append(lab, found)
+        tried = notebook.tried(lab, found["baseline"])
+    except Stopped:
+        print("stopped as asked; the same command goes on from there", file=sys.stderr)
+        raise SystemExit(75) from None
+    except OSError as error:
+        raise RunError(f"{error}; with that mended, the same command goes on") from None
+    print(json.dumps(found | {"ideas_tried": tried}) if config.json else "\n".join(report(found, tried)))
+
+
+class Experiment:
+    """An idea against a baseline."""
+
+    def __init__(self, config: ExperimentConfig, lab: Path, trainings: Trainings):
+        self.config, self.lab, self.trainings = config, lab, trainings
+        self.text, *self.common = config.arguments
+        if not any(word.split("=")[0] == "--config" for word in self.common):
+            self.common = ["--config", str(DEFAULT_CONFIG), *self.common]
+        self.until = time.monotonic() + 60 * (config.budget_minutes or math.inf)
+
+    def answer(self) -> dict[str, Any]:
+        """A row for the notebook.
+
+        Raises:
+            ConfigError, RunError, Stopped: as main has them.
+        """
+        sizes, answers, costs, message = parse_sizes(self.config.sizes), {}, None, ""
+        idea = read_idea(self.text)
+        diff = idea.keep(self.lab / "diffs")
+        with laid_out(idea) as (code, changed):
+            baseline = self.side(code, self.common)
+            names = {"baseline": baseline.name, "candidate": f"{self.text} (refused)"}
+            try:
+                candidate = self.candidate(baseline, changed, idea.settings)
+                names["candidate"] = candidate.name
+                if self.config.tune:
+                    baseline, candidate = self.tuned(baseline), self.tuned(candidate)
+                for size in sizes:
+                    sides = scaled(baseline, size), scaled(candidate, size)
+                    answers[size] = self.compare(*sides)
+                    if self.config.worth and answers[size].verdict in ("better", "worse"):
+                        answers[size].worth = self.worth(sides[0], answers[size])
+                costs = self.costs(baseline, candidate, idea.num_lines)
+            except Refused as refused:
+                message = str(refused)
+            except OutOfTime:
+                pass
+            except Failed as failed:
+                raise RunError(f"{failed.training.directory}: {failed}") from None
+        words = {"idea": self.text, "settings": self.common, "base": idea.base, "commit": idea.commit}
+        return row({**words, **names, "diff": diff and str(diff)}, answers, costs, message, self.config.margin)
+
+    def side(self, code: Path, words: list[str]) -> Side:
+        """The baseline.
+
+        Raises:
+            ConfigError: its settings are refused.
+        """
+        launch = launch_command(self.config.launch)
+        try:
+            side = Side.of(code, launch, launched_precision(launch), words, self.lab / "runs")
+        except Refused as refused:
+            raise ConfigError(str(refused)) from None
+        if not side.settings["evaluation.every"]:
+            raise ConfigError("evaluation.every: 0 means that there is no val/loss, which is what is compared; set it")
+        return side
+
+    def candidate(self, baseline: Side, code: Path, own: tuple[str, ...]) -> Side:
+        """The other side.
+
+        Raises:
+            Refused: its settings are refused, or no feed-forward of it is as large as asked.
+        """
+        words = [*self.common, *own]
+        candidate = Side.of(code, list(baseline.launch), baseline.precision, words, baseline.runs)
+        if self.config.match:
+            candidate = matched(
+                candidate, baseline, {"parameters": "parameters", "flops": "flops_per_token"}[self.config.match]
+            )
+        if candidate.digest == baseline.digest:  # A against A: with the same seeds they would be the same runs
+            candidate = replace(candidate, first_seed=OTHER_SEEDS)
+        return candidate
+
+    def train(self, runs: list[Training]) -> None:
+        """Train what is not finished.
+
+        Raises:
+            Failed, Stopped, RunError: as Trainings.train.
+            OutOfTime: there is something, and the budget of minutes is spent.
+        """
+        self.trainings.check()
+        unfinished = [run for run in runs if not run.is_finished()]
+        if unfinished and time.monotonic() > self.until:
+            raise OutOfTime
+        self.trainings.train(unfinished)
+
+    def compare(self, baseline: Side, candidate: Side) -> Answer:
+        """Train seeds of both until it is known, the candidate first: if it fails, it has cost one run.
+
+        Raises:
+            Refused: it fails.
+            ConfigError: the two cannot be compared.
+            OutOfTime: before anything can be said.
+        """
+        try:
+            return self.until_known(baseline, candidate)
+        except Failed as failed:
+            if failed.training in map(candidate.run, range(self.config.max_seeds + FIRST_LOOK)):
+                raise Refused(f"{failed.training.directory}: {failed}") from None
+            raise
+
+    def until_known(self, baseline: Side, candidate: Side) -> Answer:
+        """As compare; Failed: a run of either has."""
+
+        def runs(n: int) -> list[Training]:
+            return [side.run(seed) for seed in range(n) for side in (candidate, baseline)]
+
+        def num_unfinished(n: int) -> int:
+            return sum(not run.is_finished() for run in runs(n))
+
+        at_once, most, answer = self.trainings.at_once, max(self.config.max_seeds, FIRST_LOOK), None
+        self.train(runs(1 if at_once <= 2 else FIRST_LOOK))
+        check_ruler(baseline, candidate)
+        for n in range(FIRST_LOOK, most + 1):
+            ahead = n
+            while ahead < most and 0 < num_unfinished(n) and num_unfinished(ahead) < at_once:
+                ahead += 1  # no core is idle; what is looked at does not depend on it
+            try:
+                self.train(runs(ahead) if num_unfinished(n) else [])
+            except OutOfTime:
+                break
+            losses = baseline.losses(n), candidate.losses(n)
+            margin, found = self.config.margin * statistics.fmean(losses[0]), difference(*losses)
+            answer = Answer(decide(found, margin), found, *losses, baseline.measured()["floor"])
+            if answer.verdict != "unknown":
+                return answer
+        if answer is None:
+            raise OutOfTime
+        answer.more = more_runs(found, margin)
+        return answer
+
+    def worth(self, baseline: Side, answer: Answer) -> Worth | None:
+        """Train the baseline for shorter and longer, and read off how many steps would have done the same."""
+        budgets = {share: scaled_steps(baseline, share) for share in BUDGETS}
+        try:
+            self.train([side.run(seed) for seed in range(BUDGET_SEEDS) for side in budgets.values()])
+        except OutOfTime:
+            return None
+        points = [(share, loss) for share, side in budgets.items() for loss in side.losses(BUDGET_SEEDS)]
+        points += [(1.0, loss) for loss in answer.baseline]
+        return worth(points, statistics.fmean(answer.baseline), answer.found)
+
+    def costs(self, baseline: Side, candidate: Side, num_lines: int) -> Costs:
+        """What both need; how fast they are is measured by turns, in short runs that are thrown away."""
+        speeds: dict[str, list[float]] = {"baseline": [], "idea": []}
+        if self.config.worth:
+            with tempfile.TemporaryDirectory(dir=self.lab, prefix="speed-") as folder:
+                for turn in range(TURNS):
+                    for name, side in (("baseline", baseline), ("idea", candidate))[:: 1 if turn % 2 else -1]:
+                        run = side.short(TURN_SECONDS, Path(folder, str(turn))).run(0)
+                        self.trainings.train([run])
+                        speeds[name].append(run.tokens_per_second())
+        ratios = [idea / base for base, idea in zip(*speeds.values(), strict=True)]
+        measured = baseline.measured(), candidate.measured()
+        memory = baseline.peak_memory_bytes(), candidate.peak_memory_bytes()
+        return Costs(measured, memory, tuple(speeds.values()), factor(ratios) if ratios else None, num_lines)
+
+    def tuned(self, side: Side) -> Side:
+        """With the best of a few values of a setting, by the mean of seeds that no verdict uses.
+
+        Raises:
+            ConfigError: the setting is no number.
+        """
+        setting = self.config.tune
+        if not isinstance(side.settings.get(setting), int | float) or isinstance(side.settings[setting], bool):
+            raise ConfigError(
+                f"tune: {setting!r} is {side.settings.get(setting)!r}, which is no number to search around"
+            )
+        tried = [side.changed({setting: side.settings[setting] * factor}) for factor in TUNED]
+        tried = [replace(one, first_seed=2 * OTHER_SEEDS) for one in tried]
+        means: dict[float, float] = {}
+        for one in tried:
+            try:
+                self.train([one.run(seed) for seed in range(TUNED_SEEDS)])
+                means[one.settings[setting]] = statistics.fmean(one.losses(TUNED_SEEDS))
+            except Failed:  # as a learning rate at which nothing is learned
+                continue
+        if not means:
+            raise Refused(
+                f"tune: it trains with no {setting} of {', '.join(f'{one.settings[setting]:g}' for one in tried)}"
+            )
+        best = next(one for one in tried if one.settings[setting] == min(means, key=means.get))
+        if best in (tried[0], tried[-1]):
+            print(
+                f"tune: the best {setting} tried, {best.settings[setting]:g}, is at an end of the range",
+                file=sys.stderr,
+            )
+        return replace(best, first_seed=side.first_seed)
+
+
+def report(found: dict[str, Any], tried: int) -> Iterator[str]:
+    """The answer in one sentence, then the table, then how it was found."""
+    yield sentence(found)
+    if "difference" in found:
+        yield from ["", *aligned(list(table(found)))]
+    yield ""
+    for side, commit in (("baseline", found["base"]), ("candidate", found["commit"])):
+        yield f"{side}: {found[side]}" + (f", commit {commit[:12]}" if commit else "")
+    if found["diff"]:
+        yield f"the diff lies in {found['diff']}"
+    for size in found.get("sizes", []):
+        by = interval([size[name] for name in ("difference", "low", "high")], "+.1f")
+        worth = f", worth {interval(size['worth'])}" if size.get("worth") else ""
+        yield f"{size['size']:g} times the parameters, {size['seeds']} seeds: {size['verdict']}, {by} percent{worth}"
+    if "difference" in found:
+        yield (
+            f"{found['seeds']} seeds of each side, looked at after each from number {FIRST_LOOK}: repeated confidence "
+            "intervals with Welch's t, which hold whenever one stops (docs/experiments_on_ideas.md)"
+        )
+    yield (
+        f"{tried} idea(s) were tried against this baseline; of as many that do nothing, chance calls about "
+        f"{ONE_SIDED * tried:.2g} better"
+    )
+
+
+def parse_sizes(text: str) -> list[float]:
+    """Numbers between commas.
+
+    Raises:
+        ConfigError: one is none, or below 1.
+    """
+    try:
+        sizes = [float(word) for word in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(1 <= size < math.inf for size in sizes):
+        raise ConfigError(f"sizes: {text!r} must be numbers of at least 1 with commas between, as 1,4")
+    return sorted(set(sizes))
+
+
+def kind_of(words: list[str]) -> type:
+    """Which of the two the command line asks for."""
+    return NotebookConfig if any(word.split("=")[0] == "--notebook" for word in words) else ExperimentConfig
+
+
+if __name__ == "__main__":
+    from cli.arguments import own_arguments_first
+    from cli.scripts import run_and_exit
+
+    kind = kind_of(sys.argv[1:])
+    if kind is ExperimentConfig:
+        sys.argv[1:] = own_arguments_first(sys.argv[1:], kind)
+    run_and_exit("experiment", kind, needs_torch=False)
