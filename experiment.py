@@ -19,22 +19,17 @@ from typing import Any, Literal
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from analysis import notebook
-from analysis.answer import ONE_SIDED, Answer, Costs, interval, row, sentence, table
+from analysis.answer import BUDGETS, ONE_SIDED, Answer, Costs, interval, row, sentence, table, worth_in_words
 from analysis.idea import laid_out, read_idea
 from analysis.inference import FIRST_LOOK, Worth, decide, difference, factor, more_runs, worth
 from analysis.side import Refused, Side, check_ruler, matched, scaled, scaled_steps
 from analysis.trainings import Failed, Stopped, Training, Trainings, launch_command, launched_precision
 from compare import aligned
 from config import ConfigError, RunError, expanded
+from run.identity import code_hash
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "lab.yaml"
-BUDGETS = (
-    0.5,
-    0.5**0.5,
-    2**0.5,
-    2.0,
-)  # shares of the steps that the baseline is trained for, to say what a gain is worth
-BUDGET_SEEDS = 2
+BUDGET_SEEDS = 2  # of each share of the steps
 OTHER_SEEDS = 1000  # from where on seeds are others than those of the verdict
 TURNS, TURN_SECONDS = 3, 4.0
 TUNED, TUNED_SEEDS = (0.25, 0.5, 1.0, 2.0, 4.0), 2  # times the value of the setting
@@ -140,6 +135,7 @@ class Experiment:
         sizes, answers, costs, message = parse_sizes(self.config.sizes), {}, None, ""
         idea = read_idea(self.text)
         diff = idea.keep(self.lab / "diffs")
+        self.trainings.code = None if idea.commit else code_hash()  # a worktree is edited by nobody
         with laid_out(idea) as (code, changed):
             baseline = self.side(code, self.common)
             names = {"baseline": baseline.name, "candidate": f"{self.text} (refused)"}
@@ -323,7 +319,7 @@ def report(found: dict[str, Any], tried: int) -> Iterator[str]:
         yield f"the diff lies in {found['diff']}"
     for size in found.get("sizes", []):
         by = interval([size[name] for name in ("difference", "low", "high")], "+.1f")
-        worth = f", worth {interval(size['worth'])}" if size.get("worth") else ""
+        worth = f", worth {worth_in_words(size['worth'])} times the steps" if size.get("worth") else ""
         yield f"{size['size']:g} times the parameters, {size['seeds']} seeds: {size['verdict']}, {by} percent{worth}"
     if "difference" in found:
         yield (

@@ -1,27 +1,24 @@
-"""Trains many runs one after another: python sweep.py --optimizer.lr 1e-3,3e-4 --seed 0,1,2 [train.py's settings].
+"""Trains many runs: python sweep.py --optimizer.lr 1e-3,3e-4 --seed 0,1,2 [train.py's settings].
 
 Every setting that is given several values, with commas between, is swept: there is a run for each combination, named by
 what differs. Started again, the sweep goes on where it was. It ends in the table of compare.py.
 """
 
 import itertools
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from collections import Counter
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jsonargparse.typing import PositiveInt
+
 import compare
-from analysis.trainings import launch_command, launched_precision
+from analysis.trainings import Stopped, Training, Trainings, launch_command, launched_precision
 from cli.arguments import own_arguments_first, parse_config
 from config import ConfigError, RunError, TrainConfig, flat_settings
-from launch.signals import signals_to_catch
 from run.continuation import check_resume, copy_model_settings, differences, read_settings
 from run.identity import code_hash, lasting_starts, other_facts
 from run.manifest import readable_checkpoints
@@ -41,6 +38,10 @@ class SweepConfig:
     arguments: list[str]
     """Settings of train.py, those to sweep with several values and commas between."""
 
+    jobs: PositiveInt | None = None
+    """Runs at once, each with its share of the cores or a GPU of its own. null: one for each GPU, else one for each
+    core, but not more than 8; with `launch` one."""
+
     launch: str | None = None
     """What starts a run, as "accelerate launch --config_file X". null: python."""
 
@@ -55,29 +56,35 @@ def main(config: SweepConfig) -> None:
     """
     launch = launch_command(config.launch)
     now = {"mixed_precision": launched_precision(launch), "code": code_hash()}
-    runs = plan(config.arguments, now)
-    child = Child()
-    outcomes = []
-    for number, (arguments, settings) in enumerate(runs, start=1):
+    runs, changed = plan(config.arguments, now), None
+    trainings = Trainings(config.jobs or (1 if config.launch else None), on_screen=config.jobs == 1 or config.launch)
+    trainings.code = now["code"]
+    wanted, outcomes = {}, {}
+    for arguments, settings in runs:
+        path = directory(settings)
+        training = Training(path, settings.steps, (*launch, TRAIN, *arguments))
         if is_finished(settings) and now["mixed_precision"] is not None:
-            outcome = "finished before"
-        elif child.signal or code_hash() != now["code"]:
-            outcome = "not started"
+            outcomes[path] = "finished before"
         else:
-            print(f"[run {number} / {len(runs)}] {settings.name}", flush=True)
-            outcome = child.train([*launch, TRAIN, *arguments], directory(settings))
-        outcomes.append(outcome)
-    for (_, settings), outcome in zip(runs, outcomes, strict=True):
-        print(f"{settings.name}: {outcome}")
+            wanted[path] = replace(training, again=training.is_finished())
+    try:
+        trainings.train(wanted.values(), until_failure=False)
+    except Stopped:  # which the outcomes say
+        pass
+    except RunError as error:
+        changed = error
+    outcomes |= {path: trainings.outcomes.get(training, "not started") for path, training in wanted.items()}
+    for _, settings in runs:
+        print(f"{settings.name}: {outcomes[directory(settings)]}")
     trained = [str(directory(settings)) for _, settings in runs if (directory(settings) / "config.yaml").exists()]
-    if trained and not child.signal:
+    if trained and not trainings.signal:
         print()
         compare.main(compare.CompareConfig(trained, out=None))
-    if "failed" in outcomes:
-        raise RunError(f"{outcomes.count('failed')} of {len(runs)} runs failed; their own messages say why")
-    if "not started" in outcomes and not child.signal:
-        raise RunError("the code that trains was changed meanwhile: what is not started would be of another code")
-    if "stopped" in outcomes or child.signal:
+    if failed := [*outcomes.values()].count("failed"):
+        raise RunError(f"{failed} of {len(runs)} runs failed; their own messages say why")
+    if changed:
+        raise changed
+    if "stopped" in outcomes.values() or trainings.signal:
         print("stopped as asked; the same command goes on from there", file=sys.stderr)
         raise SystemExit(75)
 
@@ -217,42 +224,6 @@ def is_finished(settings: TrainConfig) -> bool:
     corpora = [Path(place).expanduser() / "metadata.json" for place in places]
     made = [corpus.stat().st_mtime for corpus in corpora if corpus.exists()]
     return max(made, default=0) <= (path / "status.json").stat().st_mtime and settings.resume != "never"
-
-
-def time_of_writing(path: Path) -> int | None:
-    """In nanoseconds; None if there is no such file."""
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
-class Child:
-    """The run that is being trained. It has a process group of its own, all of which gets the signals that come here:
-    a launcher does not hand on each of them."""
-
-    def __init__(self) -> None:
-        self.signal, self.process = 0, None
-        for number in signals_to_catch():
-            signal.signal(number, self._receive)
-
-    def train(self, command: list[str], path: Path) -> str:
-        """Train until the end, and say what became of it: finished, stopped or failed."""
-        before = time_of_writing(path / "status.json")
-        self.process = subprocess.Popen(command, start_new_session=True)
-        if self.signal:  # it came just before
-            self._receive(self.signal, None)
-        code, self.process = self.process.wait(), None
-        if code == 0:
-            return "finished"
-        # A launcher makes 1 of every exit code, so the status is asked: that of this start, not of one before.
-        is_new = time_of_writing(path / "status.json") != before
-        status = read_status(path / "status.json") if is_new else None
-        was_preempted = status is not None and status.state == "preempted"
-        return "stopped" if code == 75 or self.signal or was_preempted else "failed"
-
-    def _receive(self, number: int, frame) -> None:
-        self.signal = number
-        if self.process:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
 
 
 if __name__ == "__main__":

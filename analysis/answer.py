@@ -10,6 +10,8 @@ from typing import Any
 from analysis.inference import ALL_LOOKS, FIRST_LOOK, Difference, Worth
 
 CONFIDENCE = "95%"
+# Shares of the steps that the baseline is trained for too, to say what a gain is worth.
+BUDGETS = (0.5, 0.5**0.5, 2**0.5, 2.0)
 ONE_SIDED = ALL_LOOKS / 2  # of ideas that do nothing, the share that is called better
 
 
@@ -75,15 +77,10 @@ def of_size(answer: Answer, costs: Costs | None) -> dict[str, Any]:
     facts |= {"means": [base, statistics.fmean(answer.candidate)]}
     facts |= {"deviations": [statistics.stdev(side) for side in (answer.baseline, answer.candidate)]}
     if answer.worth:
-        facts["worth"] = [finite(value) for value in (answer.worth.ratio, answer.worth.low, answer.worth.high)]
-        if costs and costs.speed and None not in facts["worth"]:
+        facts["worth"] = [answer.worth.ratio, answer.worth.low, answer.worth.high]
+        if costs and costs.speed:
             facts["worth_in_time"] = product(facts["worth"], costs.speed)
     return facts
-
-
-def finite(value: float) -> float | None:
-    """JSON has no infinity, which here is what lies beyond the budgets that were trained."""
-    return value if 0 < value < math.inf else None
 
 
 def product(one: list[float], other: tuple[float, float, float]) -> list[float]:
@@ -100,8 +97,7 @@ def trend(sizes: list[dict[str, Any]]) -> str:
     """Whether what an idea gains grows, stays or fades from the smallest to the largest size: in worth, or in percent
     of the loss where that is not known of both."""
     first, last = sizes[0], sizes[-1]
-    known = all(size.get("worth") and None not in size["worth"] for size in (first, last))
-    if known:
+    if first.get("worth") and last.get("worth"):
         gains = [[math.log(value) for value in size["worth"]] for size in (first, last)]
     else:
         gains = [[-size["difference"], -size["high"], -size["low"]] for size in (first, last)]
@@ -112,10 +108,16 @@ def trend(sizes: list[dict[str, Any]]) -> str:
     return "fades" if change + math.hypot(b_high - b, a - a_low) < 0 else "stays, as far as these runs can tell"
 
 
-def interval(values: list[float | None], form: str = ".2f") -> str:
+def interval(values: list[float], form: str = ".2f") -> str:
     """A number with its interval."""
-    middle, low, high = ("-" if value is None else format(value, form) for value in values)
+    middle, low, high = (format(value, form) for value in values)
     return f"{middle} ({CONFIDENCE}: {low} to {high})"
+
+
+def worth_in_words(values: list[float]) -> str:
+    """As Worth has them: an end of the budgets that were trained is only a limit."""
+    words = [f"{'over ' * (value >= BUDGETS[-1])}{'under ' * (value <= BUDGETS[0])}{value:.2f}" for value in values]
+    return f"{words[0]} ({CONFIDENCE}: {words[1]} to {words[2]})"
 
 
 def sentence(found: dict[str, Any]) -> str:
@@ -134,7 +136,7 @@ def sentence(found: dict[str, Any]) -> str:
         "unknown": f"Not known: {idea} changes the {what} by {by}",
     }[verdict]
     if found.get("worth"):
-        told += f"; worth {interval(found['worth'])} times the steps"
+        told += f"; worth {worth_in_words(found['worth'])} times the steps"
     if found.get("worth_in_time"):
         told += f", {interval(found['worth_in_time'])} times the time"
     if verdict == "unknown":

@@ -22,6 +22,9 @@ from data.files import write_atomically
 ROOT = Path(__file__).parent.parent
 NOBODY = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
+NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
+QUIETLY = {"capture_output": True, "start_new_session": True}  # Ctrl-C is for experiment.py to answer
+
 
 @dataclass(frozen=True)
 class Idea:
@@ -69,7 +72,9 @@ def read_idea(text: str) -> Idea:
     if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{commit}^{{tree}}"):
         what = "the working tree has no changes" if words[0] == "." else f"{words[0]!r} changes nothing"
         raise ConfigError(f"idea: {what} against {base[:12]}; there is nothing to compare")
-    return Idea(tuple(words[1:]), base, commit, git("diff", "--binary", base, commit) + "\n")
+    return Idea(
+        tuple(words[1:]), base, commit, git("diff", "--binary", "--no-ext-diff", "--no-color", base, commit) + "\n"
+    )
 
 
 def commits(code: str) -> tuple[str, str]:
@@ -115,11 +120,11 @@ def laid_out(idea: Idea) -> Iterator[tuple[Path, Path]]:
         places = {name: Path(folder, name) for name in ("baseline", "idea")}
         try:
             for place, commit in zip(places.values(), (idea.base, idea.commit), strict=True):
-                git("-c", "core.hooksPath=/dev/null", "worktree", "add", "--quiet", "--detach", str(place), commit)
+                git("worktree", "add", "--quiet", "--detach", str(place), commit)
             yield places["baseline"], places["idea"]
         finally:
             for place in places.values():
-                subprocess.run(["git", "worktree", "remove", "--force", str(place)], cwd=ROOT, capture_output=True)
+                subprocess.run(["git", "worktree", "remove", "--force", str(place)], cwd=ROOT, **QUIETLY)
 
 
 def git(*arguments: str, **environment: str) -> str:
@@ -129,10 +134,10 @@ def git(*arguments: str, **environment: str) -> str:
         ConfigError: it fails, with its message.
     """
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True)
+        done = subprocess.run(["git", *NO_HOOKS, *arguments], cwd=ROOT, env=os.environ | environment, **QUIETLY)
     except FileNotFoundError:
         raise ConfigError("idea: code is compared by git, which is not installed; settings need none") from None
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip() or "it gives no reason"
-        raise ConfigError(f"idea: git {next(a for a in arguments if not a.startswith('-'))} fails: {message}")
+        raise ConfigError(f"idea: git {arguments[0]} fails: {message}")
     return done.stdout.decode(errors="surrogateescape").strip("\n")

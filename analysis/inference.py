@@ -83,15 +83,15 @@ def difference(baseline: list[float], candidate: list[float]) -> Difference:
         return Difference(mean, -math.inf, math.inf, math.inf, n)
     variances = [statistics.variance(side) / n for side in (baseline, candidate)]
     error = math.sqrt(sum(variances))
-    reach = error * quantile(looks(n)[-1], variances, n) if error else 0.0
+    reach = error * float(quantile(looks(n)[-1], variances, n)) if error else 0.0
     return Difference(mean, mean - reach, mean + reach, error, n)
 
 
 def quantile(level: float, variances: list[float], n: int) -> float:
     """Student's, two-sided, with the degrees of freedom that Welch and Satterthwaite give the sum of two variances of
-    means of n."""
+    means of n. Of arrays, an array."""
     freedom = (n - 1) * sum(variances) ** 2 / sum(variance**2 for variance in variances)
-    return float(stats.t.isf(level / 2, freedom))
+    return stats.t.isf(level / 2, freedom)
 
 
 def decide(found: Difference, margin: float) -> str:
@@ -113,8 +113,8 @@ def more_runs(found: Difference, margin: float, most: int = 200) -> int | None:
 
 @dataclass(frozen=True)
 class Worth:
-    """How many times the steps the baseline needs to be as good as the candidate; inf or 0 beyond those it was trained
-    for."""
+    """How many times the steps the baseline needs to be as good as the candidate, with its interval of 95%. The budgets
+    that it was trained for are the limits: an end that is one of them may lie anywhere beyond."""
 
     ratio: float
     low: float
@@ -126,7 +126,7 @@ def worth(budgets: list[tuple[float, float]], baseline: float, found: Difference
 
     log(loss) as a function of x = log(steps of the run / steps of the experiment) is fitted by least squares with a
     parabola, from which b x + c x^2 = log(candidate / baseline) gives x. Its interval is that of the difference, sent
-    through the curve, and the curve's own error by the delta method, as root of the sum of squares at each end (MOVER:
+    through the curve, and the curve's own error by the delta method: at each end the root of the sum of squares (MOVER:
     Zou and Donner, "Construction of confidence intervals about effect measures", 2008).
 
     Args:
@@ -145,20 +145,18 @@ def worth(budgets: list[tuple[float, float]], baseline: float, found: Difference
     ends = math.log(shares.min()), math.log(shares.max())
 
     def steps_for(change: float) -> float:
-        """log(share) at which the loss has changed by so much; infinite outside the budgets."""
-        ratio = 1 + change / baseline
-        root = slope**2 + 4 * curvature * math.log(ratio) if ratio > 0 else -1.0
-        if root < 0:
-            return math.copysign(math.inf, -change)
-        x = 2 * math.log(ratio) / (slope - math.sqrt(root))
-        return x if ends[0] <= x <= ends[1] else math.copysign(math.inf, x)
+        """log(share) at which the loss has changed by so much."""
+        ratio = max(1 + change / baseline, 1e-9)
+        root = slope**2 + 4 * curvature * math.log(ratio)
+        if root < 0:  # the parabola turns before
+            return ends[change < 0]
+        return min(max(2 * math.log(ratio) / (slope - math.sqrt(root)), ends[0]), ends[1])
 
     x, low, high = (steps_for(change) for change in (found.mean, found.high, found.low))
-    if math.isinf(x):
-        return Worth(math.exp(x), math.exp(low), math.exp(high))
     gradient = np.array([x**2, x]) / (slope + 2 * curvature * x)
-    error = math.sqrt(gradient @ covariance[:2, :2] @ gradient) * stats.t.isf(level / 2, len(shares) - 3)
-    return Worth(*(math.exp(end) for end in (x, x - math.hypot(x - low, error), x + math.hypot(high - x, error))))
+    error = math.sqrt(gradient @ covariance[:2, :2] @ gradient) * float(stats.t.isf(level / 2, len(shares) - 3))
+    low, high = max(x - math.hypot(x - low, error), ends[0]), min(x + math.hypot(high - x, error), ends[1])
+    return Worth(math.exp(x), math.exp(low), math.exp(high))
 
 
 def factor(ratios: list[float], level: float = 0.05) -> tuple[float, float, float]:

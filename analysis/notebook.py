@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from data.files import lock, parse_object, write_atomically
+from data.files import lock, write_atomically
+from data.json_objects import parse_object
 
 VERDICTS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D"}  # and their markers
 IDEA_LETTERS = 50

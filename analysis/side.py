@@ -13,9 +13,11 @@ import yaml
 
 from analysis.trainings import Training
 from config import ConfigError, RunError
-from data.files import parse_object, write_atomically
+from data.files import write_atomically
+from data.json_objects import parse_object
 from run.identity import code_hash
 
+QUIETLY = {"capture_output": True, "text": True, "start_new_session": True}  # Ctrl-C is for experiment.py to answer
 RULER = Path(__file__).with_name("ruler.py")
 # Where a run lies and how it is told of, and the seed: with these changed it is a run of the same side.
 NOT_OF_A_SIDE = {"name", "out_dir", "resume", "seed", "stop_after"}
@@ -55,7 +57,7 @@ class Side:
             Refused: it refuses them.
         """
         asked = [sys.executable, str(code / "train.py"), *words, "--print_config"]
-        done = subprocess.run(asked, capture_output=True, text=True)
+        done = subprocess.run(asked, **QUIETLY)
         if done.returncode:
             raise Refused(done.stderr.strip().removeprefix("train.py: error: ") or f"exit code {done.returncode}")
         flat = {}
@@ -147,7 +149,7 @@ class Side:
         return self._ask("shape", *self.words)
 
     def _ask(self, *words: str) -> dict[str, Any]:
-        done = subprocess.run([sys.executable, str(RULER), str(self.code), *words], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, str(RULER), str(self.code), *words], **QUIETLY)
         if done.returncode:
             last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
             raise RunError(f"{self.code}: its code cannot be asked ({words[0]}): {last}")

@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 from config import ConfigError, RunError
 from data.files import lock
-from launch.signals import STOP_SIGNALS
+from launch.signals import signals_to_catch
+from run.identity import code_hash
 from run.metrics_file import read_rows
-from run.status import read_status
+from run.status import Status, read_status
 
 IN_USE = "is in use: another training is running in it"  # says a run whose lock another process has
 LOCK = ".lock"  # as run/directory.py calls it, which imports torch
@@ -43,6 +44,8 @@ class Training:
     directory: Path
     steps: int
     command: tuple[str, ...]
+    again: bool = False
+    """Whether to start it even if it is finished, as with --resume never."""
 
     @property
     def output(self) -> Path:
@@ -75,13 +78,18 @@ class Training:
         speeds = [row["perf/tokens_per_second"] for row in self.rows() if "perf/tokens_per_second" in row]
         return statistics.median(speeds[1:] or speeds or [math.nan])
 
-    def message(self, begun: float) -> str:
-        """Why it ended, if not as it should have, of a start at this time."""
+    def status(self, since: float) -> Status | None:
+        """What it wrote since a start at that time; what ends before it begins leaves the status of the time before."""
+        file = self.directory / "status.json"
+        return read_status(file) if file.exists() and file.stat().st_mtime >= since else None
+
+    def message(self, since: float) -> str:
+        """Why a start at that time ended otherwise than it should have."""
+        if (status := self.status(since)) and status.reason:
+            return status.reason
+        if not self.output.exists():
+            return "its own messages say why"
         lines = [line for line in self.output.read_text(errors="replace").splitlines() if line.strip()]
-        with suppress(OSError):
-            status = read_status(self.directory / "status.json")
-            if status and status.reason and (self.directory / "status.json").stat().st_mtime >= begun:
-                return status.reason
         errors = [line.partition("error: ")[2] for line in lines if line.startswith("train.py: error: ")]
         return next(iter([*errors, *lines[-1:]]), "it printed nothing")
 
@@ -111,41 +119,45 @@ class Trainings:
     """Trains runs, at most `at_once` together. All that it starts gets the signals that come here, in process groups of
     their own: a launcher does not hand on each of them."""
 
-    def __init__(self, at_once: int | None = None):
-        self.gpus = gpus()
+    def __init__(self, at_once: int | None = None, on_screen: bool = False):
+        """`on_screen`: what a run prints is not kept in a file, but goes to the screen."""
+        self.gpus, self.on_screen = gpus(), on_screen
         self.at_once = at_once or len(self.gpus) or min(cores(), MOST_AT_ONCE)
         self.signal = 0
+        self.code: str | None = None  # its hash, if nothing is to be started once it has changed
         self.running: dict[Training, Started] = {}
-        for number in (*STOP_SIGNALS, signal.SIGHUP):
+        self.outcomes: dict[Training, str] = {}  # finished, stopped or failed
+        for number in signals_to_catch():
             signal.signal(number, self._receive)
 
-    def train(self, wanted: Iterable[Training]) -> None:
-        """Return once all are finished; begun in this order.
+    def train(self, wanted: Iterable[Training], until_failure: bool = True) -> None:
+        """Return once all are finished; begun in this order. What became of each is in `outcomes`.
 
         Raises:
-            Failed: one has failed; the others were stopped, and go on when they are wanted again.
-            Stopped: a signal asked to.
-            RunError: a disk is full.
+            Failed: one has failed and, with `until_failure`, so the others were stopped, and go on when wanted again.
+            Stopped: a signal asked to; or, with `until_failure`, one was stopped by others.
+            RunError: a disk is full, or the code was changed meanwhile.
         """
-        missing = [training for training in dict.fromkeys(wanted) if not training.is_finished()]
-        waiting, done = list(missing), []
+        missing = [training for training in dict.fromkeys(wanted) if training.again or not training.is_finished()]
+        waiting, shown = list(missing), []
         steps = sum(training.steps for training in missing)
-        bar = tqdm(total=steps, unit="step", disable=None, leave=False, file=sys.stderr)
+        quiet = True if self.on_screen else None  # None: off a terminal
+        bar = tqdm(total=steps, unit="step", disable=quiet, leave=False, file=sys.stderr)
         try:
-            while len(done) < len(missing):
+            while len(shown) < len(missing):
                 self.check()
-                self._end(waiting)
+                self._end(waiting, until_failure)
                 self._begin(waiting)
                 bar.update(sum(training.last()["step"] for training in missing) - bar.n)
                 for training in missing:
-                    if training not in (*waiting, *self.running, *done):
-                        done.append(training)
+                    if training not in (*waiting, *self.running, *shown):
+                        shown.append(training)
                         loss = training.last().get("val/loss")
-                        said = f", val/loss {loss:.4f}" if loss is not None else ""
-                        bar.write(
-                            f"[run {len(done)} / {len(missing)}] {training.directory.name}{said}", file=sys.stderr
-                        )
-                time.sleep(LOOK_SECONDS if len(done) < len(missing) else 0)
+                        said = self.outcomes.setdefault(training, "finished")
+                        said += f", val/loss {loss:.4f}" if loss is not None else ""
+                        number = f"[run {len(shown)} / {len(missing)}]"
+                        bar.write(f"{number} {training.directory.name}: {said}", file=sys.stderr)
+                time.sleep(LOOK_SECONDS if len(shown) < len(missing) else 0)
         finally:
             self._stop_all()
             bar.close()
@@ -157,49 +169,58 @@ class Trainings:
 
     def _begin(self, waiting: list[Training]) -> None:
         for training in list(waiting):
-            if training.is_finished():  # elsewhere
+            if training.is_finished() and not training.again:  # elsewhere
                 waiting.remove(training)
             elif len(self.running) < self.at_once and not training.is_in_use():
                 waiting.remove(training)
                 self.running[training] = self._start(training)
 
     def _start(self, training: Training) -> Started:
+        if self.code not in (None, code_hash()):
+            raise RunError("the code that trains was changed meanwhile: what is not started would be of another code")
         slot = next(slot for slot in range(self.at_once) if slot not in [run.slot for run in self.running.values()])
-        own = {"OMP_NUM_THREADS": str(max(1, cores() // self.at_once))} | dict(os.environ)
-        if self.gpus:
+        own = dict(os.environ)
+        if self.at_once > 1:
+            own = {"OMP_NUM_THREADS": str(max(1, cores() // self.at_once)), **own}
+        if self.at_once > 1 and self.gpus:
             own["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
-        training.output.parent.mkdir(parents=True, exist_ok=True)
         seconds = time.time()
+        if self.on_screen:
+            return Started(subprocess.Popen(training.command, start_new_session=True, env=own), slot, seconds)
+        training.output.parent.mkdir(parents=True, exist_ok=True)
         with open(training.output, "w") as output:
-            process = subprocess.Popen(
-                training.command, start_new_session=True, env=own, stdout=output, stderr=subprocess.STDOUT
-            )
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(training.command, start_new_session=True, env=own, **streams)
         return Started(process, slot, seconds)
 
-    def _end(self, waiting: list[Training]) -> None:
+    def _end(self, waiting: list[Training], until_failure: bool) -> None:
         """Take those away that have ended, and what another process took first back among those that wait."""
         for training, run in list(self.running.items()):
             if run.process.poll() is None:
                 continue
             del self.running[training]
-            if training.is_finished():
+            if run.process.returncode == 0:
+                self.outcomes[training] = "finished"
                 continue
-            message = training.message(run.seconds)
-            status = read_status(training.directory / "status.json")
+            status, message = training.status(run.seconds), training.message(run.seconds)
+            if run.process.returncode < 0:
+                message = f"ended by {signal.Signals(-run.process.returncode).name}, as where memory is out"
             if FULL_DISK in message:
                 raise RunError(f"{training.directory}: {message}; with room there, the same command goes on")
             if IN_USE in message:
                 waiting.append(training)
-            elif run.process.returncode == 75 or (status and status.state == "preempted"):
-                raise Stopped
-            else:
-                raise Failed(training, message)
+                continue
+            # A launcher makes 1 of every code.
+            stopped = run.process.returncode == 75 or (status is not None and status.state == "preempted")
+            self.outcomes[training] = "stopped" if stopped else "failed"
+            if until_failure:
+                raise Stopped if stopped else Failed(training, message)
 
     def _stop_all(self) -> None:
         for run in self.running.values():
             self._send(run, self.signal or signal.SIGTERM)
-        for run in self.running.values():
-            run.process.wait()
+        for training, run in self.running.items():
+            self.outcomes[training] = "stopped" if run.process.wait() else "finished"
         self.running.clear()
 
     def _receive(self, number: int, frame) -> None:

@@ -17,6 +17,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["train", "verify", "run.shards", "torch._dynamo", "torch.distributed.run", "matplotlib.figure"]
@@ -177,6 +178,32 @@ class Launch:
     def output(self) -> tuple[str, str]:
         """What was printed so far, on stdout and on stderr."""
         return tuple(Path(file).read_text() if Path(file).exists() else "" for file in self.files)
+
+
+class Popen(Launch):
+    """In the place of subprocess.Popen, for a command that is `python script arguments`."""
+
+    def __init__(self, command: list[str], env: dict[str, str] | None = None, stdout=None, **_):
+        super().__init__(command[1], list(command[2:]), 0, env or dict(os.environ), pictures=False)
+        self.pid, self.returncode = self.processes[0].pid, None
+        self.stdout = os.dup(stdout.fileno()) if stdout else None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.returncode is None and not self.processes[0].is_alive():
+            self.returncode = super().wait(timeout_seconds=60)
+            if self.stdout:
+                os.write(self.stdout, "".join(self.output()).encode())
+        return self.returncode
+
+    def wait(self, timeout_seconds: float = 60) -> int:
+        """The exit code, once it has ended."""
+        self.processes[0].join(timeout_seconds)
+        return self.poll()
+
+
+# In the place of the module, for those who start trainings with it.
+SUBPROCESS = SimpleNamespace(Popen=Popen, STDOUT=subprocess.STDOUT, run=subprocess.run)
 
 
 def run(

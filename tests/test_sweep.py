@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -52,20 +51,10 @@ end(*told)
 """
 
 
-class Forked(forked.Launch):
-    """In the place of subprocess.Popen."""
-
-    def __init__(self, command, start_new_session):
-        super().__init__(command[1], command[2:], 0, environment())
-
-    def wait(self):
-        return super().wait(timeout_seconds=60)
-
-
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
     """Sweeps with fake runs below tmp_path/runs; `told` says how each ends. Returns the names of those it started."""
-    monkeypatch.setattr("sweep.subprocess", SimpleNamespace(Popen=Forked))
+    monkeypatch.setattr("analysis.trainings.subprocess", forked.SUBPROCESS)
     (tmp_path / "fake.py").write_text(FAKE.format(root=str(ROOT)))
     (tmp_path / "runs").mkdir()
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number not in (9,)}
@@ -178,8 +167,9 @@ def test_runs_of_another_precision_or_code_are_not_taken_for_those_of_the_sweep(
 
 
 def test_a_sweep_ends_where_the_code_is_changed_under_it(sweep, monkeypatch, capsys):
-    hashes = iter(["a", "a", "b", "b"])
-    monkeypatch.setattr("sweep.code_hash", lambda: next(hashes))
+    hashes = iter(["a", "b", "b"])
+    monkeypatch.setattr("sweep.code_hash", lambda: "a")
+    monkeypatch.setattr("analysis.trainings.code_hash", lambda: next(hashes))
     assert sweep("--seed", "0,1,2", error=RunError) == ["tiny_stories-seed_0"]
     assert "tiny_stories-seed_1: not started" in capsys.readouterr().out
 

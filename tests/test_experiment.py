@@ -1,0 +1,388 @@
+"""experiment.py: its verdicts on ideas whose effect is known, what it refuses, and that it goes on where it was."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import experiment
+from analysis import idea, notebook, side, trainings
+from analysis.answer import sentence, trend
+from config import ConfigError, RunError
+from experiment import ExperimentConfig, NotebookConfig, main
+from tests import forked
+from tests.conftest import ROOT, environment
+
+# In the place of train.py: the loss above a floor of 0.5 is EFFECT / steps, but for half a percent by the seed, and for
+# the settings that an idea may change.
+FAKE = """
+import json, math, os, random, sys
+EFFECT = 40
+settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len": 8, "global_batch_size": 1,
+    "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "model.mlp": "gelu",
+    "data.source": "stories", "data.num_samples": 100, "optimizer.lr": 1.0, "evaluation.every": 10,
+    "evaluation.num_samples": 5, "evaluation.num_story_samples": 0, "evaluation.num_samples_shown": 0,
+    "schedule.warmup_steps": 10, "schedule.decay_steps": None, "tracking.log_every": 1, "tracking.wandb": "disabled"}
+words = [word for word in sys.argv[1:] if word != "--print_config"]
+words = [part for word in words for part in word.split("=", 1)]
+for option, value in zip(words[::2], words[1::2]):
+    name = option[2:]
+    if name == "config":
+        if not os.path.exists(value):
+            sys.exit(f"train.py: error: config: {value} does not exist")
+        continue
+    if name not in settings:
+        sys.exit(f"train.py: error: {option} is no setting; --help lists all")
+    try:
+        settings[name] = json.loads(value)
+    except ValueError:
+        settings[name] = value
+if "--print_config" in sys.argv:
+    nested = {}
+    for name, value in settings.items():
+        section, _, last = name.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[last] = value
+    sys.exit(print(json.dumps(nested)))
+run = os.path.join(settings["out_dir"], settings["name"])
+os.makedirs(run, exist_ok=True)
+with open(os.path.join(os.path.dirname(settings["out_dir"]), "started"), "a") as file:
+    print(settings["name"], file=file)
+excess = EFFECT / settings["steps"] * (0.9 if settings["model.mlp"] == "relu2" else 1)
+excess *= math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10) * 64 / settings["model.d_model"]
+excess *= 1 + 0.004 * random.Random(settings["name"]).gauss(0, 1)
+state = "finished" if math.isfinite(excess) else "failed"
+row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/floor": 0.5, "perf/tokens_per_second": 100.0}
+with open(run + "/metrics.jsonl", "w") as file:
+    print(json.dumps(row | {"perf/peak_memory_bytes": 2**20}), file=file)
+with open(run + "/status.json", "w") as file:
+    reason = "" if state == "finished" else "the loss is nan"
+    json.dump({"state": state, "step": settings["steps"], "reason": reason}, file)
+sys.exit(state == "failed")
+"""
+
+
+def ask(asked, what, *words):
+    """In the place of analysis/ruler.py, which needs torch."""
+    if what == "measure":
+        loss = asked.run(0).last()["val/loss"]
+        facts = {"targets": "abc", "num_targets": 7, "floor": 0.5, "loss": loss, "looks_ahead": False}
+        return facts | {"parameters": 1000, "flops_per_token": 6000}
+    width = asked.settings["model.d_ff"] * (3 if asked.settings["model.mlp"] == "swiglu" else 2)
+    return {"parameters": 500 + width, "flops_per_token": 6 * width}
+
+
+@pytest.fixture
+def ask_about(tmp_path, monkeypatch):
+    """Make an experiment with fake trainings, which take no time; its row, and who was started for it."""
+    root, lab = tmp_path / "root", tmp_path / "lab"
+    (root / "configs").mkdir(parents=True)
+    (root / "train.py").write_text(FAKE)
+    config = root / "configs" / "lab.yaml"
+    config.write_text("")
+    lab.mkdir()
+    monkeypatch.setattr(experiment, "DEFAULT_CONFIG", config)
+    monkeypatch.setattr(idea, "ROOT", root)
+    monkeypatch.setattr(side.Side, "_ask", ask)
+    monkeypatch.setattr(trainings, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(experiment, "code_hash", lambda: None)
+    handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
+    printed = []
+    monkeypatch.setattr("builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words))))
+
+    def experiment_on(text, *common, error=None, **others):
+        (lab / "started").unlink(missing_ok=True)
+        printed.clear()
+        others = {"jobs": 2, "worth": False, "json": True, **others}
+        config = ExperimentConfig([text, *common], lab=str(lab), **others)
+        if error:
+            with pytest.raises(error) as raised:
+                main(config)
+            return str(raised.value)
+        main(config)
+        return json.loads(printed[-1]) if others["json"] else "\n".join(printed)
+
+    experiment_on.started = lambda: (lab / "started").read_text().split() if (lab / "started").exists() else []
+    experiment_on.lab, experiment_on.root = lab, root
+    yield experiment_on
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_better_idea_and_what_it_is_worth(ask_about):
+    found = ask_about("--model.mlp relu2", worth=True)
+    assert found["verdict"] == "better" and found["seeds"] == 3
+    assert found["low"] < -10 < found["high"] < 0
+    ratio, low, high = found["worth"]
+    assert low < 1 / 0.9 < high and ratio == pytest.approx(1 / 0.9, abs=0.01)
+    assert found["worth_in_time"][0] == pytest.approx(ratio), "both are as fast"
+    assert found["cost"]["parameters"] == [1000, 1000] and found["cost"]["diff_lines"] == 0
+    names = [name for name in ask_about.started() if (ask_about.lab / "runs" / name).exists()]
+    assert len(names) == len(set(names)) == 6 + 8 and names[0].startswith(found["candidate"])
+    assert not list(ask_about.lab.glob("speed-*"))
+
+
+def test_a_worse_one(ask_about):
+    found = ask_about("--optimizer.lr 3.0")
+    assert found["verdict"] == "worse" and found["difference"] == pytest.approx(12.8, abs=1.5)
+
+
+def test_baselines_are_trained_once_for_all_ideas_and_counted_against_chance(ask_about):
+    ask_about("--model.mlp relu2")
+    found = ask_about("--optimizer.lr 2.0")
+    assert found["ideas_tried"] == 2
+    assert all(name.startswith(found["candidate"]) for name in ask_about.started())
+    again = ask_about("--optimizer.lr 2.0")
+    assert again == found | {"time": again["time"]} and not ask_about.started()
+
+
+def test_a_against_a_has_other_seeds_and_is_no_difference(ask_about):
+    found = ask_about("--model.mlp gelu", margin=0.02)
+    assert found["verdict"] == "no difference" and found["baseline"] == found["candidate"]
+    seeds = [int(name.rpartition("-")[2]) for name in ask_about.started()]
+    assert sorted(seed // 1000 for seed in seeds) == [0] * found["seeds"] + [1] * found["seeds"]
+
+
+def test_what_is_not_known_goes_on_with_more_seeds(ask_about):
+    found = ask_about("--optimizer.lr 1.1", max_seeds=4, jobs=1, margin=0.005)
+    assert found["verdict"] == "unknown" and found["seeds"] == 4 and found["more_seeds"] > 0
+    assert len(ask_about.started()) == 8
+    more = ask_about("--optimizer.lr 1.1", max_seeds=6, jobs=1, margin=0.005)
+    assert len(ask_about.started()) == 4 and more["seeds"] == 6
+    assert "more seeds of each side would tell" in sentence(found)
+
+
+def test_no_core_is_idle_and_what_is_looked_at_is_the_same(ask_about):
+    one = ask_about("--optimizer.lr 1.1", max_seeds=6, jobs=1)
+    eight = ask_about("--optimizer.lr 1.1", max_seeds=6, jobs=8)
+    assert [one[name] for name in ("seeds", "difference", "high")] == [
+        eight[name] for name in ("seeds", "difference", "high")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "runs"),
+    [("--model.mpl relu2", "--model.mpl is no setting", 0), ("--optimizer.lr 0", "the loss is nan", 1)],
+)
+def test_an_idea_that_does_not_train_is_a_verdict_and_costs_a_run(text, message, runs, ask_about):
+    found = ask_about(text, jobs=1)
+    assert found["verdict"] == "failed" and message in found["message"]
+    assert len(ask_about.started()) == runs
+    assert sentence(found).startswith(f"Failed: {text} does not train: ")
+    assert [row["verdict"] for row in notebook.read(ask_about.lab)] == ["failed"]
+
+
+def test_a_baseline_that_does_not_train_is_an_error(ask_about):
+    assert "--x is no setting" in ask_about("--model.mlp relu2", "--x", "3", error=ConfigError)
+    assert "the loss is nan" in ask_about("--optimizer.lr 1", "--optimizer.lr", "0", error=RunError)
+    assert "no val/loss" in ask_about("--optimizer.lr 1", "--evaluation.every", "0", error=ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": "other"}, "not measured by the same validation set"),
+        ({"floor": 0.4}, "the lowest possible loss is 0.5 for the baseline and 0.4"),
+        ({"loss": 0.8}, "its code measures something else"),
+    ],
+)
+def test_sides_that_are_not_measured_alike_are_refused(changes, message, ask_about, monkeypatch):
+    def other(asked, *words):
+        return ask(asked, *words) | (changes if asked.settings["model.mlp"] == "relu2" else {})
+
+    monkeypatch.setattr(side.Side, "_ask", other)
+    assert message in ask_about("--model.mlp relu2", error=ConfigError)
+    assert not notebook.read(ask_about.lab)
+
+
+def test_an_idea_that_looks_ahead_fails(ask_about, monkeypatch):
+    monkeypatch.setattr(side.Side, "_ask", lambda asked, *words: ask(asked, *words) | {"looks_ahead": True})
+    found = ask_about("--model.mlp relu2")
+    assert found["verdict"] == "failed" and "later tokens" in found["message"]
+
+
+def test_a_branch_is_trained_by_its_own_code(ask_about):
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ask_about.root, check=True, capture_output=True, text=True).stdout
+
+    os.environ |= idea.NOBODY
+    git("init", "--quiet", "--initial-branch=main")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "base")
+    git("checkout", "--quiet", "-b", "better")
+    (ask_about.root / "train.py").write_text(FAKE.replace("EFFECT = 40", "EFFECT = 30"))
+    found = ask_about(".")
+    assert found["verdict"] == "better" and found["difference"] == pytest.approx(-25, abs=2)
+    git("commit", "--quiet", "--all", "--message", "an idea")
+    again = ask_about("better")
+    assert (again["difference"], again["cost"]["diff_lines"]) == (found["difference"], 2)
+    assert not ask_about.started(), "the same code and settings are the same runs"
+    assert "+EFFECT = 30" in open(again["diff"]).read()
+    assert git("worktree", "list").count("\n") == 1
+    assert ask_about("better --optimizer.lr 9.0")["verdict"] == "worse", "settings of the idea alone"
+
+
+def test_a_budget_of_minutes(ask_about):
+    found = ask_about("--model.mlp relu2", budget_minutes=1e-9)
+    assert found["verdict"] == "unknown" and not ask_about.started() and "before" in sentence(found)
+
+
+def test_whether_it_holds_for_a_larger_model(ask_about):
+    found = ask_about("--model.mlp relu2", sizes="1,4", worth=True)
+    assert [size["verdict"] for size in found["sizes"]] == ["better", "better"]
+    assert found["trend"] == "stays, as far as these runs can tell"
+    for wrong in ("1,x", "0.5", ""):
+        assert "sizes: " in ask_about("--model.mlp relu2", sizes=wrong, error=ConfigError)
+
+
+def test_trends():
+    small = {"worth": [1.1, 1.08, 1.12], "difference": 0, "low": 0, "high": 0}
+    assert trend([small, small | {"worth": [1.3, 1.25, 1.35]}]) == "grows"
+    assert trend([small, small | {"worth": [1.01, 0.99, 1.03]}]) == "fades"
+    assert trend([{"difference": -9, "low": -10, "high": -8}, {"difference": -2, "low": -3, "high": -1}]) == "fades"
+
+
+def test_a_setting_is_tuned_for_both_sides_on_seeds_of_its_own(ask_about):
+    found = ask_about("--model.mlp relu2", "--optimizer.lr", "0.5", tune="optimizer.lr")
+    assert found["verdict"] == "better" and found["difference"] == pytest.approx(-10, abs=1)
+    names = ask_about.started()
+    assert len(names) == 2 * 5 * 2 + 2 * found["seeds"]
+    assert {int(name.rpartition("-")[2]) for name in names[:20]} == {2000, 2001}
+    assert "tune: 'model.mlp' is 'gelu'" in ask_about("--seed 3", tune="model.mlp", error=ConfigError)
+
+
+def test_a_wider_feed_forward_is_narrowed_to_match(ask_about):
+    ask_about("--model.mlp swiglu --model.d_ff 128", match="parameters")
+    name = next(name for name in ask_about.started())
+    log = (ask_about.lab / "runs" / "logs" / f"{name}.log").exists()
+    shape = notebook.read(ask_about.lab)[0]
+    assert log and shape["verdict"] in ("unknown", "no difference")
+    narrow = side.matched(
+        side.Side(None, "", (), "no", (), {"model.d_ff": 128, "model.mlp": "swiglu"}, None),
+        side.Side(None, "", (), "no", (), {"model.d_ff": 64, "model.mlp": "gelu"}, None),
+        "parameters",
+    )
+    assert narrow.settings["model.d_ff"] == 40 and narrow.words == ("--model.d_ff=40",)
+
+
+def test_the_answer_comes_first_then_the_table_then_how_it_was_found(ask_about):
+    shown = ask_about("--model.mlp relu2", json=False, worth=True).splitlines()
+    begin = next(index for index, line in enumerate(shown) if line.startswith("Better: "))
+    assert re.match(r"Better: --model.mlp relu2 changes the val/loss above the floor by -\d+.\d% \(95%: ", shown[begin])
+    assert "times the steps" in shown[begin] and "times the time" in shown[begin]
+    table = [line.split()[0] for line in shown[begin + 2 :] if line][:8]
+    assert table[:4] == ["baseline", "val/loss", "deviation", "parameters"]
+    assert "hold whenever one stops" in shown[-2] and "1 idea(s) were tried" in shown[-1]
+
+
+def test_the_notebook_is_a_picture_and_a_table(ask_about):
+    main(NotebookConfig(True, str(ask_about.lab)))  # of nothing
+    for text in ("--optimizer.lr 3.0", "--model.mlp relu2", "--optimizer.lr 0", "--seed 7"):
+        ask_about(text, margin=0.02)
+    (ask_about.lab / "notebook.jsonl").open("a").write('{"half a li')
+    main(NotebookConfig(True, str(ask_about.lab)))
+    table = (ask_about.lab / "notebook.md").read_text().splitlines()[2:]
+    assert [line.split("|")[1].strip(" `") for line in table][::3] == ["--model.mlp relu2", "--optimizer.lr 0"]
+    assert (ask_about.lab / "notebook.png").stat().st_size > 10_000
+
+
+REAL = """
+steps: 6
+global_batch_size: 4
+micro_batch_size: 4
+seq_len: 128
+model: {n_layers: 1, d_model: 16, n_heads: 2, d_ff: 32, dropout: 0.0}
+data: {source: stories, num_samples: 24}
+optimizer: {lr: 0.01}
+checkpoint: {every: 1000}
+evaluation: {every: 1000, num_samples: 20, micro_batch_size: 20, num_story_samples: 0, num_samples_shown: 0}
+tracking: {wandb: disabled, log_every: 2}
+"""
+
+
+def run_in_a_fork(command, **_):
+    """In the place of subprocess.run."""
+    return forked.run(command[1], command[2:], 0, dict(os.environ), pictures=False)
+
+
+def test_real_runs_of_a_planted_defect(tmp_path, monkeypatch, capsys):
+    """A learning rate of nearly nothing; train.py, its checkpoints and analysis/ruler.py as they are, in forks."""
+    monkeypatch.setattr(trainings, "subprocess", forked.SUBPROCESS)
+    monkeypatch.setattr(side, "subprocess", SimpleNamespace(run=run_in_a_fork))
+    handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
+    (tmp_path / "tiny.yaml").write_text(REAL)
+    words = ["--optimizer.lr 1e-6", "--config", str(tmp_path / "tiny.yaml")]
+    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), worth=False, json=True))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "worse" and found["seeds"] == 3
+    parameters, flops = found["cost"]["parameters"], found["cost"]["flops_per_token"]
+    assert parameters[0] == parameters[1] > 10_000 and flops[0] > 6 * 2 * 16 * 16
+    run = tmp_path / "lab" / "runs" / f"{found['candidate']}-0"
+    measured = json.loads((run / "ruler.json").read_text())
+    assert measured["loss"] == pytest.approx(measured["val/loss"], rel=1e-5) and not measured["looks_ahead"]
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/floor"] == measured["floor"]
+
+
+def command(tmp_path, *words):
+    (tmp_path / "tiny.yaml").write_text(REAL)
+    common = ["--config", tmp_path / "tiny.yaml", "--lab", tmp_path / "lab", "--worth", "false", "--json"]
+    return list(map(str, [sys.executable, "experiment.py", *words, *common]))
+
+
+@pytest.mark.slow
+def test_a_commit_is_trained_by_its_own_code_and_looking_ahead_is_seen(tmp_path):
+    """A clone with a commit that drops the causal mask: the best loss of all, and no idea."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
+    source = clone / "model" / "gpt.py"
+    text = source.read_text()
+    assert "is_causal=" in text
+    source.write_text(re.sub(r"is_causal=[^,)]+", "is_causal=False", text))
+    env = environment(**idea.NOBODY)
+    subprocess.run(["git", "commit", "--quiet", "--all", "--message", "x"], cwd=clone, env=env, check=True)
+    done = subprocess.run(command(tmp_path, "HEAD"), cwd=clone, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "failed" and "later tokens" in found["message"]
+    listed = subprocess.run(["git", "worktree", "list"], cwd=clone, capture_output=True, text=True).stdout
+    assert listed.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_it_and_the_same_command_goes_on(tmp_path):
+    words = command(tmp_path, "--optimizer.lr 1e-6", "--steps", "60", "--jobs", "2")
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "lab" / "runs").glob("*/metrics.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 75 and "the same command goes on from there" in said
+    assert not (tmp_path / "lab" / "notebook.jsonl").exists()
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["verdict"] == "worse", done.stderr
+    resumed = [len(starts.read_text().splitlines()) for starts in (tmp_path / "lab" / "runs").glob("*/starts.jsonl")]
+    assert 2 in resumed, "what was under way went on"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("no-such-branch", 2, "idea: 'no-such-branch' is no git branch"),
+        ("'--seed 3' --config nowhere.yaml", 2, "nowhere.yaml"),
+        ("'--seed 3' --max_seeds 0", 2, "max_seeds: 0 must be a whole number above 0"),
+        ("--max_seeds 3", 2, "arguments"),
+    ],
+)
+def test_bad_words_give_one_message(words, code, message, tmp_path):
+    done = forked.run("experiment.py", [*shlex.split(words), "--lab", str(tmp_path / "lab")], 0, environment())
+    assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "lab").exists()
