@@ -141,9 +141,12 @@ class Experiment:
             names = {"baseline": baseline.name, "candidate": f"{self.text} (refused)"}
             try:
                 candidate = self.candidate(baseline, changed, idea.settings)
-                names["candidate"] = candidate.name
                 if self.config.tune:
                     baseline, candidate = self.tuned(baseline), self.tuned(candidate)
+                    names["tuned"] = [side.settings[self.config.tune] for side in (baseline, candidate)]
+                if candidate.digest == baseline.digest:  # A against A: with the same seeds they would be the same runs
+                    candidate = replace(candidate, first_seed=OTHER_SEEDS)
+                names |= {"baseline": baseline.name, "candidate": candidate.name}
                 for size in sizes:
                     sides = scaled(baseline, size), scaled(candidate, size)
                     answers[size] = self.compare(*sides)
@@ -183,14 +186,11 @@ class Experiment:
         words = [*self.common, *own]
         candidate = Side.of(code, list(baseline.launch), baseline.precision, words, baseline.runs)
         if self.config.match:
-            candidate = matched(
-                candidate, baseline, {"parameters": "parameters", "flops": "flops_per_token"}[self.config.match]
-            )
-        if candidate.digest == baseline.digest:  # A against A: with the same seeds they would be the same runs
-            candidate = replace(candidate, first_seed=OTHER_SEEDS)
+            what = "flops_per_token" if self.config.match == "flops" else "parameters"
+            candidate = matched(candidate, baseline, what)
         return candidate
 
-    def train(self, runs: list[Training]) -> None:
+    def train(self, runs: list[Training], until_failure: bool = True) -> None:
         """Train what is not finished.
 
         Raises:
@@ -201,7 +201,7 @@ class Experiment:
         unfinished = [run for run in runs if not run.is_finished()]
         if unfinished and time.monotonic() > self.until:
             raise OutOfTime
-        self.trainings.train(unfinished)
+        self.trainings.train(unfinished, until_failure)
 
     def compare(self, baseline: Side, candidate: Side) -> Answer:
         """Train seeds of both until it is known, the candidate first: if it fails, it has cost one run.
@@ -253,7 +253,8 @@ class Experiment:
         budgets = {share: scaled_steps(baseline, share) for share in BUDGETS}
         try:
             self.train([side.run(seed) for seed in range(BUDGET_SEEDS) for side in budgets.values()])
-        except OutOfTime:
+        except (OutOfTime, Failed) as error:
+            print(f"what it is worth is not known: {error or 'the budget is spent'}", file=sys.stderr)
             return None
         points = [(share, loss) for share, side in budgets.items() for loss in side.losses(BUDGET_SEEDS)]
         points += [(1.0, loss) for loss in answer.baseline]
@@ -261,18 +262,17 @@ class Experiment:
 
     def costs(self, baseline: Side, candidate: Side, num_lines: int) -> Costs:
         """What both need; how fast they are is measured by turns, in short runs that are thrown away."""
-        speeds: dict[str, list[float]] = {"baseline": [], "idea": []}
-        if self.config.worth:
+        sides, speeds = (baseline, candidate), ([], [])
+        for turn in range(TURNS if self.config.worth else 0):
             with tempfile.TemporaryDirectory(dir=self.lab, prefix="speed-") as folder:
-                for turn in range(TURNS):
-                    for name, side in (("baseline", baseline), ("idea", candidate))[:: 1 if turn % 2 else -1]:
-                        run = side.short(TURN_SECONDS, Path(folder, str(turn))).run(0)
-                        self.trainings.train([run])
-                        speeds[name].append(run.tokens_per_second())
-        ratios = [idea / base for base, idea in zip(*speeds.values(), strict=True)]
-        measured = baseline.measured(), candidate.measured()
-        memory = baseline.peak_memory_bytes(), candidate.peak_memory_bytes()
-        return Costs(measured, memory, tuple(speeds.values()), factor(ratios) if ratios else None, num_lines)
+                for side, measured in [*zip(sides, speeds, strict=True)][:: 1 if turn % 2 else -1]:
+                    run = side.short(TURN_SECONDS, Path(folder)).run(0)
+                    self.trainings.train([run])
+                    measured.append(run.tokens_per_second())
+        ratios = [theirs / ours for ours, theirs in zip(*speeds, strict=True)]
+        measured = tuple(side.measured() | {"tokens": side.tokens} for side in sides)
+        memory = tuple(side.peak_memory_bytes() for side in sides)
+        return Costs(measured, memory, speeds, factor(ratios) if ratios else None, num_lines)
 
     def tuned(self, side: Side) -> Side:
         """With the best of a few values of a setting, by the mean of seeds that no verdict uses.
@@ -287,18 +287,14 @@ class Experiment:
             )
         tried = [side.changed({setting: side.settings[setting] * factor}) for factor in TUNED]
         tried = [replace(one, first_seed=2 * OTHER_SEEDS) for one in tried]
-        means: dict[float, float] = {}
-        for one in tried:
-            try:
-                self.train([one.run(seed) for seed in range(TUNED_SEEDS)])
-                means[one.settings[setting]] = statistics.fmean(one.losses(TUNED_SEEDS))
-            except Failed:  # as a learning rate at which nothing is learned
-                continue
-        if not means:
-            raise Refused(
-                f"tune: it trains with no {setting} of {', '.join(f'{one.settings[setting]:g}' for one in tried)}"
+        self.train([one.run(seed) for one in tried for seed in range(TUNED_SEEDS)], until_failure=False)
+        # Where one does not train, as with a learning rate at which nothing is learned, that value is none.
+        trained = [one for one in tried if all(one.run(seed).is_finished() for seed in range(TUNED_SEEDS))]
+        if not trained:
+            raise ConfigError(
+                f"tune: with none of five values around {side.settings[setting]:g} of {setting} does it train"
             )
-        best = next(one for one in tried if one.settings[setting] == min(means, key=means.get))
+        best = min(trained, key=lambda one: statistics.fmean(one.losses(TUNED_SEEDS)))
         if best in (tried[0], tried[-1]):
             print(
                 f"tune: the best {setting} tried, {best.settings[setting]:g}, is at an end of the range",
@@ -315,6 +311,8 @@ def report(found: dict[str, Any], tried: int) -> Iterator[str]:
     yield ""
     for side, commit in (("baseline", found["base"]), ("candidate", found["commit"])):
         yield f"{side}: {found[side]}" + (f", commit {commit[:12]}" if commit else "")
+    if "tuned" in found:
+        yield f"tuned: {found['tuned'][0]:g} for the baseline, {found['tuned'][1]:g} for the idea"
     if found["diff"]:
         yield f"the diff lies in {found['diff']}"
     for size in found.get("sizes", []):

@@ -57,8 +57,8 @@ def main(config: SweepConfig) -> None:
     launch = launch_command(config.launch)
     now = {"mixed_precision": launched_precision(launch), "code": code_hash()}
     runs, changed = plan(config.arguments, now), None
-    trainings = Trainings(config.jobs or (1 if config.launch else None), on_screen=config.jobs == 1 or config.launch)
-    trainings.code = now["code"]
+    trainings = Trainings(config.jobs or (1 if config.launch else None))
+    trainings.code, trainings.on_screen = now["code"], trainings.at_once == 1
     wanted, outcomes = {}, {}
     for arguments, settings in runs:
         path = directory(settings)

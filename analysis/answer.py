@@ -54,10 +54,10 @@ def row(
     first = sizes[0] if sizes else {"seeds": 0, "verdict": "unknown"}
     facts = {**words, **first, "margin": margin, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     if message:
-        facts |= {"verdict": "failed", "message": message}
+        facts |= {"message": message} | ({} if sizes else {"verdict": "failed"})
     if costs:
         ours, theirs = costs.measured
-        facts["cost"] = {name: [ours[name], theirs[name]] for name in ("parameters", "flops_per_token")}
+        facts["cost"] = {name: [ours[name], theirs[name]] for name in ("parameters", "flops_per_token", "tokens")}
         facts["cost"] |= {"peak_memory_bytes": list(costs.memory), "diff_lines": costs.diff_lines, "speed": costs.speed}
         facts["cost"]["tokens_per_second"] = [
             statistics.median(speeds) if speeds else None for speeds in costs.tokens_per_second
@@ -146,6 +146,8 @@ def sentence(found: dict[str, Any]) -> str:
         told += f"; unequal: {unequal}"
     if "trend" in found:
         told += f"; with size it {found['trend']}"
+    if "message" in found:
+        told += f"; a larger one does not train: {found['message']}"
     return told + "."
 
 
@@ -153,6 +155,7 @@ def unequal_costs(found: dict[str, Any]) -> str:
     """Of which the idea has more or less than the baseline."""
     cost = found.get("cost", {})
     pairs = {"parameters": cost.get("parameters"), "FLOPs a token": cost.get("flops_per_token")}
+    pairs["training tokens"] = cost.get("tokens")
     return ", ".join(
         f"{100 * (theirs / ours - 1):+.1f}% {name}"
         for name, (ours, theirs) in ((name, pair) for name, pair in pairs.items() if pair)
@@ -175,6 +178,7 @@ def table(found: dict[str, Any]) -> Iterator[list[str]]:
     if cost:
         yield line("parameters", cost["parameters"])
         yield line("FLOPs a token", cost["flops_per_token"])
+        yield line("training tokens", cost["tokens"])
         yield line("tokens/s, by turns", cost["tokens_per_second"], ",.0f")
         yield line("peak memory (MB)", cost["peak_memory_bytes"], ",.0f", 1e-6)
         yield ["lines of the diff", "", str(cost["diff_lines"]), ""]

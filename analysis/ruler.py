@@ -9,6 +9,8 @@ import json
 import sys
 from hashlib import sha256
 
+LOGIT_BYTES = 2**28  # in float64, of the rows that are looked at together
+
 
 def measure(run: str) -> dict[str, object]:
     """Of the newest checkpoint of a run, on the validation set of its settings.
@@ -26,22 +28,28 @@ def measure(run: str) -> dict[str, object]:
 
     config, model, _ = load_run(run)
     config.evaluation.every, config.exact = config.evaluation.every or 1, False
-    corpus = load_corpus(config)
-    batches, size = Batches(corpus.validation), config.evaluation.micro_batch_size
+    corpus, device = load_corpus(config), "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)
+    batches, num_rows = Batches(corpus.validation), len(corpus.validation)
+    size = min(
+        config.evaluation.micro_batch_size, max(1, LOGIT_BYTES // (8 * config.seq_len * config.model.vocab_size))
+    )
     hashed, total, count, looks_ahead = sha256(), 0.0, 0, False
     with torch.no_grad():
-        for start in range(0, len(corpus.validation), size):
-            batch = batches[list(range(start, min(start + size, len(corpus.validation))))]
+        for start in range(0, num_rows, size):
+            batch = batches[list(range(start, min(start + size, num_rows)))]
             targets = batch.pop("labels")[:, 1:]
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
             logits = model(**batch)[0]
-            losses = F.cross_entropy(logits[:, :-1].double().transpose(1, 2), targets, reduction="none")  # 0 for -100
+            scores = logits[:, :-1].double().transpose(1, 2)
+            total += float(F.cross_entropy(scores, targets.to(device), reduction="sum"))  # but for those of -100
             predicted = targets[targets != -100]
             hashed.update(predicted.numpy().tobytes())
-            total, count = total + float(losses.sum()), count + len(predicted)
+            count += len(predicted)
             if start == 0:
                 half = targets.shape[1] // 2
-                batch["input_ids"] = batch["input_ids"].clone()
-                batch["input_ids"][:, half:] = batch["input_ids"][:, half:].flip(0, 1)
+                ids = batch["input_ids"]
+                batch["input_ids"] = torch.cat((ids[:, :half], ids[:, half:].flip(1)), dim=1)
                 change = (model(**batch)[0] - logits)[:, :half].abs().max()
                 looks_ahead = bool(change > 1e-3 * logits[:, :half].abs().max())
     floor = getattr(corpus.validation, "floor_nats", None)

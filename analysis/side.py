@@ -63,9 +63,9 @@ class Side:
         flat = {}
         for name, value in yaml.safe_load(done.stdout).items():
             flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-        flat["name"] = (
-            flat["name"] or Path(words[max(i for i, word in enumerate(words) if word == "--config") + 1]).stem
-        )
+        if flat["name"] is None:  # as train.py takes it from the last file
+            last = max(index for index, word in enumerate(words) if word.startswith("--config"))
+            flat["name"] = Path(words[last].partition("=")[2] or words[last + 1]).stem
         return cls(code, code_hash(code), tuple(launch), precision, tuple(words), flat, runs)
 
     def changed(self, settings: dict[str, Any]) -> "Side":
@@ -95,6 +95,12 @@ class Side:
         """What the names of its runs begin with."""
         return f"{self.settings['name']}-{self.digest}"
 
+    @property
+    def tokens(self) -> int:
+        """That a run of it trains on."""
+        batch = self.settings["global_batch_size"] or self.settings["micro_batch_size"]
+        return self.settings["steps"] * batch * self.settings["seq_len"]
+
     def run(self, seed: int) -> Training:
         """Its run number `seed`."""
         seed += self.first_seed
@@ -117,10 +123,9 @@ class Side:
 
     def short(self, seconds: float, runs: Path) -> "Side":
         """A few steps of it, for some seconds by the speed of its first run, and hardly an evaluation."""
-        steps_per_second = (
-            self.run(0).tokens_per_second() / (self.settings["global_batch_size"] or 1) / self.settings["seq_len"]
-        )
-        steps = min(self.settings["steps"], max(LOGS_OF_SHORT, round(seconds * steps_per_second)))
+        speed = self.run(0).tokens_per_second()
+        steps = round(seconds * speed * self.settings["steps"] / self.tokens) if math.isfinite(speed) else 0
+        steps = min(self.settings["steps"], max(LOGS_OF_SHORT, steps))
         changes = {"steps": steps, "evaluation.every": steps, "evaluation.num_samples": 2, "schedule.warmup_steps": 0}
         changes |= {"evaluation.num_story_samples": 0, "evaluation.num_samples_shown": 0, "schedule.decay_steps": None}
         changes |= {"tracking.log_every": max(1, steps // LOGS_OF_SHORT), "tracking.wandb": "disabled"}

@@ -119,11 +119,11 @@ class Trainings:
     """Trains runs, at most `at_once` together. All that it starts gets the signals that come here, in process groups of
     their own: a launcher does not hand on each of them."""
 
-    def __init__(self, at_once: int | None = None, on_screen: bool = False):
-        """`on_screen`: what a run prints is not kept in a file, but goes to the screen."""
-        self.gpus, self.on_screen = gpus(), on_screen
+    def __init__(self, at_once: int | None = None):
+        self.gpus = gpus()
         self.at_once = at_once or len(self.gpus) or min(cores(), MOST_AT_ONCE)
         self.signal = 0
+        self.on_screen = False  # whether what a run prints is not kept in a file, but goes to the screen
         self.code: str | None = None  # its hash, if nothing is to be started once it has changed
         self.running: dict[Training, Started] = {}
         self.outcomes: dict[Training, str] = {}  # finished, stopped or failed
@@ -207,7 +207,7 @@ class Trainings:
                 message = f"ended by {signal.Signals(-run.process.returncode).name}, as where memory is out"
             if FULL_DISK in message:
                 raise RunError(f"{training.directory}: {message}; with room there, the same command goes on")
-            if IN_USE in message:
+            if IN_USE in message or training.is_in_use():
                 waiting.append(training)
                 continue
             # A launcher makes 1 of every code.

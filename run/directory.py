@@ -29,7 +29,7 @@ from run.continuation import (
 from run.identity import code_name, other_arrangement, other_facts
 from run.manifest import InvalidCheckpoint, newest_valid, read_manifest, readable_checkpoints, validate
 from run.metrics_file import forget_after, read_rows
-from run.provenance import arrangement, provenance, uncommitted_changes
+from run.provenance import arrangement, network_size, provenance, uncommitted_changes
 from run.status import Status, read_status, write_status
 from run.tokenizer import keep_tokenizer
 
@@ -216,7 +216,7 @@ class RunDirectory:
             corpora = [Path(corpus).expanduser() for corpus in config.data.mix or [config.data.path]]
             can_talk = [corpus for corpus in corpora if (corpus / "tokenizer" / "chat_template.jinja").exists()]
             keep_tokenizer((can_talk or corpora)[0], self.path)
-        self._record_start(start, now | {"config": _plain(config)})
+        self._record_start(start, now | network_size(config) | {"config": _plain(config)})
         self.record_progress(start.step)
         return start
 

@@ -8,6 +8,8 @@ import accelerate
 import torch
 from accelerate import Accelerator
 
+from config import TrainConfig
+from model.gpt import GPTModel
 from run.identity import code_hash
 
 
@@ -33,6 +35,13 @@ def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
         "shards": num_shards(accelerator),
         "threads": torch.get_num_threads() if accelerator.device.type == "cpu" else None,
     }
+
+
+def network_size(config: TrainConfig) -> dict[str, int]:
+    """`parameters`, and `flops_per_token` to train on one, of the network that these settings make; without memory."""
+    with torch.device("meta"):
+        network = GPTModel(config.model)
+    return {"parameters": network.num_parameters(), "flops_per_token": network.flops_per_token(config.seq_len)}
 
 
 def uncommitted_changes() -> str | None:

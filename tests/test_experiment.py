@@ -326,6 +326,8 @@ def test_real_runs_of_a_planted_defect(tmp_path, monkeypatch, capsys):
     parameters, flops = found["cost"]["parameters"], found["cost"]["flops_per_token"]
     assert parameters[0] == parameters[1] > 10_000 and flops[0] > 6 * 2 * 16 * 16
     run = tmp_path / "lab" / "runs" / f"{found['candidate']}-0"
+    (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
+    assert (start["parameters"], start["flops_per_token"]) == (parameters[1], flops[1]), "from the start on"
     measured = json.loads((run / "ruler.json").read_text())
     assert measured["loss"] == pytest.approx(measured["val/loss"], rel=1e-5) and not measured["looks_ahead"]
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/floor"] == measured["floor"]

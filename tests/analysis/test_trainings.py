@@ -110,7 +110,7 @@ def test_what_is_finished_is_not_started_but_if_it_shall_again(run):
     [
         ("fails", "RunError: the loss is nan"),
         ("is refused", "optimizer.lr: x must be a number"),
-        ("dies", "it printed nothing"),
+        ("dies", "ended by SIGKILL, as where memory is out"),
     ],
 )
 def test_one_that_fails_stops_the_others_which_go_on_later(how, message, run):
