@@ -38,6 +38,17 @@ def run_and_exit(script: str, kind: type | None = None, needs_torch: bool = True
     exit_without_teardown(run_script(script, kind, needs_torch))
 
 
+def run_in_notebook(script: str, *words: str) -> None:
+    """Run `python SCRIPT.py WORDS` in a cell, or by notebook_launcher, which drops whatever its function returns.
+
+    Raises:
+        SystemExit: it has failed, or stopped as asked; with the exit code, after the message.
+    """
+    sys.argv = [f"{script}.py", *words]
+    if exit_code := run_script(script):
+        raise SystemExit(exit_code)
+
+
 def run_script(script: str, kind: type | None = None, needs_torch: bool = True) -> int:
     """Run `main` of the module `script` with the settings of the command line, and say what went wrong.
 

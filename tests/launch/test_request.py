@@ -390,21 +390,40 @@ def test_who_is_waited_for_is_said_and_the_wait_ends(monkeypatch, capsys):
 
 
 NOTEBOOK = f"""
-import sys
 from accelerate import notebook_launcher
-from cli.scripts import run_script
-sys.argv = ["train.py", *{TINY_STORIES!r}, "--name", "run", "--out_dir", OUT]
-notebook_launcher(run_script, args=("train",), num_processes=2, mixed_precision="bf16", use_port=PORT)
+from cli.scripts import run_in_notebook
+words = [*{TINY_STORIES!r}, "--name", "run", "--out_dir", OUT, *MORE]
+notebook_launcher(run_in_notebook, ("train", *words), PROCESSES, mixed_precision="bf16", use_port=PORT)
 print("the notebook goes on")
 """
 
 
+def run_notebook(runs, processes, *more):
+    """The kernel is a fork, and several processes are forks of it, as always in a notebook."""
+    told = f"OUT, PROCESSES, PORT, MORE = {str(runs)!r}, {processes}, {str(free_port())!r}, {more}"
+    return run("-c", [told + NOTEBOOK], 0, environment())
+
+
 def test_two_processes_from_a_notebook(runs):
-    """The kernel is a fork, and they are forks of it, as always in a notebook."""
-    code = f"OUT, PORT = {str(runs)!r}, {str(free_port())!r}{NOTEBOOK}"
-    done = run("-c", [code], 0, environment())
+    done = run_notebook(runs, 2)
     assert done.returncode == 0 and done.stdout.endswith("the notebook goes on\n"), done.stdout + done.stderr
     assert "2 x cpu" in done.stdout and "precision: bf16" in done.stdout and "Training finished." in done.stdout
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (("--optimizer.lr", "-1"), "train.py: error: optimizer.lr: -1 must be a number of at least 0"),
+        (("--stop_after", "2"), "stopped as asked after step 2; the same command goes on from there"),
+    ],
+    ids=["wrong", "stopped"],
+)
+def test_a_cell_whose_training_does_not_come_to_its_end_fails_with_one_message(more, message, processes, runs):
+    """The second of two processes says nothing, also not after its wait for the first to fail."""
+    done = run_notebook(runs, processes, *more)
+    assert done.returncode and "the notebook goes on" not in done.stdout
+    assert (done.stdout + done.stderr).count(message) == 1 and done.stderr.count("train.py: error") < 2, done.stderr
 
 
 def test_without_triton_nothing_is_compiled_for_a_gpu(monkeypatch):
