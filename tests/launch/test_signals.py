@@ -83,7 +83,7 @@ def test_a_signal_saves(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(number, runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
     process = start_under_a_launcher(arguments, runs / "run", PET_SIGNALS_TO_HANDLE=SIGNALS)
@@ -96,6 +96,23 @@ def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(number, runs,
     assert f"resumed at step {stopped['step']}" in done.stdout
     assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
     assert metrics(runs / "run") == metrics(left_alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("handled", "outlives"), [(SIGNALS, False), ("SIGTERM,SIGINT", True)])
+def test_a_terminal_that_closes_under_nohup(handled, outlives, runs):
+    """torch's launcher catches SIGHUP where it is not told otherwise, whatever nohup has said, and passes it on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which what is started inherits, as from nohup
+    try:
+        process = start_under_a_launcher(
+            [*LONG, "--out_dir", runs, "--name", "run"], runs / "run", PET_SIGNALS_TO_HANDLE=handled
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    for pid in (process.pid, *children(process.pid)):
+        os.kill(pid, signal.SIGHUP)
+    output = process.communicate(timeout=120)[0]
+    assert status(runs / "run")["state"] == ("finished" if outlives else "preempted"), output
 
 
 def test_a_second_training_in_a_directory_is_refused_and_disturbs_nothing(runs):
