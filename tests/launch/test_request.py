@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 
-from cli import scripts
 from config import ConfigError, DataConfig, RunError, TrainConfig
 from launch import rendezvous, request
+from launch.environment import normalize_environment
 from launch.start import uses_cpu
 from model import gpt
 from tests.conftest import ROOT, TINY_STORIES, environment, what_is_started
@@ -258,25 +258,28 @@ def test_a_machine_whose_peer_never_comes_ends_when_it_is_told_to(runs):
 def test_what_mpirun_says_is_taken_over():
     told = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PATH": "/bin"}
     told |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
-    scripts.normalize_environment(told)
+    normalize_environment(told)
     expected = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}
     expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "PATH": "/bin"}
     assert told.items() >= expected.items()
     intel = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
-    with pytest.raises(ConfigError, match="WORLD_SIZE: 2 processes, but MASTER_ADDR of the environment is not set"):
-        scripts.normalize_environment(dict(intel))
+    with pytest.raises(ConfigError, match="PMI_SIZE: 2 processes, but MASTER_ADDR of the environment is not set"):
+        normalize_environment(dict(intel))
     there = intel | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
-    scripts.normalize_environment(there)
+    normalize_environment(there)
     assert (there["RANK"], there["LOCAL_RANK"], there["MASTER_PORT"]) == ("1", "0", "1234")
 
 
 def test_launchers_of_torch_come_before_mpi():
-    for told in ({}, {"PMI_SIZE": "1", "PMI_RANK": "0"}, {"WORLD_SIZE": "1", "RANK": "0", "PMI_SIZE": "2"}):
+    for told in ({}, {"PMI_SIZE": "1", "PMI_RANK": "0"}):
         before = dict(told)
-        scripts.normalize_environment(told)
+        normalize_environment(told)
         assert told == before
+    told = {"WORLD_SIZE": "1", "RANK": "0", "PMI_SIZE": "2"}
+    normalize_environment(told)
+    assert told == {"WORLD_SIZE": "1", "RANK": "0"}, "for Accelerate would believe the rest"
     with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT"):
-        scripts.normalize_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
+        normalize_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
 
 
 @pytest.mark.parametrize(
@@ -284,7 +287,7 @@ def test_launchers_of_torch_come_before_mpi():
     [
         ({"RANK": "2"}, "RANK: 2 of the environment, but WORLD_SIZE is 2; ranks are counted from 0"),
         ({"WORLD_SIZE": "0"}, "RANK: 1 of the environment, but WORLD_SIZE is 0"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE: '' of the environment is no whole number"),
+        ({"WORLD_SIZE": ""}, "RANK: 1 of the environment, but WORLD_SIZE is not set"),
         ({"MASTER_PORT": "tcp"}, "MASTER_PORT: 'tcp' of the environment is no whole number"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT: '70000' of the environment is no whole number below 65,536"),
     ],
@@ -294,7 +297,7 @@ def test_processes_that_are_counted_wrong_are_told_so(wrong, message):
     """By hand or by a script with a variable that is empty: not with a traceback, or after ten minutes of waiting."""
     told = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     with pytest.raises(ConfigError, match=message):
-        scripts.normalize_environment(told | wrong)
+        normalize_environment(told | wrong)
 
 
 def test_processes_of_mpirun_train_together_and_what_does_not_fit_them_is_said(runs):
