@@ -361,7 +361,8 @@ class TrainConfig:
     """Which settings of `model` the user gave, so that they must agree with those of `init_from`."""
 
     def __post_init__(self) -> None:
-        if self.resume not in ("auto", "never", None) and Path(self.resume).name != self.resume:
+        is_path = self.resume not in ("auto", "never", None) and Path(self.resume).name != self.resume
+        if is_path:
             self.resume, self.branch_from = "auto", self.resume
 
     @property
@@ -396,16 +397,19 @@ class TrainConfig:
         if self.init_from is not None and self.init_hash is None:  # what it brings is not known yet
             return self._problems_of_names()
         problems = self.model.problems() + self.data.problems() + self.tracking.problems()
-        problems += self._problems_of_names() + (self._problems_of_sizes(num_processes) if not problems else [])
-        if self.timeout_seconds > LONGEST_TIMEOUT:
-            problems.append(f"timeout_seconds: {self.timeout_seconds} is too long; use at most {LONGEST_TIMEOUT}")
+        sizes = self._problems_of_sizes(num_processes) if not problems else []
+        problems += self._problems_of_names() + sizes + self._problems_of_sequences()
+        return problems + self._problems_of_processes(num_processes) + self._problems_of_steps()
+
+    def _problems_of_sequences(self) -> list[str]:
+        problems = []
+        longest = self.model.max_position_embeddings
         if self.seq_len < 2:
             problems.append(f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more")
-        if self.seq_len > self.model.max_position_embeddings:
+        if self.seq_len > longest:
+            remedy = f"{self.init_from} knows no more" if self.init_from else "lower the one or raise the other"
             problems.append(
-                f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: "
-                f"{self.model.max_position_embeddings}; "
-                + (f"{self.init_from} knows no more" if self.init_from else "lower the one or raise the other")
+                f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: {longest}; {remedy}"
             )
         if self.data.source == "random" and self.model.vocab_size is None:
             problems.append(
@@ -413,38 +417,54 @@ class TrainConfig:
             )
         if self.data.source != "text" and self.evaluation.num_samples is None:
             problems.append(f"evaluation.num_samples: null means all, but data.source: {self.data.source} has no end")
-        if self.schedule.min_lr_ratio > 1:
-            problems.append(
-                f"schedule.min_lr_ratio: {self.schedule.min_lr_ratio} must be a share of the peak, so at most 1"
-            )
-        unit = self.micro_batch_size * num_processes
-        if self.global_batch_size is not None and self.global_batch_size % unit:
-            below = self.global_batch_size // unit * unit
-            nearest = " or ".join(str(size) for size in (below, below + unit) if size)
-            micro_batches, rest = divmod(self.global_batch_size, self.micro_batch_size)
-            counts = [] if rest else [n for n in range(1, min(micro_batches, 1024) + 1) if micro_batches % n == 0]
-            problems.append(
-                f"global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size * processes = "
-                f"{self.micro_batch_size} * {num_processes} = {unit}; the nearest that work: {nearest}"
-                + (f"; numbers of processes that can split it: {', '.join(map(str, counts))}" if counts else "")
-            )
-        if self.profile and self.profile[0] > self.profile[1]:
-            problems.append(f"profile: {list(self.profile)} must be the first and the last step, in this order")
+        return problems
+
+    def _problems_of_processes(self, num_processes: int) -> list[str]:
+        problems = []
+        sequences_at_once = self.micro_batch_size * num_processes
+        if self.global_batch_size is not None and self.global_batch_size % sequences_at_once:
+            problems.append(self._remedy_for_batch(num_processes))
         if self.exact and num_processes & (num_processes - 1):
             problems.append(
                 f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
             )
-        if self.checkpoint.keep_every % self.checkpoint.every:
-            problems.append(
-                f"checkpoint.keep_every: {self.checkpoint.keep_every} is not a multiple of checkpoint.every: "
-                f"{self.checkpoint.every}"
-            )
-        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
-            problems.append(f"optimizer.betas: {list(self.optimizer.betas)} must both be at least 0 and below 1")
-        schedule = self.schedule
+        if self.timeout_seconds > LONGEST_TIMEOUT:
+            problems.append(f"timeout_seconds: {self.timeout_seconds} is too long; use at most {LONGEST_TIMEOUT}")
+        return problems
+
+    def _remedy_for_batch(self, num_processes: int) -> str:
+        """Which batches near this one, and which numbers of processes, would do."""
+        sequences_at_once = self.micro_batch_size * num_processes
+        below = self.global_batch_size // sequences_at_once * sequences_at_once
+        nearest = " or ".join(str(size) for size in (below, below + sequences_at_once) if size)
+        message = (
+            f"global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size * processes = "
+            f"{self.micro_batch_size} * {num_processes} = {sequences_at_once}; the nearest that work: {nearest}"
+        )
+        micro_batches, rest = divmod(self.global_batch_size, self.micro_batch_size)
+        if rest:
+            return message
+        counts = [str(count) for count in range(1, min(micro_batches, 1024) + 1) if micro_batches % count == 0]
+        return f"{message}; numbers of processes that can split it: {', '.join(counts)}"
+
+    def _problems_of_steps(self) -> list[str]:
+        """Of the schedule, the optimizer, and what is done after which step."""
+        problems = []
+        schedule, optimizer, checkpoint = self.schedule, self.optimizer, self.checkpoint
+        if schedule.min_lr_ratio > 1:
+            problems.append(f"schedule.min_lr_ratio: {schedule.min_lr_ratio} must be a share of the peak, so at most 1")
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
             decay = f" and schedule.decay_steps: {schedule.decay_steps}" if schedule.decay_steps else ""
             problems.append(f"schedule.warmup_steps: {schedule.warmup_steps}{decay}: more than steps: {self.steps}")
+        if not all(0 <= beta < 1 for beta in optimizer.betas):
+            problems.append(f"optimizer.betas: {list(optimizer.betas)} must both be at least 0 and below 1")
+        if checkpoint.keep_every % checkpoint.every:
+            problems.append(
+                f"checkpoint.keep_every: {checkpoint.keep_every} is not a multiple of checkpoint.every: "
+                f"{checkpoint.every}"
+            )
+        if self.profile and self.profile[0] > self.profile[1]:
+            problems.append(f"profile: {list(self.profile)} must be the first and the last step, in this order")
         return problems
 
     def _problems_of_sizes(self, num_processes: int) -> list[str]:
@@ -470,7 +490,8 @@ class TrainConfig:
     def _problems_of_names(self) -> list[str]:
         problems = []
         name = self.name
-        if name is not None and (name in ("", ".", "..") or Path(name).name != name or name.startswith("~")):
+        is_plain = name is None or (Path(name).name == name and name != ".." and not name.startswith("~"))
+        if not is_plain or name == "":
             problems.append(f"name: {name!r} is not a plain directory name; use out_dir for the directory above it")
         for setting, value in (
             ("name", name),

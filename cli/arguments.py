@@ -37,7 +37,7 @@ def _load_value(text: str) -> Any:
     return text if value is None else value
 
 
-KINDS = {
+IN_WORDS = {  # the types of settings
     "PositiveInt": "a whole number above 0",
     "NonNegativeInt": "a whole number of at least 0",
     "PositiveFloat": "a number above 0",
@@ -56,18 +56,26 @@ def _in_plain_words(message: str) -> str:
     message = re.sub(r"^Option '(.*)' is not accepted", r"\1 is no setting; --help lists all", message)
     message = re.sub(r"^Group '(.*)' does not accept option '(.*)'", r"\1.\2 is no setting; --help lists all", message)
     message = re.sub(r'^Parser key "(.+?)":\s+', r"\1: ", message)
-    value = re.search(r"(?:Got value|Given value): (.*)|: (\S+) does not conform|(?:base 10|float): '(.*)'", message)
-    kinds = re.search(r"Subtypes: \[(.*)\]|Expected an? (.*)\. Got|Not of type (\w+)", message)
-    if not kinds:
+    types = re.search(r"Subtypes: \[(.*)\]|Expected an? (.*)\. Got|Not of type (\w+)", message)
+    if not types:
         return message
-    names = re.sub(r"(jsonargparse\.)?typing\.|<class |>", "", kinds[kinds.lastindex])
-    choices = [
-        f"one of {inside}" if kind == "Literal" else f"{kind} [{inside}]" if inside else KINDS.get(kind, kind)
-        for kind, inside in re.findall(r"(\w+)(?:\[([^\]]*)\])?", names)
-    ]
-    right = re.sub(r"(?<=[\[ ])\w+(?=[\],])", lambda name: KINDS.get(name[0], name[0]), " or ".join(choices))
+    value = re.search(r"(?:Got value|Given value): (.*)|: (\S+) does not conform|(?:base 10|float): '(.*)'", message)
+    setting = message.partition(":")[0]
     given = value[value.lastindex] if value else "what is given"
-    return f"{message.partition(':')[0]}: {given} must be {right}"
+    return f"{setting}: {given} must be {_types_in_plain_words(types[types.lastindex])}"
+
+
+def _types_in_plain_words(types: str) -> str:
+    """Of `<class 'int'>, typing.Literal['a', 'b']`: a whole number or one of 'a', 'b'."""
+    names = re.sub(r"(jsonargparse\.)?typing\.|<class |>", "", types)
+    choices = []
+    for name, inside in re.findall(r"(\w+)(?:\[([^\]]*)\])?", names):
+        if name == "Literal":
+            choices.append(f"one of {inside}")
+        else:
+            choices.append(f"{name} [{inside}]" if inside else IN_WORDS.get(name, name))
+    a_type_inside = r"(?<=[\[ ])\w+(?=[\],])"
+    return re.sub(a_type_inside, lambda name: IN_WORDS.get(name[0], name[0]), " or ".join(choices))
 
 
 class _Parser(ArgumentParser):
@@ -146,9 +154,11 @@ def parse_tool(kind: type, program: str, args: list[str] | None = None, position
     for name in lists:
         parser.add_argument(name, nargs="+")
     args = sys.argv[1:] if args is None else args
-    flags = {f"--{setting.name}" for setting in fields(kind) if setting.type is bool}
-    words = pairwise([*args, ""])
-    args = [f"{word}=true" if word in flags and value not in ("true", "false") else word for word, value in words]
+    switches = {f"--{setting.name}" for setting in fields(kind) if setting.type is bool}
+    args = [
+        f"{word}=true" if word in switches and value not in ("true", "false") else word
+        for word, value in pairwise([*args, ""])
+    ]
     settings = kind(**_parse(parser, args))
     if problems := numbers_out_of_range(vars(settings)):
         raise ConfigError("\n".join(problems))
@@ -174,7 +184,7 @@ def own_arguments_first(words: list[str], kind: type) -> list[str]:
 
 
 def _parser(program: str, description: str) -> _Parser:
-    # Some types take a class_path, and would import it before they find that it is none of them.
+    # A value such as {class_path: os.system} names code, which the parser would import before it looks at the type.
     set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
     set_loader("yaml", _load_value, exceptions=(yaml.YAMLError,))
     return _Parser(prog=program, description=description, allow_abbrev=False)

@@ -1,7 +1,7 @@
 """The command line of the scripts at the top: settings first and torch after, messages, and the exit codes.
 
-torch takes seconds to import. So a script hands itself to `run` before it imports anything; --help and a wrong setting
-are then answered at once. This module imports nothing that imports torch.
+torch takes seconds to import. So a script hands its name to `run_and_exit` before it imports anything, and --help or a
+wrong setting is answered at once. This module imports nothing that imports torch.
 """
 
 import atexit
@@ -28,9 +28,10 @@ from launch.environment import normalize_environment
 from launch.signals import Preempted, ignore_stop_signals
 from launch.world import is_main_process, num_processes
 
-PRINT_A_LOG = ("train", "sweep")  # and what all others print is what they are for
+# What these print is a log, without which they have done their work all the same. All others are there to print.
+PRINT_A_LOG = ("train", "sweep")
 ROOT = Path(__file__).parent.parent
-OWN_FOLDERS = [ROOT / part for part in ("", "analysis", "data", "launch", "model", "run", "training")]
+FOLDERS_OF_CODE = [ROOT / part for part in ("", "analysis", "data", "launch", "model", "run", "training")]
 
 
 def run_and_exit(script: str, kind: type | None = None, needs_torch: bool = True) -> NoReturn:
@@ -58,13 +59,14 @@ def run_script(script: str, kind: type | None = None, needs_torch: bool = True) 
         The exit code: 0 done, 2 wrong settings or input, 75 stopped as asked (a signal, stop_after) after saving,
         130 stopped at once by Ctrl-C, where no training was under way, 1 anything else.
     """
-    # Else Python looks for garbage at every 700th new object, and through all that torch brings: a tenth of the start.
+    # By default Python looks for garbage after every 700 new objects. The import of torch makes many, none of which is
+    # garbage, and the search took a tenth of the start.
     gc.set_threshold(50_000)
     ignore_failed_prints()
     only_a_log = False
     try:
         normalize_environment(os.environ)
-    except ConfigError as error:  # so that nobody knows yet which the main process is
+    except ConfigError as error:  # every process says it: which is the main one cannot be told
         print(f"{script}.py: error: {error}", file=sys.stderr)
         return 2
     try:
@@ -86,8 +88,10 @@ def run_script(script: str, kind: type | None = None, needs_torch: bool = True) 
     except Preempted as preempted:
         from accelerate import PartialState
 
-        PartialState().wait_for_everyone()  # a launcher that sees one process end kills the others
-        ignore_stop_signals()  # it may do so before this one has left, too
+        # A launcher that sees one process end stops the others: none ends before all are done, and then no signal of
+        # the launcher may change the exit code.
+        PartialState().wait_for_everyone()
+        ignore_stop_signals()
         if is_main_process():
             print(preempted, file=sys.stderr)
         return 75
@@ -133,7 +137,7 @@ def explain_lost_process(error: Exception) -> str:
     """What to print below the traceback of `error` where a collective operation failed, else nothing."""
     from torch.distributed import DistError
 
-    # gloo says where it failed, but for the second of two exchanges under way when the first was given up.
+    # gloo's errors name its source file. Of two exchanges under way, the second only says that its pair was closed.
     of_gloo = any(words in str(error) for words in ("gloo", "pair closure"))
     if not isinstance(error, DistError) and not of_gloo:
         return ""
@@ -165,5 +169,5 @@ def explain_full_memory(error: Exception) -> str:
 def own_line(error: Exception) -> str:
     """The innermost line of this repository that an error went through, and where it stands."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    here = next(frame for frame in frames if Path(frame.filename).parent in OWN_FOLDERS)
+    here = next(frame for frame in frames if Path(frame.filename).parent in FOLDERS_OF_CODE)
     return f"`{here.line}` ({Path(here.filename).name}, line {here.lineno})"
