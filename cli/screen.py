@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 
@@ -22,7 +22,8 @@ class ForgivingStream:
         self._stream = stream or open(os.devnull, "w")
         self.failure: OSError | None = None
         if hasattr(self._stream, "reconfigure"):  # one of a notebook or a test is not of the machine's encoding
-            self._stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # of a file that has become a pipe: it has asked for its place, after the change
+                self._stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
         with self._remembering():

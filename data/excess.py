@@ -1,6 +1,7 @@
 """What a model has learnt of the stories: how far above the floor it is on each kind of token."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,8 @@ def excess_by_kind(teller: Storyteller) -> Callable[[Tensor, dict[str, Tensor]],
     def known(story: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Of each token of a story and the end of text: -log P by the grammar, in nats, and the number of its kind."""
         explained = teller.grammar.explain("".join(tokens[token] for token in story))
+        if explained is None:  # a row of a fork that holds no whole story: how far it is above the floor is not known
+            return np.full(len(story) + 1, math.nan), np.zeros(len(story) + 1, dtype=np.int64)
         # That a story ends is no surprise: no other begins as this one.
         nats = [*(token.nats for token in explained), 0.0]
         numbers = [*(kinds.index(teller.kind(token)) for token in explained), kinds.index("endings")]

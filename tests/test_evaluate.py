@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import evaluate
 import export
 import sample
-from config import ConfigError, TrainConfig
+from config import ConfigError, DataConfig, TrainConfig
 from data.corpus import load_corpus
 from data.order import derive_seed
 from data.stories import StoriesDataset, log_prob
@@ -193,7 +193,8 @@ class DeviceWithoutFloat64(TorchFunctionMode):
 
 
 def test_the_loss_by_position_asks_a_device_for_no_float64():
-    corpus = evaluate.with_positions(load_corpus(TrainConfig(seq_len=96)))
+    config = TrainConfig(seq_len=96, data=DataConfig(source="random"), model=GPTConfig(vocab_size=5))
+    corpus = evaluate.with_positions(load_corpus(config))
     batch = {"labels": torch.zeros(2, 3, dtype=torch.int64)}
     with DeviceWithoutFloat64():
         sums = corpus.score(torch.zeros(2, 3, 5), batch)

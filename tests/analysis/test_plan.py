@@ -109,6 +109,7 @@ def test_the_logits_of_an_evaluation_are_counted_if_the_corpus_scores_them(monke
     kept, left = (sum(plan.tensor_bytes(config, ON_A_CPU, scores)[0].values()) for scores in (True, False))
     assert kept - left > 64 * config.seq_len * 5000
     monkeypatch.setattr(plan, "start_accelerator", lambda config: ON_A_CPU)
+    monkeypatch.setattr(plan, "load_corpus", lambda config: SimpleNamespace(vocab_size=5000, score=None))
     monkeypatch.setattr(plan, "torch_itself", lambda *_: 0)
     monkeypatch.setattr(plan, "tensor_bytes", lambda config, accelerator, scores: 1 / 0 if scores else sys.exit("left"))
     with pytest.raises(SystemExit, match="left"):

@@ -528,7 +528,7 @@ def test_isolation_is_switched_on_and_kept(folder, tmp_path):
     corpus = load_corpus(config)
     batch = torch.utils.data.default_collate([corpus.train[0], corpus.train[len(corpus.train) - 1]])
     assert (batch["position_ids"] == 0).sum() > 2 and corpus.conversations
-    config.out_dir = str(tmp_path / "runs")
+    config.out_dir, config.model.vocab_size = str(tmp_path / "runs"), corpus.vocab_size
     for order in ("marked", "text"), ("text", "marked"):  # a run keeps the tokenizer that can talk
         config.name, paths = order[0], {"marked": folder / "marked", "text": tmp_path / "text"}
         config.data.mix = {str(paths[name]): 1 for name in order}
@@ -611,7 +611,7 @@ def exported(runs):
 
 def test_the_card_says_how_a_conversation_begins(exported, runs, folder):
     card = (exported / "README.md").read_text()
-    assert "; a conversation began as the chat template" in card
+    assert "a conversation was what the chat template of the tokenizer makes of it" in card
     assert "path: corpus\n" in card and str(runs) not in card, "it may be published"
     shutil.copytree(folder / "chatml", runs / "corpus")
     assert " conversations, " in export.data_facts(load_run(runs / "run"))
@@ -713,6 +713,7 @@ def test_an_answer_is_over_at_its_end_and_the_oldest_is_forgotten(runs, monkeypa
 def test_who_cannot_talk_says_why(runs, tmp_path, monkeypatch, capsys):
     plain = shutil.copytree(runs / "run", tmp_path / "run")
     (plain / "tokenizer" / "chat_template.jinja").unlink()
+    monkeypatch.setattr("load.changed_files", lambda *_: "")  # as if it had been trained without one
     with pytest.raises(ConfigError, match="chat: the tokenizer of .* has no chat template; train on conversations"):
         talk(monkeypatch, capsys, plain, "hello\n")
     with pytest.raises(ConfigError, match="num_samples: 2, but chat gives one answer"):
