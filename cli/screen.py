@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 
@@ -21,13 +21,14 @@ class ForgivingStream:
     def __init__(self, stream: TextIO | None):
         self._stream = stream or open(os.devnull, "w")
         self.failure: OSError | None = None
-        if hasattr(self._stream, "reconfigure"):  # one of a notebook or a test is not of the machine's encoding
-            with suppress(OSError):  # of a file that has become a pipe: it has asked for its place, after the change
-                self._stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
         with self._remembering():
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:

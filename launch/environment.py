@@ -41,7 +41,8 @@ def normalize_environment(environment: MutableMapping[str, str]) -> None:
     if size == "1" and missing:
         ranks = {name: environment[name] for name in ("RANK", "LOCAL_RANK") if environment.get(name, "0") != "0"}
         environment.pop("LOCAL_RANK", None)  # by which Accelerate takes it for one of several
-        environment.pop("LOCAL_WORLD_SIZE", None)
+        if "LOCAL_WORLD_SIZE" in environment:
+            environment["LOCAL_WORLD_SIZE"] = "1"
     else:
         ranks = {"RANK": environment["RANK"]} if int(environment.get("RANK", 0)) >= int(size) else {}
     for name, rank in ranks.items():

@@ -17,17 +17,17 @@ from launch.world import is_main_process, num_processes
 
 def broadcast_from_main(value: Any) -> Any:
     """What the main process gives here, on all processes."""
-    told = [value]
+    box = [value]  # which the others find filled
     if num_processes() > 1:
-        dist.broadcast_object_list(told)
-    return told[0]
+        dist.broadcast_object_list(box)
+    return box[0]
 
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """One folder for all processes, removed when the main one is done with it."""
-    with tempfile.TemporaryDirectory(prefix=prefix) if is_main_process() else nullcontext() as own:
-        yield Path(broadcast_from_main(own))
+    with tempfile.TemporaryDirectory(prefix=prefix) if is_main_process() else nullcontext() as folder:
+        yield Path(broadcast_from_main(folder))
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def nested_training() -> Iterator[None]:
         with redirect_stdout(io.StringIO()), suppress(Preempted):
             yield
     finally:
-        if not StopSignal.received:  # else there may be a second one
+        if not StopSignal.received:  # otherwise a second signal must still find the handler that stops at once
             for number, handler in before.items():
                 signal.signal(number, handler)
     if any(gather_object([StopSignal.received])):

@@ -1,4 +1,4 @@
-"""How the processor is used: threads and memory of a CPU, what is compiled, what is recomputed, and a trace of it."""
+"""How the processor is used: threads, memory, and arithmetic that gives the same bits on every machine."""
 
 import ctypes
 import os
@@ -12,15 +12,17 @@ import torch
 from config import ConfigError
 from model import linear
 
-# mallopt's names for: when to give memory back, how much to ask for at once, from what size a block is mapped alone.
+# Options of mallopt (man 3 mallopt): when to give memory back to the system, how much to ask it for at once, and from
+# what size on a block is one of its own, which goes back as soon as it is freed.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-MKL_CBWR_BRANCH, MKL_CBWR_COMPATIBLE = 1, 3  # MKL's names for: the kind of code that is asked for, and one of them
+# Of MKL's mkl_service.h: the question which code is in use, and the answer that stands for every processor.
+MKL_CBWR_BRANCH, MKL_CBWR_COMPATIBLE = 1, 3
 
 
 def prepare_cpu() -> None:
-    """Share the cores among the processes of this machine, and keep freed memory instead of giving it back.
+    """Share the cores among the processes of this machine, and keep freed memory for the next tensor.
 
-    Memory that goes back to the system after each tensor comes again as pages that it must first clear.
+    If each tensor gave its memory back, the system would have to clear it for the next one.
     """
     if threads := threads_to_set(os.environ, _environment_of_launcher(), available_cores()):
         torch.set_num_threads(threads)
@@ -42,12 +44,12 @@ def prepare_exact() -> None:
 
 
 def compute_as_any_processor() -> None:
-    """On a CPU use no other instructions than AVX2's, and no library that asks what the processor is; on a GPU let
-    products be deterministic, for which torch looks but once, at the first.
+    """On a CPU compute with AVX2 and nothing newer; on a GPU let products be deterministic.
 
-    The three that multiply matrices take what a processor has, and add up in another order with each. Every x86-64
-    processor with AVX2 can do what is chosen here; of MKL's ways it is the only one that it takes on Intel's and AMD's
-    alike. Other processors (ARM) compute as they do.
+    ATen, oneDNN and MKL multiply matrices with the widest instructions that a processor has, and with each width the
+    sums are added in another order. Every x86-64 processor with AVX2 can do what is chosen here; of MKL's modes
+    COMPATIBLE is the only one with the same bits on processors of Intel and AMD. Other processors (ARM) compute as they
+    do. What is set for cuBLAS is read once, at the first product.
 
     Raises:
         ConfigError: this is an x86-64 processor without AVX2, or something was computed before.
@@ -62,9 +64,9 @@ def compute_as_any_processor() -> None:
             f"exact: true computes with AVX2, and torch with {found}: either this processor lacks it, or something was "
             "computed before; then set ATEN_CPU_CAPABILITY=avx2 in the environment"
         )
-    # MKL makes its choice once, with its first product, and tells by its own name of mkl_cbwr_get.
-    in_force = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", lambda _: MKL_CBWR_COMPATIBLE)
-    if in_force(MKL_CBWR_BRANCH) != MKL_CBWR_COMPATIBLE:
+    # MKL chooses once, with its first product. Inside torch its mkl_cbwr_get has this name; builds without MKL lack it.
+    mkl_cbwr_get = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)
+    if mkl_cbwr_get is not None and mkl_cbwr_get(MKL_CBWR_BRANCH) != MKL_CBWR_COMPATIBLE:
         raise ConfigError(
             "exact: true computes in MKL's compatible mode, but this process multiplied matrices before, in another; "
             "start a new one, or set MKL_CBWR=COMPATIBLE in the environment"
@@ -90,6 +92,6 @@ def threads_to_set(own: Mapping[str, str], of_launcher: Mapping[str, str], cores
 
 
 def _environment_of_launcher() -> Mapping[str, str]:
-    with suppress(psutil.Error):  # another user's: what it set cannot be told from what this user set
+    with suppress(psutil.Error):  # of another user, whose environment nobody else may read
         return psutil.Process(os.getppid()).environ()
     return os.environ

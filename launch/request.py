@@ -1,4 +1,4 @@
-"""What was asked of the launcher, and what of it a run refuses: whatever is asked happens, or is said not to."""
+"""What was asked of the launcher: it happens, or one message says why not."""
 
 import glob
 import os
@@ -46,7 +46,7 @@ def check_request(config: TrainConfig) -> None:
     """
     path, asked = launch_settings()
     if asked.get("use_cpu"):
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # which is not passed on to several processes
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate tells this to a single process only
     problems = [f"{path}: {problem}" for problem in _misspelt_keys(path)] if path else []
     problems += (
         dropped_processes(os.environ, asked) + unsupported(os.environ, asked, config) + missing_devices(os.environ)
@@ -124,24 +124,38 @@ def unsupported(environment: Mapping[str, str], asked: dict[str, Any], config: T
             f"gradient_accumulation_steps: {accumulation} is not supported; set global_batch_size of the run, from "
             "which accumulation is derived"
         )
-    sharded = is_on(environment, "ACCELERATE_USE_FSDP")
-    sizes = {name: int(asked.get(SIZES + name) or 1) for name in SIZE_NAMES}
-    sizes |= {name: int(environment.get((SIZES + name).upper(), size)) for name, size in sizes.items()}
-    problems += [
+    problems += _unsupported_parallelism(environment, asked)
+    return problems + (_unsupported_sharding(environment, config.exact) if _is_sharded(environment) else [])
+
+
+def _is_sharded(environment: Mapping[str, str]) -> bool:
+    return is_on(environment, "ACCELERATE_USE_FSDP")
+
+
+def _unsupported_parallelism(environment: Mapping[str, str], asked: dict[str, Any]) -> list[str]:
+    """Of parallelism_config: how many processes share the model, and how many replicas of it there are."""
+    sizes = {}
+    for name in SIZE_NAMES:
+        of_launcher = asked.get(SIZES + name) or 1
+        sizes[name] = int(environment.get((SIZES + name).upper(), of_launcher))
+    problems = [
         f"{SIZES}{name}: {sizes[name]} is not supported; use 1, and dp_replicate_size and dp_shard_size"
         for name in ("tp_size", "cp_size", "sp_size")
         if sizes[name] != 1
     ]
     replicas, shards, processes = sizes["dp_replicate_size"], sizes["dp_shard_size"], _started(environment)
-    if (replicas, shards) != (1, 1) or (sharded and is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG")):
-        given = f"{SIZES}dp_replicate_size: {replicas} x {SIZES}dp_shard_size: {shards}"
-        if not sharded:
-            problems.append(f"{given} needs distributed_type: FSDP, as accelerate_configs/hsdp.yaml has it")
-        elif replicas * shards != processes:
-            problems.append(f"{given} must be num_processes: {processes}")
-        elif shards == 1:
-            problems.append(f"{given} shards nothing; use distributed_type: MULTI_GPU for replicas alone")
-    return problems + (_unsupported_sharding(environment, config.exact) if sharded else [])
+    sharded = _is_sharded(environment)
+    in_use = sharded and is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG")
+    if (replicas, shards) == (1, 1) and not in_use:
+        return problems
+    given = f"{SIZES}dp_replicate_size: {replicas} x {SIZES}dp_shard_size: {shards}"
+    if not sharded:
+        problems.append(f"{given} needs distributed_type: FSDP, as accelerate_configs/hsdp.yaml has it")
+    elif replicas * shards != processes:
+        problems.append(f"{given} must be num_processes: {processes}")
+    elif shards == 1:
+        problems.append(f"{given} shards nothing; use distributed_type: MULTI_GPU for replicas alone")
+    return problems
 
 
 def _unsupported_sharding(environment: Mapping[str, str], exact: bool) -> list[str]:
@@ -186,8 +200,9 @@ def missing_devices(environment: Mapping[str, str]) -> list[str]:
         return []
     if not torch.cuda.is_available():
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        hidden = visible is not None and not any(device.strip()[:1].isalnum() for device in visible.split(","))
-        if hidden or not glob.glob(NVIDIA_DEVICES):
+        names = [] if visible is None else visible.split(",")
+        are_hidden = visible is not None and not any(name.strip()[:1].isalnum() for name in names)  # empty, or -1
+        if are_hidden or not glob.glob(NVIDIA_DEVICES):
             return []
         try:
             torch.cuda.init()
