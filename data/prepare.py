@@ -47,8 +47,9 @@ from data.sources import Source, file_kind, find_files, source_stamp
 from data.tokenizer import NAMES, errors_of_tokenizers, load_tokenizer, save_tokenizer, tokens_to_learn
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
-PIECE = 2**19  # characters; documents of more than two are encoded in pieces
-PART, PART_FILE = 2**24, "parts/{:06d}.json"  # characters, of one file of tokens; what is kept of it until all is done
+PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
+PART = 2**24  # characters, at least, of the text of one file of tokens
+PART_FILE = "parts/{:06d}.json"  # what make_part returned for it, kept until all is done
 TRAINING_TEXTS = 10**6  # documents, or pieces of a txt file, from which train:VOCAB learns: the first of the source
 
 Text = tuple[str, bool, str | None]
@@ -111,15 +112,17 @@ def _cut_tails(source: Source, share: float) -> Iterator[Text]:
     lengths = deque([0])
     for text, ends in source:  # a document may be larger than memory: its length takes a reading of its own
         lengths[-1] += len(text)
-        lengths.extend([0] * ends)
-    head = None
+        if ends:
+            lengths.append(0)
+    rest = None  # characters of the document at hand that are still for training
     for text, ends in source:
-        head = int(lengths.popleft() * (1 - share)) if head is None else head
-        if head > 0:
-            yield text[:head], head <= len(text), "train"
-        if head < len(text) or ends:
-            yield text[max(head, 0) :], ends, "validation"
-        head = None if ends else head - len(text)
+        if rest is None:
+            rest = int(lengths.popleft() * (1 - share))
+        if rest > 0:
+            yield text[:rest], rest <= len(text), "train"
+        if rest < len(text) or ends:
+            yield text[max(rest, 0) :], ends, "validation"
+        rest = None if ends else rest - len(text)
 
 
 def in_validation(text: str, share: float) -> bool:
@@ -235,21 +238,9 @@ def prepare(config: PrepareConfig) -> dict:
         ConfigError: a setting or an input is wrong.
         OSError: the corpus cannot be written. What is done so far stays, and the same command goes on.
     """
-    kind, _, share = config.validation.partition(":")
-    own = kind not in ("hash", "tail")
-    if not own and not re.fullmatch(r"0?\.\d+", share):
-        raise ConfigError(f"validation: {config.validation!r} must name a share below 1, such as {kind}:0.1")
-    if kind != "hash" and config.streaming:
-        raise ConfigError(f"validation: {config.validation!r} does not go with streaming; use hash:0.005")
-    if kind == "tail" and config.max_tokens:
-        problem = f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation} keeps"
-        raise ConfigError(f"{problem}; use hash:0.005 or a source of its own")
+    kind, share = _kind_of_validation(config)
     out = expanded("out", config.out).absolute()
-    reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
-    work, source = Path(f"{out}.partial"), Source(config.source, *reading)
-    held_out = Source(config.validation, *reading, setting="validation") if own else None
-    if held_out and (shared := held_out.shared_with(source)):
-        raise ConfigError(f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}")
+    source, held_out = _open_sources(config, kind)
     stamps = source.stamps | (held_out.stamps if held_out else {})
     stamps |= {file: source_stamp(file) for file in find_files(f"{escape(config.tokenizer)}/*")}
     request = asdict(config) | {"out": None, "num_workers": None, "files": stamps}  # what the corpus depends on
@@ -259,17 +250,14 @@ def prepare(config: PrepareConfig) -> dict:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
     is_one_document = [file_kind(file) for file in source.files] == [".txt"] and not source.separator
-    if is_one_document and kind == "hash" and float(share):
+    if is_one_document and kind == "hash" and share > 0:
         problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"
         raise ConfigError(f"{problem}; use tail:0.1, or document_separator, or hash:0.0 for no validation")
     tokens_to_learn(config.tokenizer)  # before anything is written
     if what := reason_absent(config.tokenizer):
         raise ConfigError(f"tokenizer: {what}; use {NAMES}")
-    # The first row says whether a source is of conversations.
-    ours, theirs = (next((each.conversations for _ in each), False) for each in (source, held_out or source))
-    if ours != theirs or (ours and kind == "tail"):
-        problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
-        raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
+    _check_conversations(config, source, held_out, kind)
+    work = Path(f"{out}.partial")
     for name in ("parts", *SPLITS):
         (work / name).mkdir(parents=True, exist_ok=True)
     with open(work / "parts" / "lock", "w") as lock_file:
@@ -297,6 +285,45 @@ def prepare(config: PrepareConfig) -> dict:
     return metadata
 
 
+def _kind_of_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "source"], float]:
+    """How documents are kept from training, and which share of them.
+
+    Raises:
+        ConfigError: not a share, or other settings do not go with it.
+    """
+    kind, _, share = config.validation.partition(":")
+    if kind not in ("hash", "tail"):
+        kind, share = "source", "0.0"
+    if not re.fullmatch(r"0?\.\d+", share):
+        raise ConfigError(f"validation: {config.validation!r} must name a share below 1, such as {kind}:0.1")
+    if kind != "hash" and config.streaming:
+        raise ConfigError(f"validation: {config.validation!r} does not go with streaming; use hash:0.005")
+    if kind == "tail" and config.max_tokens:
+        problem = f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation} keeps"
+        raise ConfigError(f"{problem}; use hash:0.005 or a source of its own")
+    return kind, float(share)
+
+
+def _open_sources(config: PrepareConfig, kind: str) -> tuple[Source, Source | None]:
+    """The source, and that of the validation text if it has one of its own."""
+    reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
+    source = Source(config.source, *reading)
+    if kind != "source":
+        return source, None
+    held_out = Source(config.validation, *reading, setting="validation")
+    if shared := held_out.shared_with(source):
+        raise ConfigError(f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}")
+    return source, held_out
+
+
+def _check_conversations(config: PrepareConfig, source: Source, held_out: Source | None, kind: str) -> None:
+    """Read the first row of each source, which says whether it is of conversations; refuse what does not go with it."""
+    ours, theirs = (next((each.conversations for _ in each), False) for each in (source, held_out or source))
+    if ours != theirs or (ours and kind == "tail"):
+        problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
+        raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
+
+
 def _clear(work: Path) -> None:
     """Remove what an earlier command has made there, the tokenizer last."""
     for file in (*work.glob("*/*.arrow"), *work.glob("parts/*.json")):
@@ -305,7 +332,7 @@ def _clear(work: Path) -> None:
 
 
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
-    kind, _, share = config.validation.partition(":")
+    kind, share = _kind_of_validation(config)
     if not (work / "tokenizer").exists():
         said = (
             conversations.content_of(text) if source.conversations else text
@@ -318,8 +345,8 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     encode = partial(encode_text, tokenizer, facts["end_of_text"])
     if source.conversations:
         template = chat_template.ChatTemplate(chat_template.open_tokenizer(work / "tokenizer"))
-        for each in (source, *([held_out] if held_out else [])):
-            if not each.streaming:  # else it is said of the first that has such keys, when it comes
+        for each in filter(None, (source, held_out)):
+            if not each.streaming:  # of a stream it is said when the first row that has such keys comes
                 _refuse_lost_keys(each, template)
         encode, types["assistant_masks"] = partial(chat_template.encode_row, template), pa.uint8()
 
@@ -329,18 +356,19 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
             source.dataset.load_state_dict(part["state"])
             parts.append(part)
     documents = split_documents(source, config.validation, held_out)
-    texts = cut_parts(documents, tokenizer, float(share) if kind == "hash" else 0.0, source)
+    texts = cut_parts(documents, tokenizer, share if kind == "hash" else 0.0, source)
     with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
         for part in _make_parts(partial(make_part, work, encode, types), len(parts), texts, config.num_workers):
             if _total(parts, "tokens", ["train"]) >= most:
                 break
             parts.append(part)
             bar.update(_total([part], "bytes"))
-    for each in (source, held_out):
-        if each and each.conversations and each.unused_columns:
+    for each in filter(None, (source, held_out)):
+        if each.conversations and each.unused_columns:
             unused = ", ".join(f"{name!r} ({count:,} rows)" for name, count in sorted(each.unused_columns.items()))
             print(f"{each.setting}: no part of a conversation, and left out: {unused}")
-    _refuse_unusable(config, source, _total(parts, "documents", ["train"]), _total(parts, "documents", ["validation"]))
+    num_train, num_validation = (_total(parts, "documents", [split]) for split in SPLITS)
+    _refuse_unusable(config, source, num_train, num_validation)
     hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
     for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
         (work / ahead).unlink()
@@ -357,19 +385,21 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
 def _refuse_unusable(config: PrepareConfig, source: Source, num_train: int, num_validation: int) -> None:
     """Raises ConfigError where a corpus of so many documents is not what was asked for, or cannot be used."""
     has_txt = any(file_kind(file) == ".txt" for file in source.files)
-    if has_txt and source.separator and not source.has_separators and not config.max_tokens:  # else not all was read
+    all_was_read = config.max_tokens is None
+    if has_txt and source.separator and all_was_read and not source.has_separators:
         problem = f"document_separator: {config.document_separator!r} stands nowhere in {config.source!r}"
         raise ConfigError(f"{problem}; leave it out for one document a file")
     if num_train == 0:
         rest = f" is left for training: all {num_validation:,} documents are for validation" if num_validation else ""
         raise ConfigError(f"source: {config.source!r}: no text{rest}")
-    if num_validation == 0 and not re.fullmatch(r"hash:0?\.0+", config.validation):
+    if num_validation == 0 and _kind_of_validation(config) != ("hash", 0.0):
         problem = f"validation: {config.validation!r} keeps none of the {num_train:,} documents"
         remedy = "use hash:0.1, or tail:0.1 for the end of each, or hash:0.0 for no validation"
         raise ConfigError(f"{problem}; {remedy}")
 
 
 def _refuse_lost_keys(source: Source, template: chat_template.ChatTemplate) -> None:
+    """Read all rows for keys that the template does not write; raises ConfigError with how many rows have which."""
     rows, having = 0, Counter()
     for document, _ in source:
         rows += 1
@@ -384,7 +414,7 @@ def _make_parts(make: Callable, first: int, texts: Iterable[Part], num_workers: 
     with ThreadPoolExecutor(num_workers) as pool:
         for index, part in enumerate(texts, start=first):
             pending.append(pool.submit(make, index, part))
-            if len(pending) > num_workers:  # the text of one part waits for each thread
+            if len(pending) > num_workers:  # so many parts are encoded at once, and the next one waits
                 yield pending.popleft().result()
         yield from (future.result() for future in pending)
 
