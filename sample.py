@@ -184,18 +184,18 @@ def write(
     """Write text `index` of a prompt, up to an end of text or one of the tokens `ends`, and return it; of stories, with
     the grammar's verdict and log-probabilities."""
     model, tokenizer = loaded.model, loaded.tokenizer
-    device, ends = model.token_embedding.weight.device, {tokenizer.eos_token_id, *ends}
+    device, vocab_size = model.token_embedding.weight.device, model.config.vocab_size
+    ends = {tokenizer.eos_token_id, *ends}
     generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "samples", index))
     decoder, written, ids = DecodeStream(skip_special_tokens=True), [prompt], list(tokens)
     print(prompt, end="", flush=True)
     settings = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
-    if max(tokens, default=0) >= (size := model.config.vocab_size):
-        raise ConfigError(f"run: the tokenizer gives token {max(tokens)}, and the model has {size} tokens")
+    if max(tokens, default=0) >= vocab_size:
+        raise ConfigError(f"run: the tokenizer gives token {max(tokens)}, and the model has {vocab_size} tokens")
     for token in tokens:  # so that what follows is decoded as its continuation
         decoder.step(tokenizer.backend_tokenizer, token)
-    for next_11 in model.stream(
-        torch.tensor([tokens], device=device), config.max_new_tokens, generator=generator, **settings
-    ):
+    tokens_1T = torch.tensor([tokens], device=device)
+    for next_11 in model.stream(tokens_1T, config.max_new_tokens, generator=generator, **settings):
         ids.append(next_11.item())
         if ids[-1] in ends:
             break
@@ -206,9 +206,11 @@ def write(
     print()
     if loaded.config is not None and (data := loaded.config.data).source == "stories":
         verdict = storyteller(data.facts, data.zipf, data.seed or 0).verdict
-        ids_1T = torch.tensor([ids[: (limit := model.config.max_position_embeddings)]], device=device)
+        limit = model.config.max_position_embeddings
+        ids_1T = torch.tensor([ids[:limit]], device=device)
         _, loss, *sums = model(ids_1T, labels=ids_1T, num_items_in_batch=1)
-        models = -float(dict(*sums).get("loss", (loss, 1))[0])  # without what is to help training alone
+        # Where a model adds terms that help its training, it gives the loss without them apart.
+        nats, _ = dict(*sums).get("loss", (loss, 1))
         of = f", of its first {limit} tokens" if len(ids) > limit else ""
-        print(f"  ({verdict(text)}; the model's {models:.2f}{of})")
+        print(f"  ({verdict(text)}; the model's {-float(nats):.2f}{of})")
     return text
