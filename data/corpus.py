@@ -22,7 +22,7 @@ Sums = dict[str, tuple[Tensor | float, Tensor | float]]
 """Numbers to be reported as sum / count, by their names, which must always be the same."""
 
 
-TOKENS_AT_ONCE = 2**15  # batches that have no more tokens together are made in one go
+TOKENS_AT_ONCE = 2**15  # batches that together have no more tokens than this are made in one go
 
 
 class Batches(Dataset):
@@ -41,10 +41,12 @@ class Batches(Dataset):
         return default_collate([self.dataset[index] for index in indices])
 
     def __getitems__(self, batches: list[list[int]]) -> list[dict[str, Tensor]]:
-        """Several items of one size B, made in one go: between two steps of training a CPU's caches forget how."""
+        """Several items of one size B, made in one go: a step of training empties the CPU's caches of code and tables,
+        and after each the first row takes far longer than those that follow."""
         together = self[[index for indices in batches for index in indices]]
-        columns = (tensor.split(len(batches[0])) for tensor in together.values())
-        return [dict(zip(together, column, strict=True)) for column in zip(*columns, strict=True)]
+        batch_size = len(batches[0])
+        split = {name: tensor.split(batch_size) for name, tensor in together.items()}
+        return [{name: tensors[i] for name, tensors in split.items()} for i in range(len(batches))]
 
 
 @dataclass
@@ -106,12 +108,24 @@ def load_corpus(config: TrainConfig) -> Corpus:
     return Corpus(*splits, tokenizer, _checked_vocab_size(config, tokenizer.get_vocab_size()), **judges)
 
 
+def _validation_samples(config: TrainConfig, quotas: list[int]) -> list[int | None]:
+    """How many validation samples each corpus gives; None: all. Nothing where nothing is evaluated."""
+    if not config.evaluation.every:
+        return []
+    if config.evaluation.num_samples is None:
+        return [None] * len(quotas)
+    try:
+        return share_out(config.evaluation.num_samples, quotas)
+    except ValueError as error:
+        raise ConfigError(f"evaluation.num_samples: {error} of data.mix; raise it, or null for all") from None
+
+
 def _load_text(config: TrainConfig) -> Corpus:
-    # They need pyarrow, and the other sources do not.
+    # These need pyarrow, which is slow to import and no other source needs.
     from data.integrity import Verification
     from data.text import MixedDataset, TextCorpus, TextDataset
 
-    data, evaluation = config.data, config.evaluation
+    data = config.data
     corpora = [TextCorpus(path) for path in data.mix or [data.path]]
     content_hash = "+".join(corpus.metadata["hash"] for corpus in corpora)
     if data.hash not in (None, content_hash):
@@ -124,15 +138,12 @@ def _load_text(config: TrainConfig) -> Corpus:
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
+    num_samples = _validation_samples(config, quotas)
     train = [TextDataset(corpus, "train", config.seq_len, data.documents) for corpus in corpora]
-    sizes = [None] * len(corpora)  # all
-    if evaluation.every and evaluation.num_samples:
-        try:
-            sizes = share_out(evaluation.num_samples, quotas)
-        except ValueError as error:
-            raise ConfigError(f"evaluation.num_samples: {error} of data.mix; raise it, or null for all") from None
-    wanted = zip(corpora, sizes, strict=True) if evaluation.every else ()
-    validation = [TextDataset(corpus, "validation", config.seq_len, data.documents, size) for corpus, size in wanted]
+    validation = [
+        TextDataset(corpus, "validation", config.seq_len, data.documents, number)
+        for corpus, number in zip(corpora, num_samples, strict=False)
+    ]
     vocab_size = _checked_vocab_size(config, corpora[0].vocab_size)
     facts = {"verification": Verification(corpora), "end_of_text": corpora[0].end_of_text}
     facts["conversations"] = "; ".join(dataset.conversations for dataset in train if dataset.conversations)

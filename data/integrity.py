@@ -23,12 +23,13 @@ from data.json_objects import parse_object
 from launch.priority import yield_cores
 
 SPLITS = ("train", "validation")
-READERS = min(4, os.cpu_count() or 1)  # threads: a disk is faster than one thread hashes
+READERS = min(4, os.cpu_count() or 1)  # threads, for one alone hashes slower than a disk reads
 REMEDY = "restore it, or remove the folder and prepare it again"
 
 
 def file_stamp(file: Path | str) -> list[int]:
-    """What changes when a file is written, replaced or copied. The time of its change (ctime) no program can set."""
+    """What changes when a file is written, replaced or copied: its length, and the times of its last writing and of its
+    last change (ctime), which no program can set."""
     stat = os.stat(file)
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
@@ -81,9 +82,13 @@ def _check(metadata: dict) -> None:
     counts += [facts["bytes"] for facts in metadata["files"].values()]
     if wrong := [count for count in counts if type(count) is not int or count < 0]:
         raise ValueError(f"{wrong[0]!r} is no count")
-    hashes = {name: facts["sha256"] for name, facts in metadata["files"].items()}
-    whole = corpus_hash == content_hash(tokenizer_hash, hashes) and metadata.get("digest") == metadata_digest(metadata)
-    if not (isinstance(corpus_hash, str) if lengths_only else whole):
+    if lengths_only:
+        matches = isinstance(corpus_hash, str)
+    else:
+        hashes = {name: facts["sha256"] for name, facts in metadata["files"].items()}
+        has_hash_of_files = corpus_hash == content_hash(tokenizer_hash, hashes)
+        matches = has_hash_of_files and metadata.get("digest") == metadata_digest(metadata)
+    if not matches:
         raise ValueError("it does not match its own digest")
 
 
@@ -155,7 +160,7 @@ class Verification:
             with ThreadPoolExecutor(READERS, thread_name_prefix="verification", initializer=yield_cores) as pool:
                 for corpus in self.corpora:
                     if not self._matches(corpus, pool):
-                        self._known.clear()  # it may be the memory that is wrong
+                        self._known.clear()  # what was remembered may be wrong, and not the files
                         if not self._matches(corpus, pool):
                             unknown = "in which file, its metadata.json is too old to say"
                             self._fail(f"'{corpus.path}' has other tokens than data.prepare wrote ({unknown})")
@@ -183,7 +188,7 @@ class Verification:
         return found
 
     def _has_tokens_of(self, corpus, file: Path) -> bool:
-        """Whether all in it is in range, by whoever it was made: a hostile author knows how to compute a hash."""
+        """Whether all in it is in range. Hashes do not tell: whoever makes a corpus to do harm can compute them."""
         try:
             columns = open_columns(file)
             for column in columns:

@@ -79,12 +79,13 @@ class TextDataset(Dataset):
 
     def _find_rows(self, offsets: list[np.ndarray]) -> None:
         """Where the documents of each row begin and end: a function of their lengths and of seq_len alone."""
-        firsts = zip(np.array(self.first_tokens), offsets, strict=False)  # int64: offsets are int32
-        self.begins = np.concatenate([*(first + of_file[:-1] for first, of_file in firsts), self.first_tokens[-1:]])
+        firsts = np.array(self.first_tokens[:-1])  # int64, and so are its sums with offsets, which are int32
+        of_files = [first + of_file[:-1] for first, of_file in zip(firsts, offsets, strict=True)]
+        self.begins = np.concatenate([*of_files, self.first_tokens[-1:]])
         lengths = np.diff(self.begins)
         if (lengths < 0).any():
             raise ConfigError(f"data: {self.corpus.path} is damaged: the documents of {self.split}; {REMEDY}")
-        # Of a row that begins with a document, the first one of the next row.
+        # Where a row begins with document i, the next row begins with document after[i].
         self.after, rows = np.arange(1, len(self.begins)), np.arange(len(lengths))
         if self.documents != "padded":
             fitting = np.searchsorted(self.begins, self.begins[:-1] + self.seq_len, side="right") - 1
@@ -116,7 +117,8 @@ class TextDataset(Dataset):
     def arrays(self, indices: list[int]) -> dict[str, np.ndarray]:
         """The samples of a batch, each array int64 [B, T]."""
         input_ids = np.full((len(indices), self.seq_len), self.corpus.end_of_text)
-        in_row, in_answer, begins = np.zeros((3, *input_ids.shape), int)  # no memory before it is written to
+        # Of zeros the system gives memory only where they are written to, so what is not needed costs nothing.
+        in_row, in_answer, begins = np.zeros((3, *input_ids.shape), int)
         for b, index in enumerate(indices):
             first, (*inner, end) = self._place(index * self.num_rows // self.num_samples)
             self._copy(first, input_ids[b, :end])
@@ -125,7 +127,7 @@ class TextDataset(Dataset):
             if self.conversations:
                 self._copy(first, in_answer[b, :end], column=1)
                 begins[b, inner] = inner
-        # Its files are verified in the background, while they are read here; a lookup outside a table must not happen.
+        # The files may not be verified yet, and a token beyond the model's table would read other memory.
         if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
             problem = f"token {largest} in {self.split} is none of the {self.corpus.vocab_size} of the tokenizer"
             raise ConfigError(f"data: {self.corpus.path} is damaged: {problem}; {REMEDY}")
@@ -147,7 +149,7 @@ class TextDataset(Dataset):
             return row * (self.seq_len - 1), [0, self.seq_len]
         first = self.rows[row]
         begins = self.begins[first : self.after[first] + 1] - self.begins[first]
-        # Of text with the end-of-text that the next document begins with.
+        # A row of text ends with the end-of-text token that the next document begins with.
         begins[-1] = min(begins[-1] + (not self.corpus.has_conversations), self.seq_len)
         return int(self.begins[first]), begins.tolist()
 
@@ -169,11 +171,12 @@ class TextDataset(Dataset):
         """
         tokenizer, counts = self.corpus.tokenizer, self.corpus.metadata[self.split]
         token_bytes = np.full(self.corpus.vocab_size, counts["bytes"] / counts["tokens"])
-        if (json.loads(tokenizer.to_str())["decoder"] or {}).get("type") == "ByteLevel":
+        decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+        if decoder.get("type") == "ByteLevel":
             added = tokenizer.get_added_tokens_decoder()  # written as they are, not with a character a byte
             for token, index in tokenizer.get_vocab().items():
                 token_bytes[index] = len(token.encode() if index in added else token)
-            special = [index for index, token in added.items() if token.special]  # these no text can give
+            special = [index for index, token in added.items() if token.special]  # no text gives one of these
             token_bytes[[self.corpus.end_of_text, *special]] = 0
         targets = (self.arrays([index])["labels"][:, 1:] for index in range(len(self)))
         return float(sum(token_bytes[ids[ids != -100]].sum() for ids in targets))
