@@ -7,15 +7,24 @@ import shutil
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import yaml
 
+import data.prepare
 from cli import scripts
 from cli.arguments import parse_config
+from compare import CompareConfig
 from config import ConfigError
+from evaluate import EvaluateConfig
+from export import ExportConfig
 from plot import save_loss_curve
+from replay import ReplayConfig, with_step_named
+from sample import SampleConfig
+from sweep import Child, SweepConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
+from tests.data.test_prepare import make_documents, write_jsonl
 
 RECIPE = ROOT / "tests" / "old_runs" / "recipe.yaml"
 CASES = [pytest.param(seed, marks=[] if seed < 10 else pytest.mark.slow) for seed in range(200)]
@@ -55,18 +64,22 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return b" ".join(words)
 
 
-def start(out_dir, steps):
-    """The exit code of train.py, what it printed and its errors."""
+def run_tool(script, kind, *words):
+    """The exit code of a script, what it printed and its errors."""
     out, err = StringIO(), StringIO()
     before = sys.argv, sys.stdout, sys.stderr
-    sys.argv = [
-        *f"train.py --config {RECIPE} --name run --out_dir {out_dir} --steps {steps} --checkpoint.keep 2".split()
-    ]
+    sys.argv = [f"{script}.py", *map(str, words)]
     sys.stdout, sys.stderr = out, err
     try:
-        return scripts.run_script("train"), out.getvalue(), err.getvalue()
+        exit_code = data.prepare.cli() if script == "prepare" else scripts.run_script(script, kind)
+        return exit_code, out.getvalue(), err.getvalue()
     finally:
         sys.argv, sys.stdout, sys.stderr = before
+
+
+def start(out_dir, steps):
+    words = f"--config {RECIPE} --name run --out_dir {out_dir} --steps {steps} --checkpoint.keep 2"
+    return run_tool("train", None, *words.split())
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +142,69 @@ def test_a_damaged_config_means_what_it_says_or_is_refused(seed, tmp_path):
             if f"--{key}" in arguments or f"--{key}.{name}" in arguments or (key, name) == ("data", "path"):
                 continue
             assert json.dumps(ours) == json.dumps(item) or float(ours) == float(item), (key, name, item, ours)
+
+
+# Of every tool that reads a run: its settings, and its words, with RUN, OUT and FOLDER for directories.
+TOOLS = {
+    "sample": (SampleConfig, "RUN --prompt a --max_new_tokens 9"),
+    "evaluate": (EvaluateConfig, "RUN --data FOLDER/corpus --out OUT"),
+    "export": (ExportConfig, "RUN OUT"),
+    "compare": (CompareConfig, "RUN FOLDER/runs/run --out null"),
+    "replay": (ReplayConfig, "RUN 3 --arithmetic false --num_sequences 1"),
+    "sweep": (SweepConfig, "-- --config FOLDER/recipe.yaml --name run --out_dir RUN/.."),
+    "prepare": (None, "--source FOLDER/source.jsonl --tokenizer RUN/tokenizer --out OUT --num_workers 1"),
+}
+
+
+def use(tool, run, folder, out):
+    kind, words = TOOLS[tool]
+    words = words.replace("RUN", str(run)).replace("FOLDER", str(folder)).replace("OUT", str(out)).split()
+    exit_code, said, errors = run_tool(tool, kind, *(with_step_named(words) if tool == "replay" else words))
+    written = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".png"}
+    return exit_code, said.replace(str(out), "OUT").replace(str(run), "RUN"), errors, written
+
+
+def files(run):
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def used(in_process, tmp_path_factory):
+    """A folder with a run on a text, and what every tool says of it."""
+    folder = tmp_path_factory.mktemp("used")
+    source = write_jsonl(folder / "source.jsonl", make_documents(30))
+    words = ["--source", source, "--tokenizer", "train:300", "--validation", "hash:0.3", "--out", folder / "corpus"]
+    assert (done := run_tool("prepare", None, *words, "--num_workers", 1))[0] == 0, done
+    recipe = yaml.safe_load(RECIPE.read_text())
+    recipe["data"] = {"source": "text", "path": str(folder / "corpus")}
+    recipe["model"] |= {"vocab_size": None, "max_position_embeddings": 16, "dropout": 0.0}
+    recipe["evaluation"] |= {"num_samples_shown": 1}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"seq_len": 16}))
+    words = ["--config", folder / "recipe.yaml", "--name", "run", "--out_dir", folder / "runs", "--checkpoint.keep", 2]
+    assert run_tool("train", None, *words)[0] == 0
+    right = {tool: use(tool, folder / "runs" / "run", folder, folder / "out" / tool) for tool in TOOLS}
+    assert not (refused := {tool: done for tool, done in right.items() if done[0] != 0}), refused
+    return folder, right
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_a_tool_reads_a_damaged_run_rightly_or_refuses_it(seed, used, tmp_path, monkeypatch):
+    monkeypatch.setattr(Child, "train", lambda *_: "trained")
+    chance = random.Random(seed)
+    folder, right = used
+    tool = list(TOOLS)[seed % len(TOOLS)]
+    run = Path(shutil.copytree(folder / "runs" / "run", tmp_path / "runs" / "run"))
+    victim = chance.choice(sorted(path for path in run.rglob("*") if path.is_file() and path.suffix != ".png"))
+    victim.write_bytes(damaged(victim.read_bytes(), chance))
+    before = files(run)
+    exit_code, said, errors, written = use(tool, run, folder, tmp_path / "out" / tool)
+    assert files(run) == before, "what only reads has written"
+    assert "Traceback" not in errors
+    if exit_code == 0:
+        right_written = right[tool][3]
+        assert written.keys() == right_written.keys(), victim
+        if tool in ("sample", "evaluate", "export"):
+            assert said == right[tool][1] and written == right_written, victim
+    else:
+        program = "prepare" if tool == "prepare" else f"{tool}.py"
+        assert errors.count(f"{program}: error:") == 1 and exit_code in (1, 2), (tool, victim, errors)
