@@ -94,6 +94,7 @@ def test_a_look_is_the_interval_of_welch_at_its_level():
         (-3, -1, "better"),
         (1, 3, "worse"),
         (-1, 3, "unknown"),
+        (-3, 1, "unknown"),
         (-0.2, 0.1, "no difference"),
         (0.1, 0.2, "no difference"),
     ],
