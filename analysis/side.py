@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from analysis.recipe import LR_POWER
 from analysis.trainings import Training
 from config import ConfigError, RunError
 from data.files import write_atomically
@@ -205,7 +206,7 @@ def scaled(side: Side, size: float) -> Side:
     """With `size` times the parameters in its blocks, and tokens in proportion.
 
     Width, feed-forward and number of heads grow with the square root, so that heads keep their size; depth stays, and
-    the learning rate falls with the width (Yang et al., "Tensor Programs V", arXiv:2203.03466, for hidden matrices).
+    the learning rate falls with the width as in scale.py (analysis/recipe.py).
     """
     if size == 1:
         return side
@@ -215,7 +216,7 @@ def scaled(side: Side, size: float) -> Side:
         "model.n_heads": heads,
         "model.d_model": settings["model.d_model"] // settings["model.n_heads"] * heads,
         "model.d_ff": 8 * round(times * settings["model.d_ff"] / 8),
-        "optimizer.lr": settings["optimizer.lr"] / times,
+        "optimizer.lr": settings["optimizer.lr"] * times**LR_POWER,
     }
     if kv_heads := settings["model.n_kv_heads"]:
         changes["model.n_kv_heads"] = max(1, heads * kv_heads // settings["model.n_heads"])

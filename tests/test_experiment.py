@@ -346,8 +346,8 @@ def test_a_commit_is_trained_by_its_own_code_and_looking_ahead_is_seen(tmp_path)
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
     source = clone / "model" / "gpt.py"
     text = source.read_text()
-    assert "is_causal=" in text
-    source.write_text(re.sub(r"is_causal=[^,)]+", "is_causal=False", text))
+    assert text.count('"is_causal": causal') == 1
+    source.write_text(text.replace('"is_causal": causal', '"is_causal": False'))
     env = environment(**idea.NOBODY)
     subprocess.run(["git", "commit", "--quiet", "--all", "--message", "x"], cwd=clone, env=env, check=True)
     done = subprocess.run(command(tmp_path, "HEAD"), cwd=clone, env=env, capture_output=True, text=True)
