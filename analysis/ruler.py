@@ -51,7 +51,7 @@ def measure(run: str) -> dict[str, object]:
                 ids = batch["input_ids"]
                 batch["input_ids"] = torch.cat((ids[:, :half], ids[:, half:].flip(1)), dim=1)
                 change = (model(**batch)[0] - logits)[:, :half].abs().max()
-                looks_ahead = bool(change > 1e-3 * logits[:, :half].abs().max())
+                looks_ahead = bool(change > 1e-4 * logits[:, :half].abs().max())
     floor = getattr(corpus.validation, "floor_nats", None)
     return {
         "targets": hashed.hexdigest()[:16],

@@ -341,13 +341,14 @@ def command(tmp_path, *words):
 
 @pytest.mark.slow
 def test_a_commit_is_trained_by_its_own_code_and_looking_ahead_is_seen(tmp_path):
-    """A clone with a commit that drops the causal mask: the best loss of all, and no idea."""
+    """A clone with a commit that adds the next token to each: the best loss of all, and no idea."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
     source = clone / "model" / "gpt.py"
     text = source.read_text()
-    assert text.count('"is_causal": causal') == 1
-    source.write_text(text.replace('"is_causal": causal', '"is_causal": False'))
+    line = "x_BTC = self.token_embedding(input_ids)"
+    assert text.count(line) == 1
+    source.write_text(text.replace(line, line + " + self.token_embedding(input_ids.roll(-1, 1))"))
     env = environment(**idea.NOBODY)
     subprocess.run(["git", "commit", "--quiet", "--all", "--message", "x"], cwd=clone, env=env, check=True)
     done = subprocess.run(command(tmp_path, "HEAD"), cwd=clone, env=env, capture_output=True, text=True)
