@@ -31,6 +31,7 @@ from run.identity import code_hash
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "lab.yaml"
 BUDGET_SEEDS = 2  # of each share of the steps
 OTHER_SEEDS = 1000  # from where on seeds are others than those of the verdict
+MARGIN, MARGIN_ABOVE_FLOOR = 0.003, 0.03  # what counts as nothing, of the loss
 TURNS, TURN_SECONDS = 3, 4.0
 TUNED, TUNED_SEEDS = (0.25, 0.5, 1.0, 2.0, 4.0), 2  # times the value of the setting
 
@@ -48,8 +49,9 @@ class ExperimentConfig:
     budget_minutes: PositiveFloat | None = None
     """No run is begun after so many minutes. null: only max_seeds is a limit."""
 
-    margin: PositiveFloat = 0.003
-    """The difference that counts as nothing, as a share of the baseline's loss, above the floor where that is known."""
+    margin: PositiveFloat | None = None
+    """The difference that counts as nothing, as a share of the baseline's loss, above the floor where that is known.
+    null: 0.03 there, and else 0.003 of the whole loss."""
 
     jobs: PositiveInt | None = None
     """Runs at once. null: one for each GPU, else one for each core, but not more than 8."""
@@ -160,7 +162,7 @@ class Experiment:
             except Failed as failed:
                 raise RunError(f"{failed.training.directory}: {failed}") from None
         words = {"idea": self.text, "settings": self.common, "base": idea.base, "commit": idea.commit}
-        return row({**words, **names, "diff": diff and str(diff)}, answers, costs, message, self.config.margin)
+        return row({**words, **names, "diff": diff and str(diff)}, answers, costs, message)
 
     def side(self, code: Path, words: list[str]) -> Side:
         """The baseline.
@@ -239,8 +241,10 @@ class Experiment:
             except OutOfTime:
                 break
             losses = baseline.losses(n), candidate.losses(n)
-            margin, found = self.config.margin * statistics.fmean(losses[0]), difference(*losses)
-            answer = Answer(decide(found, margin), found, *losses, baseline.measured()["floor"])
+            floor, found = baseline.measured()["floor"], difference(*losses)
+            share = self.config.margin or (MARGIN if floor is None else MARGIN_ABOVE_FLOOR)
+            margin = share * statistics.fmean(losses[0])
+            answer = Answer(decide(found, margin), found, *losses, floor, share)
             if answer.verdict != "unknown":
                 return answer
         if answer is None:

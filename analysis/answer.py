@@ -24,7 +24,9 @@ class Answer:
     baseline: list[float]
     candidate: list[float]
     """Losses, above the floor where that is known."""
-    floor: float | None = None
+    floor: float | None
+    margin: float
+    """The share of the baseline's loss that counts as nothing."""
     more: int | None = None
     """Of an unknown one: about how many more runs of each side would tell."""
     worth: Worth | None = None
@@ -45,14 +47,12 @@ class Costs:
     diff_lines: int
 
 
-def row(
-    words: dict[str, Any], answers: dict[float, Answer], costs: Costs | None, message: str, margin: float
-) -> dict[str, Any]:
+def row(words: dict[str, Any], answers: dict[float, Answer], costs: Costs | None, message: str) -> dict[str, Any]:
     """For the notebook and for programs: plain JSON. Differences are in percent of the baseline's loss, above the floor
     where that is known; what concerns one size is of the first, and of all in `sizes`."""
     sizes = [{"size": size, **of_size(answer, costs)} for size, answer in answers.items()]
     first = sizes[0] if sizes else {"seeds": 0, "verdict": "unknown"}
-    facts = {**words, **first, "margin": margin, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+    facts = {**words, **first, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     if message:
         facts |= {"message": message} | ({} if sizes else {"verdict": "failed"})
     if costs:
@@ -72,7 +72,7 @@ def of_size(answer: Answer, costs: Costs | None) -> dict[str, Any]:
     base, found = statistics.fmean(answer.baseline), answer.found
     percent = [100 * change / base for change in (found.mean, found.low, found.high)]
     facts: dict[str, Any] = {"verdict": answer.verdict, "seeds": found.runs, "more_seeds": answer.more}
-    facts["floor"] = answer.floor
+    facts |= {"floor": answer.floor, "margin": answer.margin}
     facts |= dict(zip(("difference", "low", "high"), percent, strict=True))
     facts |= {"means": [base, statistics.fmean(answer.candidate)]}
     facts |= {"deviations": [statistics.stdev(side) for side in (answer.baseline, answer.candidate)]}

@@ -99,7 +99,7 @@ def ask_about(tmp_path, monkeypatch):
     def experiment_on(text, *common, error=None, **others):
         (lab / "started").unlink(missing_ok=True)
         printed.clear()
-        others = {"jobs": 2, "worth": False, "json": True, **others}
+        others = {"jobs": 2, "worth": False, "json": True, "margin": 0.003, **others}
         config = ExperimentConfig([text, *common], lab=str(lab), **others)
         if error:
             with pytest.raises(error) as raised:
@@ -143,7 +143,8 @@ def test_baselines_are_trained_once_for_all_ideas_and_counted_against_chance(ask
 
 
 def test_a_against_a_has_other_seeds_and_is_no_difference(ask_about):
-    found = ask_about("--model.mlp gelu", margin=0.02)
+    found = ask_about("--model.mlp gelu", margin=None)
+    assert found["margin"] == 0.03, "of what is above a floor"
     assert found["verdict"] == "no difference" and found["baseline"] == found["candidate"]
     seeds = [int(name.rpartition("-")[2]) for name in ask_about.started()]
     assert sorted(seed // 1000 for seed in seeds) == [0] * found["seeds"] + [1] * found["seeds"]

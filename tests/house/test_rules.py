@@ -26,7 +26,7 @@ def test_ruff(arguments):
 FLOORS = [
     *(["model"], ["config.py"], ["launch"], ["cli"], ["data"], ["training"], ["run"], ["load.py", "plot.py"]),
     *(["sample.py", "evaluate.py", "export.py"], ["train.py"], ["analysis"]),
-    *(["compare.py", "replay.py", "verify.py"], ["sweep.py", "scale.py"]),
+    *(["compare.py", "replay.py", "verify.py"], ["sweep.py", "scale.py", "experiment.py"]),
 ]
 FLOOR_OF = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 
