@@ -55,6 +55,7 @@ from data.files import write_atomically
 from data.json_objects import finite_or_null
 from launch.start import start_accelerator
 from load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
+from plot import drawing, save_loss_by_position
 from run.corpus_check import CorpusCheck
 from run.manifest import Manifest
 from training.validation import evaluate
@@ -88,7 +89,7 @@ def main(config: EvaluateConfig) -> None:
         print(json.dumps(finite_or_null(metrics), indent=1))
         directory = output_directory(config)
         try:
-            save(directory, metrics, list(positions.values()))
+            save(directory, config.run, metrics, list(positions.values()))
         except OSError as error:
             problem = f"out: {str(directory)!r} cannot be written: {error}"
             raise ConfigError(f"{problem}; name a directory that can be") from None
@@ -164,23 +165,13 @@ def output_directory(config: EvaluateConfig) -> Path:
     return folder.with_name(f"{folder.name}.evaluation")  # what a folder holds may be published
 
 
-def save(directory: Path, metrics: dict[str, Any], losses: list[float]) -> None:
-    """Write evaluation.json and evaluation.png."""
-    from matplotlib.figure import Figure  # without pyplot: no window system is asked for
-
+def save(directory: Path, name: str, metrics: dict[str, Any], losses: list[float]) -> None:
+    """Write evaluation.json and evaluation.png, with the name of what was evaluated."""
     directory.mkdir(parents=True, exist_ok=True)
     by_position = list(finite_or_null(dict(enumerate(losses))).values())
     write_atomically(
         directory / "evaluation.json", json.dumps(finite_or_null(metrics) | {"loss_by_position": by_position}, indent=1)
     )
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(range(1, len(losses) + 1), losses, linewidth=1, label="at this position")
-    axes.axhline(
-        metrics["val/loss"], color="black", linestyle="--", linewidth=1, label=f"all: {metrics['val/loss']:.4f}"
-    )
-    axes.set(xlabel="tokens before it", ylabel="loss (nats a token)", xscale="log")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.savefig(directory / "evaluation.png", dpi=150)
-    print(f"Loss by position: {directory / 'evaluation.png'}")
+    with drawing("The loss by position"):
+        save_loss_by_position(losses, metrics, name, directory / "evaluation.png")
+        print(f"Loss by position: {directory / 'evaluation.png'}")

@@ -48,7 +48,7 @@ from data.files import share
 from data.integrity import read_metadata
 from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_with_source
 from model.hub import to_transformers
-from plot import save_loss_curve
+from plot import drawing, save_loss_curve
 from run.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
 
 if TYPE_CHECKING:
@@ -215,8 +215,9 @@ def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder
         averaged = ", of the newest checkpoint alone" if len(sources) > 1 else ""
         lines.append("\n".join([f"## Numbers at step {manifest.step}{averaged}\n", "| | |", "|---|---|", *numbers, ""]))
     if (run := directory.resolve().parent.parent / "metrics.jsonl").exists():
-        save_loss_curve(run.parent, folder / "loss.png")  # the run may be somebody else's, to be read alone
-        lines.append("![Training and validation loss](loss.png)\n")
+        with drawing("The loss curve"):
+            save_loss_curve(run.parent, folder / "loss.png")  # the run may be somebody else's, to be read alone
+            lines.append("![Training and validation loss](loss.png)\n")
     lines.append(f"## Data\n\n{data_facts(loaded)}\n")
     made_by = {**manifest.provenance, "mixed_precision": manifest.mixed_precision, "processes": manifest.processes}
     lines.append("## Made with\n\n" + "\n".join(f"- {name}: {value}" for name, value in made_by.items()) + "\n")

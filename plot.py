@@ -6,8 +6,10 @@ several runs over each other with it.
 import json
 import math
 import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -53,12 +55,26 @@ warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a run's name 
 
 def new_figure(width: float, height: float) -> "Figure":
     """An empty picture, in inches, that is only ever written to a file: no window system and no notebook is asked."""
-    try:
-        from matplotlib.figure import Figure
-    except ValueError:  # MPLBACKEND of a notebook names what only its own kernel can load
-        del os.environ["MPLBACKEND"]
-        from matplotlib.figure import Figure
+    # A backend shows pictures on a screen. One that MPLBACKEND names and that is not there, as that of a notebook in a
+    # shell which the notebook started, would end the import with an error.
+    backend = os.environ.pop("MPLBACKEND", None) if "matplotlib" not in sys.modules else None
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    if backend is not None:
+        os.environ["MPLBACKEND"] = backend
+        with suppress(ValueError):
+            rcParams["backend"] = backend  # for what draws besides, as in a notebook
     return Figure(figsize=(width, height), layout="constrained")
+
+
+@contextmanager
+def drawing(picture: str, say: Callable[[str], None] = print) -> Iterator[None]:
+    """Around what draws a picture beside a result: whatever fails in it, the result is no less there."""
+    try:
+        yield
+    except Exception as error:
+        say(f"{picture} cannot be drawn: {error}")
 
 
 def run_style(index: int) -> dict[str, Any]:
@@ -229,6 +245,26 @@ def save_curves(curves: Curves, path: Path, x: str = "steps") -> None:
             axes.add_line(Line2D([], [], color="#555555", **style, label=word))
     finish_axes(axes, [*losses, *floors], x)
     figure.savefig(path, dpi=150)
+
+
+def save_loss_by_position(losses: list[float], metrics: dict[str, Any], name: str, picture: Path) -> None:
+    """Write a picture of the loss at each position of a sequence, in nats; `metrics` have the mean as val/loss and, if
+    it is known, val/floor.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    figure = new_figure(7, 4.2)
+    axes = figure.add_subplot(xscale="log", xlabel="tokens before it in the sequence", ylabel="loss (nats per token)")
+    axes.plot(range(1, len(losses) + 1), losses, color=COLORS[0], **THICK, label="at this position")
+    axes.axhline(metrics["val/loss"], color="black", linestyle="--", label=f"mean = {metrics['val/loss']:.4f}")
+    if (floor := metrics.get("val/floor")) is not None:
+        axes.axhline(floor, **FLOOR, label=f"floor = {floor:.4f}")
+    axes.set_title(drawable(name))
+    label_round(axes.xaxis, *axes.get_xlim())
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=150)
 
 
 def save_page(curves: Curves, path: Path, x: str = "steps") -> None:

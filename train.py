@@ -28,7 +28,7 @@ from launch.signals import Preempted, StopSignal
 from launch.start import start_accelerator
 from load import Loaded, check_tokenizer, copy_initial_weights, load_initial_model
 from model.gpt import GPTModel
-from plot import save_excess, save_layers, save_loss_curve
+from plot import drawing, save_excess, save_layers, save_loss_curve
 from run import checkpoint, trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory, Start
@@ -258,11 +258,9 @@ def count_targets(batch: dict[str, Tensor]) -> Tensor:
 def draw_loss_curve(run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:
     """Draw the pictures anew; where that fails, as on a full disk, the run is no less finished."""
     if accelerator.is_main_process:
-        try:
+        with drawing("The loss curve", say):
             say(f"Loss curve: {save_loss_curve(run_directory)}")
             if path := save_excess(run_directory):
                 say(f"Excess over the floor by kind: {path}")
             if path := save_layers(run_directory):
                 say(f"Layers: {path}")
-        except (OSError, ImportError) as error:
-            say(f"The loss curve cannot be drawn: {error}")

@@ -11,11 +11,15 @@ from accelerate import Accelerator
 # Dense bf16 peaks in FLOP/s, from the makers' data sheets. On a device that is not here no MFU is reported.
 PEAK_BF16_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
 PEAK_BF16_FLOPS |= {"L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+# MIG's parts, as in "H100 80GB HBM3 MIG 1g.10gb", and those of a virtual GPU, as in "A100-40C".
+PART_OF_A_CARD = r"\bMIG\b|-\d+[ABCQ]\b"
 
 
 def peak_bf16_flops(device: torch.device) -> float:
-    """The data sheet's dense bf16 FLOP/s of a CUDA device; 0 where it is not known."""
+    """The data sheet's dense bf16 FLOP/s of a CUDA device; 0 where it is not known, or this is a part of a card."""
     device_name = torch.cuda.get_device_name(device)
+    if re.search(PART_OF_A_CARD, device_name):
+        return 0.0
     other_card = r"\b(?! (NVL|Ti|D|Laptop)\b)"  # of which the sheet says something else
     peaks = (flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}{other_card}", device_name))
     return next(peaks, 0.0)

@@ -294,6 +294,7 @@ def test_processes_share_the_cores_unless_told_otherwise(own, of_launcher, threa
         *(("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12)),
         *(("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA GeForce RTX 3090", 71e12)),
         *(("NVIDIA L40S", 362e12), ("NVIDIA L40", 0), ("NVIDIA H100 NVL", 0), ("NVIDIA GB200", 0)),
+        *(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0), ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 0), ("GRID A100-40C", 0)),
         *(("NVIDIA GeForce RTX 3090 Ti", 0), ("NVIDIA GeForce RTX 4090 Laptop GPU", 0)),
     ],
 )
