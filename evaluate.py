@@ -55,9 +55,10 @@ from data.files import write_atomically
 from data.json_objects import finite_or_null
 from launch.start import start_accelerator
 from load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
-from plot import drawing, save_loss_by_position
+from plot import save_loss_by_position
 from run.corpus_check import CorpusCheck
 from run.manifest import Manifest
+from run.pictures import drawing
 from training.validation import evaluate
 
 LOGIT_BYTES = 2**28

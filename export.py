@@ -48,8 +48,9 @@ from data.files import share
 from data.integrity import read_metadata
 from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_with_source
 from model.hub import to_transformers
-from plot import drawing, save_loss_curve
+from plot import save_loss_curve
 from run.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
+from run.pictures import drawing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

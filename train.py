@@ -28,10 +28,11 @@ from launch.signals import Preempted, StopSignal
 from launch.start import start_accelerator
 from load import Loaded, check_tokenizer, copy_initial_weights, load_initial_model
 from model.gpt import GPTModel
-from plot import drawing, save_excess, save_layers, save_loss_curve
+from plot import save_excess, save_layers, save_loss_curve
 from run import checkpoint, trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory, Start
+from run.pictures import drawing
 from run.reporting import Reporter
 from run.summary import summary
 from training.fingerprint import state_digests

@@ -181,27 +181,32 @@ def page() -> str:
 def draw(axis: str, record: dict, path: Path) -> None:
     """Cost per token over the points of an axis of growth, a bar from the lowest to the highest round; dashed is what
     theory says."""
-    from matplotlib.figure import Figure  # without pyplot: no window system is asked for
+    from matplotlib.ticker import EngFormatter  # here, for where figures are only kept it is not installed
+
+    from run.pictures import COLORS, MARKS, as_written, label_round, new_figure
 
     (label, curves, start), cases = PICTURES[axis], record["figures"][axis]
     points, each = list(map(int, cases)), [case | record["machine"] for case in cases.values()]
-    figure = Figure(figsize=(6, 3.75), layout="constrained")
+    figure = new_figure(6, 3.75)
     unit = "nanoseconds" if axis == "corpus" else "microseconds"
     axes = figure.add_subplot(xscale="log", xlabel=label, ylabel=f"{unit} per token")
     for index, (rounds, measured, theory, cost) in enumerate(curves):
         if rounds:
             least, medians, most = np.array([np.quantile(rounds(case), (0, 0.5, 1)) for case in each]).T
             reach = [medians - least, most - medians]
-            axes.errorbar(points, medians, reach, fmt=f"o-C{index}", capsize=3, label=measured)
+            mark = {"marker": MARKS[index], "markersize": 5}
+            axes.errorbar(points, medians, reach, color=COLORS[index], capsize=3, label=measured, **mark)
             scale = medians[start] / cost(points[start], each[start])
         by_theory = [scale * cost(*at) for at in zip(points, each, strict=True)]
-        axes.plot(points, by_theory, f"--C{index}", label=theory.format(start=points[start], **each[0]))
+        axes.plot(points, by_theory, "--", color=COLORS[index], label=theory.format(start=points[start], **each[0]))
     if curves is BY_FLOPS:
         axes.set_yscale("log")
+        label_round(axes.yaxis, *axes.get_ylim())
     else:
         axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # with room for the legend
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.set_xticks(points, [f"{point:,}" if point < 10**6 else f"{point:.0e}" for point in points], fontsize=7)
+        axes.yaxis.set_major_formatter("{x:,g}")
+    in_short = EngFormatter(sep="") if points[-1] > 10**6 else as_written
+    axes.set_xticks(points, list(map(in_short, points)), fontsize=7)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)

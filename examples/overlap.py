@@ -117,7 +117,7 @@ def draw(timelines: dict[str, tuple[Intervals, Intervals]], file: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     all_axes = figure.subplots(len(timelines), sharex=True)
     for axes, (way, (compute, communication)) in zip(all_axes, timelines.items(), strict=True):
-        for height, intervals, color in ((1, compute, "tab:blue"), (0, communication, "tab:orange")):
+        for height, intervals, color in ((1, compute, "#0072B2"), (0, communication, "#D55E00")):
             axes.broken_barh([(start, end - start) for start, end in intervals], (height - 0.4, 0.8), color=color)
         axes.set(yticks=[0, 1], yticklabels=["all-reduce", "compute"])
         axes.set_title(f"{way}: {hidden(compute, communication):.0%} of the all-reduce overlaps", fontsize=10)
