@@ -347,7 +347,8 @@ class TrainConfig:
     """Steps between comparisons of the state of all processes, by its digest; before a save too. 0: never."""
 
     timeout_seconds: PositiveInt = 600
-    """How long a process waits for the others in a collective operation before the run ends with an error."""
+    """How long a process waits for the others in a collective operation, or for a checkpoint to be written, before the
+    run ends with an error; for a batch and for a tracker it waits less."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -15,6 +16,7 @@ from run import pictures
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.launch.test_signals import status
+from tests.test_compare import DOM
 
 TOKENS_PER_STEP, SECONDS_PER_STEP = 100, 2.0
 
@@ -111,6 +113,28 @@ def test_runs_over_each_other_look_as_in_the_page(tmp_path, drawn):
         assert shown[label].get_color() == json.loads(colors)[index]
         assert list(shown[label]._unscaled_dash_pattern[1] or ()) == json.loads(dashes)[index]
     assert axes.get_xlabel() == "training tokens" and "training tokens" in (tmp_path / "all.html").read_text()
+
+
+PLAY = """
+const labels = () => find("text").map((label) => label.textContent);
+byId.log.checked = true; byId.log.onchange();
+const wide = labels();
+byId.metric.value = "train/loss"; byId.log.onchange();
+console.log(JSON.stringify([wide, labels()]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is run by node")
+def test_the_page_has_the_floor_and_round_numbers(tmp_path):
+    losses = {"val/loss": [(1, 6.0), (9, 0.45)], "val/floor": [(9, 0.4427)], "train/loss": [(1, 4.001), (9, 3.9)]}
+    plot.save_page({"run": losses}, tmp_path / "page.html")
+    script = re.search(r"<script>(.*)</script>", (tmp_path / "page.html").read_text(), re.DOTALL)[1]
+    (tmp_path / "page.js").write_text(DOM + script.replace('"use strict";', "") + PLAY)
+    done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    wide, narrow = json.loads(done.stdout)
+    assert {"0.5", "1", "2", "5", "floor = 0.4427", "optimizer steps", "nats per token"} <= set(wide)
+    assert {"0.5", "1", "2"} <= set(narrow) and "3.981" not in wide + narrow
 
 
 def test_what_a_step_is_in_tokens_and_seconds(run, drawn):
