@@ -124,7 +124,7 @@ def train(
     sampler = StepSampler(order, start.step, config.steps, rank, num_processes)
     loader_check = LoaderCheck(accelerator, config.timeout_seconds, stop_signal)
     batches = load_batches(config, corpus, sampler, device, loader_check)
-    # torch.manual_seed also notes a seed, with a stack trace, for a GPU that a machine without one does not have.
+    # torch.manual_seed seeds CUDA too, and where there is none it keeps a stack trace of each call, which is slow.
     seed_draws = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     tokens_per_step = config.global_batch_size * config.seq_len
     throughput = Throughput(tokens_per_step, network.flops_per_token(config.seq_len), peak_flops(accelerator))
@@ -241,8 +241,10 @@ def load_batches(
     non_blocking = device.type == "cuda"
     for batches in loader_check.batches(loader):
         batches = [{name: t.to(device, non_blocking=non_blocking) for name, t in batch.items()} for batch in batches]
-        # All micro-batches are cut now, while the code that does it is still in the CPU's caches.
-        yield from [(list(micro_batches(batch, config.micro_batch_size)), count_targets(batch)) for batch in batches]
+        # All are cut into micro-batches before the first of them is trained on. One by one, between two steps, it takes
+        # longer: a step leaves nothing of this code in the CPU's caches.
+        shares = [(list(micro_batches(batch, config.micro_batch_size)), count_targets(batch)) for batch in batches]
+        yield from shares
 
 
 def micro_batches(batch: dict[str, Tensor], micro_batch_size: int) -> Iterator[dict[str, Tensor]]:

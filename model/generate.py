@@ -79,8 +79,8 @@ class Generation:
         for _ in range(max_new_tokens):
             if input_ids.shape[1] > limit:
                 unseen, cache = input_ids[:, -limit:], None
-            logits_BV = self(unseen, cache=cache, logits_to_keep=1)[0][:, -1]
-            next_B1 = choose(logits_BV, temperature, top_k, top_p, generator)
+            logits_B1V, *_ = self(unseen, cache=cache, logits_to_keep=1)
+            next_B1 = choose(logits_B1V[:, -1], temperature, top_k, top_p, generator)
             if eos_token_id is not None:
                 next_B1 = next_B1.masked_fill(ended_B1, eos_token_id)
                 ended_B1 = next_B1 == eos_token_id

@@ -20,8 +20,9 @@ from model.loss import next_token_loss
 
 Rope = tuple[Tensor, Tensor] | None  # cosines and sines
 Mask = Tensor | BlockMask | None
-# Uncompiled it would hold all scores; torch.compile, even of nothing yet, takes seconds to import.
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # not on every ARM machine
+# Compiled, for otherwise flex attention keeps all scores in memory; and not before it is needed, for that imports the
+# compiler, which takes seconds.
 compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
 
 
@@ -45,7 +46,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PlainAttention(torch.autograd.Function):
-    """Causal attention with all scores in memory, over which autograd would go twice as often. N is B times H."""
+    """Causal attention with all scores in memory; autograd would pass over them twice as often. N is B times H."""
 
     @staticmethod
     def forward(ctx, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
@@ -122,9 +123,12 @@ class Attention(nn.Module):
         An exact run in float32 keeps to it, whose bits are known on every processor.
         """
         T, exact = q_BHTD.shape[-2], torch.are_deterministic_algorithms_enabled()
-        short = T <= 256 if q_BHTD.dtype == torch.bfloat16 else 1 < T <= 128 and not exact
-        short_on_cpu = short and q_BHTD.device.type == "cpu" and q_BHTD.dtype in (torch.bfloat16, torch.float32)
-        return short_on_cpu and mask is None and self.groups == 1 and not (self.training and self.dropout)
+        if q_BHTD.dtype == torch.bfloat16:
+            short = T <= 256
+        else:
+            short = q_BHTD.dtype == torch.float32 and 1 < T <= 128 and not exact
+        plain_enough = mask is None and self.groups == 1 and not (self.training and self.dropout)
+        return short and q_BHTD.device.type == "cpu" and plain_enough
 
 
 class MLP(nn.Module):
@@ -202,7 +206,7 @@ class GPTModel(Generation, nn.Module):
         if problems:
             raise ValueError("\n".join(problems))
         self.config = config
-        self.next_token_loss = next_token_loss  # launch/processor.py says how it goes about it
+        self.next_token_loss = next_token_loss  # training/network.py chooses how it is computed
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
@@ -300,7 +304,8 @@ class GPTModel(Generation, nn.Module):
             mask = causal_TT & attention_mask.bool()[:, None, None, :]
 
         if position_ids is not None:
-            mask = document_mask(position_ids, self.config.dropout * self.training, self.config.head_size)
+            dropout = self.config.dropout if self.training else 0.0
+            mask = document_mask(position_ids, dropout, self.config.head_size)
 
         rope = None
         x_BTC = self.token_embedding(input_ids)
@@ -311,7 +316,7 @@ class GPTModel(Generation, nn.Module):
             x_BTC = x_BTC + self.position_embedding(positions)
         x_BTC = self.dropout(x_BTC)
         for index, block in enumerate(self.blocks):
-            x_BTC = block(x_BTC, rope, mask, cache and cache[index])
+            x_BTC = block(x_BTC, rope, mask, cache[index] if cache else None)
         x_BTC = self.final_norm(x_BTC)
 
         logits, loss = None, None

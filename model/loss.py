@@ -34,7 +34,7 @@ def loss_of_chunk(
         scores *= 1 + 2 * z_loss * log_z_N1
     at_target_N1 = (scores.gather(1, target_N1) - 1).masked_fill_(ignored_N1, 0)
     scores = scores.masked_fill_(ignored_N1, 0).to(logits_NV.dtype)
-    # Last, on what is written anyway: so torch.compile makes one kernel of all before.
+    # The scatter comes last, into the tensor that is written anyway: torch.compile makes one kernel of all before it.
     return sums, scores.scatter_(1, target_N1, at_target_N1.to(scores.dtype))
 
 

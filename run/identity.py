@@ -17,7 +17,7 @@ FACTS = ("mixed_precision", "code")
 # These change the order of sums, and so bits by rounding: the run is the same.
 ARRANGEMENT = ("processes", "shards", "threads")
 # What train.py imports, and what no weight depends on.
-NOT_TRAINING = {"export", "plot"}
+NOT_TRAINING = {"export", "plot", "pictures"}
 
 
 def code_hash(root: Path = ROOT) -> str:
@@ -39,7 +39,7 @@ def training_sources(root: Path = ROOT) -> list[Path]:
     while names:
         name = names.pop()
         for file in (root / f"{name}.py", *(root / name).rglob("*.py")):
-            if file.is_file():
+            if file.is_file() and file.stem not in NOT_TRAINING:
                 files.add(file)
                 imported = re.findall(r"^\s*(?:from|import) (\w+)", file.read_text(errors="replace"), re.MULTILINE)
                 names += {*imported} - seen

@@ -23,7 +23,8 @@ from training.optimizer import is_sharded
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, as all factors here: multiplying by it modulo 2**64 loses no bit
-# 0: numpy adds up without a copy of the products. Elsewhere so many keep a GPU busy, and no large tensor is copied.
+# How many values are multiplied at once: enough to keep a GPU busy, without a copy of a large tensor. On a CPU numpy
+# multiplies and adds without a copy (0).
 VALUES_AT_ONCE = {"cpu": 0, "cuda": 2**24}
 
 

@@ -55,7 +55,11 @@ class LayerStatistics:
         rows = nn.utils.rnn.pad_sequence([torch.tensor(of_block, device=self.accelerator.device) for of_block in noted])
         rows = self.accelerator.gather(self.accelerator.pad_across_processes(rows))
         columns["activation_rms"] = (rows.sum(dim=0) / (rows != 0).sum(dim=0).clamp(min=1)).sqrt().tolist()
-        moved = [torch._foreach_sub([*b.parameters()], olds) for b, olds in zip(self.blocks, before, strict=True)]
-        ratios = zip(moved, columns["weight_norm"], strict=True)
-        columns["update_ratio"] = [total_norm(move) / (norm or 1.0) for move, norm in ratios]
+        updates = [
+            torch._foreach_sub(list(block.parameters()), weights)
+            for block, weights in zip(self.blocks, before, strict=True)
+        ]
+        columns["update_ratio"] = [
+            total_norm(update) / (norm or 1.0) for update, norm in zip(updates, columns["weight_norm"], strict=True)
+        ]
         self.metrics = {f"layers/{name}/{i}": v for name, column in columns.items() for i, v in enumerate(column)}

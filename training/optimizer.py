@@ -14,8 +14,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     hidden, matrices, vectors = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_hidden = config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks.")
-            (hidden if is_hidden else matrices if parameter.dim() >= 2 else vectors).append(parameter)
+            if config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks."):
+                hidden.append(parameter)
+            elif parameter.dim() >= 2:
+                matrices.append(parameter)
+            else:
+                vectors.append(parameter)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     match config.name:
@@ -82,14 +86,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         """One update from the gradients in `.grad`."""
-        muon, alike = self.param_groups[0], {}
+        muon, of_one_shape = self.param_groups[0], {}
         for weight in muon["params"]:
             if weight.grad is not None:
                 # Sharded ones go one by one: each has to be gathered, and all of them may be too large.
-                alike.setdefault(weight if is_sharded(weight) else weight.shape, []).append(weight)
-        for weights in alike.values():
+                key = weight if is_sharded(weight) else weight.shape
+                of_one_shape.setdefault(key, []).append(weight)
+        for weights in of_one_shape.values():
             self._step_along_momentum(weights, muon)
-        # One list of groups and one state, of which AdamW works on its own: what is saved is what is used.
+        # AdamW works on its part of the one list of groups and of the one state, so what is saved is what is used.
         self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
         self.adamw.step()
 
@@ -104,10 +109,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
-        # Nesterov's; in place, as torch 2.11 does it with sharded ones too.
-        torch._foreach_lerp_(copies := [gradient.clone() for gradient in gradients], momenta, momentum)
-        ahead = torch.stack([gathered(copy) for copy in copies])
-        steps = orthogonalize(ahead.to(torch.float32 if ahead.device.type == "cpu" else torch.bfloat16)).float()
+        # Nesterov's momentum looks ahead; in place, which torch 2.11 can do with sharded tensors too.
+        ahead = [gradient.clone() for gradient in gradients]
+        torch._foreach_lerp_(ahead, momenta, momentum)
+        ahead = torch.stack([gathered(matrix) for matrix in ahead])
+        dtype = torch.float32 if ahead.device.type == "cpu" else torch.bfloat16
+        steps = orthogonalize(ahead.to(dtype)).float()
         torch._foreach_lerp_(squares, steps.square().mean(-1, keepdim=True).unbind(), 1 - square_decay)
         normed = steps * torch.stack(squares).clamp(min=1e-10).rsqrt()
         steps = normed * (length(steps) / length(normed).clamp(min=1e-7))

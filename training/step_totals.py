@@ -145,10 +145,11 @@ class StepTotals:
             step, on_host, copied = self._unread.popleft()
             if copied is not None:
                 copied.synchronize()
-            targets, (self._targets, stopping, *numbers, self.grad_norm) = self._targets, on_host.tolist()
+            targets = self._targets
+            self._targets, stopping, *numbers, self.grad_norm = on_host.tolist()
             self.stop = stopping > 0
-            width = 1 + 2 * len(self._names)  # so many of each micro-batch
-            losses, *columns = (numbers[place::width] for place in range(width))
+            numbers_per_micro_batch = 1 + 2 * len(self._names)
+            losses, *columns = (numbers[place::numbers_per_micro_batch] for place in range(numbers_per_micro_batch))
             loss = average(losses, [1.0])
             pairs = zip(self._names, columns[::2], columns[1::2], strict=True)
             self.averages = {"loss": loss} | {name: average(sums, counts) for name, sums, counts in pairs}
@@ -159,15 +160,16 @@ class StepTotals:
                 raise NonFiniteError(self._describe(step, losses, targets))
 
     def _describe(self, step: int, losses: list[float], targets: float) -> str:
-        # A finite loss with an infinite gradient cannot be traced further than to the global batch.
+        # Where all losses are finite and the gradient is not, any micro-batch of the global batch may be the cause.
         guilty = [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or range(len(losses))
         ranks = sorted({i * self.accelerator.num_processes // len(losses) for i in guilty})
         size, indices = self.micro_batch_size, self.order.indices(step - 1)
         samples = [index for i in guilty for index in indices[i * size : (i + 1) * size]]
         in_a_row = f", {self.skipped_in_a_row} times in a row" if self.skipped_in_a_row > 1 else ""
+        without_targets = ", without one target token in the global batch" if targets == 0 else ""
         return (
             f"step {step}: loss = {average(losses, [1.0])}, gradient norm = {self.grad_norm}{in_a_row}"
-            f"{', without one target token in the global batch' if targets == 0 else ''}, on process(es) {ranks} "
-            f"whose training samples were {samples}; nothing was saved since the last checkpoint. "
+            f"{without_targets}, on process(es) {ranks} whose training samples were {samples}; "
+            "nothing was saved since the last checkpoint. "
             f"To see what happened: python replay.py {shlex.quote(str(self.run))} {step}"
         )

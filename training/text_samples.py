@@ -43,7 +43,8 @@ def sample_texts(
     """
     scored = corpus.score_texts is not None and step == config.steps
     num_texts = config.evaluation.num_story_samples if scored else config.evaluation.num_samples_shown
-    if corpus.tokenizer is None or num_texts == 0 or corpus.conversations:  # an answer needs a question
+    has_texts = corpus.tokenizer is not None and not corpus.conversations  # an answer needs a question
+    if num_texts == 0 or not has_texts:
         return {}
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     network = unsharded(accelerator.unwrap_model(model)).eval()
@@ -67,7 +68,8 @@ def sample_texts(
     log_texts(step, f"sample/{config.data.source}", shown)
     if not scored:
         return {}
-    sums = corpus.score_texts(texts) | {"distinct": (len(distinct := set(texts)), num_texts)}
+    distinct = set(texts)
+    sums = corpus.score_texts(texts) | {"distinct": (len(distinct), num_texts)}
     if hasattr(corpus.train, "text"):
         trained_on = (corpus.train.text(i) for i in range(rank, len(corpus.train), num_processes))
         seen = set(gather_object(sorted(distinct.intersection(trained_on))))

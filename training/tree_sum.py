@@ -40,7 +40,9 @@ class TreeSum:
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        for _ in range((num_leaves & -num_leaves).bit_length() - 1):
+        # As often as 2 divides the number of leaves so far: sums of equal size are added, as a binary counter carries.
+        num_carries = (num_leaves & -num_leaves).bit_length() - 1
+        for _ in range(num_carries):
             torch._foreach_add_(gradients, self.partial_sums.pop())
         self.partial_sums.append(gradients)
         if num_leaves == self.leaves_per_process:
