@@ -16,7 +16,7 @@ from analysis import recipe
 from config import ConfigError, RunError, expanded
 from data.files import write_atomically
 
-LRS = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+LRS = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 FLAGS = ("--law", "--widths")
 
 
@@ -40,7 +40,7 @@ class ScaleConfig:
     """Train the ladder, fit the law, predict a run and train that."""
 
     widths: bool = False
-    """Train each size of the ladder, for its shortest budget, at several learning rates."""
+    """Train each size of the ladder and the next one, for the shortest budget, at several learning rates."""
 
     sizes: str = "16,32,64"
     """With law and widths: widths of the models, multiples of 16."""
@@ -82,7 +82,7 @@ def main(config: ScaleConfig) -> None:
         raise ConfigError(f"sizes: {wrong[0]} is no multiple of 16, the width of a head")
     out_dir = expanded("out_dir", config.out_dir)
     if config.widths:
-        search_learning_rates(config, sizes, budgets[0], out_dir)
+        search_learning_rates(config, [*sizes, 2 * sizes[-1]], budgets[0], out_dir)
     else:
         find_law(config, sizes, budgets, out_dir)
 
@@ -148,7 +148,7 @@ def search_learning_rates(config: ScaleConfig, sizes: list[int], steps: int, out
     points = Bench(config, out_dir).points(rungs)
     curves = {size: [] for size in sizes}
     for rung, point in zip(rungs, points, strict=True):
-        curves[rung.width].append((rung.lr, point.excess))
+        curves[rung.width].append((rung.lr, point.excess("all")))
     for width, curve in curves.items():
         best = recipe.best_of(curve)
         rule = recipe.learning_rate(width)
@@ -160,19 +160,26 @@ def find_law(config: ScaleConfig, sizes: list[int], budgets: list[int], out_dir:
     """The ladder, the law, the prediction, and then its outcome."""
     from analysis import scaling_pictures
     from analysis.ladder import ladder, target
-    from analysis.scaling_report import Report
+    from analysis.scaling_report import Report, table
 
     bench = Bench(config, out_dir)
     rungs = ladder(sizes, budgets, config.seeds)
-    report = Report(bench.points(rungs), beyond := target(rungs))
-    print("\n".join(report.lines()), flush=True)
-    write_atomically(out_dir / "prediction.json", json.dumps(report.figures(), indent=1))
-    scaling_pictures.draw_law(report, None, out_dir / "law.png")
+    points, beyond = bench.points(rungs), target(rungs)
+    print("\n".join(table(points)))
+    reports = [Report(points, beyond, kind) for kind in ("all", "answers")]
+    for report in reports:
+        print("\n".join(report.lines()), flush=True)
+    figures = {"points": [point._asdict() for point in points]}
+    predicted = figures | {report.kind: report.figures() for report in reports}
+    write_atomically(out_dir / "prediction.json", json.dumps(predicted, indent=1))
     (outcome,) = bench.points([beyond])
-    print("\n".join(report.outcome(outcome)))
-    write_atomically(out_dir / "law.json", json.dumps(report.figures(outcome), indent=1))
-    print(scaling_pictures.draw_law(report, outcome, out_dir / "law.png"))
-    print(scaling_pictures.draw_floors(report, outcome, out_dir / "floor.png"))
+    print()
+    for report in reports:
+        print("\n".join(report.outcome(outcome)))
+        print(scaling_pictures.draw_law(report, outcome, out_dir / f"law_{report.kind}.png"))
+        print(scaling_pictures.draw_floors(report, outcome, out_dir / f"floor_{report.kind}.png"))
+    found = figures | {report.kind: report.figures(outcome) for report in reports}
+    write_atomically(out_dir / "law.json", json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -30,11 +30,12 @@ class Point(NamedTuple):
     """Of the validation set, in nats a token."""
     floor: float
     seed: int
+    of_answers: float
+    """How much of the loss above the floor is of the answers of facts, whose own floor is 0."""
 
-    @property
-    def excess(self) -> float:
-        """Of the loss over the exact floor."""
-        return self.loss - self.floor
+    def excess(self, kind: str) -> float:
+        """Of the loss over the exact floor, of `all` tokens or of the `answers`, in nats a token of any kind."""
+        return self.loss - self.floor if kind == "all" else self.of_answers
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Rung:
     def point(self, training: Training) -> Point:
         """What it came to."""
         last = training.last()
-        return Point(self.parameters, self.tokens, self.flops, last["val/loss"], last["val/floor"], self.seed)
+        answers = math.fsum(value for name, value in last.items() if name.startswith("val/excess/facts_"))
+        return Point(self.parameters, self.tokens, self.flops, last["val/loss"], last["val/floor"], self.seed, answers)
 
 
 def ladder(sizes: list[int], budgets: list[int], seeds: int) -> list[Rung]:

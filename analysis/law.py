@@ -13,6 +13,7 @@ from scipy.optimize import least_squares
 
 HUBER = 0.02  # of a logarithm: beyond 2% a point counts less
 RESAMPLES = 200
+LARGEST_EXPONENT = 2.0
 EXPONENTS = (0.1, 0.3, 0.6, 1.0)  # from each pair of these a fit starts
 
 
@@ -76,7 +77,8 @@ def fit(
         factors = [math.log(near.size_factor) - near.alpha * size_middle, math.log(near.alpha)]
         factors += [math.log(near.data_factor) - near.beta * data_middle, math.log(near.beta)]
         starts = [factors if known_floor is None else [*factors, math.log(near.floor + known_floor)]]
-    bounds = ([-40, -7, -40, -7, -40][: len(starts[0])], [20, 2, 20, 2, 5][: len(starts[0])])
+    least, most = math.log(1e-3), math.log(LARGEST_EXPONENT)
+    bounds = ([-40, least, -40, least, -40][: len(starts[0])], [20, most, 20, most, 5][: len(starts[0])])
     options = {"loss": "huber", "f_scale": HUBER, "x_scale": "jac", "max_nfev": 300, "bounds": bounds}
     fits = [least_squares(differences, np.clip(start, *bounds), slopes, **options) for start in starts]
     x = min(fits, key=lambda found: found.cost).x

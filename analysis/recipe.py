@@ -13,7 +13,7 @@ from model.config import GPTConfig
 
 WIDTH_PER_LAYER = 64  # of GPT-2 124M, 768 / 12, and of nanochat's --depth
 HEAD_DIM = 64
-LR, LR_WIDTH, LR_POWER = 3e-3, 128, -0.5
+LR, LR_WIDTH, LR_POWER = 4e-3, 128, -1.0
 BATCH_TOKENS, BATCH_BUDGET = 1536, 2.3e6  # tokens of a step, and of the run, of configs/stories.yaml
 WARMUP_SHARE = 0.05
 LARGEST_MICRO_BATCH = 8192  # tokens: what a small GPU holds of a model of the 124M class

@@ -5,6 +5,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from analysis.ladder import FACTS, FACTS_A_STORY, SEQ_LEN, ZIPF, Point
 from analysis.law import unread_mass
@@ -34,7 +35,7 @@ def draw_law(report: Report, outcome: Point | None, path: Path) -> Path:
         points = [point for point in report.points if point.parameters == size]
         dots = {"color": color, "marker": marker, "markersize": 4.5, "linestyle": "none"}
         line = {"color": color, "linewidth": 1}
-        excess = [point.excess for point in points]
+        excess = [point.excess(report.kind) for point in points]
         by_flops.plot([point.flops for point in points], excess, label=f"{short(size)} parameters", **dots)
         by_flops.plot(stretch * flops_of[size], law(size, stretch), **line)
         by_tokens.plot([point.tokens for point in points], excess, **dots)
@@ -44,31 +45,38 @@ def draw_law(report: Report, outcome: Point | None, path: Path) -> Path:
         points = [point for point in report.points if point.tokens == budget]
         label = f"{short(budget)} tokens"
         dots = {"color": color, "marker": marker, "markersize": 4.5, "linestyle": "none", "label": label}
-        by_size.plot([point.parameters for point in points], [point.excess for point in points], **dots)
+        by_size.plot([point.parameters for point in points], [point.excess(report.kind) for point in points], **dots)
         by_size.plot(grown, law(grown, budget), color=color, linewidth=1)
     products = np.geomspace(min(sizes) * min(budgets), beyond.parameters * beyond.tokens, 50)
     best = law.best_split(products)
     by_flops.plot(products * beyond.flops / beyond.parameters / beyond.tokens, law(*best), "k--", label="frontier")
-    told = stretch / SEQ_LEN * FACTS_A_STORY
-    theory = unread_mass(FACTS, ZIPF, told)
-    middle = law(sizes[-1], stretch[0]) / theory[0]
-    by_tokens.plot(stretch, theory * middle, "k:", label="theory: facts not yet read")
+    theory = unread_mass(FACTS, ZIPF, stretch / SEQ_LEN * FACTS_A_STORY)
+    # Of the theory the slope is known, not the height.
+    height = 0.8 * law(sizes[-1], stretch[0]) / theory[0]
+    by_tokens.plot(stretch, theory * height, "k:", label="slope of facts not yet read")
     for axes, place in ((by_flops, beyond.flops), (by_tokens, beyond.tokens), (by_size, beyond.parameters)):
         interval = [[expected - low], [high - expected]]
         axes.errorbar([place], [expected], yerr=interval, color="black", marker="_", capsize=3, label="predicted")
         if outcome:
             axes.plot(
-                [place], [outcome.excess], color="tab:red", marker="*", markersize=10, linestyle="none", label="outcome"
+                [place],
+                [outcome.excess(report.kind)],
+                color="tab:red",
+                marker="*",
+                markersize=10,
+                linestyle="none",
+                label="outcome",
             )
         axes.set(xscale="log")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
-    by_flops.set(xlabel="FLOP", ylabel="loss above the exact floor (nats a token)", yscale="log")
+    by_flops.set(xlabel="FLOP", ylabel=f"loss above the exact floor, of {report.kind}\n(nats a token)", yscale="log")
     by_tokens.set_xlabel("tokens")
     by_size.set_xlabel("parameters that are multiplied")
-    for axis in (by_flops.yaxis, by_size.xaxis):
-        axis.set_minor_formatter("{x:g}" if axis is by_flops.yaxis else lambda value, _: short(value))
-        axis.set_tick_params(which="minor", labelsize="x-small")
+    for axis in (by_flops.yaxis, by_tokens.xaxis, by_size.xaxis):
+        axis.set_minor_locator(LogLocator(subs=(2, 5)))
+        for format_with in (axis.set_major_formatter, axis.set_minor_formatter):
+            format_with("{x:g}" if axis is by_flops.yaxis else lambda value, _: short(value))
     figure.savefig(path, dpi=150)
     return path
 
@@ -80,7 +88,7 @@ def draw_floors(report: Report, outcome: Point, path: Path) -> Path:
         ("exponent of size", lambda law: law.alpha, report.theory["alpha"], "theory, in the limit"),
         ("exponent of data", lambda law: law.beta, report.theory_here, "theory, for so many facts"),
         ("floor (nats a token)", lambda law: report.floor + law.floor, report.floor, "exact"),
-        ("predicted, above the floor", None, outcome.excess, "outcome"),
+        ("predicted, above the floor", None, outcome.excess(report.kind), "outcome"),
     ]
     for axes, (title, of, truth, said) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
         for place, (name, color) in enumerate(((FREE, "0.55"), (EXACT, "black"))):

@@ -8,12 +8,16 @@ EXACT, FREE = "exact floor", "floor fitted"
 
 
 class Report:
-    """The law of a ladder, fitted with the exact floor and a free one, and what it predicts of the run `beyond`."""
+    """The law of a ladder, fitted with the exact floor and a free one, and what it predicts of the run `beyond`.
 
-    def __init__(self, points: list[Point], beyond: Rung):
-        self.points, self.beyond = points, beyond
-        columns = [[getattr(point, name) for point in points] for name in ("parameters", "tokens", "excess", "seed")]
-        self.floor = points[0].floor
+    Of `all` tokens or of the `answers` alone, which is what the theory speaks of.
+    """
+
+    def __init__(self, points: list[Point], beyond: Rung, kind: str):
+        self.points, self.beyond, self.kind = points, beyond, kind
+        parameters, tokens, seeds = ([getattr(p, name) for p in points] for name in ("parameters", "tokens", "seed"))
+        columns = parameters, tokens, [point.excess(kind) for point in points], seeds
+        self.floor = points[0].floor if kind == "all" else 0.0
         self.fits: dict[str, Fitted] = {
             EXACT: fit_with_uncertainty(*columns),
             FREE: fit_with_uncertainty(*columns, known_floor=self.floor),
@@ -21,21 +25,16 @@ class Report:
         self.predictions = {
             name: fitted.prediction(beyond.parameters, beyond.tokens) for name, fitted in self.fits.items()
         }
-        ends = [min(columns[1]), max(columns[1])]
-        told = [tokens / SEQ_LEN * FACTS_A_STORY for tokens in ends]
+        told = [number / SEQ_LEN * FACTS_A_STORY for number in (min(tokens), max(tokens))]
         # In the limit of many facts read, and over those that these runs have read.
         self.theory = {"alpha": ZIPF - 1, "beta": (ZIPF - 1) / ZIPF}
         self.theory_here = slope(told, unread_mass(FACTS, ZIPF, told))
 
     def lines(self) -> list[str]:
         """The law and the prediction."""
-        lines = [f"{'parameters':>12} {'tokens':>10} {'FLOP':>9} {'seed':>5} {'loss':>8} {'above the floor':>16}"]
-        for point in sorted(self.points):
-            lines.append(
-                f"{point.parameters:>12,} {short(point.tokens):>10} {point.flops:>9.2g} {point.seed:>5} "
-                f"{point.loss:>8.4f} {point.excess:>16.4f}"
-            )
-        lines.append(f"The floor is {self.floor:.4f} nats a token, exactly. Loss = floor + A N^-alpha + B D^-beta:")
+        lines = [
+            f"\nOf {self.kind}: floor {self.floor:.4f} nats a token, exactly. Loss = floor + A N^-alpha + B D^-beta:"
+        ]
         for name, fitted in self.fits.items():
             law = fitted.law
             exponents = [
@@ -65,18 +64,31 @@ class Report:
 
     def outcome(self, point: Point) -> list[str]:
         """What came of the prediction."""
-        lines = [f"Outcome: {point.excess:.4f} above the floor, loss {point.loss:.4f}."]
+        excess = point.excess(self.kind)
+        lines = [f"Outcome, of {self.kind}: {excess:.4f} above the floor."]
         for name, (expected, low, high) in self.predictions.items():
-            inside = "inside" if low <= point.excess <= high else "outside"
-            lines.append(f"  {name}: off by {expected / point.excess - 1:+.1%}, {inside} the interval")
+            inside = "inside" if low <= excess <= high else "outside"
+            lines.append(f"  {name}: off by {expected / excess - 1:+.1%}, {inside} the interval")
         return lines
 
     def figures(self, outcome: Point | None = None) -> dict:
         """All of it, for a file."""
         return {
-            "points": [point._asdict() for point in self.points],
             "fits": {name: {**vars(fitted.law), "noise": fitted.noise} for name, fitted in self.fits.items()},
             "predicted": dict(zip(("parameters", "tokens"), (self.beyond.parameters, self.beyond.tokens), strict=True)),
             "predictions": self.predictions,
-            "outcome": outcome and outcome._asdict(),
+            "outcome": outcome and outcome.excess(self.kind),
         }
+
+
+def table(points: list[Point]) -> list[str]:
+    """The runs of a ladder."""
+    lines = [
+        f"{'parameters':>12} {'tokens':>10} {'FLOP':>9} {'seed':>5} {'loss':>8} {'above the floor':>16} {'answers':>8}"
+    ]
+    for point in sorted(points):
+        lines.append(
+            f"{point.parameters:>12,} {short(point.tokens):>10} {point.flops:>9.2g} {point.seed:>5} {point.loss:>8.4f} "
+            f"{point.excess('all'):>16.4f} {point.excess('answers'):>8.4f}"
+        )
+    return lines

@@ -31,7 +31,7 @@ run = Path(words["--out_dir"], words["--name"])
 run.mkdir(parents=True, exist_ok=True)
 steps, told = int(words["--steps"]), json.loads(Path(__file__).with_name("losses.json").read_text())
 loss = told["losses"][words["--model.d_model"] + "/" + words["--steps"]]
-row = {"step": steps, "val/loss": loss, "val/floor": told["floor"]}
+row = {"step": steps, "val/loss": loss, "val/floor": told["floor"], "val/excess/facts_from_1": loss - told["floor"]}
 (run / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
 (run / "status.json").write_text(json.dumps(dict(state="finished", step=steps, reason="")))
 with open(run.parent / "log", "a") as log:
@@ -121,14 +121,14 @@ def test_a_law_is_found_predicts_and_goes_on_where_it_was(made_up, capsys):
     out_dir = ladder.ROOT / "law"
     found = json.loads((out_dir / "law.json").read_text())
     assert len(found["points"]) == 9
-    fitted = found["fits"]["exact floor"]
-    assert (fitted["alpha"], fitted["beta"]) == pytest.approx((TRUE.alpha, TRUE.beta), rel=0.02)
-    expected, low, high = found["predictions"]["exact floor"]
-    outcome = found["outcome"]["loss"] - FLOOR
-    assert expected == pytest.approx(outcome, rel=0.01) and low <= expected <= high
-    assert json.loads((out_dir / "prediction.json").read_text())["outcome"] is None
-    assert f"Outcome: {outcome:.4f} above the floor" in shown and "theory: alpha = 0.300" in shown
-    assert all((out_dir / name).stat().st_size > 10_000 for name in ("law.png", "floor.png"))
+    for kind in ("all", "answers"):
+        fitted, outcome = found[kind]["fits"]["exact floor"], found[kind]["outcome"]
+        assert (fitted["alpha"], fitted["beta"]) == pytest.approx((TRUE.alpha, TRUE.beta), rel=0.02)
+        expected, low, high = found[kind]["predictions"]["exact floor"]
+        assert expected == pytest.approx(outcome, rel=0.01) and low <= expected <= high
+        assert json.loads((out_dir / "prediction.json").read_text())[kind]["outcome"] is None
+        assert f"Outcome, of {kind}: {outcome:.4f} above the floor" in shown and "theory: alpha = 0.300" in shown
+        assert all((out_dir / f"{name}_{kind}.png").stat().st_size > 10_000 for name in ("law", "floor"))
     started = (out_dir / "log").read_text()
     assert len(started.splitlines()) == 10 and started.splitlines()[-1].startswith("width_128-")
     main(made_up)
@@ -164,4 +164,4 @@ def test_a_miniature_law_of_real_runs(tmp_path):
     command = [*SCALE, "--law", *settings, "--arguments", "--evaluation.num_samples 20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "Outcome: " in done.stdout and (tmp_path / "law.png").exists()
+    assert "Outcome, of answers: " in done.stdout and (tmp_path / "law_all.png").exists()
