@@ -115,6 +115,7 @@ def made_up(tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_a_law_is_found_predicts_and_goes_on_where_it_was(made_up, capsys):
     main(made_up)
     shown = capsys.readouterr().out

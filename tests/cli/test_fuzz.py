@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import data.prepare
+from analysis.trainings import Trainings
 from cli import scripts
 from cli.arguments import parse_config
 from compare import CompareConfig
@@ -22,7 +23,7 @@ from export import ExportConfig
 from plot import save_loss_curve
 from replay import ReplayConfig, with_step_named
 from sample import SampleConfig
-from sweep import Child, SweepConfig
+from sweep import SweepConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
 from tests.data.test_prepare import make_documents, write_jsonl
 
@@ -152,7 +153,10 @@ TOOLS = {
     "compare": (CompareConfig, "RUN FOLDER/runs/run --out null"),
     "replay": (ReplayConfig, "RUN 3 --arithmetic false --num_sequences 1"),
     "sweep": (SweepConfig, "-- --config FOLDER/recipe.yaml --name run --out_dir RUN/.."),
-    "prepare": (None, "--source FOLDER/source.jsonl --tokenizer RUN/tokenizer --out OUT --num_workers 1"),
+    "prepare": (
+        None,
+        "--source FOLDER/source.jsonl --tokenizer RUN/tokenizer --validation hash:0.3 --out OUT --num_workers 1",
+    ),
 }
 
 
@@ -161,6 +165,7 @@ def use(tool, run, folder, out):
     words = words.replace("RUN", str(run)).replace("FOLDER", str(folder)).replace("OUT", str(out)).split()
     exit_code, said, errors = run_tool(tool, kind, *(with_step_named(words) if tool == "replay" else words))
     written = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".png"}
+    written = {name: content.replace(str(run).encode(), b"RUN") for name, content in written.items()}
     return exit_code, said.replace(str(out), "OUT").replace(str(run), "RUN"), errors, written
 
 
@@ -189,7 +194,7 @@ def used(in_process, tmp_path_factory):
 
 @pytest.mark.parametrize("seed", CASES)
 def test_a_tool_reads_a_damaged_run_rightly_or_refuses_it(seed, used, tmp_path, monkeypatch):
-    monkeypatch.setattr(Child, "train", lambda *_: "trained")
+    monkeypatch.setattr(Trainings, "train", lambda *_, **__: None)
     chance = random.Random(seed)
     folder, right = used
     tool = list(TOOLS)[seed % len(TOOLS)]
@@ -203,7 +208,8 @@ def test_a_tool_reads_a_damaged_run_rightly_or_refuses_it(seed, used, tmp_path, 
     if exit_code == 0:
         right_written = right[tool][3]
         assert written.keys() == right_written.keys(), victim
-        if tool in ("sample", "evaluate", "export"):
+        passed_over = victim.parent.name in errors  # the newest checkpoint, for the one before
+        if tool in ("sample", "evaluate", "export") and not passed_over:
             assert said == right[tool][1] and written == right_written, victim
     else:
         program = "prepare" if tool == "prepare" else f"{tool}.py"

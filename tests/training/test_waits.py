@@ -26,7 +26,9 @@ from cli import scripts
 {}
 scripts.run_and_exit("train")
 """
-LOOKS_FOR_TMPDIR = IN_A_FORK.format("tempfile.tempdir = None")
+# Both remember a folder that the process which was forked has chosen.
+FORGETS_TMPDIR = "import multiprocessing; multiprocessing.current_process()._config.pop('tempdir', None)"
+LOOKS_FOR_TMPDIR = IN_A_FORK.format(f"tempfile.tempdir = None; {FORGETS_TMPDIR}")
 HANGING_SAVE = IN_A_FORK.format("from run import shards; shards.write = lambda *_: time.sleep(600)")
 HANGS_AT_FIRST = IN_A_FORK.format("train.Batches.__getitems__ = lambda *_: time.sleep(600)")
 REMEDIES = r"TMPDIR of more than 75 bytes \(it is .+\), no room in /dev/shm .+ With --data.num_workers 0 "
