@@ -30,9 +30,10 @@ ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
 # Files of some seconds, the longest first.
-LONGEST = """test_pages test_replay test_sharding test_faults test_examples test_signals test_tracking test_training
-test_using_docs test_request test_prepare test_processor test_stories test_plan test_text test_exact test_directory
-test_fuzz test_init_from test_fingerprint test_sweep test_evaluate test_conversations test_export test_verify""".split()
+LONGEST = """test_replay test_verify test_pages test_faults test_sweep test_sharding test_waits test_examples
+test_signals test_tracking test_training test_using_docs test_request test_prepare test_processor test_stories
+test_plan test_text test_exact test_directory test_experiment test_trainings test_odd_machines test_fuzz
+test_init_from test_fingerprint test_evaluate test_conversations test_export""".split()
 TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
 
 

@@ -220,6 +220,7 @@ def test_whether_another_place_has_the_same_is_for_train_to_say(sweep, tmp_path)
     assert sweep(*common, "--data.path", "two") == names
 
 
+@pytest.mark.slow
 def test_finished_runs_of_another_schedule_are_not_taken_for_those_of_the_sweep(sweep):
     for schedule in ("cosine", "constant"):
         common = "--name", schedule, "--seed", "0,1", "--schedule.name", schedule

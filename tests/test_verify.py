@@ -89,6 +89,7 @@ def test_everything_holds_here(processes, runs):
     assert len([*runs.rglob("*")]) == 6, "it leaves nothing behind, and what was there alone"
 
 
+@pytest.mark.slow
 def test_one_process_of_several_threads_is_exact_too(runs):
     """As many as there are cores: how many share a sum changes its bits, and so does a loss in chunks."""
     of_a_user = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}

@@ -29,6 +29,7 @@ def test_exponents_of_points_without_noise_are_found():
     assert (free.alpha, free.beta, free.floor) == pytest.approx((0.5, 0.4, 0), abs=0.02)
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_about_as_often_as_they_say():
     """Of 12 ladders with a noise of 2%: of 95 in 100, fewer than 9 would be inside once in 400 times."""
     inside = {"alpha": 0, "beta": 0, "prediction": 0}

@@ -187,6 +187,7 @@ def test_who_loses_the_race_for_a_run_waits_for_it(run, monkeypatch):
     assert run("theirs").is_finished() and len(looks) > 2
 
 
+@pytest.mark.slow
 def test_two_commands_share_the_work(run, tmp_path):
     program = f"""
         import sys

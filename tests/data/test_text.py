@@ -450,6 +450,7 @@ def test_what_changes_during_a_run_is_found_at_its_next_save(corpus, monkeypatch
         check.demand()
 
 
+@pytest.mark.slow
 def test_reading_a_corpus_does_not_import_pandas(corpus):
     """pyarrow takes it for many of its calls, and each process of a run half a second and 35 MB for it."""
     code = "import sys; from data.integrity import Verification; from data.text import TextCorpus, TextDataset\n"

@@ -221,6 +221,7 @@ def test_a_non_finite_update_is_skipped_on_all_processes_together(runs):
     assert metrics(run) == rows
 
 
+@pytest.mark.slow
 def test_a_save_before_the_first_update_changes_nothing_and_is_resumed(runs):
     """There are no moments yet, and none must be made: torch makes them by a step, which AdamW would count."""
     nan = {"processes": 2, "faults": "nan:1:1,2"}

@@ -40,6 +40,7 @@ def assert_failed(run, error, what):
     assert status(run)["state"] == "failed" and what in status(run)["reason"]
 
 
+@pytest.mark.slow
 def test_batches_that_cannot_be_sent_end_the_run(runs, tmp_path):
     """With a long TMPDIR the processes that load data cannot open a socket, so no batch ever comes."""
     (folder := tmp_path / ("long" * 25)).mkdir()
@@ -139,6 +140,7 @@ class init:
 """
 
 
+@pytest.mark.slow
 def test_a_tracker_that_hangs_does_not_keep_a_finished_run_waiting(runs, tmp_path):
     (tmp_path / "wandb.py").write_text(HANGING_WANDB)
     arguments = [*TINY_STORIES, "--tracking.wandb", "offline", "--timeout_seconds", 4, "--out_dir", runs]
