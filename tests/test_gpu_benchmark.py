@@ -89,6 +89,7 @@ def test_a_spent_budget_names_what_was_left_out_and_without_a_gpu_nothing_begins
         assert done.returncode and "no GPU is here" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_ends_alone(monkeypatch):
     def build(config, tokens, scale, out_of_memory=False, steps=1000):
         if out_of_memory:

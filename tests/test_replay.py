@@ -513,6 +513,7 @@ def test_an_honest_run_passes_that_went_on_with_what_may_change(in_process, tmp_
     assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == ["steps 1 to 6  bit for bit"]
 
 
+@pytest.mark.slow
 def test_an_honest_branch_passes_and_where_its_beginning_is_gone_the_rest_is_audited(
     branch, in_process, tmp_path, capsys
 ):

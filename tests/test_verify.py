@@ -236,6 +236,7 @@ def verify_what_is_no_state(out_dir, file):
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
+@pytest.mark.slow
 def test_a_number_that_is_logged_otherwise_after_a_resume_is_found(runs, tmp_path):
     said, exit_code = in_a_fork(verify_what_is_no_state, runs, tmp_path / "out")
     assert results(said) == {"resuming is bitwise": "FAIL"} and exit_code == 1, said

@@ -205,6 +205,7 @@ def test_the_plan_is_within_15_percent_of_the_measured_peak(model, runs):
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_command_of_the_page_is_the_one_that_is_tested(runs):
     (command,) = re.findall(r"^    python (train.py --plan .*)$", PAGE, re.MULTILINE)
     done = train(*command.split()[1:], "--tracking.wandb", "disabled", "--out_dir", runs)

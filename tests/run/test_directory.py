@@ -147,6 +147,7 @@ def test_a_run_without_a_new_setting_goes_on_and_one_with_a_lost_one_is_refused(
     assert "optimizer.nesterov: True there, and no setting any more" in done.stderr
 
 
+@pytest.mark.slow
 def test_data_do_not_move_with_the_seed_and_in_an_older_run_they_still_do(runs):
     """An older run had its data by `seed`. The one here is of today, and forgets the setting that did not exist."""
     arguments = [*RECIPE, "--seed", 5, "--out_dir", runs]

@@ -64,6 +64,7 @@ def test_activations_are_those_of_the_global_batch(run):
         assert metrics(run)[1][f"layers/activation_rms/{index}"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_with_exact_they_are_the_same_on_any_number_of_processes(tmp_path):
     exact = [*SHORT, "--exact", "true", "--global_batch_size", 12, "--tracking.layers", "true", "--out_dir", tmp_path]
     for processes in (0, 2, 4):
