@@ -1,5 +1,7 @@
-"""Seeded damage to what a run reads. Allowed are the right bits, or one message, exit code 2 and nothing lost; never a
-traceback. In this process, for speed: 20 cases of each kind in `make test`, 200 in `make test-all`."""
+"""Seeded damage to what a run reads, and to what tools read of a run. Allowed are the right bits, or one message, exit
+code 2 and nothing lost; never a traceback. In this process, for speed: 10 cases of each kind in `make test`, 200 in
+`make test-all`.
+"""
 
 import json
 import random
