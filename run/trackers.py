@@ -1,18 +1,21 @@
 """Where a run is followed besides the screen and its own files: W&B, or another of Accelerate's trackers."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
+from typing import Any
 from uuid import uuid4
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import patch_environment
 
 from config import ConfigError, TrainConfig, no_code_for
 from data.json_objects import finite_or_null
@@ -26,6 +29,7 @@ from training.step_totals import NonFiniteError
 
 ROOT = Path(__file__).parent.parent
 STOPPING_SECONDS = 10  # for which a run that was asked to stop waits for its tracker
+ARRANGEMENT = ("processes", "shards", "threads", "mixed_precision")
 ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # from a run's directory to the folder, and what it is of
 
 
@@ -112,7 +116,13 @@ class TrackerRun:
         self._try(lambda: self.run.log(numbers, step=step))
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Add texts, where the tracker has tables."""
+        """Add texts, as the tracker has them."""
+        match self.config.tracking.tracker:
+            case "tensorboard":
+                self._try(lambda: self.run.log({name: as_code(*texts)}, step=step))
+            case "trackio":
+                rows = [[text] for text in texts]
+                self._try(lambda: self.run.log({name: import_module("trackio").Table(["text"], rows)}, step=step))
 
     def finish(self, failure: BaseException | None) -> None:
         """Return when all is written; `failure` is what ended the run, if it was not its last step."""
@@ -140,6 +150,12 @@ class TrackerRun:
             self.run = None
             self.say(f"{name} has failed, metrics go to metrics.jsonl only: {type(error).__name__}: {error}")
 
+    def _settings(self) -> dict[str, Any]:
+        """The run's settings, and what this start computes them with."""
+        *_, start = read_rows(self.directory / "starts.jsonl")
+        arrangement = {name: start[name] for name in ARRANGEMENT}
+        return {**asdict(self.config), **arrangement, "provenance": provenance()}
+
     def _start(self, step: int) -> None:
         name, kind = self.config.tracking.tracker, LOGGER_TYPE_TO_CLASS[self.config.tracking.tracker]
         # A branch begins after a step as well, but not in the run of its name that was moved aside.
@@ -150,12 +166,19 @@ class TrackerRun:
             "trackio": {
                 "name": self.config.name,
                 "resume": "allow" if goes_on else "never",
-                "config": {**asdict(self.config), "provenance": provenance()},
+                "config": self._settings(),
             },
         }
         run = kind("tensorboard" if name == "tensorboard" else self.config.tracking.project, **options[name])
         run.start()
+        if name == "tensorboard":  # its table of hyperparameters would be a second run
+            run.log({"settings": as_code(json.dumps(self._settings(), indent=1))}, step=step)
         self.run = run
+
+
+def as_code(*texts: str) -> str:
+    """Markdown that shows each of the texts as it is, with a line between them."""
+    return "\n\n---\n\n".join("\n".join("    " + line for line in text.splitlines()) for text in texts)
 
 
 class WandbRun(TrackerRun):
@@ -168,6 +191,7 @@ class WandbRun(TrackerRun):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="wandb")
         self.samples = list(read_rows(run.samples_file)) if run.samples_file.exists() else []
         self.num_given = len(self.samples)
+        self.until_finished = ExitStack()
         super().__init__(config, run, *others)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -194,6 +218,7 @@ class WandbRun(TrackerRun):
             self._log_model()
         self._try(lambda: self.run.finish(exit_code=int(failure is not None)))
         self._finish_in_time(self.thread.shutdown, failure)
+        self.until_finished.close()
 
     def _try(self, *arguments, **named) -> None:
         self.thread.submit(super()._try, *arguments, **named)
@@ -242,6 +267,9 @@ class WandbRun(TrackerRun):
         id_file = self.directory / "wandb" / "run_id"
         if not id_file.exists():
             id_file.write_text(uuid4().hex)
+        # Else W&B has what is to be uploaded later, as code and tables, below the user's home.
+        own = str(id_file.parent.resolve())
+        self.until_finished.enter_context(patch_environment(wandb_data_dir=os.environ.get("WANDB_DATA_DIR", own)))
         run = wandb.init(
             project=tracking.project,
             name=self.config.name,
@@ -251,7 +279,7 @@ class WandbRun(TrackerRun):
             resume="allow",
             dir=self.directory,
             mode=tracking.wandb,
-            config={**asdict(self.config), "provenance": provenance()},
+            config=self._settings(),
             settings=wandb.Settings(
                 silent=True,
                 console="off",

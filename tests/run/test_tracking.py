@@ -37,7 +37,7 @@ from run import trackers
 from run.directory import RunDirectory
 from run.reporting import Reporter
 from tests import forked
-from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, shell, train, train_command
 
 STEPS = 4
 SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num_story_samples 4".split()]
@@ -76,9 +76,8 @@ def flat(items):
 
 
 def train_offline(*arguments, **more):
-    """With W&B, which keeps copies of what is logged below the user's home unless told otherwise."""
-    out_dir = arguments[arguments.index("--out_dir") + 1]
-    return train(*arguments, "--tracking.wandb", "offline", processes=2, WANDB_DATA_DIR=str(out_dir), **more)
+    """With W&B, on two processes."""
+    return train(*arguments, "--tracking.wandb", "offline", processes=2, **more)
 
 
 def md5_in_base64(path):
@@ -118,6 +117,7 @@ def test_wandb_offline_goes_on_in_the_same_run_and_drops_nothing(rewound):
     for updates in [*(run.config for run in of_kind(files, "run")), *of_kind(files, "config")]:
         config |= flat(updates.update)
     assert config["model"]["d_model"] == 16 and config["provenance"]["torch"] and "git_commit" in config["provenance"]
+    assert (config["processes"], config["mixed_precision"]) == (2, "no")
     for started in of_kind(files, "run"):
         assert (started.run_group, list(started.tags)) == ("depth", ["deep", "wide"])
 
@@ -160,6 +160,23 @@ def test_the_export_the_code_and_what_the_commit_lacks_are_in_wandb(rewound):
     assert changes.keys() >= {entry.path for entry in uploads.files} and "code-01234567.diff" in changes
 
 
+def test_all_that_wandb_uploads_later_lies_in_the_directory_of_the_run(rewound):
+    """So a run that is copied with its directory can be uploaded elsewhere, below the same path."""
+    run, _ = rewound
+    artifacts = of_kind(wandb_files(run), "artifact")
+    assert {artifact.type for artifact in artifacts} == {"code", "run_table", "model"}
+    for entry in (entry for artifact in artifacts for entry in artifact.manifest.contents):
+        assert Path(entry.local_path).is_relative_to(run.resolve()) and Path(entry.local_path).exists()
+
+
+def test_the_page_has_the_command_that_uploads_a_run(rewound):
+    """From the repository, whose own folder wandb/ there is none of."""
+    run, _ = rewound
+    [command] = re.findall(r"`(wandb sync [^`]+)`", (ROOT / "docs" / "runs.md").read_text())
+    done = shell(command.replace("runs/stories", f"'{run}'").replace("sync", "sync --dry-run", 1), run.parent)
+    assert "Would sync 2 run(s)" in done.stdout + done.stderr
+
+
 def test_wandb_is_not_given_the_square_of_the_texts(tracked, monkeypatch):
     wandb_run = MagicMock()
     monkeypatch.setattr("wandb.init", lambda **options: wandb_run)
@@ -200,7 +217,9 @@ def tracked(tmp_path):
         trackers.check(config)
         run = RunDirectory(str(tmp_path), "run")
         run.path.mkdir(exist_ok=True)
-        (run.path / "starts.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in started_after))
+        with_what = {"processes": 2, "shards": 1, "threads": 1, "mixed_precision": "bf16"}
+        rows = [json.dumps({"step": step, **with_what}) + "\n" for step in started_after]
+        (run.path / "starts.jsonl").write_text("".join(rows))
         return Reporter(config, run, 2, PartialState(cpu=True))
 
     yield start
@@ -222,6 +241,13 @@ def test_tensorboard_shows_every_step_once_after_a_rewind(runs):
         ours = [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
         assert [(event.step, event.value) for event in events.Scalars(name)] == ours
     assert not (runs / "run" / "wandb").exists() and "state/digest" not in events.Tags()["scalars"]
+    shown, settings = events.Tensors("sample/stories/text_summary"), events.Tensors("settings/text_summary")
+    kept = [json.loads(line) for line in (runs / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {event.step for event in shown} == {row["step"] for row in kept}
+    for event in shown:
+        text = event.tensor_proto.string_val[0].decode()
+        assert all("    " + row["sample/stories"] in text for row in kept if row["step"] == event.step)
+    assert '"d_model": 16' in (said := settings[-1].tensor_proto.string_val[0].decode()) and '"processes": 2' in said
 
 
 @pytest.mark.parametrize(("started_after", "resume"), [((0, 2), "allow"), ((2,), "never")], ids=["again", "branch"])
@@ -230,7 +256,7 @@ def test_trackio_gets_numbers_at_their_steps_and_goes_on(started_after, resume, 
     older run of its name."""
     calls = []
     run = SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish"))
-    fake = SimpleNamespace(init=lambda **options: calls.append(options) or run)
+    fake = SimpleNamespace(init=lambda **options: calls.append(options) or run, Table=lambda *table: table)
     monkeypatch.setitem(sys.modules, "trackio", fake)
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TRACKIO])
     with tracked("--tracking.tracker", "trackio", started_after=started_after) as tracker:
@@ -240,7 +266,9 @@ def test_trackio_gets_numbers_at_their_steps_and_goes_on(started_after, resume, 
     options = calls.pop(0)
     assert (options["project"], options["name"], options["resume"]) == ("mini-gpt", "run", resume)
     assert options["config"]["model"]["d_model"] == 16
-    assert calls == [(3, {"train/loss": 1.5}), (4, {"train/loss": 1.25}), "finish"]
+    assert (options["config"]["processes"], options["config"]["mixed_precision"]) == (2, "bf16")
+    texts = {"sample/stories": (["text"], [["a text"]])}
+    assert calls == [(3, {"train/loss": 1.5}), (3, texts), (4, {"train/loss": 1.25}), "finish"]
 
 
 def test_a_tracker_of_ones_own_asks_for_no_package(tracked, tmp_path, monkeypatch):
