@@ -66,13 +66,13 @@ from analysis.audit import Run, audit, outcome, say
 from config import ConfigError, TrainConfig, expanded
 from data.corpus import Batches, load_corpus
 from data.files import copy_folder
-from data.order import derive_seed
 from launch.nested import temporary_folder
 from launch.request import check_request
 from launch.start import join_process_group, uses_cpu
 from launch.world import is_main_process
 from load import copy_initial_weights, load_run
 from model.gpt import GPTModel
+from model.seeds import derive_seed
 from run.manifest import read_manifest, step_directory
 from run.weights import read_weights
 from training.gradients import fill_in_gradients, trainable_parameters
@@ -112,6 +112,8 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
         raise ConfigError(f"step: {step} is beyond the {run.config.steps} steps of {run.path}")
     if step <= run.begin:
         raise ConfigError(f"step: {step} is of the run that {run.path} branched from after step {run.begin}; open that")
+    if before is None and run.began_otherwise:
+        say(f"No step before the first checkpoint can be trained again: {run.began_otherwise}.")
     first = read_manifest(before).step if before else 0
     check_places(config, run)  # now, and not after hours of training
     why = run.differs_here(first, step)

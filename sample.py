@@ -63,11 +63,11 @@ from tokenizers.decoders import DecodeStream
 
 from config import ConfigError
 from data.chat_template import ChatTemplate
-from data.order import derive_seed
 from data.stories import storyteller
 from data.tokenizer import errors_of_tokenizers
 from launch.processor import prepare_cpu
 from load import Loaded, load_run
+from model.seeds import derive_seed
 
 
 def main(config: SampleConfig) -> None:

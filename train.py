@@ -21,13 +21,14 @@ from torch.utils.data import DataLoader
 
 from config import TrainConfig
 from data.corpus import TOKENS_AT_ONCE, Batches, Corpus, load_corpus
-from data.order import StepSampler, derive_seed
+from data.order import StepSampler
 from export import export_newest
 from launch.request import check_request, check_same_settings
 from launch.signals import Preempted, StopSignal
 from launch.start import start_accelerator
 from load import Loaded, check_tokenizer, copy_initial_weights, load_initial_model
 from model.gpt import GPTModel
+from model.seeds import derive_seed
 from plot import save_excess, save_layers, save_loss_curve
 from run import checkpoint, trackers
 from run.corpus_check import CorpusCheck

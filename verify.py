@@ -56,7 +56,7 @@ from analysis.gradient_check import gradient_errors
 from analysis.model_checks import logits_equal, values_not_saved, writes_as_trained
 from config import ConfigError, RunError, TrainConfig
 from data.corpus import load_corpus
-from data.order import GlobalBatches, derive_seed
+from data.order import GlobalBatches
 from launch.nested import broadcast_from_main, nested_training
 from launch.processor import compute_as_any_processor
 from launch.request import check_request
@@ -64,6 +64,7 @@ from launch.signals import Preempted
 from launch.start import num_shards, start_accelerator
 from model.gpt import GPTModel
 from model.hub import FAMILIES
+from model.seeds import derive_seed
 from run import checkpoint, shards
 from training.gradients import loss_scale
 from training.layers import total_norm

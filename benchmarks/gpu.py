@@ -30,9 +30,10 @@ from torch.profiler import profile
 from benchmarks.measure import Group
 from benchmarks.nanogpt import build_peer
 from config import OptimizerConfig, TrainConfig
-from data.order import GlobalBatches, derive_seed
+from data.order import GlobalBatches
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from model.seeds import derive_seed
 from training.gradients import clip
 from training.network import no_compiler, prepare_network
 from training.optimizer import build_optimizer, set_lr

@@ -6,21 +6,14 @@ would cost 8 GB and a start-up). Resuming at step s is therefore just asking for
 """
 
 from collections.abc import Iterator
-from hashlib import blake2b
 
 import numpy as np
+
+from model.seeds import derive_seed
 
 MIX_BLOCK = 1000  # samples in which a mixture has its exact shares
 POSITIONS_AT_ONCE = 1024
 FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need 4; the tiny halves of small corpora need more to look uniform
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that is a function of `parts`: independent streams of random numbers, each with its own name.
-
-    The same on every machine and Python version, unlike `hash`.
-    """
-    return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:

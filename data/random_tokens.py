@@ -8,7 +8,7 @@ import math
 import torch
 from torch.utils.data import Dataset
 
-from data.order import derive_seed
+from model.seeds import derive_seed
 
 
 class RandomTokensDataset(Dataset):

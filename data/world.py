@@ -11,7 +11,8 @@ import re
 
 import numpy as np
 
-from data.order import derive_seed, permute
+from data.order import permute
+from model.seeds import derive_seed
 
 NAMES = """
 Spot Coco Biscuit Pepper Fluffy Ginger Bubbles Lucky Pip Nutmeg Pebble Dusty Mango Olive Rusty Sunny

@@ -17,6 +17,7 @@ from model.config import GPTConfig
 from model.generate import Generation, LayerCache
 from model.linear import Linear, linear
 from model.loss import next_token_loss
+from model.seeds import derive_seed
 
 Rope = tuple[Tensor, Tensor] | None  # cosines and sines
 Mask = Tensor | BlockMask | None
@@ -221,7 +222,7 @@ class GPTModel(Generation, nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Sets every parameter, drawing from torch's global generator (Radford et al. 2019, section 2.3):
+        """Sets every parameter, as a function of torch's seed and of its name alone (Radford et al. 2019, section 2.3):
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
@@ -233,16 +234,21 @@ class GPTModel(Generation, nn.Module):
 
         out_proj and down_proj write to the residual stream: 2 n_layers of them add up there, and the smaller std keeps
         the sum from growing with depth. With zero_init they are 0 (Zhang et al. 2019, "Fixup", arXiv:1901.09321).
+        Each is drawn apart, so that a new layer moves the start of no other one: with the same seed two models begin
+        alike in all that they share.
         """
         for name, parameter in self.named_parameters():
+            draws = torch.Generator("cpu" if parameter.is_meta else parameter.device)
+            draws.manual_seed(derive_seed(torch.initial_seed(), "initial weights", name))
             if name.endswith("bias"):
                 parameter.zero_()
             elif "norm" in name:
                 parameter.fill_(1.0)
             elif name.endswith(("out_proj.weight", "down_proj.weight")):
-                parameter.normal_(std=0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layers))
+                std = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layers)
+                parameter.normal_(std=std, generator=draws)
             else:
-                parameter.normal_(std=0.02)
+                parameter.normal_(std=0.02, generator=draws)
 
     @property
     def output_weight(self) -> Tensor:

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
 FACTS = ("mixed_precision", "code")
 # These change the order of sums, and so bits by rounding: the run is the same.
 ARRANGEMENT = ("processes", "shards", "threads")
+# How GPTModel draws what it begins with. Older versions, which did not write it down, drew one weight after the other.
+INITIAL_WEIGHTS = "by name"
 # What train.py imports, and what no weight depends on.
 NOT_TRAINING = {"export", "plot", "pictures"}
 

@@ -10,17 +10,18 @@ from accelerate import Accelerator
 
 from config import TrainConfig
 from model.gpt import GPTModel
-from run.identity import code_hash
+from run.identity import INITIAL_WEIGHTS, code_hash
 
 
 def provenance() -> dict[str, str | None]:
-    """Versions of what computes, the hash of the code that trains, and the commit of this repository: None outside a
-    checkout, `-dirty` after changes."""
+    """Versions of what computes, the hash of the code that trains, how weights begin, and the commit of this
+    repository: None outside a checkout, `-dirty` after changes."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
         "code": code_hash(),
+        "initial_weights": INITIAL_WEIGHTS,
         "git_commit": _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
     }
 

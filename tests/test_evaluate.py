@@ -19,12 +19,12 @@ import export
 import sample
 from config import ConfigError, DataConfig, TrainConfig
 from data.corpus import load_corpus
-from data.order import derive_seed
 from data.stories import StoriesDataset, log_prob
 from evaluate import EvaluateConfig
 from export import ExportConfig
 from load import Loaded, load_run
 from model.config import GPTConfig
+from model.seeds import derive_seed
 from run.manifest import read_manifest
 from sample import SampleConfig
 from tests import forked

@@ -620,9 +620,30 @@ def test_a_number_of_hundreds_of_digits_is_no_rounding():
 
 
 @pytest.mark.parametrize("kind", ["format-1", "format-2"])
-def test_what_an_older_version_did_not_log_is_not_missed(kind, in_process, tmp_path, capsys):
-    """It was trained on another processor, so its bits are others here."""
+def test_what_an_older_version_did_not_log_is_not_missed(kind, in_process, tmp_path, monkeypatch, capsys):
+    """It began with other weights, so its bits are others here."""
+    monkeypatch.setattr(Run, "began_otherwise", "")
     with contextlib.suppress(RunError):
         audit(Run(ROOT / "tests" / "old_runs" / kind), 9, tmp_path)
     shown = capsys.readouterr().out
     assert "bit for bit" in shown or re.search("state/digest is .* in the run, and .* trained again", shown), shown
+
+
+@pytest.mark.parametrize("version", ["without starts", "with starts"])
+def test_weights_that_an_older_version_drew_are_not_drawn_again(version, run, in_process, tmp_path, capsys):
+    """Its first interval cannot be audited; the others are, and pass."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    starts = (copy / "starts.jsonl").read_text()
+    assert starts.count('"initial_weights": "by name", ') == 1
+    (copy / "starts.jsonl").write_text(starts.replace('"initial_weights": "by name", ', ""))
+    if version == "without starts":
+        (copy / "starts.jsonl").unlink()
+        for step in (2, 4, 6):
+            checkpoint = copy / "checkpoints" / f"step-{step:08d}"
+            manifest = read_manifest(checkpoint)
+            del manifest.provenance["initial_weights"]
+            manifest.write(checkpoint)
+    audit(Run(copy), 99, tmp_path)
+    shown = capsys.readouterr().out
+    assert "SKIP  steps 1 to 2  an older version drew its initial weights" in shown
+    assert re.findall(r"PASS  (.*)", shown) == ["steps 3 to 4  bit for bit", "steps 5 to 6  bit for bit"]

@@ -8,9 +8,9 @@ from accelerate.utils import gather_object
 
 from config import TrainConfig
 from data.corpus import Corpus
-from data.order import derive_seed
 from data.tokenizer import END_OF_TEXT
 from model.gpt import GPTModel
+from model.seeds import derive_seed
 from training.optimizer import gathered, is_sharded
 from training.step_totals import average
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from data.corpus import Batches
-from data.order import GlobalBatches, StepSampler, derive_seed, permute
+from data.order import GlobalBatches, StepSampler, permute
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset
+from model.seeds import derive_seed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 1000, 65_537])

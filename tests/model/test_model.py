@@ -141,6 +141,22 @@ def documented_init(name: str, n_layers: int) -> tuple[float, float]:
     return float(found[0]), 0.0
 
 
+@pytest.mark.parametrize("settings", SWITCHES, ids=str)
+def test_two_models_begin_alike_in_all_that_they_share(settings):
+    """A layer more, in whatever order modules are built, moves the start of no other one."""
+    plain, other, another = (m.state_dict() for m in (make_model(), make_model(**settings), make_model(seed=1)))
+    shared, drawn = 0, set()
+    for name, weight in plain.items():
+        if name in other and other[name].shape == weight.shape:
+            assert torch.equal(weight, other[name]), name
+            shared += 1
+        if "norm" not in name and not name.endswith("bias"):
+            assert not torch.equal(weight, another[name]), f"{name} does not depend on the seed"
+            drawn.add(weight.flatten()[0].item())
+    assert shared >= len(plain) / 3
+    assert len(drawn) == sum("norm" not in name and not name.endswith("bias") for name in plain), "all draw alike"
+
+
 @pytest.mark.parametrize("start", ["constructed", "from the meta device"])
 @pytest.mark.parametrize("settings", [dict(), dict(QWEN3, d_model=128, n_layers=8)], ids=["gpt2", "qwen3"])
 def test_the_initial_weights_are_as_documented(settings, start):
