@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import psutil
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
 
 from model.config import GPTConfig
 
@@ -210,6 +210,10 @@ class EvaluationConfig:
 
     micro_batch_size: PositiveInt = 50
     """Sequences in a forward pass of an evaluation."""
+
+    average: OpenUnitInterval | None = None
+    """Which weights are evaluated, exported and let write: an exponential average of them, of which this share stays at
+    every update (0.999; less in the beginning). null: those that are trained."""
 
     num_story_samples: NonNegativeInt = 200
     """Stories sampled at the end of a stories run, to report the share that the grammar accepts. 0: none."""

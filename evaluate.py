@@ -22,6 +22,9 @@ class EvaluateConfig:
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
     """Of a run: latest, best (by validation loss), or a step."""
 
+    weights: Literal["evaluated", "trained"] = "evaluated"
+    """Of a run with evaluation.average: its average, which val/loss is of, or the weights that are trained."""
+
     seq_len: PositiveInt | None = None
     """Tokens in a window. null: the run's; of a model that is none, all positions that it has, but 1,024 at most."""
 
@@ -70,7 +73,7 @@ def main(config: EvaluateConfig) -> None:
     Raises:
         ConfigError: there is no such model or corpus, they do not go together, or the numbers cannot be written.
     """
-    loaded, found = load_with_source(config.run, config.checkpoint)
+    loaded, found = load_with_source(config.run, config.checkpoint, weights=config.weights)
     if found and config.data is None:
         check_data(*found)
     settings = settings_of(config, loaded)

@@ -22,6 +22,9 @@ class ExportConfig:
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
     """Of a run: latest, best (by validation loss), or a step."""
 
+    weights: Literal["evaluated", "trained"] = "evaluated"
+    """Of a run with evaluation.average: its average, which val/loss is of, or the weights that are trained."""
+
     average: PositiveInt = 1
     """The mean of the weights of so many checkpoints, the newest ones, in place of one."""
 
@@ -46,7 +49,7 @@ from config import ConfigError, RunError, expanded
 from data.chat_template import ChatTemplate
 from data.files import share
 from data.integrity import read_metadata
-from load import Loaded, find_checkpoint, is_run, load_checkpoint, load_with_source
+from load import Loaded, Weights, averages, find_checkpoint, is_run, load_checkpoint, load_with_source
 from model.hub import to_transformers
 from plot import save_loss_curve
 from run.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
@@ -86,11 +89,11 @@ def main(config: ExportConfig) -> None:
     out = expanded("out", config.out)
     if out.exists():
         raise ConfigError(f"out: {str(out)!r} exists; name a folder that does not")
-    loaded, source = load_with_source(config.run, config.checkpoint)
+    loaded, source = load_with_source(config.run, config.checkpoint, weights=config.weights)
     sources = [source] if source else []
     if config.average > 1:
         sources = newest(config)
-        average(loaded, sources)
+        average(loaded, sources, config.weights)
     try:
         if not out.parent.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +102,7 @@ def main(config: ExportConfig) -> None:
             partial = Path(folder, out.name)
             partial.mkdir()
             write(partial, loaded)
-            (partial / "README.md").write_text(card(config.push or out.name, loaded, sources, partial))
+            (partial / "README.md").write_text(card(config.push or out.name, loaded, sources, partial, config.weights))
             os.rename(partial, out)
     except OSError as error:
         raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from None
@@ -137,14 +140,14 @@ def newest(config: ExportConfig) -> list[tuple[Path, Manifest]]:
 
 
 @torch.no_grad()
-def average(loaded: Loaded, sources: list[tuple[Path, Manifest]]) -> None:
+def average(loaded: Loaded, sources: list[tuple[Path, Manifest]], weights: Weights) -> None:
     """Give the model the mean of the weights of these checkpoints."""
-    weights = loaded.model.state_dict()
-    sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in weights.items()}
+    mean = loaded.model.state_dict()
+    sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in mean.items()}
     for directory, manifest in sources:
-        for name, tensor in load_checkpoint(directory, manifest).model.state_dict().items():
+        for name, tensor in load_checkpoint(directory, manifest, weights).model.state_dict().items():
             sums[name] += tensor
-    for name, tensor in weights.items():
+    for name, tensor in mean.items():
         tensor.copy_(sums[name] / len(sources))
 
 
@@ -197,7 +200,7 @@ def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> N
         tokenizer.add_bos_token = True
 
 
-def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path) -> str:
+def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights) -> str:
     """The model card, whose picture goes into the folder."""
     tokenizer = loaded.tokenizer
     usage = (WRITES if tokenizer else WITHOUT_TOKENIZER).format(name=name, prompt=example_prompt(loaded))
@@ -205,6 +208,8 @@ def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder
     origin = "converted from another folder in transformers' format"
     if sources:
         origin = f"trained with Accelerate; the weights are those of step {steps}" + ", averaged" * (len(sources) > 1)
+        if loaded.config and averages(loaded.config, weights):
+            origin += ", each an exponential average of the weights that were trained (evaluation.average)"
     lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
     if loaded.config is None:
         return lines[0]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,10 @@ TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
 NOT_FROM_INIT = {"dropout"}
 
 
+# Of a run: those that its validation loss is of, or those that are trained.
+Weights = Literal["evaluated", "trained"]
+
+
 class Loaded(NamedTuple):
     """A model and what belongs to it."""
 
@@ -72,22 +76,25 @@ class Loaded(NamedTuple):
     """None where there is none, as for random tokens."""
 
 
-def load_run(path: str | Path, checkpoint: str | int = "latest", setting: str = "run") -> Loaded:
+def load_run(
+    path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: Weights = "evaluated"
+) -> Loaded:
     """The model of a run, of one of its checkpoints, of a folder in transformers' format, or of a name on the Hub.
 
     Args:
         path: the directory of a run or of a checkpoint; else a folder or a name that transformers can open.
         checkpoint: of a run: latest, best (by validation loss), or a step.
         setting: what messages call the path.
+        weights: evaluated: those that `val/loss` is of, which are the average with `evaluation.average`; or trained.
 
     Raises:
         ConfigError: there is no such model, it cannot be read, or it has settings that this one lacks.
     """
-    return load_with_source(path, checkpoint, setting)[0]
+    return load_with_source(path, checkpoint, setting, weights)[0]
 
 
 def load_with_source(
-    path: str | Path, checkpoint: str | int = "latest", setting: str = "run"
+    path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: Weights = "evaluated"
 ) -> tuple[Loaded, tuple[Path, Manifest] | None]:
     """As load_run; and the directory and the manifest of the checkpoint, None of a model that is no run's."""
     path = expanded(setting, path)
@@ -98,10 +105,10 @@ def load_with_source(
     if not is_run(path):
         return load_transformers(str(path), checkpoint, setting), None
     source = find_checkpoint(path, checkpoint)
-    return load_checkpoint(*source), source
+    return load_checkpoint(*source, weights), source
 
 
-def load_checkpoint(directory: Path, manifest: Manifest) -> Loaded:
+def load_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "evaluated") -> Loaded:
     """The model of a checkpoint that find_checkpoint gave.
 
     Raises:
@@ -112,8 +119,13 @@ def load_checkpoint(directory: Path, manifest: Manifest) -> Loaded:
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from None
     model = GPTModel(config.model).eval()
-    read_weights(directory, manifest, model.state_dict())
+    read_weights(directory, manifest, model.state_dict(), averages(config, weights))
     return Loaded(config, model, run_tokenizer(directory, config, manifest.tokenizer))
+
+
+def averages(config: TrainConfig, weights: Weights) -> bool:
+    """Whether these weights of a run are an average of those that it trained."""
+    return weights == "evaluated" and config.evaluation.average is not None
 
 
 def is_run(path: Path) -> bool:

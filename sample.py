@@ -30,6 +30,9 @@ class SampleConfig:
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
     """Of a run: latest, best (by validation loss), or a step."""
 
+    weights: Literal["evaluated", "trained"] = "evaluated"
+    """Of a run with evaluation.average: its average, which val/loss is of, or the weights that are trained."""
+
     num_samples: PositiveInt = 1
     """Texts for each prompt."""
 
@@ -81,7 +84,7 @@ def main(config: SampleConfig) -> None:
     if config.chat and config.special_tokens:
         raise ConfigError("special_tokens: true, but in a chat they come from the chat template alone; leave it out")
     prepare_cpu()
-    loaded = load_run(config.run, config.checkpoint)
+    loaded = load_run(config.run, config.checkpoint, weights=config.weights)
     if loaded.tokenizer is None:
         raise ConfigError(f"run: {config.run!r} has no tokenizer, as a model of random tokens has none")
     loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -36,6 +36,7 @@ from run.directory import RunDirectory, Start
 from run.pictures import drawing
 from run.reporting import Reporter
 from run.summary import summary
+from training.average import averaged_weights, set_average
 from training.fingerprint import state_digests
 from training.gradients import backward, clip, fill_in_gradients, first_backward, loss_scale, trainable_parameters
 from training.layers import LayerStatistics
@@ -105,7 +106,7 @@ def train(
         copy_initial_weights(network, initial)
     prepare_network(network, config, device)
     layers = LayerStatistics(network.blocks if config.tracking.layers else [], accelerator)
-    optimizer = build_optimizer(network, config.optimizer)
+    optimizer = build_optimizer(network, config.optimizer, config.evaluation.average)
     if config.exact:
         # Accelerate does not wrap a model in DDP that is only to be evaluated. So each process keeps its own gradients,
         # which the tree adds up. The model stays in train mode all the same.
@@ -162,6 +163,7 @@ def train(
         for step in range(start.step, config.steps):
             lr_share = lr_scale(config.schedule, step, config.steps)
             set_lr(optimizer, lr_share)
+            set_average(optimizer, config.evaluation.average, step)
             scale = loss_scale(accelerator.mixed_precision, step, totals.skipped)
             done = step + 1
             due = config.due(done)
@@ -200,10 +202,11 @@ def train(
                 metrics |= {"train/lr": config.optimizer.lr * lr_share, "train/grad_norm": totals.grad_norm}
                 metrics |= layers.metrics | throughput.measure(done)
                 metrics |= {"train/skipped": totals.skipped} if config.max_skipped else {}
-            if due.evaluate:
-                metrics |= evaluate(model, corpus, config.evaluation.micro_batch_size, accelerator)
             if due.evaluate or done == config.steps:
-                metrics |= sample_texts(model, corpus, config, accelerator, done, reporter.log_texts)
+                with averaged_weights(optimizer):
+                    if due.evaluate:
+                        metrics |= evaluate(model, corpus, config.evaluation.micro_batch_size, accelerator)
+                    metrics |= sample_texts(model, corpus, config, accelerator, done, reporter.log_texts)
             reporter.log(done, metrics)
             if due.save or totals.stop:
                 corpus_check.demand(stopping=totals.stop)

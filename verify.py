@@ -66,6 +66,7 @@ from model.gpt import GPTModel
 from model.hub import FAMILIES
 from model.seeds import derive_seed
 from run import checkpoint, shards
+from training.average import set_average
 from training.gradients import loss_scale
 from training.layers import total_norm
 from training.network import prepare_network
@@ -174,7 +175,7 @@ class Verification:
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
         network = GPTModel(self.config.model).to(self.device)
-        return network, build_optimizer(network, self.config.optimizer)
+        return network, build_optimizer(network, self.config.optimizer, self.config.evaluation.average)
 
     def train_by_hand(self, all_reduce: bool, in_a_tree: bool = False) -> Trained:
         """The loop that train.py is held against: no DDP, no preparation; as one process, or with an all-reduce."""
@@ -207,6 +208,7 @@ class Verification:
             norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or torch.inf)
             gradient = gradient or gradient_of(optimizer)
             set_lr(optimizer, 1.0)
+            set_average(optimizer, self.config.evaluation.average, step)
             optimizer.step()
             optimizer.zero_grad()
             total, count = add(torch.tensor(losses, device=self.device).sum(dim=0)).tolist()

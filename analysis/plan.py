@@ -36,6 +36,7 @@ from load import load_initial_model
 from model.gpt import GPTModel
 from run import shards  # noqa: F401  (what a run loads, the memory of this process has to hold)
 from run.metrics_file import read_rows
+from training.average import set_average
 from training.gradients import trainable_parameters
 from training.network import no_compiler, prepare_network
 from training.optimizer import build_optimizer
@@ -97,13 +98,14 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
         compiled = config.compile and not no_compiler(device)
         chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
         prepare_network(network, replace(config, compile=False, chunked_loss=chunked), device)
-        optimizer = build_optimizer(network, config.optimizer)
+        optimizer = build_optimizer(network, config.optimizer, config.evaluation.average)
         live.label = "gradients"
         for parameter in trainable_parameters(network):
             parameter.grad = torch.zeros_like(parameter)
         live.label = "moments"
         optimizer.step()
         moments = live.live["moments"]
+        set_average(optimizer, config.evaluation.average, step=1)
         # DDP's buckets stay from step to step, and so do gradients that are not complete after one micro-batch.
         accumulates = config.global_batch_size > config.micro_batch_size * accelerator.num_processes
         with_ddp = accelerator.num_processes > 1 and num_shards(accelerator) == 1 and not config.exact

@@ -42,6 +42,7 @@ IN_WORDS = {  # the types of settings
     "NonNegativeInt": "a whole number of at least 0",
     "PositiveFloat": "a number above 0",
     "NonNegativeFloat": "a number of at least 0",
+    "OpenUnitInterval": "a number above 0 and below 1",
     "int": "a whole number",
     "float": "a number",
     "str": "text",

@@ -19,6 +19,8 @@ FREE_SETTINGS = {
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
     *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
+# But this of them: what the optimizer keeps depends on it.
+FIXED_SETTINGS = {"evaluation.average"}
 # Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
 RETIRED_SETTINGS: dict[str, Any] = {}
 # Settings that had no name of their own: a run that does not know one was begun with the value of the other.
@@ -74,7 +76,7 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     lines = []
     for key in sorted((before.keys() | now.keys()) - yet_unknown):
         section = key.split(".")[0]
-        is_free = not free.isdisjoint((key, section))
+        is_free = key not in FIXED_SETTINGS and not free.isdisjoint((key, section))
         if key not in now:
             if section == "schedule" or not is_free:
                 lines.append(f"{key}: {before[key]} there, and no setting any more")
@@ -125,7 +127,7 @@ def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     Raises:
         ConfigError: it is of another model or optimizer, or leaves nothing to do.
     """
-    fixed = ("model.", "optimizer.name:")
+    fixed = ("model.", "optimizer.name:", *(f"{name}:" for name in FIXED_SETTINGS))
     if different := [
         line for line in differences(complete_settings(manifest.config), config) if line.startswith(fixed)
     ]:

@@ -46,8 +46,9 @@ def put_together(pieces: list[tuple[list[int], Tensor]]) -> Tensor | None:
     return whole
 
 
-def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]) -> None:
-    """Fill `weights`, whole tensors by the names of the model, from a checkpoint, however it was sharded.
+def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor], averaged: bool = False) -> None:
+    """Fill `weights`, whole tensors by the names of the model, from a checkpoint, however it was sharded; `averaged`:
+    with their average instead, of those that the optimizer keeps one of.
 
     Raises:
         ConfigError: the checkpoint has other tensors.
@@ -59,3 +60,8 @@ def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]
         weights[name].copy_(tensor)
     if lacking := sorted(weights.keys() - stored.keys()):
         raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")
+    # After all others: of weights that blocks share, the average stands under one of their names alone.
+    for key, tensor in whole_tensors(directory, manifest, "optimizer.state.").items() if averaged else ():
+        name, _, kind = key.removeprefix("optimizer.state.").rpartition(".")
+        if kind == "average":
+            weights[name].copy_(tensor)

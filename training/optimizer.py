@@ -7,10 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from config import OptimizerConfig, no_code_for
+from training.average import keep_average
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that `config.name` says. Matrices decay, everything else does not."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig, average: float | None = None) -> torch.optim.Optimizer:
+    """The optimizer that `config.name` says. Matrices decay, everything else does not.
+
+    With an `average` (evaluation.average) it keeps that of the weights too.
+    """
+    optimizer = _of_name(model, config)
+    if average is not None:
+        keep_average(optimizer)
+    return optimizer
+
+
+def _of_name(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     hidden, matrices, vectors = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
