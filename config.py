@@ -149,7 +149,7 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate as a function of the step."""
+    """The learning rate and the global batch as functions of the step."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Shape after the warm-up. wsd (warm-up, stable, decay): constant, then linear over the last decay_steps."""
@@ -163,6 +163,14 @@ class ScheduleConfig:
 
     min_lr_ratio: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay, as a share of the peak."""
+
+    batch_warmup_from: PositiveInt | None = None
+    """Sequences in the first global batch, a multiple of micro_batch_size * processes that divides global_batch_size.
+    The batch grows by as many at a time. null: every batch has global_batch_size."""
+
+    batch_warmup_steps: NonNegativeInt | None = None
+    """Steps over which the batch grows, at equal distances: the first step after them is the first with
+    global_batch_size."""
 
 
 @dataclass
@@ -426,9 +434,11 @@ class TrainConfig:
 
     def _problems_of_processes(self, num_processes: int) -> list[str]:
         problems = []
-        sequences_at_once = self.micro_batch_size * num_processes
-        if self.global_batch_size is not None and self.global_batch_size % sequences_at_once:
-            problems.append(self._remedy_for_batch(num_processes))
+        sizes = {"global_batch_size": self.global_batch_size}
+        sizes |= {"schedule.batch_warmup_from": self.schedule.batch_warmup_from}
+        for name, size in sizes.items():
+            if size is not None and size % (self.micro_batch_size * num_processes):
+                problems.append(self._remedy_for_batch(name, size, num_processes))
         if self.exact and num_processes & (num_processes - 1):
             problems.append(
                 f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
@@ -437,16 +447,14 @@ class TrainConfig:
             problems.append(f"timeout_seconds: {self.timeout_seconds} is too long; use at most {LONGEST_TIMEOUT}")
         return problems
 
-    def _remedy_for_batch(self, num_processes: int) -> str:
+    def _remedy_for_batch(self, name: str, size: int, num_processes: int) -> str:
         """Which batches near this one, and which numbers of processes, would do."""
         sequences_at_once = self.micro_batch_size * num_processes
-        below = self.global_batch_size // sequences_at_once * sequences_at_once
-        nearest = " or ".join(str(size) for size in (below, below + sequences_at_once) if size)
         message = (
-            f"global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size * processes = "
-            f"{self.micro_batch_size} * {num_processes} = {sequences_at_once}; the nearest that work: {nearest}"
+            f"{name}: {size} is not a multiple of micro_batch_size * processes = {self.micro_batch_size} * "
+            f"{num_processes} = {sequences_at_once}; the nearest that work: {_nearest(size, sequences_at_once)}"
         )
-        micro_batches, rest = divmod(self.global_batch_size, self.micro_batch_size)
+        micro_batches, rest = divmod(size, self.micro_batch_size)
         if rest:
             return message
         counts = [str(count) for count in range(1, min(micro_batches, 1024) + 1) if micro_batches % count == 0]
@@ -461,6 +469,7 @@ class TrainConfig:
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
             decay = f" and schedule.decay_steps: {schedule.decay_steps}" if schedule.decay_steps else ""
             problems.append(f"schedule.warmup_steps: {schedule.warmup_steps}{decay}: more than steps: {self.steps}")
+        problems += self._problems_of_batch_warmup()
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             problems.append(f"optimizer.betas: {list(optimizer.betas)} must both be at least 0 and below 1")
         if checkpoint.keep_every % checkpoint.every:
@@ -470,6 +479,29 @@ class TrainConfig:
             )
         if self.profile and self.profile[0] > self.profile[1]:
             problems.append(f"profile: {list(self.profile)} must be the first and the last step, in this order")
+        return problems
+
+    def _problems_of_batch_warmup(self) -> list[str]:
+        first, steps = self.schedule.batch_warmup_from, self.schedule.batch_warmup_steps
+        if first is None:
+            needs = (
+                f"schedule.batch_warmup_steps: {steps} needs schedule.batch_warmup_from, sequences in the first batch"
+            )
+            return [needs] if steps else []
+        if steps is None:
+            return [
+                f"schedule.batch_warmup_from: {first} needs schedule.batch_warmup_steps, over which the batch grows"
+            ]
+        problems, whole = [], self.global_batch_size
+        if steps > self.steps:
+            problems.append(f"schedule.batch_warmup_steps: {steps}: more than steps: {self.steps}")
+        if whole is not None and whole < first:
+            problems.append(f"schedule.batch_warmup_from: {first} is more than global_batch_size: {whole}")
+        elif whole is not None and whole % first:
+            problems.append(
+                f"global_batch_size: {whole} is not a multiple of schedule.batch_warmup_from: {first}, by which the "
+                f"batch grows; the nearest that work: {_nearest(whole, first)}"
+            )
         return problems
 
     def _problems_of_sizes(self, num_processes: int) -> list[str]:
@@ -515,6 +547,12 @@ class TrainConfig:
         except ConfigError as error:
             problems.append(str(error))
         return problems
+
+
+def _nearest(size: int, unit: int) -> str:
+    """The multiples of `unit` below and above a size, in words."""
+    below = size // unit * unit
+    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:

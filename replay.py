@@ -78,7 +78,7 @@ from run.weights import read_weights
 from training.gradients import fill_in_gradients, trainable_parameters
 from training.layers import total_norm
 from training.network import no_compiler, prepare_network
-from training.optimizer import build_optimizer
+from training.optimizer import build_optimizer, set_schedules
 
 NUM_WORST, TEXT_SHOWN = 5, 120  # tokens, characters
 
@@ -197,8 +197,9 @@ def show_sequences(run: Run, before: Path | None, step: int, config: ReplayConfi
         read_weights(before, read_manifest(before), model.state_dict())
     elif run.config.init_from:
         copy_initial_weights(model, load_run(run.config.init_from))
-    build_optimizer(model.to(device), run.config.optimizer)  # it freezes what a fork does not train
-    indices = corpus.order(run.config.global_batch_size, run.config.seed).indices(step - 1)
+    optimizer = build_optimizer(model.to(device), run.config.optimizer)  # it freezes what a fork does not train
+    set_schedules(optimizer, model, run.config_then(step), step - 1)  # dropout
+    indices = corpus.order(run.config).indices(step - 1)
     batch = {name: tensor.to(device) for name, tensor in Batches(corpus.train)[list(indices)].items()}
     ours = run.computed(step)["mixed_precision"] or "no"
     token_losses = torch.cat(compute(model, batch, step, run.config, ours)[0])

@@ -36,15 +36,15 @@ from run.directory import RunDirectory, Start
 from run.pictures import drawing
 from run.reporting import Reporter
 from run.summary import summary
-from training.average import averaged_weights, set_average
+from training.average import averaged_weights
 from training.fingerprint import state_digests
 from training.gradients import backward, clip, fill_in_gradients, first_backward, loss_scale, trainable_parameters
 from training.layers import LayerStatistics
 from training.loading import LoaderCheck, start_worker
 from training.network import prepare_network
-from training.optimizer import build_optimizer, set_lr
+from training.optimizer import build_optimizer, set_schedules
 from training.profiler import step_profiler
-from training.schedule import lr_scale
+from training.schedule import at_step
 from training.step_totals import StepTotals
 from training.text_samples import sample_texts
 from training.throughput import Throughput, peak_flops
@@ -98,7 +98,6 @@ def train(
     """Do the steps from `start` to `config.steps`; called by all processes together."""
     corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    accumulation = config.global_batch_size // (config.micro_batch_size * num_processes)
 
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
@@ -111,7 +110,7 @@ def train(
         # Accelerate does not wrap a model in DDP that is only to be evaluated. So each process keeps its own gradients,
         # which the tree adds up. The model stays in train mode all the same.
         model = accelerator.prepare_model(network, evaluation_mode=True)
-        tree_sum = TreeSum(network, accumulation * num_processes, rank, num_processes)
+        tree_sum = TreeSum(network, rank, num_processes)
     else:
         model, optimizer = accelerator.prepare(network, optimizer)
         optimizer = optimizer.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
@@ -122,14 +121,14 @@ def train(
         checkpoint.load(start.checkpoint, model, optimizer)
         state_digests(network, optimizer).require(start.metrics.get("state/digest"), start.checkpoint)
 
-    order = corpus.order(config.global_batch_size, config.seed)
+    order = corpus.order(config)
     sampler = StepSampler(order, start.step, config.steps, rank, num_processes)
     loader_check = LoaderCheck(accelerator, config.timeout_seconds, stop_signal)
     batches = load_batches(config, corpus, sampler, device, loader_check)
     # torch.manual_seed seeds CUDA too, and where there is none it keeps a stack trace of each call, which is slow.
     seed_draws = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
-    tokens_per_step = config.global_batch_size * config.seq_len
-    throughput = Throughput(tokens_per_step, network.flops_per_token(config.seq_len), peak_flops(accelerator))
+    flops_per_token = network.flops_per_token(config.seq_len)
+    throughput = Throughput(order, config.seq_len, flops_per_token, peak_flops(accelerator))
     totals = StepTotals(order, config.micro_batch_size, config.max_skipped, accelerator, run.path)
 
     with (
@@ -161,11 +160,9 @@ def train(
         # `add` the loss of each micro-batch; `send` all of them beside the last backward, with the number of targets of
         # the next step; `receive` that number; `read` the rest, one step late unless something needs it at once.
         for step in range(start.step, config.steps):
-            lr_share = lr_scale(config.schedule, step, config.steps)
-            set_lr(optimizer, lr_share)
-            set_average(optimizer, config.evaluation.average, step)
+            set_schedules(optimizer, network, config, step)
             scale = loss_scale(accelerator.mixed_precision, step, totals.skipped)
-            done = step + 1
+            done, accumulation = step + 1, len(share)
             due = config.due(done)
             layers.noting = due.log
             for index, micro_batch in enumerate(share):
@@ -180,9 +177,9 @@ def train(
                         totals.send(num_targets, stop)
                     backward(scale * micro_loss, model, accelerator)
                 if config.exact:
-                    tree_sum.add_micro_batch()
+                    tree_sum.add_micro_batch(accumulation)
             fill_in_gradients(parameters, scale)
-            grad_norm = clip(parameters, config.optimizer.grad_clip or math.inf)
+            grad_norm = clip(parameters, at_step("grad_clip", config.optimizer.grad_clip, config, step) or math.inf)
 
             target_tokens = totals.receive(done, grad_norm)
             totals.read(at_once=due.log or due.evaluate or due.save)
@@ -199,7 +196,8 @@ def train(
                     digests.check_replicas(accelerator, done)
             if due.log:
                 metrics |= {f"train/{name}": average for name, average in totals.averages.items()}
-                metrics |= {"train/lr": config.optimizer.lr * lr_share, "train/grad_norm": totals.grad_norm}
+                metrics |= {"train/lr": at_step("lr", config.optimizer.lr, config, step)}
+                metrics |= {"train/grad_norm": totals.grad_norm}
                 metrics |= layers.metrics | throughput.measure(done)
                 metrics |= {"train/skipped": totals.skipped} if config.max_skipped else {}
             if due.evaluate or done == config.steps:

@@ -14,8 +14,8 @@ from argparse import ArgumentParser
 
 SHORT = """--check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_story_samples 0 --tracking.log_every 1
     --evaluation.num_samples_shown 0 --resume auto --schedule.name constant --checkpoint.every 1 --checkpoint.keep 1
-    --init_from null --schedule.warmup_steps 0 --schedule.decay_steps null --tracking.tracker wandb
-    --tracking.wandb disabled""".split()
+    --init_from null --schedule.warmup_steps 0 --schedule.decay_steps null --schedule.batch_warmup_steps 0
+    --tracking.tracker wandb --tracking.wandb disabled""".split()
 
 
 def settings_of_a_short_run(words: list[str]) -> list[str]:
@@ -66,11 +66,11 @@ from model.gpt import GPTModel
 from model.hub import FAMILIES
 from model.seeds import derive_seed
 from run import checkpoint, shards
-from training.average import set_average
 from training.gradients import loss_scale
 from training.layers import total_norm
 from training.network import prepare_network
-from training.optimizer import build_optimizer, gathered, set_lr
+from training.optimizer import build_optimizer, gathered, set_schedules
+from training.schedule import at_step
 from training.tree_sum import TreeSum
 
 
@@ -115,7 +115,11 @@ class Verification:
         config.evaluation.every = (
             config.evaluation.every and config.steps // 2
         )  # 0: there may be nothing to evaluate on
-        config.global_batch_size = config.global_batch_size or 2 * config.micro_batch_size * self.num_processes
+        first = config.schedule.batch_warmup_from
+        config.global_batch_size = config.global_batch_size or 2 * (
+            first or config.micro_batch_size * self.num_processes
+        )
+        config.schedule.batch_warmup_steps = config.steps - 1 if first else None
         self.config = replace(config, out_dir=self.own_directory(Path(config.out_dir).expanduser()))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
@@ -182,15 +186,16 @@ class Verification:
         # Without it, every process does the work of all.
         rank, num_processes = (self.rank, self.num_processes) if all_reduce else (0, 1)
         add = self.accelerator.reduce if all_reduce else lambda tensor: tensor
-        accumulation = self.config.global_batch_size // (self.config.micro_batch_size * num_processes)
         torch.manual_seed(self.config.seed)
         network, optimizer = self.build()
         prepare_network(network, self.config, self.device)  # compiled or in chunks the bits are others
-        order = self.corpus.order(self.config.global_batch_size, self.config.seed)
-        add_micro_batch = TreeSum(network, accumulation, 0, 1).add_micro_batch if in_a_tree else lambda: None
-        rows, gradient = [], []
+        order = self.corpus.order(self.config)
+        add_micro_batch = TreeSum(network, 0, 1).add_micro_batch if in_a_tree else lambda accumulation: None
+        rows, gradient, tokens = [], [], 0
         for step in range(self.config.steps):
+            set_schedules(optimizer, network, self.config, step)
             scale = loss_scale(self.accelerator.mixed_precision, step, skipped=0)
+            accumulation = order.size(step) // (self.config.micro_batch_size * num_processes)
             samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
             batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
             exact = torch.float32 if self.device.type == "mps" else torch.float64  # which an MPS device has not
@@ -202,17 +207,16 @@ class Verification:
                     _, loss, *sums = network(**micro_batch, num_items_in_batch=num_targets)
                 (scale * loss).backward()
                 losses.append([float(number) for number in dict(*sums).get("loss", (loss.detach(), 0))])
-                add_micro_batch()
+                add_micro_batch(accumulation)
             for parameter in network.parameters():
                 parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad) / scale
-            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.optimizer.grad_clip or torch.inf)
+            largest_norm = at_step("grad_clip", self.config.optimizer.grad_clip, self.config, step) or torch.inf
+            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), largest_norm)
             gradient = gradient or gradient_of(optimizer)
-            set_lr(optimizer, 1.0)
-            set_average(optimizer, self.config.evaluation.average, step)
             optimizer.step()
             optimizer.zero_grad()
             total, count = add(torch.tensor(losses, device=self.device).sum(dim=0)).tolist()
-            tokens = (step + 1) * add(torch.tensor(batch["input_ids"].numel(), device=self.device)).item()
+            tokens += add(torch.tensor(batch["input_ids"].numel(), device=self.device)).item()
             rows.append({"train/loss": total / (count or 1), "train/grad_norm": norm.item(), "train/tokens": tokens})
         return Trained(rows, gradient, shards.state_tensors(network, optimizer))
 

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 import train
 from config import ConfigError, RunError, TrainConfig
 from data.corpus import load_corpus
+from data.order import BatchSizes
 from launch.nested import broadcast_from_main, nested_training, temporary_folder
 from launch.request import check_request
 from launch.start import num_shards, start_accelerator
@@ -36,7 +37,7 @@ from load import load_initial_model
 from model.gpt import GPTModel
 from run import shards  # noqa: F401  (what a run loads, the memory of this process has to hold)
 from run.metrics_file import read_rows
-from training.average import set_average
+from run.summary import batch_of_run, tokens_of_run
 from training.gradients import trainable_parameters
 from training.network import no_compiler, prepare_network
 from training.optimizer import build_optimizer
@@ -105,7 +106,6 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
         live.label = "moments"
         optimizer.step()
         moments = live.live["moments"]
-        set_average(optimizer, config.evaluation.average, step=1)
         # DDP's buckets stay from step to step, and so do gradients that are not complete after one micro-batch.
         accumulates = config.global_batch_size > config.micro_batch_size * accelerator.num_processes
         with_ddp = accelerator.num_processes > 1 and num_shards(accelerator) == 1 and not config.exact
@@ -163,8 +163,9 @@ def memory(
     if sharing > 1:
         parts["gathered by FSDP2"] = gathered_by_fsdp(network) * (4 if accelerator.mixed_precision == "no" else 2)
     if config.exact:
-        micro_batches = config.global_batch_size // config.micro_batch_size
-        leaves = (micro_batches & -micro_batches) // processes  # as training/tree_sum.py has them
+        sizes = BatchSizes.of(config)
+        micro_batches = [sizes.size(step) // config.micro_batch_size for step in (0, *sizes.grows_at)]
+        leaves = max(count & -count for count in micro_batches) // processes  # as training/tree_sum.py has them
         parts["sums of exact"] = weights * (leaves.bit_length() - 1 + (processes > 1))
     if accelerator.device.type == "cpu" and config.checkpoint.asynchronous:
         parts["copy for a checkpoint"] = (weights + moments) / sharing
@@ -177,6 +178,7 @@ def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEP
         short = deepcopy(config)
         short.out_dir, short.stop_after, short.branch_from, short.init_from = str(folder), steps, None, None
         short.profile, every = None, max(1, steps // 2)
+        short.schedule = replace(short.schedule, batch_warmup_from=None, batch_warmup_steps=None)
         short.tracking = replace(short.tracking, tracker="wandb", wandb="disabled", log_every=every)
         short.checkpoint.every, short.check_replicas_every = config.steps, 0
         short.evaluation.every *= config.steps  # so at its end alone
@@ -248,27 +250,28 @@ def main(config: TrainConfig) -> None:
         network = GPTModel(config.model)
     parts, checkpoint = memory(config, accelerator, network, scores=corpus.score is not None)
     peak = sum((parts := base | parts).values())
-    accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
-    tokens = config.global_batch_size * config.seq_len
+    at_once = config.micro_batch_size * accelerator.num_processes
+    tokens = BatchSizes.of(config).before(config.steps) * config.seq_len
     flops = network.flops_per_token(config.seq_len)
     named = {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
     said = {"parameters": f"{network.num_parameters():,}"}
     said |= {f"  {name}": f"{count:,}" for name, count in named.items() if count}
     said |= {
         "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {num_shards(accelerator)} to "
-        f"a replica of the model; {accumulation} micro-batch(es) of {config.micro_batch_size} a step",
-        "tokens": f"{tokens:,} a step x {config.steps:,} steps = {tokens * config.steps:,}",
-        "FLOPs": f"{flops:,} a token, {flops * tokens:.3g} a step, {flops * tokens * config.steps:.3g} in all",
+        f"a replica of the model; {batch_of_run(config, at_once)} micro-batch(es) of {config.micro_batch_size} a step",
+        "tokens": tokens_of_run(config),
+        "FLOPs": f"{flops:,} a token, {flops * config.global_batch_size * config.seq_len:.3g} a step, "
+        f"{flops * tokens:.3g} in all",
         "memory": f"{megabytes(peak)}: the peak of a process",
         **{f"  {name}": megabytes(size) for name, size in parts.items()},
         "checkpoint": f"{megabytes(checkpoint)}, {config.checkpoint.keep} kept and the best",
     }
-    of_burst = (BURST_STEPS + 1) * flops * tokens / accumulation / accelerator.num_processes
+    of_burst = (BURST_STEPS + 1) * flops * config.micro_batch_size * config.seq_len
     if why := reason_against_a_burst(config, accelerator, of_burst, peak, checkpoint):
         said["time"] = f"not measured: {why}"
     else:
-        row = burst(replace(config, global_batch_size=config.global_batch_size // accumulation), accelerator)
+        row = burst(replace(config, global_batch_size=at_once), accelerator)
         speed = row["perf/tokens_per_second"]
-        said["time"] = f"{config.steps * tokens / speed / 3600:,.2f} hours at {speed:,.0f} tokens/s, as in a burst"
+        said["time"] = f"{tokens / speed / 3600:,.2f} hours at {speed:,.0f} tokens/s, as in a burst"
         said["  memory of it"] = megabytes(row["perf/peak_memory_bytes"])
     accelerator.print("\n".join(f"{name:<24}{text}" for name, text in said.items()))

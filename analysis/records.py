@@ -14,14 +14,15 @@ from typing import Any
 from cli.screen import printable
 from config import ConfigError, flat_settings
 from data.json_objects import typed
-from run.continuation import FREE_SETTINGS, read_settings
+from data.order import BatchSizes
+from run.continuation import FREE_SETTINGS, OF_SCHEDULES, read_settings
 from run.identity import FACTS, lasting_starts, other_facts
 from run.metrics_file import read_rows
 from run.status import Status, read_status
 
 SEEDS = ("seed", "data.seed")
 # What two runs of one recipe may have different: where they lie, and what moves no loss by more than rounding.
-NOT_OF_A_RECIPE = FREE_SETTINGS - {"steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row"}
+NOT_OF_A_RECIPE = FREE_SETTINGS - OF_SCHEDULES - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
 WHEN_EVALUATED = ("every", "micro_batch_size", "num_story_samples", "num_samples_shown", "temperature")  # not on what
 NOT_OF_A_RECIPE |= {f"evaluation.{name}" for name in WHEN_EVALUATED}
 
@@ -147,13 +148,15 @@ class Record:
         return self.parent.tokens(begin) + self.logged_tokens(step) - self.logged_tokens(begin)
 
     def logged_tokens(self, step: int) -> int:
-        """`train/tokens` until a step; between two that are logged, in proportion."""
+        """`train/tokens` until a step; between two that are logged, in proportion to the sequences."""
         logged = [(0, 0), *self.curve("train/tokens")]
         before, tokens = max(point for point in logged if point[0] <= step)
-        tokens_per_step = self.settings["global_batch_size"] * self.settings["seq_len"]
+        names = ("global_batch_size", "schedule.batch_warmup_from", "schedule.batch_warmup_steps")
+        sizes = BatchSizes(*(self.settings[name] for name in names))
+        tokens_per_sequence = self.settings["seq_len"]
         if later := [point for point in logged if point[0] > step]:
-            tokens_per_step = (later[0][1] - tokens) / (later[0][0] - before)
-        return tokens + round((step - before) * tokens_per_step)
+            tokens_per_sequence = (later[0][1] - tokens) / (sizes.before(later[0][0]) - sizes.before(before))
+        return tokens + round((sizes.before(step) - sizes.before(before)) * tokens_per_sequence)
 
     def tokens_per_second(self) -> float | None:
         """The median over the logged intervals."""

@@ -98,9 +98,8 @@ class Side:
 
     @property
     def tokens(self) -> int:
-        """That a run of it trains on."""
-        batch = self.settings["global_batch_size"] or self.settings["micro_batch_size"]
-        return self.settings["steps"] * batch * self.settings["seq_len"]
+        """That its first run has trained on."""
+        return self.run(0).last()["train/tokens"]
 
     def run(self, seed: int) -> Training:
         """Its run number `seed`."""
@@ -129,6 +128,8 @@ class Side:
         steps = min(self.settings["steps"], max(LOGS_OF_SHORT, steps))
         changes = {"steps": steps, "evaluation.every": steps, "evaluation.num_samples": 2, "schedule.warmup_steps": 0}
         changes |= {"evaluation.num_story_samples": 0, "evaluation.num_samples_shown": 0, "schedule.decay_steps": None}
+        if "schedule.batch_warmup_from" in self.settings:
+            changes |= {"schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None}
         changes |= {"tracking.log_every": max(1, steps // LOGS_OF_SHORT), "tracking.wandb": "disabled"}
         return replace(self.changed(changes), runs=runs)
 

@@ -29,14 +29,14 @@ from torch.profiler import profile
 
 from benchmarks.measure import Group
 from benchmarks.nanogpt import build_peer
-from config import OptimizerConfig, TrainConfig
+from config import OptimizerConfig, ScheduleConfig, TrainConfig
 from data.order import GlobalBatches
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.seeds import derive_seed
 from training.gradients import clip
 from training.network import no_compiler, prepare_network
-from training.optimizer import build_optimizer, set_lr
+from training.optimizer import build_optimizer, set_schedules
 from training.step_totals import StepTotals
 from training.throughput import peak_bf16_flops
 
@@ -86,7 +86,7 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: bool) -> B
     accelerator = Accelerator(mixed_precision="bf16", cpu=scale.device == "cpu")
     with torch.device(scale.device) as device:  # random numbers for a billion weights take a CPU many seconds
         network = GPTModel(config)
-    run = TrainConfig(compile=scale.backend == "inductor", **settings)
+    run = TrainConfig(compile=scale.backend == "inductor", schedule=ScheduleConfig("constant"), **settings)
     prepare_network(network, run, device)
     for block in network.blocks if not run.compile else ():
         block.compile(backend=scale.backend)
@@ -97,7 +97,7 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: bool) -> B
 
     def step() -> Tensor:
         nonlocal done, target_tokens
-        set_lr(optimizer, 1.0)
+        set_schedules(optimizer, network, run, done)
         torch.manual_seed(derive_seed(0, "dropout", done, 0))
         loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=target_tokens)[1]
         totals.add(loss)
@@ -121,7 +121,8 @@ def nanogpt(config: GPTConfig, tokens: Tensor, scale: Scale, path: Path) -> Buil
     model, targets = torch.compile(network, backend=scale.backend), tokens.roll(-1, dims=1)
 
     def step() -> Tensor:
-        set_lr(optimizer, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIMIZER.lr
         with torch.autocast(scale.device, torch.bfloat16):
             _logits, loss = model(tokens, targets)
         loss.backward()

@@ -41,11 +41,11 @@ class Batches(Dataset):
         return default_collate([self.dataset[index] for index in indices])
 
     def __getitems__(self, batches: list[list[int]]) -> list[dict[str, Tensor]]:
-        """Several items of one size B, made in one go: a step of training empties the CPU's caches of code and tables,
-        and after each the first row takes far longer than those that follow."""
+        """Several items, made in one go: a step of training empties the CPU's caches of code and tables, and after each
+        the first row takes far longer than those that follow."""
         together = self[[index for indices in batches for index in indices]]
-        batch_size = len(batches[0])
-        split = {name: tensor.split(batch_size) for name, tensor in together.items()}
+        sizes = [len(indices) for indices in batches]
+        split = {name: tensor.split(sizes) for name, tensor in together.items()}
         return [{name: tensors[i] for name, tensors in split.items()} for i in range(len(batches))]
 
 
@@ -78,11 +78,13 @@ class Corpus:
     score_texts: Callable[[list[str]], Sums] | None = None
     """What texts are scored by that the trained model writes between two end-of-text tokens, as sample/NAME."""
 
-    def order(self, global_batch_size: int, seed: int) -> GlobalBatches:
-        """Which training samples every global batch has."""
+    def order(self, config: TrainConfig) -> GlobalBatches:
+        """Which training samples, and how many, every global batch has."""
+        schedule = config.schedule
+        batches = config.global_batch_size, config.seed, schedule.batch_warmup_from, schedule.batch_warmup_steps
         if self.quotas is None:
-            return GlobalBatches(len(self.train), global_batch_size, seed)
-        return MixedBatches([len(part) for part in self.train.datasets], self.quotas, global_batch_size, seed)
+            return GlobalBatches(len(self.train), *batches)
+        return MixedBatches([len(part) for part in self.train.datasets], self.quotas, *batches)
 
 
 def load_corpus(config: TrainConfig) -> Corpus:

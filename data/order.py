@@ -1,14 +1,17 @@
-"""The order of the data: global batch s is a function of (seed, s), and nothing else is stored anywhere.
+"""The order of the data: global batch s, and its size, is a function of (seed, s), and nothing else is stored anywhere.
 
 Each epoch visits every sample once, in an order given by a keyed permutation of the sample indices: a small block
 cipher, so that position -> index costs O(1) memory however large the corpus is (a `randperm` of a billion windows
 would cost 8 GB and a start-up). Resuming at step s is therefore just asking for batch s.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate, islice
 
 import numpy as np
 
+from config import TrainConfig
 from model.seeds import derive_seed
 
 MIX_BLOCK = 1000  # samples in which a mixture has its exact shares
@@ -63,15 +66,46 @@ def permute_each(positions: np.ndarray, size: int, seed: int, name: str) -> tupl
     return groups, places
 
 
-class GlobalBatches:
+class BatchSizes:
+    """How many sequences every global batch has, and how many all before it.
+
+    It begins with `warmup_from`, grows by as many at equal distances, and is `global_batch_size` from step
+    `warmup_steps` on. So every size splits into whole micro-batches on whatever number of processes the first one does,
+    and none depends on that number.
+    """
+
+    def __init__(self, global_batch_size: int, warmup_from: int | None = None, warmup_steps: int | None = None):
+        self.global_batch_size, self.first = global_batch_size, warmup_from or global_batch_size
+        times = global_batch_size // self.first - 1
+        self.grows_at = [-(-time * (warmup_steps or 0) // times) for time in range(1, times + 1)]  # rounded up
+        self._sums = [0, *accumulate(self.grows_at)]
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "BatchSizes":
+        """Those of a run whose `global_batch_size` is known."""
+        return cls(config.global_batch_size, config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps)
+
+    def size(self, step: int) -> int:
+        """Sequences in the global batch that step `step` (from 0) trains on."""
+        return self.first * (1 + bisect_right(self.grows_at, step))
+
+    def before(self, step: int) -> int:
+        """Sequences in all global batches before that of step `step`: those that so many steps train on."""
+        times = bisect_right(self.grows_at, step)
+        return self.first * ((1 + times) * step - self._sums[times])
+
+
+class GlobalBatches(BatchSizes):
     """The sample indices of every global batch of a run.
 
     Epochs follow each other without a gap: a global batch may end one epoch and begin the next, so that no sample is
     ever left out, whatever the batch size.
     """
 
-    def __init__(self, num_samples: int, global_batch_size: int, seed: int):
-        self.num_samples, self.global_batch_size, self.seed = num_samples, global_batch_size, seed
+    def __init__(self, num_samples: int, global_batch_size: int, seed: int, *warmup: int | None):
+        """`warmup` is that of BatchSizes."""
+        super().__init__(global_batch_size, *warmup)
+        self.num_samples, self.seed = num_samples, seed
 
     def indices(self, step: int, rank: int = 0, num_processes: int = 1) -> list[int]:
         """Sample indices of process `rank`'s share of the global batch that step `step` (from 0) trains on.
@@ -83,9 +117,11 @@ class GlobalBatches:
 
     def of_steps(self, steps: range, rank: int = 0, num_processes: int = 1) -> list[list[int]]:
         """The `indices` of several steps."""
-        share = self.global_batch_size // num_processes
-        first = np.array(steps, np.int64)[:, None] * self.global_batch_size + rank * share
-        return self.at((first + np.arange(share)).ravel()).reshape(len(steps), share).tolist()
+        shares = [self.size(step) // num_processes for step in steps]
+        firsts = [self.before(step) + rank * share for step, share in zip(steps, shares, strict=True)]
+        positions = [np.arange(first, first + share) for first, share in zip(firsts, shares, strict=True)]
+        indices = iter(self.at(np.concatenate(positions)).tolist())
+        return [list(islice(indices, share)) for share in shares]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
@@ -100,8 +136,8 @@ class MixedBatches(GlobalBatches):
     came before, takes no counting.
     """
 
-    def __init__(self, sizes: list[int], quotas: list[int], global_batch_size: int, seed: int):
-        super().__init__(sum(sizes), global_batch_size, seed)
+    def __init__(self, sizes: list[int], quotas: list[int], global_batch_size: int, seed: int, *warmup: int | None):
+        super().__init__(sum(sizes), global_batch_size, seed, *warmup)
         self.sizes, self.quotas, self.quota_ends = sizes, quotas, np.cumsum(quotas)
         self.orders = [GlobalBatches(size, 1, derive_seed(seed, "corpus", c)) for c, size in enumerate(sizes)]
 

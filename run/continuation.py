@@ -1,6 +1,7 @@
 """Whether these settings may go on with a run or a checkpoint that others began, which settings are said by name."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import yaml
 from cli.yaml_files import read_yaml
 from config import ConfigError, ScheduleConfig, TrainConfig, flat_settings
 from run.manifest import Manifest
-from training.schedule import lr_scale
+from training.schedule import SCHEDULES, at_step
 
-# What may change when a run goes on: nothing here moves the trajectory by more than rounding. `steps` and `schedule`
-# are compared by the learning rates that they gave so far; data.path and the paths of data.mix by data.hash, if
-# there is one, init_from by init_hash.
-FREE_SETTINGS = {
-    *("name", "out_dir", "resume", "branch_from", "steps", "schedule", "compile", "on_nonfinite"),
+# What may change when a run goes on: nothing here moves the trajectory by more than rounding. Those of schedules are
+# compared by what these gave so far; data.path and the paths of data.mix by data.hash, if there is one, init_from by
+# init_hash.
+OF_SCHEDULES = {"steps", *(f"schedule.{name}" for name in ("name", "warmup_steps", "decay_steps", "min_lr_ratio"))}
+FREE_SETTINGS = OF_SCHEDULES | {
+    *("name", "out_dir", "resume", "branch_from", "compile", "on_nonfinite"),
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
     *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
@@ -51,7 +53,8 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
             raise ValueError("it is empty" if stored is None else "it holds no settings")
         settings = complete_settings(stored)
         kinds = {"steps": int, "seq_len": int, "global_batch_size": int, "data.seed": int, "resume": str}
-        if wrong := [name for name, kind in kinds.items() if type(settings[name]) is not kind]:
+        kinds |= dict.fromkeys(("schedule.batch_warmup_from", "schedule.batch_warmup_steps"), int | None)
+        if wrong := [name for name, kind in kinds.items() if not isinstance(settings[name], kind)]:
             raise ValueError(f"{wrong[0]} is none")
         if settings["resume"] not in ("auto", "never"):
             settings["branch_from"] = settings["resume"]  # its older name
@@ -78,7 +81,7 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
         section = key.split(".")[0]
         is_free = key not in FIXED_SETTINGS and not free.isdisjoint((key, section))
         if key not in now:
-            if section == "schedule" or not is_free:
+            if not is_free:
                 lines.append(f"{key}: {before[key]} there, and no setting any more")
         elif before[key] != now[key] and not is_free:
             lines.append(f"{key}: {before[key]} there, {now[key]} now")
@@ -100,7 +103,8 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     """Refuse settings by which the updates until the checkpoint at `path` of the run itself would have been others.
 
     Raises:
-        ConfigError: with those settings, with the first step that had another learning rate, or if more steps are done.
+        ConfigError: with those settings, with the first step of which a schedule says otherwise now, or if more steps
+            are done.
     """
     before = complete_settings(manifest.config)
     if different := differences(before, config):  # config.yaml is gone, or was edited
@@ -108,14 +112,16 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     old_schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
     is_unchanged = old_schedule == config.schedule and before["steps"] == config.steps
     to_compare = 0 if is_unchanged else min(manifest.step, config.steps)  # of millions it takes seconds
-    for step in range(to_compare):
-        old, new = lr_scale(old_schedule, step, before["steps"]), lr_scale(config.schedule, step, config.steps)
+    then = replace(config, schedule=old_schedule, steps=before["steps"])
+    for step, name in product(range(to_compare), SCHEDULES):
+        value = before.get(f"optimizer.{name}", before.get(f"model.{name}"))
+        old, new = at_step(name, value, then, step), at_step(name, value, config, step)
         if old != new:
             raise ConfigError(
                 f"steps: {config.steps} (before: {before['steps']}) and schedule: {asdict(config.schedule)} would have "
-                f"given step {step} of this run {new:.6g} of the peak learning rate, but it had {old:.6g}; a run can "
-                "be extended only until its decay begins (schedule.name: constant or wsd), or be continued as a new "
-                f"one: --name NEW --branch_from {path}"
+                f"given step {step} of this run {name} = {new}, but it had {old}; a run can be extended only until its "
+                "decay begins (schedule.name: constant or wsd), or be continued as a new one: --name NEW --branch_from "
+                f"{path}"
             )
     if config.steps < manifest.step:
         raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} that {path} has already done")

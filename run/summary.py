@@ -6,11 +6,30 @@ import torch
 from accelerate import Accelerator
 
 from config import TrainConfig
+from data.order import BatchSizes
 from launch.start import num_shards
 from model.gpt import HAS_TRITON, GPTModel
 from run.directory import Start
 from training.gradients import trainable_parameters
 from training.network import no_compiler
+
+
+def batch_of_run(config: TrainConfig, of: int = 1) -> str:
+    """How many times `of` sequences a global batch has: 16, or where it grows 4 to 16."""
+    sizes = BatchSizes.of(config)
+    return " to ".join(dict.fromkeys(str(size // of) for size in (sizes.size(0), sizes.global_batch_size)))
+
+
+def tokens_of_run(config: TrainConfig) -> str:
+    """Those of a step and of the whole run."""
+    sizes = BatchSizes.of(config)
+    in_all = sizes.before(config.steps) * config.seq_len
+    first, whole = (size * config.seq_len for size in (sizes.size(0), sizes.global_batch_size))
+    if first == whole:
+        return f"{whole:,} a step x {config.steps:,} steps = {in_all:,}"
+    return (
+        f"{first:,} in step 1, {whole:,} from step {sizes.grows_at[-1] + 1:,} on, {in_all:,} in {config.steps:,} steps"
+    )
 
 
 def summary(
@@ -42,8 +61,7 @@ def summary(
         arithmetic.append("activation checkpointing")
     if config.exact:
         arithmetic.append("deterministic")
-    accumulation = config.global_batch_size // (config.micro_batch_size * accelerator.num_processes)
-    tokens_per_step = config.global_batch_size * config.seq_len
+    accumulation = batch_of_run(config, config.micro_batch_size * accelerator.num_processes)
     parameters = f"{model.num_parameters():,} parameters"
     if frozen := model.num_parameters() - sum(parameter.numel() for parameter in trainable_parameters(model)):
         parameters += f", {frozen:,} of them frozen"
@@ -52,9 +70,9 @@ def summary(
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
         "precision": ", ".join(arithmetic),
         "model": parameters,
-        "global batch": f"{config.global_batch_size} sequences = {config.micro_batch_size} micro-batch"
+        "global batch": f"{batch_of_run(config)} sequences = {config.micro_batch_size} micro-batch"
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
-        "tokens": f"{tokens_per_step:,} a step x {config.steps:,} steps = {tokens_per_step * config.steps:,}",
+        "tokens": tokens_of_run(config),
     }
     if device.type == "cuda" and config.data.documents == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, for there is no Triton"

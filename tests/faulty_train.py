@@ -43,8 +43,8 @@ def local_part(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def begin_step(optimizer, scale):
-    set_lr(optimizer, scale)
+def begin_step(optimizer, *arguments):
+    set_schedules(optimizer, *arguments)
     if Model.step is None:
         Model.step = next(iter(STARTS_AT))
     Model.step += 1
@@ -106,7 +106,7 @@ def dying(original):
     return call
 
 
-set_lr, train.set_lr = train.set_lr, begin_step
+set_schedules, train.set_schedules = train.set_schedules, begin_step
 train.GPTModel, train.StepTotals = Model, Totals
 if KIND == "kill_after_shards":
     checkpoint.sha256 = dying(checkpoint.sha256)

@@ -59,6 +59,7 @@ excess *= math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10) * 6
 excess *= 1 + 0.004 * random.Random(settings["name"]).gauss(0, 1)
 state = "finished" if math.isfinite(excess) else "failed"
 row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/floor": 0.5, "perf/tokens_per_second": 100.0}
+row["train/tokens"] = settings["steps"] * settings["global_batch_size"] * settings["seq_len"]
 with open(run + "/metrics.jsonl", "w") as file:
     print(json.dumps(row | {"perf/peak_memory_bytes": 2**20}), file=file)
 with open(run + "/status.json", "w") as file:

@@ -134,10 +134,10 @@ def test_the_tree_of_one_process_is_that_of_two(runs):
     tokens = torch.randint(97, (8, 32), generator=torch.Generator().manual_seed(1)).to(GPU)
 
     def gradients(rows):
-        tree_sum = TreeSum(network, len(rows), 0, 1)
+        tree_sum = TreeSum(network, 0, 1)
         for row in rows:
             network(row[None], labels=row[None], num_items_in_batch=8 * 31)[1].backward()
-            tree_sum.add_micro_batch()
+            tree_sum.add_micro_batch(len(rows))
         found = [parameter.grad for parameter in network.parameters()]
         network.zero_grad()
         return found

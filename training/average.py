@@ -8,20 +8,12 @@ import torch
 from torch.optim import Optimizer
 
 
-def keep_average(optimizer: Optimizer) -> None:
-    """Let every update be followed by that of an exponential average of the weights, `average` of their state."""
+def keep_average(optimizer: Optimizer, share: float) -> None:
+    """Let every update be followed by that of an exponential average of the weights, `average` of their state, of which
+    `average` of their group stays: at most this share (training/schedule.py)."""
+    for group in optimizer.param_groups:
+        group["average"] = share
     optimizer.register_step_post_hook(_update)
-
-
-def set_average(optimizer: Optimizer, average: float | None, step: int) -> None:
-    """Write into every group which share of the average stays at the update of `step` (from 0).
-
-    At most `average`, and less in the beginning, so that the first weights are forgotten at any length of a run: the
-    rule (1 + step) / (10 + step) is that of TensorFlow's ExponentialMovingAverage.
-    """
-    if average is not None:
-        for group in optimizer.param_groups:
-            group["average"] = min(average, (1 + step) / (10 + step))
 
 
 @torch.no_grad()

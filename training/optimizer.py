@@ -1,4 +1,4 @@
-"""The optimizer: which weights it is that a rule updates, which decay, and at what learning rate."""
+"""The optimizer: which weights it is that a rule updates, which decay, and by what of the step."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from config import OptimizerConfig, no_code_for
+from config import OptimizerConfig, TrainConfig, no_code_for
 from training.average import keep_average
+from training.schedule import SCHEDULES, at_step
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, average: float | None = None) -> torch.optim.Optimizer:
@@ -17,7 +18,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, average: float | 
     """
     optimizer = _of_name(model, config)
     if average is not None:
-        keep_average(optimizer)
+        keep_average(optimizer, average)
     return optimizer
 
 
@@ -42,10 +43,20 @@ def _of_name(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer
             raise no_code_for("optimizer.name", other)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Write the learning rate of the coming update into every group: `scale` times that which it was built with."""
+def set_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:
+    """Write what changes with the step, as step `step` (from 0) has it: of every group by what that was built with, and
+    the rate of every dropout."""
     for group in optimizer.param_groups:
-        group["lr"] = scale * group.setdefault("initial_lr", group["lr"])
+        for name in SCHEDULES.keys() & group.keys():
+            built_with = group.setdefault(f"initial_{name}", group[name])
+            group[name] = at_step(name, built_with, config, step)
+    if "dropout" in SCHEDULES:
+        rate = at_step("dropout", config.model.dropout, config, step)
+        for module in network.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = rate
+            elif isinstance(getattr(module, "dropout", None), float):
+                module.dropout = rate
 
 
 # Amsel et al. 2025, arXiv:2505.16932: one after the other the best polynomials for singular values from 0.001 to 1,

@@ -1,8 +1,34 @@
-"""The learning rate as a function of the step. There is no scheduler object: nothing to save, nothing to step."""
+"""What changes with the step, as functions of it. There is no scheduler object: nothing to save, nothing to step."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
-from config import ScheduleConfig, no_code_for
+from config import ScheduleConfig, TrainConfig, no_code_for
+
+
+def lr(peak: float, config: TrainConfig, step: int) -> float:
+    """The learning rate of the update of step `step`, of the one at the peak."""
+    return peak * lr_scale(config.schedule, step, config.steps)
+
+
+def average(most: float, config: TrainConfig, step: int) -> float:
+    """The share of an average of the weights (evaluation.average) that stays at the update of step `step`.
+
+    Less in the beginning, so that the first weights are forgotten at any length of a run: (1 + step) / (10 + step), the
+    rule of TensorFlow's ExponentialMovingAverage.
+    """
+    return min(most, (1 + step) / (10 + step))
+
+
+# The settings of `optimizer` that change with the step, and `dropout`, by name. Each is a function of the value that
+# the setting has, or a group of the optimizer in its place, of all settings, and of the step, from 0.
+SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {"lr": lr, "average": average}
+
+
+def at_step(name: str, value: Any, config: TrainConfig, step: int) -> Any:
+    """What the setting `name`, whose value is `value`, is at step `step` (from 0)."""
+    return SCHEDULES[name](value, config, step) if name in SCHEDULES else value
 
 
 def lr_scale(config: ScheduleConfig, step: int, steps: int) -> float:

@@ -8,6 +8,8 @@ import time
 import torch
 from accelerate import Accelerator
 
+from data.order import BatchSizes
+
 # Dense bf16 peaks in FLOP/s, from the makers' data sheets. On a device that is not here no MFU is reported.
 PEAK_BF16_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
 PEAK_BF16_FLOPS |= {"L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
@@ -40,20 +42,21 @@ def peak_memory_bytes() -> int:
 class Throughput:
     """A stopwatch over training steps. Restart it after an evaluation or a checkpoint: they are not training."""
 
-    def __init__(self, tokens_per_step: int, flops_per_token: float, peak_flops: float):
-        self.tokens_per_step, self.flops_per_token, self.peak_flops = tokens_per_step, flops_per_token, peak_flops
+    def __init__(self, sizes: BatchSizes, seq_len: int, flops_per_token: float, peak_flops: float):
+        self.sizes, self.seq_len, self.flops_per_token, self.peak_flops = sizes, seq_len, flops_per_token, peak_flops
 
     def restart(self, step: int) -> None:
         """Begin to measure at `step`."""
-        self.step, self.seconds = step, time.perf_counter()
+        self.tokens, self.seconds = self.sizes.before(step) * self.seq_len, time.perf_counter()
 
     def measure(self, step: int) -> dict[str, float]:
         """`train/tokens` of so many steps, `perf/tokens_per_second` over all processes since the last call,
         `perf/peak_memory_bytes` of this one, and `perf/mfu` where the device's peak is known; begins to measure anew.
         """
-        tokens_per_second = (step - self.step) * self.tokens_per_step / (time.perf_counter() - self.seconds)
+        tokens, seconds = self.tokens, self.seconds
         self.restart(step)
-        metrics = {"train/tokens": step * self.tokens_per_step, "perf/tokens_per_second": tokens_per_second}
+        tokens_per_second = (self.tokens - tokens) / (self.seconds - seconds)
+        metrics = {"train/tokens": self.tokens, "perf/tokens_per_second": tokens_per_second}
         metrics["perf/peak_memory_bytes"] = peak_memory_bytes()
         if self.peak_flops:
             metrics["perf/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops

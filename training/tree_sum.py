@@ -21,19 +21,19 @@ class TreeSum:
     log2(leaves of the process) + 1 partial sums, each the size of the gradients, and one more to receive.
     """
 
-    def __init__(self, network: nn.Module, num_micro_batches: int, rank: int, num_processes: int):
+    def __init__(self, network: nn.Module, rank: int, num_processes: int):
         self.parameters = trainable_parameters(network)
         self.rank, self.num_processes = rank, num_processes
-        num_leaves = num_micro_batches & -num_micro_batches  # the largest power of two that divides it
-        self.micro_batches_per_leaf = num_micro_batches // num_leaves
-        self.leaves_per_process = num_leaves // num_processes
         self.num_added = 0
         self.partial_sums: list[list[Tensor]] = []  # of distinct powers of two of leaves, like the digits of a counter
 
-    def add_micro_batch(self) -> None:
-        """Add what the last backward left in `.grad`; called on all processes equally often."""
+    def add_micro_batch(self, accumulation: int) -> None:
+        """Add what the last backward left in `.grad`, of one of the `accumulation` micro-batches that every process has
+        in this step."""
+        micro_batches = accumulation * self.num_processes
+        leaves = micro_batches & -micro_batches  # the largest power of two that divides it
         self.num_added += 1
-        num_leaves, in_leaf = divmod(self.num_added, self.micro_batches_per_leaf)
+        num_leaves, in_leaf = divmod(self.num_added, micro_batches // leaves)
         if in_leaf:
             return
         fill_in_gradients(self.parameters)
@@ -45,7 +45,7 @@ class TreeSum:
         for _ in range(num_carries):
             torch._foreach_add_(gradients, self.partial_sums.pop())
         self.partial_sums.append(gradients)
-        if num_leaves == self.leaves_per_process:
+        if self.num_added == accumulation:
             self._add_processes(gradients)
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient

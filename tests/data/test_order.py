@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data.corpus import Batches
-from data.order import GlobalBatches, StepSampler, permute
+from data.order import BatchSizes, GlobalBatches, StepSampler, permute
 from data.random_tokens import RandomTokensDataset
 from data.stories import StoriesDataset
 from model.seeds import derive_seed
@@ -86,10 +86,39 @@ def test_a_batch_may_be_larger_than_the_corpus():
     assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("global_batch_size", [8, 600, 6000], ids="of {} samples".format)
-def test_the_sampler_goes_on_where_another_stopped(global_batch_size):
+def test_a_batch_grows_to_its_whole_size():
+    """By its first size, which every one is a multiple of, at equal distances; one over no steps is whole at once."""
+    assert [BatchSizes(12, 4, 5).size(step) for step in range(8)] == [4, 4, 4, 8, 8, 12, 12, 12]
+    assert [BatchSizes(6, 2, 2).size(step) for step in range(4)] == [2, 4, 6, 6]
+    assert [BatchSizes(40, 8, 2).size(step) for step in range(4)] == [8, 24, 40, 40], "two at a time"
+    for constant in (BatchSizes(12), BatchSizes(12, 12, 7), BatchSizes(12, 4, 0)):
+        assert {constant.size(step) for step in range(9)} == {12}
+    lasting = Counter(map(BatchSizes(64, 8, 500).size, range(500)))
+    assert sorted(lasting) == list(range(8, 64, 8)) and set(lasting.values()) == {71, 72}
+    assert BatchSizes(64, 8, 500).size(499) == 56 and BatchSizes(64, 8, 500).size(500) == 64
+    for sizes in (BatchSizes(64, 8, 500), BatchSizes(512, 2, 100), BatchSizes(7), BatchSizes(12, 3, 0)):
+        before = [sizes.before(step) for step in range(600)]
+        assert before == np.cumsum([0, *(sizes.size(step) for step in range(599))]).tolist()
+    far = BatchSizes(512, 2, 10**12)
+    assert far.before(2**60) - far.before(2**50) == 512 * (2**60 - 2**50)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_batches_that_grow_leave_no_sample_out(num_processes):
+    batches = GlobalBatches(10, 12, 3, 4, 5)
+    visited = batches.at(np.arange(68)).tolist()
+    begin = 0
+    for step, size in enumerate([4, 4, 4, 8, 8, 12, 12, 12]):
+        shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
+        assert sum(shares, []) == visited[begin : begin + size] and len({*map(len, shares)}) == 1
+        begin += size
+    assert begin == 64 == batches.before(8)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (600,), (6000,), (600, 4, 9)], ids="of {0} samples".format)
+def test_the_sampler_goes_on_where_another_stopped(sizes):
     """And has the share of each step, however many steps it computes together: all, a few, or each alone."""
-    batches = GlobalBatches(50, global_batch_size, seed=0)
+    batches = GlobalBatches(50, sizes[0], 0, *sizes[1:])
     whole = list(StepSampler(batches, 0, 20, rank=1, num_processes=2))
     assert whole == [batches.indices(step, 1, 2) for step in range(20)]
     assert list(StepSampler(batches, 13, 20, rank=1, num_processes=2)) == whole[13:]
@@ -104,7 +133,7 @@ def test_seeds_are_stable_and_distinct():
 @pytest.mark.parametrize("make", [StoriesDataset, RandomTokensDataset])
 def test_batches_that_are_made_in_one_go_are_those_made_one_by_one(make):
     dataset = make("train", 50, 0, 96, *([30] if make is RandomTokensDataset else []))
-    batches, asked = Batches(dataset), [[3, 49], [0, 3], [7, 8]]
+    batches, asked = Batches(dataset), [[3, 49], [0, 3, 5], [7]]
     for indices, batch in zip(asked, batches.__getitems__(asked), strict=True):
         assert batch.keys() == {"input_ids", "labels"}
         for name, rows in batch.items():

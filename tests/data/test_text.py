@@ -171,11 +171,12 @@ def test_a_mixed_batch_is_a_function_of_the_seed_and_the_step(num_processes):
 
 def test_a_mixture_is_of_its_corpora(folder):
     mix = json.dumps({str(folder / "a"): 3, str(folder / "b"): 1})
-    corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 8))
+    config = settings(folder, "--data.mix", mix, "--evaluation.num_samples", 8, "--global_batch_size", MIX_BLOCK)
+    corpus = load_corpus(config)
     a, b = open_split(folder / "a"), open_split(folder / "b")
     assert corpus.quotas == [750, 250] and len(corpus.train) == len(a) + len(b)
     assert torch.equal(corpus.train[len(a) + 3]["input_ids"], b[3]["input_ids"])
-    drawn = Counter(i >= len(a) for i in corpus.order(MIX_BLOCK, seed=0).indices(7))
+    drawn = Counter(i >= len(a) for i in corpus.order(config).indices(7))
     assert drawn == {False: 750, True: 250}
     assert [len(part) for part in corpus.validation.datasets] == [6, 2]
     corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 7))

@@ -98,13 +98,12 @@ def test_another_average_is_another_run(words, averaged, tmp_path):
 
 def test_weights_are_back_after_an_evaluation_that_fails(tmp_path):
     """What is saved then, or looked at, is what was trained."""
-    from training.average import averaged_weights, keep_average, set_average
+    from training.average import averaged_weights, keep_average
 
     layer = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(layer.parameters())
-    keep_average(optimizer)
-    for step in range(3):
-        set_average(optimizer, AVERAGE, step)
+    keep_average(optimizer, AVERAGE)
+    for _ in range(3):
         layer(torch.ones(3)).sum().backward()
         optimizer.step()
     trained = layer.weight.clone()

@@ -78,14 +78,14 @@ def pairwise(numbers):
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 8, 12, 32])
 def test_the_tree_is_the_documented_one(num_micro_batches):
     network = nn.Linear(50, 1, bias=False)
-    tree_sum = TreeSum(network, num_micro_batches, rank=0, num_processes=1)
+    tree_sum = TreeSum(network, rank=0, num_processes=1)
     odd = next(m for m in range(1, num_micro_batches + 1, 2) if (num_micro_batches // m).bit_count() == 1
                and num_micro_batches % m == 0)  # fmt: skip
     for repetition in range(2):  # the second step finds nothing of the first
         inputs = torch.randn(num_micro_batches, 50, generator=torch.Generator().manual_seed(repetition)) * 10
         for one in inputs:
             network(one).sum().backward()
-            tree_sum.add_micro_batch()
+            tree_sum.add_micro_batch(num_micro_batches)
         leaves = [leaf[0] if odd == 1 else (leaf[0] + leaf[1]) + leaf[2] for leaf in inputs.view(-1, odd, 50)]
         assert torch.equal(network.weight.grad[0], pairwise(leaves))
         if num_micro_batches > 3:

@@ -1,15 +1,15 @@
-"""The learning rate is a function of the step: its shapes, and that the optimizer uses it."""
+"""What changes with the step is a function of it: the shapes of the learning rate, and that every place has them."""
 
 import math
 
 import pytest
 import torch
 
-from config import OptimizerConfig, ScheduleConfig
+from config import OptimizerConfig, ScheduleConfig, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from training.optimizer import build_optimizer, set_lr
-from training.schedule import lr_scale
+from training.optimizer import build_optimizer, set_schedules
+from training.schedule import SCHEDULES, at_step, lr_scale
 
 
 def scales(steps=100, **settings):
@@ -56,10 +56,33 @@ def test_only_matrices_decay():
     assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
 
 
-def test_set_lr_scales_the_learning_rate_of_every_group():
+def test_the_learning_rate_of_every_group_is_scaled():
     """A fork may give each its own, as torch's optimizers let it."""
-    optimizer = build_optimizer(torch.nn.Linear(2, 2), OptimizerConfig(lr=1.0))
+    network = torch.nn.Linear(2, 2)
+    optimizer = build_optimizer(network, OptimizerConfig(lr=1.0))
     optimizer.param_groups[1]["lr"] = 0.5
-    for scale in (0.25, 0.0, 0.5):
-        set_lr(optimizer, scale)
+    config = TrainConfig(steps=4, schedule=ScheduleConfig("linear"))
+    for step, scale in ((2, 0.5), (0, 1.0), (3, 0.25)):
+        set_schedules(optimizer, network, config, step)
         assert [group["lr"] for group in optimizer.param_groups] == [scale, 0.5 * scale]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_schedule_more_is_a_function_more(name, monkeypatch):
+    """As a fork adds it; what does not decay goes on not to."""
+    monkeypatch.setitem(SCHEDULES, "weight_decay", lambda built_with, config, step: built_with * step / config.steps)
+    monkeypatch.setitem(SCHEDULES, "betas", lambda built_with, config, step: (0.1 * step, built_with[1]))
+    monkeypatch.setitem(SCHEDULES, "dropout", lambda built_with, config, step: built_with * step)
+    monkeypatch.setitem(SCHEDULES, "grad_clip", lambda built_with, config, step: built_with + step)
+    model = GPTConfig(vocab_size=11, d_model=8, n_heads=2, d_ff=16, dropout=0.2)
+    optimizer = OptimizerConfig(name, weight_decay=0.4, grad_clip=1.0)
+    config = TrainConfig(steps=4, optimizer=optimizer, schedule=ScheduleConfig("constant"), model=model)
+    network = GPTModel(model)
+    groups = (optimizer := build_optimizer(network, config.optimizer)).param_groups
+    for step in (3, 1):
+        set_schedules(optimizer, network, config, step)
+        assert [group["weight_decay"] for group in groups] == [0.1 * step] * (len(groups) - 1) + [0.0]
+        assert {group["betas"] for group in groups} == {(0.1 * step, 0.95)}
+        rates = {getattr(module, "p", getattr(module, "dropout", None)) for module in network.modules()}
+        assert {rate for rate in rates if isinstance(rate, float)} == {0.2 * step}
+        assert at_step("grad_clip", config.optimizer.grad_clip, config, step) == 1.0 + step
