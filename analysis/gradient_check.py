@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.data import Dataset
 
+from analysis.model_checks import with_windows_within
 from config import TrainConfig
 from data.corpus import Batches
 from model import linear
@@ -36,9 +37,11 @@ def gradient_errors(config: TrainConfig, dataset: Dataset, accelerator: Accelera
 
     The model is this config's with at most two layers and no dropout, on rows of the data cut to 32 positions.
     """
-    config = replace(config, model=replace(config.model, n_layers=min(MAX_LAYERS, config.model.n_layers), dropout=0.0))
+    length = min(MAX_POSITIONS, config.seq_len)
+    small = replace(config.model, n_layers=min(MAX_LAYERS, config.model.n_layers), dropout=0.0)
+    config = replace(config, model=with_windows_within(small, length))
     eager = replace(config, compile=False)
-    batch = first_rows(dataset, min(MAX_POSITIONS, config.seq_len))
+    batch = first_rows(dataset, length)
     torch.manual_seed(0)
     network = GPTModel(config.model)
     for parameter in network.parameters():  # so that also what begins at zero does something

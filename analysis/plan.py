@@ -90,9 +90,10 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
     """Of the tensors at the peak of a step on one device that holds the whole model, by part; and of the moments. An
     evaluation that `scores` keeps its logits.
 
-    Left out: samples, and the mask of data.documents: isolated.
+    Left out: samples, and the masks of data.documents: isolated and of windows.
     """
     device = accelerator.device
+    config = replace(config, model=replace(config.model, window=None))
     with FakeTensorMode(), LiveBytes() as live, torch.device(device):
         network = GPTModel(config.model)
         # What torch.compile keeps is less, and known to nobody before it has compiled; its loss goes in chunks.

@@ -54,6 +54,15 @@ class GPTConfig:
     """How the model knows order: learned (a table of max_position_embeddings vectors added to the token embeddings) or
     rope (queries and keys are rotated by an angle proportional to the position)."""
 
+    window: int | None = None
+    """In layers with a window, how many positions attention sees: each its own and the window - 1 before it (Jiang et
+    al. 2023, "Mistral 7B", arXiv:2310.06825). At most max_position_embeddings. Default null: all before it."""
+
+    window_layers: str = "SSL"
+    """Which layers have the window: S (short) has it, L (long) sees all before it. The letters repeat over the layers,
+    and the last layer is long whatever they say, as nanochat's --window-pattern has it; SL is Gemma 2's alternation
+    (arXiv:2408.00118). Only read with a window."""
+
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation at the entrance of each attention and MLP, and before the output projection."""
 
@@ -85,6 +94,12 @@ class GPTConfig:
         return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
 
     @property
+    def windows(self) -> list[int | None]:
+        """The window of each layer, in positions; None: all before it."""
+        letters = (self.window_layers * self.n_layers)[: self.n_layers - 1] + "L"
+        return [self.window if letter == "S" else None for letter in letters]
+
+    @property
     def num_weights(self) -> int:
         """Elements of all matrices; a vocab_size that is not known yet counts nothing."""
         attention = 2 * (self.n_heads + self.kv_heads) * self.head_size
@@ -96,7 +111,9 @@ class GPTConfig:
     def problems(self) -> list[str]:
         """Every inconsistency, one message each with the setting, its value and what would be right; [] if none."""
         problems = []
-        for name in "vocab_size max_position_embeddings n_layers n_heads n_kv_heads d_model d_ff head_dim".split():
+        for (
+            name
+        ) in "vocab_size max_position_embeddings n_layers n_heads n_kv_heads d_model d_ff head_dim window".split():
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.append(f"model.{name} is {value}: it must be at least 1")
@@ -127,6 +144,16 @@ class GPTConfig:
             problems.append(
                 f"model.head_dim is {self.head_size}{origin}: with model.position rope it must be even, "
                 f"such as {self.head_size + 1}"
+            )
+        if self.window is not None and self.window > self.max_position_embeddings:
+            problems.append(
+                f"model.window is {self.window}: it must be at most model.max_position_embeddings "
+                f"{self.max_position_embeddings}, or null for none"
+            )
+        if not self.window_layers or set(self.window_layers) - {"S", "L"}:
+            problems.append(
+                f"model.window_layers is {self.window_layers!r}: it must be letters S (with the window) and L (without)"
+                ", such as SSL"
             )
         if self.n_heads % self.kv_heads:
             divisors = [str(n) for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]

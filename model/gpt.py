@@ -47,27 +47,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PlainAttention(torch.autograd.Function):
-    """Causal attention with all scores in memory; autograd would pass over them twice as often. N is B times H."""
+    """Attention with all scores in memory, causal or by a mask [T, T]; autograd would pass over them twice as often.
+
+    N is B times H.
+    """
 
     @staticmethod
-    def forward(ctx, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    def forward(ctx, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None = None) -> Tensor:
         q_NTD, k_NTD, v_NTD = (x.flatten(0, 1) for x in (q_BHTD, k_BHTD, v_BHTD))
         T, D = q_NTD.shape[1:]
-        future_TT = q_NTD.new_full((T, T), -math.inf).triu(1)
-        scores_NTT = torch.baddbmm(future_TT, q_NTD, k_NTD.mT, alpha=1 / math.sqrt(D))
+        if mask_TT is None:
+            hidden_TT = q_NTD.new_full((T, T), -math.inf).triu(1)
+        else:
+            hidden_TT = q_NTD.new_zeros(mask_TT.shape).masked_fill_(~mask_TT, -math.inf)
+        scores_NTT = torch.baddbmm(hidden_TT, q_NTD, k_NTD.mT, alpha=1 / math.sqrt(D))
         weights_NTT = scores_NTT.softmax(dim=-1, dtype=torch.float32).type_as(v_NTD)
         ctx.save_for_backward(q_NTD, k_NTD, v_NTD, weights_NTT)
         return (weights_NTT @ v_NTD).view(q_BHTD.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx, gradient_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_NTD, k_NTD, v_NTD, weights_NTT = ctx.saved_tensors
         gradient_NTD, scale = gradient_BHTD.flatten(0, 1), 1 / math.sqrt(q_NTD.shape[-1])
         of_weights_NTT = gradient_NTD @ v_NTD.mT
         of_scores_NTT = torch._softmax_backward_data(of_weights_NTT, weights_NTT, -1, weights_NTT.dtype)
         of_q_NTD, of_k_NTD = (of_scores_NTT @ k_NTD).mul_(scale), (of_scores_NTT.mT @ q_NTD).mul_(scale)
-        return tuple(x.view(gradient_BHTD.shape) for x in (of_q_NTD, of_k_NTD, weights_NTT.mT @ gradient_NTD))
+        gradients_NTD = of_q_NTD, of_k_NTD, weights_NTT.mT @ gradient_NTD
+        return *(x.unflatten(0, gradient_BHTD.shape[:2]) for x in gradients_NTD), None
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -111,7 +118,7 @@ class Attention(nn.Module):
             attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
             y_BHTD = attend(q_BHTD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=self.groups > 1)
         elif self.uses_plain_attention(q_BHTD, mask):
-            y_BHTD = PlainAttention.apply(q_BHTD, k_BKTD, v_BKTD)
+            y_BHTD = PlainAttention.apply(q_BHTD, k_BKTD, v_BKTD, mask)
         else:
             dropout, causal = self.dropout if self.training else 0.0, mask is None and q_BHTD.shape[-2] > 1
             kind = {"dropout_p": dropout, "is_causal": causal, "enable_gqa": self.groups > 1}
@@ -128,7 +135,8 @@ class Attention(nn.Module):
             short = T <= 256
         else:
             short = q_BHTD.dtype == torch.float32 and 1 < T <= 128 and not exact
-        plain_enough = mask is None and self.groups == 1 and not (self.training and self.dropout)
+        same_for_all_rows = mask is None or mask.dim() == 2  # causal, or with a window
+        plain_enough = same_for_all_rows and self.groups == 1 and not (self.training and self.dropout)
         return short and q_BHTD.device.type == "cpu" and plain_enough
 
 
@@ -171,24 +179,34 @@ class Block(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
-def document_mask(position_ids: Tensor, dropout: float, head_size: int) -> Tensor | BlockMask | None:
-    """Which earlier positions of its own document each position may attend to.
-
-    A BlockMask of [B, 1, T, T] on CUDA with Triton, where flex attention then skips what is masked. Elsewhere, and with
-    what it does not offer, dropout of attention weights and heads narrower than 16, bool [B, 1, T, T]; on a CPU
-    None if no row has a second document.
-    """
+def documents_of(position_ids: Tensor) -> Tensor | None:
+    """The number of the document that each position [B, T] is of; on a CPU None if no row has a second one."""
     document_BT = (position_ids == 0).cumsum(dim=-1)
-    if position_ids.is_cuda and dropout == 0 and head_size >= 16 and HAS_TRITON:
+    return None if position_ids.device.type == "cpu" and document_BT.max() == 1 else document_BT
 
-        def sees(b, head, query, key):
-            return (query >= key) & (document_BT[b, query] == document_BT[b, key])
 
-        B, T = position_ids.shape
-        return create_block_mask(sees, B, None, T, T, device=position_ids.device)
-    if position_ids.device.type == "cpu" and document_BT.max() == 1:
-        return None
-    return (document_BT[:, None, :, None] == document_BT[:, None, None, :]).tril()
+def takes_flex_attention(tokens: Tensor, dropout: float, head_size: int) -> bool:
+    """Whether flex attention can skip what is masked: on CUDA with Triton, and without what it does not offer, dropout
+    of attention weights and heads narrower than 16."""
+    return tokens.is_cuda and dropout == 0 and head_size >= 16 and HAS_TRITON
+
+
+def visible(begin: int, end: int, window: int, document_BT: Tensor | None, device: torch.device) -> Tensor:
+    """Which positions before `end` each from `begin` on may attend to: itself and those before it, in its window and of
+    its document. bool [T, end], or [B, 1, T, end] with documents."""
+    mask = torch.ones(end - begin, end, dtype=torch.bool, device=device).tril(begin).triu(begin - window + 1)
+    return mask if document_BT is None else mask & (document_BT[:, None, :, None] == document_BT[:, None, None, :])
+
+
+def block_mask(end: int, window: int, document_BT: Tensor | None, device: torch.device) -> BlockMask:
+    """The same for flex attention, from position 0 on."""
+
+    def sees(b, head, query, key):
+        seen = (query >= key) & (query - key < window)
+        return seen if document_BT is None else seen & (document_BT[b, query] == document_BT[b, key])
+
+    rows = None if document_BT is None else len(document_BT)
+    return create_block_mask(sees, rows, None, end, end, device=device)
 
 
 class GPTModel(Generation, nn.Module):
@@ -207,6 +225,7 @@ class GPTModel(Generation, nn.Module):
         if problems:
             raise ValueError("\n".join(problems))
         self.config = config
+        self.windows = config.windows
         self.next_token_loss = next_token_loss  # training/network.py chooses how it is computed
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
@@ -301,17 +320,7 @@ class GPTModel(Generation, nn.Module):
         seq_len = begin + input_ids.shape[1]
         if seq_len > limit:
             raise ValueError(f"a sequence of {seq_len} tokens, but model.max_position_embeddings is {limit}")
-        mask = None
-        if 0 < begin < seq_len - 1:  # several tokens, each of which sees those before it
-            mask = torch.ones(seq_len - begin, seq_len, dtype=torch.bool, device=input_ids.device).tril(begin)
-        if attention_mask is not None and not attention_mask.all():
-            causal_TT = torch.ones(seq_len, seq_len, dtype=torch.bool, device=input_ids.device).tril()
-            # A query that sees no key at all (padding on the left) gets zeros from the kernel, since torch 2.5.
-            mask = causal_TT & attention_mask.bool()[:, None, None, :]
-
-        if position_ids is not None:
-            dropout = self.config.dropout if self.training else 0.0
-            mask = document_mask(position_ids, dropout, self.config.head_size)
+        masks = self.masks(begin, input_ids, attention_mask, position_ids)
 
         rope = None
         x_BTC = self.token_embedding(input_ids)
@@ -322,7 +331,7 @@ class GPTModel(Generation, nn.Module):
             x_BTC = x_BTC + self.position_embedding(positions)
         x_BTC = self.dropout(x_BTC)
         for index, block in enumerate(self.blocks):
-            x_BTC = block(x_BTC, rope, mask, cache[index] if cache else None)
+            x_BTC = block(x_BTC, rope, masks[self.windows[index]], cache[index] if cache else None)
         x_BTC = self.final_norm(x_BTC)
 
         logits, loss = None, None
@@ -331,6 +340,29 @@ class GPTModel(Generation, nn.Module):
         if labels is None or logits_to_keep is not None:
             logits = linear(x_BTC[:, -(logits_to_keep or 0) :], self.output_weight)
         return logits, loss
+
+    def masks(
+        self, begin: int, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> dict[int | None, Mask]:
+        """For each window of the layers, which positions attention may see, if not simply all before; see forward."""
+        end, device = begin + input_ids.shape[1], input_ids.device
+        real_BT = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
+        document_BT = None if position_ids is None else documents_of(position_ids)
+        dropout = self.config.dropout if self.training else 0.0
+        flex = begin == 0 and real_BT is None and takes_flex_attention(input_ids, dropout, self.config.head_size)
+        several_after_others = 0 < begin < end - 1
+        masks = {}
+        for window in set(self.windows):
+            width = end if window is None else min(window, end)
+            if width == end and document_BT is None and real_BT is None and not several_after_others:
+                masks[window] = None
+            elif flex:
+                masks[window] = block_mask(end, width, document_BT, device)
+            else:
+                mask = visible(begin, end, width, document_BT, device)
+                # A query that sees no key at all (padding on the left) gets zeros from the kernel, since torch 2.5.
+                masks[window] = mask if real_BT is None else mask & real_BT[:, None, None, :]
+        return masks
 
     def num_parameters(self, lookups: bool = True) -> int:
         """Number of parameters; lookups=False leaves out those that are looked up and never multiplied: the position

@@ -35,7 +35,7 @@ NAMES = {
     | dict(d_ff="intermediate_size", dropout="attention_dropout", norm_eps="rms_norm_eps"),
 }  # fmt: skip
 # What else is understood: how weights begin is no part of a model, and what is named of attention is looked at below.
-HANDLED_SEPARATELY = {"zero_init", "rope_theta", "n_kv_heads", "head_dim"}
+HANDLED_SEPARATELY = {"zero_init", "rope_theta", "n_kv_heads", "head_dim", "window", "window_layers"}
 
 
 def family_of(config: GPTConfig) -> str:
@@ -58,11 +58,25 @@ def family_of(config: GPTConfig) -> str:
         misfits["gpt2"].append(f"model.n_kv_heads is {config.kv_heads}, not model.n_heads {config.n_heads}")
     if config.head_size * config.n_heads != config.d_model:
         misfits["gpt2"].append(f"model.head_dim is {config.head_size}, not model.d_model / model.n_heads")
+    if any(config.windows):
+        misfits["gpt2"].append(f"model.window is {config.window}, not None")
     for family, reasons in misfits.items():
         if not reasons:
             return family
     explained = "\n".join(f"{family}: {'; '.join(reasons)}" for family, reasons in misfits.items())
     raise ValueError(f"the model has no counterpart in transformers:\n{explained}")
+
+
+def layer_types(config: GPTConfig) -> list[str]:
+    """What Qwen3 calls the attention of each layer, with a window or without; its window counts a position itself."""
+    return ["sliding_attention" if window else "full_attention" for window in config.windows]
+
+
+def window_layers(layer_types: list[str]) -> str:
+    """The inverse of layer_types, with no more letters than are repeated."""
+    letters = "".join("S" if kind == "sliding_attention" else "L" for kind in layer_types)
+    count = len(letters)
+    return next(letters[:n] for n in range(1, count + 1) if (letters[:n] * count)[: count - 1] == letters[:-1])
 
 
 def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
@@ -82,6 +96,8 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
         settings["n_ctx"] = config.max_position_embeddings  # as the published one has it, and llama.cpp reads it
         # The default of both is 50256, the published GPT-2's end of text.
         return GPT2Config(**settings, bos_token_id=None, eos_token_id=None)
+    if any(config.windows):
+        settings |= {"use_sliding_window": True, "sliding_window": config.window, "layer_types": layer_types(config)}
     hf_config = Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
     hf_config.rope_theta = config.rope_theta  # where transformers 4 has it, for which it would else be 10,000
     return hf_config
@@ -109,8 +125,11 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
     else:
         there |= hf_config.rope_parameters
         settings["rope_theta"] = there["rope_theta"]
-        required = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)}
-        required["rope_type"] = ("default",)
+        required = {"hidden_act": ("silu",), "attention_bias": (False,), "rope_type": ("default",)}
+        if "sliding_attention" in hf_config.layer_types:
+            settings["window"] = min(hf_config.sliding_window, hf_config.max_position_embeddings)
+            settings["window_layers"] = window_layers(hf_config.layer_types)
+        required["layer_types"] = (layer_types(GPTConfig(**settings)),)
     misfits = [
         f"{name} is {there[name]}, not {' or '.join(map(str, allowed))}"
         for name, allowed in required.items()

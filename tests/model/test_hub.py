@@ -33,6 +33,7 @@ CONFIGS = {
     "qwen3": GPTConfig(**QWEN3 | SHAPE),
     "qwen3-tied-gqa": GPTConfig(**QWEN3 | SHAPE | dict(n_kv_heads=2, tie_embeddings=True)),
     "qwen3-wide-heads": GPTConfig(**QWEN3 | SHAPE | dict(n_kv_heads=1, head_dim=22, rope_theta=1e6, norm_eps=1e-3)),
+    "qwen3-windows": GPTConfig(**QWEN3 | SHAPE | dict(n_layers=4, n_kv_heads=2, window=5, window_layers="SL")),
     "qwen3-odd": GPTConfig(**QWEN3 | SHAPE | dict(n_layers=3, n_heads=3, d_model=17, head_dim=6, d_ff=29)),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -157,7 +158,17 @@ def test_weights_and_config_survive_the_round_trip_bitwise(config):
     returned = from_transformers(to_transformers(model))
     assert returned.config.problems() == []
     assert (returned.config.kv_heads, returned.config.head_size) == (config.kv_heads, config.head_size)
-    for name in ("n_layers", "n_heads", "d_model", "d_ff", "dropout", "norm_eps", "tie_embeddings", "vocab_size"):
+    for name in (
+        "n_layers",
+        "n_heads",
+        "d_model",
+        "d_ff",
+        "dropout",
+        "norm_eps",
+        "tie_embeddings",
+        "vocab_size",
+        "windows",
+    ):
         assert getattr(returned.config, name) == getattr(config, name)
     assert config_to_transformers(returned.config).to_dict() == config_to_transformers(config).to_dict()
     state, returned_state = model.state_dict(), returned.state_dict()
@@ -196,7 +207,7 @@ def test_a_trained_model_reopens_from_a_folder(config, tmp_path):
     torch.testing.assert_close(reopened(input_ids).logits, model.eval()(input_ids)[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2-tied", "qwen3-tied-gqa"])
+@pytest.mark.parametrize("name", ["gpt2-tied", "qwen3-tied-gqa", "qwen3-windows"])
 def test_greedy_generation_equals_transformers(name):
     model = make_model(CONFIGS[name]).eval()
     reference = to_transformers(model)
@@ -217,7 +228,7 @@ def test_a_model_of_no_family_is_refused_with_the_settings_that_differ():
     ) as error:
         to_transformers(GPTModel(mixed))
     assert "gpt2: model.position is rope, not learned; model.norm is rmsnorm" in str(error.value)
-    for setting, value in (("n_kv_heads", 2), ("head_dim", 16)):
+    for setting, value in (("n_kv_heads", 2), ("head_dim", 16), ("window", 5)):
         with pytest.raises(ValueError, match=f"gpt2: model.{setting} is {value}, not"):
             to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {setting: value})))
 
@@ -262,7 +273,10 @@ def test_the_config_of_the_published_gpt2_is_understood():
         (GPT2Config(attn_pdrop=0.0), "attn_pdrop is 0.0, not 0.1"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
         (Qwen3Config(attention_bias=True), "attention_bias is True"),
-        (Qwen3Config(use_sliding_window=True), "use_sliding_window is True"),
+        (
+            Qwen3Config(num_hidden_layers=2, use_sliding_window=True, max_window_layers=1),
+            "layer_types is .'full_attention', 'sliding_attention'., not .'full_attention', 'full_attention'.",
+        ),
         (Qwen3Config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}), "rope_type is linear"),
         (LlamaConfig(), "type llama: only gpt2 and qwen3"),
     ],
