@@ -185,6 +185,24 @@ def test_isolated_documents_are_those_that_stand_alone(cast):
         assert (one - other).norm() < (2e-2 if cast else 1e-4) * other.norm()
 
 
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_windows_are_those_of_a_cpu(cast, with_documents):
+    """Flex attention, forward and backward, against a mask on a CPU in float32."""
+    tokens = torch.randint(97, (2, 200), generator=torch.Generator().manual_seed(4))
+    positions = torch.cat([torch.arange(length) for length in (90, 110)]).expand(2, -1) if with_documents else None
+    network, results = small_model(position="rope", window=70, n_layers=3), []
+    for device in (GPU, torch.device("cpu")):
+        network.to(device).zero_grad()
+        with torch.autocast(GPU.type, torch.bfloat16, enabled=cast and device == GPU):
+            at = None if positions is None else positions.to(device)
+            logits = network(tokens.to(device), position_ids=at)[0].float()
+        logits.square().sum().backward()
+        results.append((logits.detach().cpu(), network.blocks[0].attention.k_proj.weight.grad.cpu()))
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() < (2e-2 if cast else 1e-4) * other.norm()
+
+
 def test_the_digest_is_that_of_the_cpu(monkeypatch):
     monkeypatch.setitem(VALUES_AT_ONCE, GPU.type, 1000)
     state = small_model().state_dict()

@@ -21,7 +21,7 @@ KINDS = [
     "",
     QWEN3,
     f"{QWEN3} --model.n_kv_heads 1",
-    "--model.tie_embeddings true --model.zero_init true",
+    "--model.tie_embeddings true --model.zero_init true --model.window 96",
     "--data.source random --model.vocab_size 11 --seq_len 2",
 ]
 
@@ -69,7 +69,7 @@ def change_gradients(function, change, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_wrong_sign_in_the_attention_is_found(precision, monkeypatch):
-    change_gradients(gpt.PlainAttention, lambda q, k, v: (q, -k, v), monkeypatch)
+    change_gradients(gpt.PlainAttention, lambda q, k, v, _: (q, -k, v, None), monkeypatch)
     errors = errors_of(precision=precision)
     worst = wrong(errors)
     assert "attention.k_proj.weight, " in worst and errors[worst] > 0.2

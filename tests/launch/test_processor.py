@@ -113,11 +113,12 @@ def test_plain_attention_equals_the_fused_kernel():
         (512, torch.bfloat16, {}, False),
         (16, torch.bfloat16, {"n_kv_heads": 2}, False),
         (16, torch.bfloat16, {"dropout": 0.1}, False),
+        (16, torch.bfloat16, {"n_layers": 2, "window": 3}, True),
     ],
 )
 def test_the_plain_attention_is_for_short_sequences(length, dtype, settings, plain, monkeypatch):
     calls = []
-    monkeypatch.setattr(PlainAttention, "apply", lambda q, k, v: calls.append(q.dtype) or q)
+    monkeypatch.setattr(PlainAttention, "apply", lambda q, k, v, mask: calls.append(q.dtype) or q)
     shape = dict(vocab_size=50, max_position_embeddings=512, n_layers=1, n_heads=4, d_model=32, d_ff=64, dropout=0.0)
     network = GPTModel(GPTConfig(**shape | settings))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model.gpt
 from model.config import GPTConfig
-from model.gpt import BlockMask, GPTModel, document_mask, rope_tables
+from model.gpt import GPTModel, documents_of, rope_tables, takes_flex_attention, visible
 
 SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d_model=32, d_ff=48, dropout=0.0)
 QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False, n_kv_heads=2)
@@ -79,6 +79,13 @@ def test_all_problems_are_reported_together_and_name_their_settings():
         (dict(dropout=-0.1), "model.dropout is -0.1"),
         (dict(rope_theta=0.0), "model.rope_theta is 0.0"),
         (dict(dropout=math.nan), "model.dropout is nan"),
+        (dict(window=0), "model.window is 0: it must be at least 1"),
+        (dict(window=129), "model.window is 129: it must be at most model.max_position_embeddings 128, or null"),
+        (
+            dict(window=9, window_layers="SsL"),
+            "model.window_layers is 'SsL': it must be letters S (with the window) and L",
+        ),
+        (dict(window=9, window_layers=""), "model.window_layers is '': it must be letters"),
     ],
 )
 def test_an_inconsistent_config_is_refused(settings, problem):
@@ -92,6 +99,7 @@ def test_a_consistent_config_has_no_problems(settings):
 
 # Parameters
 
+WINDOWS = dict(n_layers=3, window=4, window_layers="SL")
 SWITCHES = [
     dict(),
     dict(position="rope"),
@@ -103,6 +111,7 @@ SWITCHES = [
     dict(bias=False),
     dict(tie_embeddings=True),
     dict(n_kv_heads=1),
+    WINDOWS,
     dict(head_dim=10),
     dict(QWEN3, tie_embeddings=True, head_dim=20),
 ]
@@ -321,6 +330,43 @@ def test_padding_does_not_influence_what_is_not_padding():
     assert not torch.allclose(model(tokens, mask)[0][0, 3:], model(tokens)[0][0, 3:])
 
 
+def attention_by_hand(q, k, v, sees):
+    """Of each head and position apart: a softmax over those that it sees."""
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).exp()
+    scores = torch.stack([score * sees for score in scores.flatten(0, 1)]).view(scores.shape)
+    return scores / scores.sum(dim=-1, keepdim=True) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["PlainAttention", "torch's kernel"])
+def test_a_window_is_a_softmax_over_the_positions_in_it(dtype, monkeypatch):
+    layer = make_model(**WINDOWS).to(dtype).blocks[0].attention
+    x = torch.randn(2, 9, 32, dtype=dtype)
+    q, k, v = (proj(x).view(2, 9, 4, 8).transpose(1, 2) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    sees = torch.tensor([[later - 4 < earlier <= later for earlier in range(9)] for later in range(9)])
+    expected = layer.out_proj(attention_by_hand(q, k, v, sees).transpose(1, 2).flatten(-2))
+    mask = visible(0, 9, 4, None, x.device)
+    assert layer.uses_plain_attention(q, mask) == (dtype == torch.float32)
+    found = layer(x, None, mask)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    of_found, of_expected = (torch.autograd.grad(y.square().sum(), [*layer.parameters()]) for y in (found, expected))
+    torch.testing.assert_close(of_found, of_expected, rtol=1e-4, atol=1e-5)
+
+
+def test_windows_and_documents_hide_what_either_hides():
+    model, tokens, lengths = make_lively_model(**WINDOWS), make_tokens(), [6, 1, 4]
+    position_ids = torch.cat([torch.arange(length) for length in lengths]).expand_as(tokens)
+    apart = torch.cat([model(part)[0] for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(model(tokens, position_ids=position_ids)[0], apart, rtol=1e-6, atol=1e-6)
+
+
+def test_a_window_that_holds_all_is_none():
+    model, tokens = make_lively_model(), make_tokens()
+    whole = model(tokens)[0]
+    for window, same in ((11, True), (10, False)):
+        model.windows = [window, None]
+        assert torch.equal(model(tokens)[0], whole) == same
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_see_nothing_give_no_nan(dtype):
     model, tokens = make_model(**QWEN3).to(dtype), make_tokens()
@@ -368,28 +414,37 @@ class OnGPU(torch.Tensor):
 
 
 @pytest.mark.parametrize("dropout, head_size, flex", [(0.0, 16, True), (0.1, 16, False), (0.0, 8, False)])
-def test_on_a_gpu_documents_have_a_mask_that_flex_attention_takes_if_it_can(dropout, head_size, flex, monkeypatch):
+def test_on_a_gpu_what_is_masked_is_left_to_flex_attention_if_it_can(dropout, head_size, flex, monkeypatch):
     monkeypatch.setattr(model.gpt, "HAS_TRITON", True)
-    positions = torch.tensor([[0, 1, 2, 0, 1]]).as_subclass(OnGPU)
-    assert isinstance(document_mask(positions, dropout, head_size), BlockMask) == flex
+    assert takes_flex_attention(make_tokens().as_subclass(OnGPU), dropout, head_size) == flex
+    assert not takes_flex_attention(make_tokens(), dropout, head_size)
+
+
+@pytest.mark.parametrize("window", [3, 10])
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_flex_attention_sees_what_the_others_see(window, with_documents):
+    documents = documents_of(torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])) if with_documents else None
+    sees = model.gpt.block_mask(10, window, documents, torch.device("cpu")).mask_mod
+    expected = visible(0, 10, window, documents, torch.device("cpu")).expand(1, 1, 10, 10)
+    by_one = [[bool(sees(torch.tensor(0), 0, torch.tensor(q), torch.tensor(k))) for k in range(10)] for q in range(10)]
+    assert torch.equal(torch.tensor(by_one), expected[0, 0])
 
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("error", "ignore:.*torch.autograd.function.Function.*instantiated")  # by torch.compile
-def test_a_compiled_block_has_flex_attention_in_its_one_graph(monkeypatch):
+def test_compiled_blocks_have_flex_attention_in_their_one_graph(monkeypatch):
     """The mask is a new function in every step; compiling again for each would end in no compilation at all."""
-    monkeypatch.setattr(model.gpt, "HAS_TRITON", True)
-    config = GPTConfig(vocab_size=50, n_layers=1, n_heads=4, n_kv_heads=2, d_model=64, d_ff=64, dropout=0.0)
-    network, positions = GPTModel(config), torch.arange(128).repeat(2, 1)
+    settings = dict(vocab_size=50, n_heads=4, n_kv_heads=2, d_model=64, d_ff=64, dropout=0.0, window=30)
+    network, positions = GPTModel(GPTConfig(**settings)), torch.arange(128).repeat(2, 1)
+    assert network.windows == [30, None]
     expected = []
     for first in (40, 64, 100):
         positions[:, first:] = torch.arange(128 - first)
         expected.append((positions.clone(), network(positions % 50, position_ids=positions)[0]))
     compiled = torch._dynamo.testing.CompileCounter()
-    network.blocks[0].compile(backend=compiled, fullgraph=True)
-    monkeypatch.setattr(
-        model.gpt, "document_mask", lambda positions, *settings: document_mask(positions.as_subclass(OnGPU), *settings)
-    )
+    for block in network.blocks:
+        block.compile(backend=compiled, fullgraph=True)
+    monkeypatch.setattr(model.gpt, "takes_flex_attention", lambda *_: True)
     for positions, logits in expected:
         torch.testing.assert_close(network(positions % 50, position_ids=positions)[0], logits, rtol=1e-4, atol=1e-5)
-    assert compiled.frame_count == 1
+    assert compiled.frame_count <= len(network.blocks)
