@@ -378,9 +378,8 @@ class GPTModel(Generation, nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations to train on one token, forward and backward (PaLM, appendix B, arXiv:2204.02311).
 
-        6 for each parameter that is multiplied, and 12 n_layers n_heads head_dim seq_len for the attention scores and
-        their weighted sum, which by convention count the masked half as well.
+        6 for each parameter that is multiplied, and for the attention scores and their weighted sum 12 n_heads head_dim
+        for each position in a layer's window, or seq_len, which by convention counts the masked half as well.
         """
-        config = self.config
-        attention = 12 * config.n_layers * config.n_heads * config.head_size * seq_len
-        return 6 * self.num_parameters(lookups=False) + attention
+        seen = sum(min(window or seq_len, seq_len) for window in self.windows)
+        return 6 * self.num_parameters(lookups=False) + 12 * self.config.n_heads * self.config.head_size * seen

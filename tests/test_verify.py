@@ -21,6 +21,7 @@ from cli import scripts
 from cli.arguments import parse_config
 from data.stories import StoriesDataset
 from model.config import GPTConfig
+from model.gpt import visible
 from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
 
@@ -108,6 +109,14 @@ def test_fp16_is_held_against_a_loop_that_scales_its_loss_too(runs):
 def test_logits_are_compared_of_a_model_of_short_sequences_too(family):
     config = parse_config([*TINY_STORIES, *"--seq_len 8 --model.max_position_embeddings 8".split()])
     assert model_checks.logits_equal(family, config.model)[0]
+
+
+def test_windows_are_compared_however_wide_they_are(monkeypatch):
+    config = GPTConfig(window=100)
+    assert model_checks.logits_equal("qwen3", config)[0] and model_checks.logits_equal("gpt2", config)[0]
+    wider = lambda begin, end, window, *others: visible(begin, end, window + 1, *others)  # noqa: E731
+    monkeypatch.setattr(model.gpt, "visible", wider)
+    assert model_checks.logits_equal("qwen3", config)[0] is False
 
 
 def test_what_a_fork_may_break_still_stands_there():
