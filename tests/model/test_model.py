@@ -97,6 +97,13 @@ def test_a_consistent_config_has_no_problems(settings):
     assert GPTConfig(**settings).problems() == []
 
 
+def test_the_letters_of_the_windows_repeat_and_the_last_layer_is_long():
+    of_layers = {"SSL": [9, 9, None, 9, 9, None], "LS": [None, 9, None, 9, None, None], "S": [9] * 5 + [None]}
+    for letters, windows in of_layers.items():
+        assert GPTConfig(n_layers=6, window=9, window_layers=letters).windows == windows
+    assert GPTConfig(n_layers=2).windows == [None, None]
+
+
 # Parameters
 
 WINDOWS = dict(n_layers=3, window=4, window_layers="SL")
