@@ -1,15 +1,17 @@
 """lab/notebook.jsonl: every experiment that was made, a line each; as a table and as a picture."""
 
 import json
-import os
+import time
 from pathlib import Path
 from typing import Any
 
 from data.files import lock, write_atomically
 from data.json_objects import parse_object
+from run.pictures import new_figure
 
 VERDICTS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D"}  # and their markers
 IDEA_LETTERS = 50
+LOCK_SECONDS = 0.05  # between two attempts at the lock of another machine
 
 
 def append(lab: Path, row: dict[str, Any]) -> None:
@@ -17,7 +19,7 @@ def append(lab: Path, row: dict[str, Any]) -> None:
     lab.mkdir(parents=True, exist_ok=True)
     with open(lab / "notebook.jsonl", "a+") as file:
         while not lock(file):
-            os.sched_yield()
+            time.sleep(LOCK_SECONDS)
         file.seek(0)
         known = {key(before): before for before in parsed(file.read())}
         if known.get(key(row), {}).get("seeds") != row["seeds"] or known[key(row)]["verdict"] != row["verdict"]:
@@ -92,10 +94,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     Raises:
         OSError: the picture cannot be written.
     """
-    from matplotlib.figure import Figure  # without pyplot: no window system is asked for
-
     drawn = sorted((row for row in rows if row.get("low") is not None), key=rank, reverse=True)
-    figure = Figure(figsize=(8, 1.4 + 0.32 * len(drawn)), layout="constrained")
+    figure = new_figure(8, 1.4 + 0.32 * len(drawn))
     axes = figure.add_subplot()
     for verdict, marker in VERDICTS.items():
         having = [(height, row) for height, row in enumerate(drawn) if row["verdict"] == verdict]

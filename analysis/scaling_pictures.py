@@ -2,21 +2,21 @@
 
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 from analysis.ladder import FACTS, FACTS_A_STORY, SEQ_LEN, ZIPF, Point
 from analysis.law import unread_mass
 from analysis.recipe import learning_rate, short
 from analysis.scaling_report import EXACT, FREE, Report
+from run.pictures import new_figure
 
 MARKERS = "osD^vPX*"
 
 
 def shades(number: int) -> list:
     """From dark to light: so many colours that differ in grey too."""
+    import matplotlib  # after `new_figure`, for whose sake see there
+
     return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, number)))
 
 
@@ -26,7 +26,9 @@ def draw_law(report: Report, outcome: Point | None, path: Path) -> Path:
     expected, low, high = report.predictions[EXACT]
     sizes = sorted({point.parameters for point in report.points})
     budgets = sorted({point.tokens for point in report.points})
-    figure = Figure(figsize=(10, 3.9), layout="constrained")
+    figure = new_figure(10, 3.9)
+    from matplotlib.ticker import LogLocator
+
     by_flops, by_tokens, by_size = figure.subplots(1, 3, sharey=True)
     flops_of = {point.parameters: point.flops / point.tokens for point in report.points}
     flops_of[beyond.parameters] = beyond.flops / beyond.tokens
@@ -83,7 +85,7 @@ def draw_law(report: Report, outcome: Point | None, path: Path) -> Path:
 
 def draw_floors(report: Report, outcome: Point, path: Path) -> Path:
     """Exponents, floor and prediction, by the exact floor and by one that is fitted, with their intervals."""
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    figure = new_figure(8, 2.6)
     panels = [
         ("exponent of size", lambda law: law.alpha, report.theory["alpha"], "theory, in the limit"),
         ("exponent of data", lambda law: law.beta, report.theory_here, "theory, for so many facts"),
@@ -110,7 +112,7 @@ def draw_floors(report: Report, outcome: Point, path: Path) -> Path:
 
 def draw_learning_rates(curves: dict[int, list[tuple[float, float]]], path: Path) -> Path:
     """Loss against the learning rate of each width, and against its share of the rule's."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    figure = new_figure(8, 3.6)
     plain, ruled = figure.subplots(1, 2, sharey=True)
     for (width, curve), color, marker in zip(curves.items(), shades(len(curves)), MARKERS, strict=False):
         rates, losses = (np.array(column) for column in zip(*curve, strict=True))

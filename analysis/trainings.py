@@ -28,10 +28,8 @@ from data.files import lock
 from launch.signals import signals_to_catch
 from run.identity import code_hash
 from run.metrics_file import read_rows
-from run.status import Status, read_status
+from run.status import IN_USE, LOCK, Status, read_status
 
-IN_USE = "is in use: another training is running in it"  # says a run whose lock another process has
-LOCK = ".lock"  # as run/directory.py calls it, which imports torch
 FULL_DISK = "No space left on device"
 LOOK_SECONDS = 0.2
 MOST_AT_ONCE = 8  # on a CPU, unless told: each needs memory of its own

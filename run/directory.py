@@ -30,10 +30,9 @@ from run.identity import code_name, other_arrangement, other_facts
 from run.manifest import InvalidCheckpoint, newest_valid, read_manifest, readable_checkpoints, validate
 from run.metrics_file import forget_after, read_rows
 from run.provenance import arrangement, network_size, provenance, uncommitted_changes
-from run.status import Status, read_status, write_status
+from run.status import IN_USE, LOCK, Status, read_status, write_status
 from run.tokenizer import keep_tokenizer
 
-LOCK = ".lock"
 NONE_LEFT = "no valid checkpoint is left"
 
 
@@ -295,7 +294,7 @@ class RunDirectory:
         with suppress(FileNotFoundError):  # it was moved aside just now, by another that starts afresh
             mine = lock(self._lock_file) and os.path.samefile(self._lock_file.fileno(), self.path / LOCK)
         if not mine:
-            raise ConfigError(f"{self.path} is in use: another training is running in it; choose another name")
+            raise ConfigError(f"{self.path} {IN_USE}; choose another name")
 
 
 def _starts_afresh(config: TrainConfig) -> bool:

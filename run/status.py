@@ -9,6 +9,8 @@ from pathlib import Path
 from data.files import write_atomically
 from data.json_objects import parse_object, typed
 
+# A run's directory has a file that the process which trains in it keeps locked, and what the next one is told.
+LOCK, IN_USE = ".lock", "is in use: another training is running in it"
 LONGEST_REASON = 1000  # characters: the file stays within one block of the disk
 
 

@@ -22,6 +22,7 @@ from data.json_objects import finite_or_null
 from launch.signals import Preempted
 from model.hub import family_of
 from run.directory import RunDirectory
+from run.identity import ARRANGEMENT
 from run.manifest import Manifest
 from run.metrics_file import read_rows
 from run.provenance import provenance
@@ -29,7 +30,6 @@ from training.step_totals import NonFiniteError
 
 ROOT = Path(__file__).parent.parent
 STOPPING_SECONDS = 10  # for which a run that was asked to stop waits for its tracker
-ARRANGEMENT = ("processes", "shards", "threads", "mixed_precision")
 ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # from a run's directory to the folder, and what it is of
 
 
@@ -153,7 +153,7 @@ class TrackerRun:
     def _settings(self) -> dict[str, Any]:
         """The run's settings, and what this start computes them with."""
         *_, start = read_rows(self.directory / "starts.jsonl")
-        arrangement = {name: start[name] for name in ARRANGEMENT}
+        arrangement = {name: start[name] for name in (*ARRANGEMENT, "mixed_precision")}
         return {**asdict(self.config), **arrangement, "provenance": provenance()}
 
     def _start(self, step: int) -> None:
