@@ -71,6 +71,17 @@ def read_metadata(folder: Path) -> dict:
     return metadata
 
 
+def validation_text(folders: list[Path]) -> str | None:
+    """The hash of the bytes of the validation text of corpora, whatever tokenizer cut it; None where one does not know
+    it, as of a tokenizer that is not byte-level.
+
+    Raises:
+        ConfigError: as read_metadata.
+    """
+    hashes = [read_metadata(folder)["validation"].get("text") for folder in folders]
+    return None if None in hashes else "+".join(hashes)
+
+
 def _check(metadata: dict) -> None:
     """Raises one of many exceptions where it is not as data.prepare wrote it."""
     tokenizer_hash, corpus_hash, files = metadata["tokenizer"]["hash"], metadata["hash"], metadata["files"]

@@ -42,9 +42,9 @@ from cli.arguments import parse_tool
 from config import ConfigError, expanded
 from data import chat_template, conversations
 from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
-from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, read_metadata
+from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, open_columns, read_metadata
 from data.sources import Source, file_kind, find_files, source_stamp
-from data.tokenizer import NAMES, errors_of_tokenizers, load_tokenizer, save_tokenizer, tokens_to_learn
+from data.tokenizer import NAMES, errors_of_tokenizers, load_tokenizer, save_tokenizer, token_bytes, tokens_to_learn
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
@@ -372,14 +372,27 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
     for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
         (work / ahead).unlink()
+    counts = {split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS}
+    counts["validation"]["text"] = _text_hash(tokenizer, facts["end_of_text"], sorted(work.glob("validation/*.arrow")))
     return {
         "tokenizer": {"name": config.tokenizer, **facts},
-        **{split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS},
+        **counts,
         **({"conversations": True} if source.conversations else {}),
         "hash": content_hash(facts["hash"], hashes),
         "files": {file: {"bytes": (work / file).stat().st_size, "sha256": sha} for file, sha in hashes.items()},
         "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
     }
+
+
+def _text_hash(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str | None:
+    """Of the bytes of all documents in the files, the same for every byte-level tokenizer; None for another one."""
+    of_token = token_bytes(tokenizer, end_of_text)
+    if of_token is None:
+        return None
+    of_token[end_of_text], hashed = b"\0", blake2b(digest_size=16)  # with which documents begin; in no text is one
+    for file in files:
+        hashed.update(b"".join(map(of_token.__getitem__, np.from_dlpack(open_columns(file)[0].values).tolist())))
+    return hashed.hexdigest()
 
 
 def _refuse_unusable(config: PrepareConfig, source: Source, num_train: int, num_validation: int) -> None:

@@ -1,6 +1,5 @@
 """Prepared corpora (data/prepare.py) as samples: memory-mapped, nothing is read before it is asked for."""
 
-import json
 import os.path
 from bisect import bisect_right
 from functools import cached_property
@@ -13,7 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from config import ConfigError
 from data.integrity import REMEDY, open_columns, read_metadata
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, token_bytes
 
 
 class TextCorpus:
@@ -166,20 +165,14 @@ class TextDataset(Dataset):
     def num_bytes(self) -> float:
         """The UTF-8 bytes of the text that the targets of all samples stand for; an end-of-text token stands for none.
 
-        Exact for byte-level tokenizers, whose tokens are written with one character a byte. Of others only the mean of
-        the split is known.
+        Exact for byte-level tokenizers. Of others only the mean of the split is known.
         """
-        tokenizer, counts = self.corpus.tokenizer, self.corpus.metadata[self.split]
-        token_bytes = np.full(self.corpus.vocab_size, counts["bytes"] / counts["tokens"])
-        decoder = json.loads(tokenizer.to_str())["decoder"] or {}
-        if decoder.get("type") == "ByteLevel":
-            added = tokenizer.get_added_tokens_decoder()  # written as they are, not with a character a byte
-            for token, index in tokenizer.get_vocab().items():
-                token_bytes[index] = len(token.encode() if index in added else token)
-            special = [index for index, token in added.items() if token.special]  # no text gives one of these
-            token_bytes[[self.corpus.end_of_text, *special]] = 0
+        counts, of_token = self.corpus.metadata[self.split], token_bytes(self.corpus.tokenizer, self.corpus.end_of_text)
+        num_bytes = np.full(self.corpus.vocab_size, counts["bytes"] / counts["tokens"])
+        if of_token is not None:
+            num_bytes[[*of_token]] = [*map(len, of_token.values())]
         targets = (self.arrays([index])["labels"][:, 1:] for index in range(len(self)))
-        return float(sum(token_bytes[ids[ids != -100]].sum() for ids in targets))
+        return float(sum(num_bytes[ids[ids != -100]].sum() for ids in targets))
 
 
 class MixedDataset(ConcatDataset):

@@ -96,3 +96,24 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
     tokenizer.no_padding()
     content_hash = blake2b(content, digest_size=16).hexdigest()
     return tokenizer, {"hash": content_hash, "vocab_size": vocab_size, "end_of_text": end_of_text}
+
+
+def token_bytes(tokenizer: Tokenizer, end_of_text: int) -> dict[int, bytes] | None:
+    """The bytes that each token of a byte-level tokenizer stands for: none for the special ones, which no text gives.
+    None of another tokenizer, whose tokens may stand for no bytes of their own.
+
+    A byte-level tokenizer makes bytes into letters of an alphabet of 256 before it looks for tokens (GPT-2's
+    bytes_to_unicode), in its normalizer or pre-tokenizer; its decoder makes bytes of them again, if it has one.
+    """
+    parts = json.loads(tokenizer.to_str())
+    steps = json.dumps([parts[name] for name in ("normalizer", "pre_tokenizer", "decoder")])
+    if not re.search(r'"type": "ByteLevel"', steps):
+        return None
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {byte: byte for byte in printable} | {256 + index: byte for index, byte in enumerate(others)}
+    added = tokenizer.get_added_tokens_decoder()  # written as they are, not in that alphabet
+    special = {end_of_text, *(index for index, token in added.items() if token.special)}
+    of_token = {i: token.translate(alphabet).encode("latin-1", "replace") for token, i in tokenizer.get_vocab().items()}
+    of_token |= {index: token.content.encode() for index, token in added.items()}
+    return of_token | dict.fromkeys(special, b"")

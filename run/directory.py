@@ -211,11 +211,15 @@ class RunDirectory:
             forget_after(file, start.step)
         forget_after(self.path / "starts.jsonl", config.steps)  # half a line, of a start that had no room for it
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
+        now |= network_size(config)
         if config.data.source == "text":
+            from data.integrity import validation_text  # needs pyarrow, and sources other than text do not
+
             corpora = [Path(corpus).expanduser() for corpus in config.data.mix or [config.data.path]]
+            now["validation_text"] = validation_text(corpora)
             can_talk = [corpus for corpus in corpora if (corpus / "tokenizer" / "chat_template.jinja").exists()]
             keep_tokenizer((can_talk or corpora)[0], self.path)
-        self._record_start(start, now | network_size(config) | {"config": _plain(config)})
+        self._record_start(start, now | {"config": _plain(config)})
         self.record_progress(start.step)
         return start
 
