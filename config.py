@@ -12,7 +12,13 @@ from model.config import GPTConfig
 
 LARGEST_FLOAT = 3.4028234e38  # of float32
 LARGEST_INT = 2**63 - 1  # of int64
-LONGEST_TIMEOUT = 2**31 - 1  # seconds, some 68 years: clocks that count nanoseconds overflow soon after
+AT_MOST = {  # of more a machine would do nothing else for hours, and answer nobody
+    "data.num_workers": 256,
+    "num_workers": 1024,  # of data.prepare, which has a thread for each core
+    "evaluation.num_samples_shown": 1000,
+    "evaluation.num_story_samples": 100_000,
+    "timeout_seconds": 2**31 - 1,  # some 68 years: clocks that count nanoseconds overflow soon after
+}
 
 
 class RunError(RuntimeError):
@@ -37,7 +43,7 @@ def expanded(setting: str, path: str | Path) -> Path:
 
 
 def numbers_out_of_range(settings: dict[str, Any], prefix: str = "") -> list[str]:
-    """Every number of some settings that is not finite or too large to be computed with, as a message."""
+    """Every number of some settings that is not finite or too large, as a message."""
     problems = []
     for key, value in settings.items():
         name = prefix + str(key)
@@ -48,6 +54,8 @@ def numbers_out_of_range(settings: dict[str, Any], prefix: str = "") -> list[str
                 problems.append(f"{name}: {number} must be a finite number of at most {LARGEST_FLOAT:.1e}")
             elif isinstance(number, int) and abs(number) > LARGEST_INT:
                 problems.append(f"{name}: {number} is too large; use one below 2**63")
+            elif name in AT_MOST and number > AT_MOST[name]:
+                problems.append(f"{name}: {number} is too large; use at most {AT_MOST[name]}")
     return problems
 
 
@@ -96,7 +104,7 @@ class DataConfig:
     """source stories with facts: the fact of rank i is told in proportion to i ** -zipf."""
 
     num_workers: NonNegativeInt = 0
-    """Processes that load data beside each training process. 0: the training process does it itself."""
+    """Processes that load data beside each training process, at most 256. 0: the training process does it itself."""
 
     def problems(self) -> list[str]:
         """Every setting that does not go with the source."""
@@ -224,10 +232,11 @@ class EvaluationConfig:
     every update (0.999; less in the beginning). null: those that are trained."""
 
     num_story_samples: NonNegativeInt = 200
-    """Stories sampled at the end of a stories run, to report the share that the grammar accepts. 0: none."""
+    """Stories sampled at the end of a stories run, to report the share that the grammar accepts; at most 100,000. 0:
+    none."""
 
     num_samples_shown: NonNegativeInt = 2
-    """Texts of up to 128 tokens sampled at every evaluation, to be looked at. 0: none."""
+    """Texts of up to 128 tokens sampled at every evaluation, to be looked at; at most 1,000. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
     """Temperature of those samples."""
@@ -443,8 +452,6 @@ class TrainConfig:
             problems.append(
                 f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
             )
-        if self.timeout_seconds > LONGEST_TIMEOUT:
-            problems.append(f"timeout_seconds: {self.timeout_seconds} is too long; use at most {LONGEST_TIMEOUT}")
         return problems
 
     def _remedy_for_batch(self, name: str, size: int, num_processes: int) -> str:

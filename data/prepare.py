@@ -39,6 +39,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from cli.arguments import parse_tool
+from cli.screen import ignore_failed_prints
 from config import ConfigError, expanded
 from data import chat_template, conversations
 from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
@@ -275,7 +276,10 @@ def prepare(config: PrepareConfig) -> dict:
         try:
             metadata = _make_corpus(config, source, held_out, work) | {"request": request}
         except ConfigError:
-            refused.touch()  # then another command may take the place of this one
+            if not any(work.glob("parts/*.json")):
+                shutil.rmtree(work)
+            else:
+                refused.touch()  # then another command may take the place of this one
             raise
         metadata["digest"] = metadata_digest(metadata)
         write_atomically(work / "metadata.json", json.dumps(metadata, indent=1).encode())
@@ -438,6 +442,7 @@ def _total(parts: list[dict], name: str, splits: Iterable[str] = SPLITS) -> int:
 
 def cli() -> int:
     """Run from the command line; returns the exit code."""
+    ignore_failed_prints()
     try:
         config = parse_tool(PrepareConfig, "python -m data.prepare", positional=False)
         # In a thread, for Python hears Ctrl-C in the main one alone, and not while that one learns a tokenizer.

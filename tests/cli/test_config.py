@@ -136,6 +136,9 @@ def test_every_setting_is_documented(capsys):
         (["--evaluation.num_samples", str(10**14)], ["evaluation.num_samples", str(10**14), "GB"]),
         (["--evaluation.num_samples", "null"], ["evaluation.num_samples", "null", "random has no end"]),
         (["--out_dir", "~nouser/x"], ["out_dir", "~nouser/x"]),
+        (["--evaluation.num_samples_shown", "1001"], ["evaluation.num_samples_shown", "1001", "at most 1000"]),
+        (["--evaluation.num_story_samples", "100001"], ["evaluation.num_story_samples", "at most 100000"]),
+        (["--data.num_workers", "257"], ["data.num_workers", "257", "at most 256"]),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value_and_remedy(arguments, named):

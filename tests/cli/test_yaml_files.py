@@ -144,7 +144,7 @@ def test_a_whole_number_can_be_computed_with(setting):
 
 
 def test_a_timeout_is_one_that_a_clock_can_have(runs):
-    assert outcome("--timeout_seconds", "99999999999999").endswith("is too long; use at most 2147483647")
+    assert outcome("--timeout_seconds", "99999999999999").endswith("is too large; use at most 2147483647")
     assert outcome("--timeout_seconds", str(2**31 - 1))["timeout_seconds"] == 2**31 - 1
 
 
