@@ -1,5 +1,5 @@
 """An idea, as experiment.py is given one, becomes code and settings: code in a worktree of its own, which is always
-removed, so that neither side sees what is edited meanwhile.
+removed, so that neither side sees what is edited meanwhile; those of a killed experiment go when the next one starts.
 
 The working tree, and a patch, become commits that no branch has, and git forgets these after some weeks; what they
 change is kept as a diff.
@@ -8,20 +8,22 @@ change is kept as a diff.
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from config import ConfigError
-from data.files import write_atomically
+from data.files import lock, write_atomically
 
 ROOT = Path(__file__).parent.parent
 NOBODY = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
+FOLDER, PLACES = "mini-gpt-experiment-", ("baseline", "idea")  # where worktrees lie, which a later start must know
 NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
 QUIETLY = {"capture_output": True, "start_new_session": True}  # Ctrl-C is for experiment.py to answer
 
@@ -116,15 +118,35 @@ def laid_out(idea: Idea) -> Iterator[tuple[Path, Path]]:
     if idea.commit is None:
         yield ROOT, ROOT
         return
-    with tempfile.TemporaryDirectory(prefix="experiment-") as folder:
-        places = {name: Path(folder, name) for name in ("baseline", "idea")}
+    remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, open(Path(folder, "lock"), "w") as alive:
+        lock(alive)
+        places = [Path(folder, name) for name in PLACES]
         try:
-            for place, commit in zip(places.values(), (idea.base, idea.commit), strict=True):
+            for place, commit in zip(places, (idea.base, idea.commit), strict=True):
                 git("worktree", "add", "--quiet", "--detach", str(place), commit)
-            yield places["baseline"], places["idea"]
+            yield tuple(places)
         finally:
-            for place in places.values():
-                subprocess.run(["git", "worktree", "remove", "--force", str(place)], cwd=ROOT, **QUIETLY)
+            remove(*places)
+
+
+def remove(*places: Path) -> None:
+    """Worktrees, as far as they are there."""
+    for place in places:
+        subprocess.run(["git", "worktree", "remove", "--force", str(place)], cwd=ROOT, **QUIETLY)
+
+
+def remove_abandoned() -> None:
+    """The worktrees that no process has any more: of an experiment that was killed, or whose folder is gone."""
+    listed = git("worktree", "list", "--porcelain").splitlines()
+    for place in (Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")):
+        folder = place.parent
+        if place.name not in PLACES or not folder.name.startswith(FOLDER):
+            continue
+        with open(folder / "lock") if (folder / "lock").exists() else nullcontext() as alive:
+            if alive is None or lock(alive):
+                remove(place)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def git(*arguments: str, **environment: str) -> str:

@@ -1,6 +1,10 @@
 """An idea becomes code and settings; the user's tree, index and list of worktrees stay as they are."""
 
+import os
+import shutil
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +96,28 @@ def test_no_worktree_is_left_behind(error, repository):
     except type(error) as raised:
         assert raised is error
     assert repository("worktree", "list").count("\n") == 1 and not code.exists()
+
+
+@pytest.mark.parametrize("folder_is_gone", [False, True])
+def test_worktrees_of_a_killed_experiment_go_at_the_next_start_and_a_living_ones_stay(
+    folder_is_gone, repository, tmp_path
+):
+    repository("worktree", "add", "--quiet", "--detach", str(tmp_path / "baseline"))  # the user's own
+    found = read_idea("other")
+    killed = os.fork()
+    if not killed:
+        with laid_out(found):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert repository("worktree", "list").count("\n") == 4
+    [left] = {line.split()[0] for line in repository("worktree", "list").splitlines() if "/idea " in line}
+    if folder_is_gone:  # as after the machine was started anew
+        shutil.rmtree(Path(left).parent)
+    with laid_out(found) as (living, _):
+        assert repository("worktree", "list").count("\n") == 4 and not Path(left).parent.exists()
+        with laid_out(found):
+            assert repository("worktree", "list").count("\n") == 6 and (living / "train.py").exists()
+    assert repository("worktree", "list").count("\n") == 2
 
 
 def test_a_worktree_that_cannot_be_made_leaves_none(repository, monkeypatch):
