@@ -39,6 +39,7 @@ from run.manifest import (
 )
 from run.metrics_file import read_rows
 from run.provenance import provenance
+from run.tokenizer import changed_files
 from run.weights import whole_tensors
 from training.fingerprint import digests
 
@@ -353,6 +354,8 @@ def saved_problem(run: Run, checkpoint: Path, manifest: Manifest) -> str:
         return str(invalid)
     if lines := differences(complete_settings(manifest.config), run.config):
         return f"its settings are not those of config.yaml: {lines[0]}"
+    if changed := manifest.tokenizer and changed_files(run.path / "tokenizer", manifest.tokenizer):
+        return f"{run.path / 'tokenizer'} is not what it was trained with ({changed})"
     row = run.rows.setdefault(manifest.step, {})
     for name in sorted((manifest.metrics.keys() | row.keys()) - {"step"}):
         logged, saved = row.get(name, NOTHING), manifest.metrics.get(name, NOTHING)

@@ -1,7 +1,7 @@
 """The tokenizer that a run keeps in RUN/tokenizer, so that its model can be used when the corpus is gone.
 
-Every checkpoint of the run has the hashes of its files. Whoever reads the tokenizer compares them (load.py), and a
-start makes a damaged one anew from the corpus.
+Every checkpoint of the run has the hashes of its files. Whoever reads the tokenizer compares them (load.py), so does an
+audit, and a start makes a damaged one anew from the corpus.
 """
 
 from pathlib import Path

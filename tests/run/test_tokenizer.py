@@ -8,6 +8,7 @@ from hashlib import sha256
 import pytest
 import yaml
 
+from analysis.audit import Run, saved_problem
 from config import ConfigError
 from load import load_run
 from run.manifest import read_manifest
@@ -73,6 +74,12 @@ def use(folder, exit_code=0):
     return done.stderr
 
 
+def audited(folder):
+    """What an audit finds wrong with the newest checkpoint before it trains again."""
+    run = Run(folder / "run")
+    return saved_problem(run, *next(iter(run.manifests.items())))
+
+
 def test_a_checkpoint_has_the_hash_of_every_file(made):
     kept = read_manifest(made / "run" / "checkpoints" / "step-00000002").tokenizer
     files = (made / "corpus" / "tokenizer").iterdir()
@@ -84,6 +91,7 @@ def test_a_damaged_tokenizer_is_used_by_nobody_and_made_anew_by_a_start(damage, 
     do, file = DAMAGES[damage]
     do(folder / "run" / "tokenizer")
     damaged = content(folder / "run" / "tokenizer")
+    assert audited(folder).endswith(f"tokenizer is not what it was trained with ({file})")
     assert f"Tokenizer passed over: {folder / 'run' / 'tokenizer'} is not what it was trained with ({file})" in use(
         folder
     )
@@ -95,7 +103,7 @@ def test_a_damaged_tokenizer_is_used_by_nobody_and_made_anew_by_a_start(damage, 
     assert said.count(f"{folder / 'run' / 'tokenizer'} was damaged ({file}), and is made anew") == 1
     assert content(folder / "run" / "tokenizer") == content(folder / "corpus" / "tokenizer")
     assert content(folder / "run" / "tokenizer.old-1") == damaged, "nothing is lost"
-    assert "passed over" not in use(folder)
+    assert "passed over" not in use(folder) and audited(folder) == ""
     assert "made anew" not in go_on(folder, 4).stdout
 
 
