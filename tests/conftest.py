@@ -31,7 +31,7 @@ CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
 # Files of some seconds, the longest first.
 LONGEST = """test_replay test_verify test_pages test_faults test_sweep test_sharding test_waits test_examples
-test_signals test_tracking test_training test_using_docs test_request test_prepare test_processor test_stories
+test_signals test_tracking test_training test_using_docs test_request test_prepare test_network test_stories
 test_plan test_text test_exact test_directory test_experiment test_trainings test_odd_machines test_fuzz
 test_init_from test_fingerprint test_evaluate test_conversations test_export""".split()
 TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
@@ -162,6 +162,12 @@ def assert_same_bits(ours: "dict[str, torch.Tensor]", theirs: "dict[str, torch.T
     assert ours.keys() == theirs.keys() and len(ours) > 10
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not different, f"{len(different)} of {len(ours)} tensors differ, such as {different[0]}"
+
+
+def assert_same_run(ours: Path, theirs: Path, step: int) -> None:
+    """One run ended with the other's weights and moments, and logged what that logged."""
+    assert_same_bits(tensors(ours, step), tensors(theirs, step))
+    assert metrics(ours) == metrics(theirs)
 
 
 def pytest_configure(config: pytest.Config) -> None:

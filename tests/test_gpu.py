@@ -12,7 +12,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import loss_of_chunk, next_token_loss
 from run.shards import copy_to_cpu
-from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
 from tests.training.test_sharding import launcher_environment
 from training.fingerprint import VALUES_AT_ONCE, digests
 from training.tree_sum import TreeSum
@@ -53,8 +53,7 @@ def goes_on_with_the_same_bits(finished, runs, step, *arguments, **env):
         shutil.rmtree(runs / "again" / "run" / "checkpoints" / f"step-{later:08d}")
     done = train(*arguments, "--out_dir", runs / "again", **env)
     assert f"resumed at step {step} from" in done.stdout
-    assert_same_bits(tensors(runs / "again" / "run", STEPS), tensors(finished, STEPS))
-    assert metrics(runs / "again" / "run") == metrics(finished)
+    assert_same_run(runs / "again" / "run", finished, STEPS)
 
 
 def test_an_exact_run_repeats_and_resumes_with_the_same_bits(exact, runs):

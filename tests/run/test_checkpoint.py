@@ -39,7 +39,7 @@ from run.manifest import (
     step_directory,
     validate,
 )
-from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
 from training.fingerprint import digests, state_digests
 from training.optimizer import build_optimizer
 
@@ -144,8 +144,7 @@ def test_a_run_goes_on_from_the_newest_valid_one(run, finished):
     (run / "checkpoints" / ".writing-step-00000005").mkdir()
     done = train(*SHORT, "--out_dir", run.parent, "--name", "run")
     assert "step-00000004" in done.stdout and "step-00000003" in done.stdout and "resumed at step 2" in done.stdout
-    assert_same_bits(tensors(run, STEPS), tensors(finished, STEPS))
-    assert metrics(run) == metrics(finished)
+    assert_same_run(run, finished, STEPS)
     assert not list((run / "checkpoints").glob(".*"))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from data.files import sha256
 from run.manifest import File, newest_valid, read_manifest
-from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
 
 STEPS = 8
 TINY = [*TINY_STORIES, "--name", "run"]
@@ -31,8 +31,7 @@ def status(run):
 
 
 def assert_ends_like(run, left_alone):
-    assert_same_bits(tensors(run, STEPS), tensors(left_alone, STEPS))
-    assert metrics(run) == metrics(left_alone)
+    assert_same_run(run, left_alone, STEPS)
     assert status(run) == {"state": "finished", "step": STEPS, "reason": ""}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
+from tests.conftest import ROOT, TINY_STORIES, assert_same_run, metrics, train
 from training.tree_sum import TreeSum
 
 STEPS = 8
@@ -34,15 +34,13 @@ def rewind(run, step):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_exact_bits_are_those_of_one_process(processes, alone, runs):
     train(*EXACT, "--out_dir", runs, processes=processes)
-    assert_same_bits(tensors(runs / "run", STEPS), tensors(alone, STEPS))
-    assert metrics(runs / "run") == metrics(alone), "the logged losses, gradient norms and validation losses too"
+    assert_same_run(runs / "run", alone, STEPS)
 
 
 def test_exact_bits_survive_every_change_of_processes(alone, runs):
     for processes, until, exit_code in [(2, 2, 1), (0, 4, 75), (4, STEPS, 0)]:
         train(*EXACT, "--stop_after", until, "--out_dir", runs, processes=processes, exit_code=exit_code)
-    assert_same_bits(tensors(runs / "run", STEPS), tensors(alone, STEPS))
-    assert metrics(runs / "run") == metrics(alone)
+    assert_same_run(runs / "run", alone, STEPS)
 
 
 @pytest.mark.slow
@@ -51,8 +49,7 @@ def test_exact_bits_in_bf16_and_on_eight_processes(runs):
     for processes in (1, 8):
         launch_file = ROOT / "accelerate_configs" / "multi_gpu.yaml"
         train(*arguments, "--name", processes, processes=processes, launch_file=launch_file)
-    assert_same_bits(tensors(runs / "1", STEPS), tensors(runs / "8", STEPS))
-    assert metrics(runs / "1") == metrics(runs / "8")
+    assert_same_run(runs / "1", runs / "8", STEPS)
 
 
 @pytest.mark.slow

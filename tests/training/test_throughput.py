@@ -1,0 +1,29 @@
+"""What a log line says of speed and memory is of this card and this device."""
+
+import psutil
+import pytest
+import torch
+
+from training.throughput import peak_bf16_flops, peak_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("card", "peak"),
+    [
+        *(("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12)),
+        *(("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA GeForce RTX 3090", 71e12)),
+        *(("NVIDIA L40S", 362e12), ("NVIDIA L40", 0), ("NVIDIA H100 NVL", 0), ("NVIDIA GB200", 0)),
+        *(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0), ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 0), ("GRID A100-40C", 0)),
+        *(("NVIDIA GeForce RTX 3090 Ti", 0), ("NVIDIA GeForce RTX 4090 Laptop GPU", 0)),
+    ],
+)
+def test_the_peak_of_a_card_is_not_anothers(card, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    assert peak_bf16_flops(torch.device("cuda")) == peak
+
+
+def test_the_memory_of_a_run_on_a_cpu_is_that_of_the_cpu_where_cuda_is_up(monkeypatch):
+    """As torch.compile brings it up on a machine that has a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    now = psutil.Process().memory_info().rss
+    assert 0.9 * now < peak_memory_bytes() < 100 * now
