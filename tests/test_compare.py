@@ -8,12 +8,13 @@ import statistics
 import subprocess
 import sys
 import warnings
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import yaml
 
-from analysis.records import read_records, welch
+from analysis.records import read_record, read_records, welch
 from cli import scripts
 from compare import CompareConfig, main
 from plot import save_curves
@@ -116,6 +117,14 @@ def test_tokens_are_those_that_were_logged(tmp_path, capsys):
         3.0: "600",
         2.0: "1,100",
     }
+
+
+def test_tokens_of_a_batch_that_grows_are_counted_by_the_step(tmp_path):
+    """2, 4, 6 and then 8 sequences of 16 tokens, 3 steps each, with a log line at step 6."""
+    grows = {"batch_warmup_from": 2, "batch_warmup_steps": 9}
+    run = fake_run(tmp_path / "grows", {6: {"train/tokens": 18 * 16}}, global_batch_size=8, schedule=grows)
+    sizes = [0, 2, 2, 2, 4, 4, 4, 6, 6, 6, 8, 8, 8]
+    assert [read_record(run).tokens(step) for step in range(13)] == [16 * n for n in accumulate(sizes)]
 
 
 def test_the_best_loss_is_of_the_validation_set_of_the_last_evaluations(tmp_path, capsys):

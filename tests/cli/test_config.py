@@ -29,6 +29,8 @@ from training.schedule import lr_scale
 
 RANDOM_TOKENS = ["--config", str(ROOT / "configs" / "random_tokens.yaml")]
 
+GROWS = ["--schedule.batch_warmup_from", "16", "--schedule.batch_warmup_steps"]
+
 
 def refusal(*arguments, num_processes=1):
     with pytest.raises(ConfigError) as error:
@@ -120,6 +122,18 @@ def test_every_setting_is_documented(capsys):
         (["--global_batch_size", "20"], ["global_batch_size", "20", "16", "24"]),
         (["--checkpoint.every", "10", "--checkpoint.keep_every", "25"], ["checkpoint.keep_every", "25", "10"]),
         (["--schedule.warmup_steps", "51"], ["schedule.warmup_steps", "51", "50"]),
+        (["--schedule.batch_warmup_from", "8"], ["schedule.batch_warmup_from: 8 needs schedule.batch_warmup_steps"]),
+        (["--schedule.batch_warmup_steps", "9"], ["schedule.batch_warmup_steps: 9 needs schedule.batch_warmup_from"]),
+        ([*GROWS, "51"], ["schedule.batch_warmup_steps: 51: more than steps: 50"]),
+        ([*GROWS, "9", "--global_batch_size", "8"], ["schedule.batch_warmup_from: 16", "global_batch_size: 8"]),
+        (
+            [*GROWS, "9", "--global_batch_size", "40"],
+            ["global_batch_size: 40 is not a multiple of schedule.batch_warmup_from: 16", "32 or 48"],
+        ),
+        (
+            [*GROWS, "9", "--global_batch_size", "48", "--micro_batch_size", "3"],
+            ["schedule.batch_warmup_from: 16 is not a multiple of micro_batch_size * processes = 3 * 1", "15 or 18"],
+        ),
         (["--model.vocab_size", "null"], ["model.vocab_size", "random"]),
         (["--name", "a/b"], ["name", "a/b", "out_dir"]),
         (["--name", ".."], ["name", "..", "out_dir"]),

@@ -178,8 +178,11 @@ def test_a_mixture_is_of_its_corpora(folder):
     a, b = open_split(folder / "a"), open_split(folder / "b")
     assert corpus.quotas == [750, 250] and len(corpus.train) == len(a) + len(b)
     assert torch.equal(corpus.train[len(a) + 3]["input_ids"], b[3]["input_ids"])
-    drawn = Counter(i >= len(a) for i in corpus.order(config).indices(7))
+    order = corpus.order(config)
+    drawn = Counter(i >= len(a) for i in order.indices(7))
     assert drawn == {False: 750, True: 250}
+    config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps = MIX_BLOCK // 2, 3
+    assert sum((corpus.order(config).indices(step) for step in range(2)), []) == order.indices(0)
     assert [len(part) for part in corpus.validation.datasets] == [6, 2]
     corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 7))
     assert [len(part) for part in corpus.validation.datasets] == [5, 2]

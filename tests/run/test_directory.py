@@ -30,6 +30,7 @@ from run.metrics_file import MetricsFile, forget_after, read_rows
 from run.status import Status, read_status, write_status
 from tests import forked
 from tests.conftest import ROOT, assert_same_bits, environment, metrics, python, tensors, train
+from training.schedule import SCHEDULES
 from training.step_totals import NonFiniteError, StepTotals
 
 STEPS = 4
@@ -100,6 +101,28 @@ def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
     assert continuation.differences(continuation.complete_settings(settings), config) == [
         "model.zero_init: False there, True now"
     ]
+
+
+@pytest.mark.parametrize("name", ["batch_warmup_from", "batch_warmup_steps"])
+def test_the_growth_of_the_batch_may_not_change(name):
+    settings, config = stored(schedule__batch_warmup_from=2, schedule__batch_warmup_steps=4)
+    config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps = 2, 4
+    assert continuation.differences(continuation.complete_settings(settings), config) == []
+    setattr(config.schedule, name, 3)
+    assert continuation.differences(continuation.complete_settings(settings), config) == [
+        f"schedule.{name}: {settings['schedule'][name]} there, 3 now"
+    ]
+
+
+def test_whatever_changes_with_the_step_must_have_been_so_until_now(monkeypatch):
+    """As a fork's, which counts shares of the run, when that is extended."""
+    monkeypatch.setitem(SCHEDULES, "weight_decay", lambda value, config, step: value * (1 - step / config.steps))
+    settings, config = stored(optimizer__weight_decay=0.5)
+    config.schedule.name, config.schedule.warmup_steps, config.steps = "constant", 0, 8
+    settings |= {"schedule": asdict(config.schedule), "steps": 4}
+    config.optimizer.weight_decay = 0.5
+    with pytest.raises(ConfigError, match="given step 1 of this run weight_decay = 0.4375, but it had 0.375; a run"):
+        continuation.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}))
 
 
 def test_a_path_may_change_where_a_hash_says_what_lies_there():
@@ -220,7 +243,7 @@ def test_a_run_that_goes_on_unchanged_compares_no_learning_rates(monkeypatch):
     """Of as many steps as it has done."""
     config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
     manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {})
-    monkeypatch.delattr(continuation, "lr_scale")
+    monkeypatch.delattr(continuation, "at_step")
     continuation.check_resume(config, ROOT, manifest)
 
 

@@ -1,0 +1,88 @@
+"""A run whose batch grows is as any other: resumed, audited, opened, planned, verified and told of by its tokens.
+
+That it is exact on any number of processes is in test_exact.py.
+"""
+
+import json
+import re
+
+import pytest
+
+from tests import forked
+from tests.conftest import TINY_STORIES, assert_same_bits, environment, metrics, python, tensors, train
+
+STEPS, SIZES = 8, [2, 2, 4, 4, 6, 6, 6, 6]
+GROWING = "--schedule.batch_warmup_from 2 --schedule.batch_warmup_steps 4".split()
+RECIPE = [*TINY_STORIES, *GROWING, "--name", "run"]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """On two processes, saved after every step."""
+    out_dir = tmp_path_factory.mktemp("runs")
+    train(*RECIPE, "--out_dir", out_dir, processes=2)
+    return out_dir / "run"
+
+
+def test_it_is_resumed_bitwise_while_it_grows(run, runs):
+    for until, exit_code in [(1, 1), (3, 1), (4, 1), (STEPS, 0)]:
+        train(*RECIPE, "--stop_after", until, "--out_dir", runs, processes=2, exit_code=exit_code)
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(run, STEPS))
+    assert metrics(runs / "run") == metrics(run)
+
+
+def test_its_growth_may_not_change_and_a_launch_that_does_not_fit_is_refused(run):
+    for name, value in [("batch_warmup_from", 1), ("batch_warmup_steps", 5)]:
+        done = train(*RECIPE, f"--schedule.{name}", value, "--out_dir", run.parent, exit_code=2)
+        assert f"schedule.{name}: " in done.stderr and f" there, {value} now" in done.stderr
+    done = train(*RECIPE, "--out_dir", run.parent, processes=3, exit_code=1)
+    assert "schedule.batch_warmup_from: 2 is not a multiple of micro_batch_size * processes = 1 * 3 = 3" in done.stderr
+    assert "numbers of processes that can split it: 1, 2" in done.stderr
+
+
+def test_a_branch_may_grow_otherwise(run, runs):
+    """From 1 by 1, at steps 2, 4, 5, 7 and 8."""
+    begin = ["--branch_from", run / "checkpoints" / "step-00000003", "--schedule.batch_warmup_from", 1]
+    train(*RECIPE, *begin, "--schedule.batch_warmup_steps", 8, "--steps", 8, "--out_dir", runs)
+    tokens = [row["train/tokens"] for row in metrics(runs / "run")]
+    assert [later - earlier for earlier, later in zip(tokens, tokens[1:], strict=False)] == [
+        128 * n for n in (3, 4, 4, 5)
+    ]
+
+
+def test_it_is_audited_and_its_steps_are_opened(runs):
+    train(*RECIPE, "--exact", "true", "--checkpoint.every", 2, "--out_dir", runs, processes=2)
+    shown = python(f"python replay.py {runs / 'run'} --audit 99").stdout
+    assert len(re.findall(r"^PASS .* bit for bit$", shown, re.MULTILINE)) == 4
+    for step in (2, 3):
+        shown = python(f"python replay.py {runs / 'run'} {step}", CXX="/nonexistent").stdout
+        row = metrics(runs / "run")[step - 1]
+        assert f"of {SIZES[step - 1]} with the highest loss" in shown and "as in the run, by 1 fingerprint(s)" in shown
+        fp32 = [float(figure) for figure in re.search(r"fp32 +([\d.]+) +([\d.]+)$", shown, re.MULTILINE).groups()]
+        assert fp32 == pytest.approx([row["train/loss"], row["train/grad_norm"]], abs=1e-6)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_it_is_verified(processes, runs):
+    """Against a loop by hand, which counts the tokens of each batch."""
+    done = forked.run("verify.py", [*map(str, RECIPE), "--out_dir", str(runs)], processes, environment())
+    assert done.returncode == 0 and done.stdout.count("PASS") >= 9, done.stdout + done.stderr
+
+
+def test_it_is_planned(runs):
+    shown = train(*RECIPE, "--plan", "--exact", "true", "--out_dir", runs, processes=2).stdout
+    assert "1 to 3 micro-batch(es) of 1 a step" in shown and " tokens/s, as in a burst" in shown
+    tokens = sum(SIZES) * 128
+    assert f"256 in step 1, 768 from step 5 on, {tokens:,} in 8 steps" in shown
+    each, of_step, in_all = re.search(r"FLOPs +([\d,]+) a token, (.*) a step, (.*) in all", shown).groups()
+    flops = int(each.replace(",", ""))
+    assert (of_step, in_all) == (f"{flops * 6 * 128:.3g}", f"{flops * tokens:.3g}")
+
+
+def test_nothing_is_compiled_again_when_it_grows(runs):
+    arguments = [*RECIPE, "--compile", "true", "--evaluation.every", 0, "--steps", 5, "--out_dir", runs]
+    done = train(*arguments, TORCH_LOGS="recompiles")
+    assert "compiled" in done.stdout and "ecompil" not in done.stderr
+    assert json.loads((runs / "run" / "status.json").read_text())["state"] == "finished"
