@@ -275,7 +275,8 @@ class Verification:
 
     def order_is_a_permutation(self) -> tuple[bool | None, str]:
         num_samples = self.config.global_batch_size * 40 // 3 + 1  # so that epochs end within a batch
-        order, ranks = GlobalBatches(num_samples, self.config.global_batch_size, 0), range(self.num_processes)
+        warmup = self.config.schedule.batch_warmup_from, self.config.schedule.batch_warmup_steps
+        order, ranks = GlobalBatches(num_samples, self.config.global_batch_size, 0, *warmup), range(self.num_processes)
         read = [i for step in range(40) for rank in ranks for i in order.indices(step, rank, self.num_processes)]
         epochs = np.sort(np.reshape(read[: 2 * num_samples], (2, num_samples)))
         return np.array_equal(epochs, [range(num_samples)] * 2), f"2 epochs of {num_samples} samples, each read once"

@@ -89,7 +89,9 @@ class Rung:
         """What it came to."""
         last = training.last()
         answers = math.fsum(value for name, value in last.items() if name.startswith("val/excess/facts_"))
-        return Point(self.parameters, self.tokens, self.flops, last["val/loss"], last["val/floor"], self.seed, answers)
+        tokens = last["train/tokens"]
+        flops = flops_per_token(self.model, SEQ_LEN) * tokens
+        return Point(self.parameters, tokens, flops, last["val/loss"], last["val/floor"], self.seed, answers)
 
 
 def ladder(sizes: list[int], budgets: list[int], seeds: int) -> list[Rung]:

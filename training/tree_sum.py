@@ -31,9 +31,9 @@ class TreeSum:
         """Add what the last backward left in `.grad`, of one of the `accumulation` micro-batches that every process has
         in this step."""
         micro_batches = accumulation * self.num_processes
-        leaves = micro_batches & -micro_batches  # the largest power of two that divides it
+        leaves_of_step = micro_batches & -micro_batches  # the largest power of two that divides it
         self.num_added += 1
-        num_leaves, in_leaf = divmod(self.num_added, micro_batches // leaves)
+        num_leaves, in_leaf = divmod(self.num_added, micro_batches // leaves_of_step)
         if in_leaf:
             return
         fill_in_gradients(self.parameters)
