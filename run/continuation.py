@@ -113,8 +113,8 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     is_unchanged = old_schedule == config.schedule and before["steps"] == config.steps
     to_compare = 0 if is_unchanged else min(manifest.step, config.steps)  # of millions it takes seconds
     then = replace(config, schedule=old_schedule, steps=before["steps"])
-    for step, name in product(range(to_compare), SCHEDULES):
-        value = before.get(f"optimizer.{name}", before.get(f"model.{name}"))
+    values = {name: before[key] for key in before for name in SCHEDULES if key.endswith(f".{name}")}
+    for step, (name, value) in product(range(to_compare), values.items()):
         old, new = at_step(name, value, then, step), at_step(name, value, config, step)
         if old != new:
             raise ConfigError(

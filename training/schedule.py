@@ -21,14 +21,15 @@ def average(most: float, config: TrainConfig, step: int) -> float:
     return min(most, (1 + step) / (10 + step))
 
 
-# The settings of `optimizer` that change with the step, and `dropout`, by name. Each is a function of the value that
-# the setting has, or a group of the optimizer in its place, of all settings, and of the step, from 0.
+# The settings that change with the step, by the last part of their names: those of the groups of the optimizer,
+# `grad_clip` and `dropout`. Each is a function of the value that the setting has, or a group of the optimizer in its
+# place, of all settings, and of the step, from 0.
 SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {"lr": lr, "average": average}
 
 
 def at_step(name: str, value: Any, config: TrainConfig, step: int) -> Any:
-    """What the setting `name`, whose value is `value`, is at step `step` (from 0)."""
-    return SCHEDULES[name](value, config, step) if name in SCHEDULES else value
+    """What the setting `name`, whose value is `value`, is at step `step` (from 0). What is null stays null."""
+    return SCHEDULES[name](value, config, step) if name in SCHEDULES and value is not None else value
 
 
 def lr_scale(config: ScheduleConfig, step: int, steps: int) -> float:
