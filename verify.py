@@ -166,15 +166,15 @@ class Verification:
         holds = bool(self.accelerator.gather(torch.tensor([holds], device=self.device)).all())
         return "PASS" if holds else "FAIL", figure
 
-    def train(self, name: str, exact: bool = False, steps: int | None = None) -> Trained:
+    def train(self, name: str, exact: bool = False, stop_after: int | None = None) -> Trained:
         """What train.py does."""
-        run = replace(self.config, name=name, exact=exact, steps=steps or self.config.steps)
+        run = replace(self.config, name=name, exact=exact, stop_after=stop_after)
         with nested_training(), gradient_of_first_update() as gradient:
             train.main(run)
         path = Path(run.out_dir, run.name)
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         network, optimizer = self.build()
-        checkpoint.load(checkpoint.step_directory(path / "checkpoints", run.steps), network, optimizer)
+        checkpoint.load(checkpoint.step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
         return Trained(rows, gradient, shards.state_tensors(network, optimizer))
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
