@@ -24,7 +24,7 @@ from analysis.idea import laid_out, read_idea
 from analysis.inference import FIRST_LOOK, Worth, decide, difference, factor, more_runs, worth
 from analysis.side import Refused, Side, check_ruler, matched, scaled, scaled_steps
 from analysis.trainings import Failed, Stopped, Training, Trainings, launch_command, launched_precision
-from compare import aligned
+from cli.screen import aligned
 from config import ConfigError, RunError, expanded
 from run.identity import code_hash
 

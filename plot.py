@@ -1,9 +1,8 @@
 """Draws runs from their metrics.jsonl: python plot.py RUN... [--x tokens] writes loss.png into each run, excess.png if
-it tells its excess over the floor by kind, and layers.png if it has `tracking.layers`. compare.py draws the curves of
-several runs over each other with it.
+it tells its excess over the floor by kind, and layers.png if it has `tracking.layers`. analysis/curves.py draws several
+runs over each other.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,13 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from config import ConfigError, expanded
-from data.files import write_atomically
 from run.metrics_file import read_rows
 from run.pictures import (
     COLORS,
     DASHES,
     FLOOR,
-    NUM_LETTERS,
     THICK,
     THIN,
     X_AXES,
@@ -28,19 +25,14 @@ from run.pictures import (
     marks,
     new_figure,
     places_on,
-    run_style,
 )
 
-Curves = dict[str, dict[str, list[tuple[float, float]]]]  # by the labels of runs and by metrics: places on x and values
 LAYER_TITLES = {
     "weight_norm": "norm of the weights (L2)",
     "gradient_norm": "norm of the gradients (L2)",
     "activation_rms": "root mean square of the activations",
     "update_ratio": "norm of the update / norm of the weights",
 }
-
-PAGE = Path(__file__).parent / "analysis" / "curves.html"
-NUM_POINTS_DRAWN = 1000  # of a curve, in a page
 
 
 def save_loss_curve(run_directory: Path, picture: Path | None = None, x: str = "steps") -> Path:
@@ -69,46 +61,10 @@ def save_loss_curve(run_directory: Path, picture: Path | None = None, x: str = "
         axes.axhline(floors[-1], **FLOOR, label=f"floor = {floors[-1]:.4f}")
     axes.set_title(drawable(run_directory.resolve().name))
     finish_axes(axes, [*floors, *training[1], *validation[1]], x)
+    axes.legend(loc="best", fontsize="small")  # does not warn of its cost
     picture = picture or run_directory / "loss.png"
     figure.savefig(picture, dpi=150)
     return picture
-
-
-def save_curves(curves: Curves, path: Path, x: str = "steps") -> None:
-    """Write the training losses, thin, and the validation losses, thick, of runs over each other as a picture, and
-    every floor that is known. `x` is what of X_AXES the places in `curves` are.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    from matplotlib.lines import Line2D
-
-    figure = new_figure(9, 5.4)
-    axes = figure.add_subplot()
-    losses, room, floors = [], NUM_LETTERS // (1 + len(curves) // 20), set()
-    for index, (label, metrics) in enumerate(curves.items()):
-        training, validation = metrics.get("train/loss", []), metrics.get("val/loss", [])
-        style = run_style(index)
-        if training:
-            single = {"marker": "o", "markersize": 3} if len(training) == 1 else {}
-            thin = THIN | ({"linestyle": "-"} if validation else {})
-            axes.plot(*zip(*training, strict=True), **style | thin | single)
-        if validation:
-            axes.plot(*zip(*validation, strict=True), **style | THICK | marks(index, len(validation)))
-        # No label of matplotlib may begin with an underscore.
-        axes.plot(
-            [], [], **style | THICK | (marks(index, 1) if validation else {}), label=drawable(label.lstrip("_"), room)
-        )
-        losses += [value for _, value in (*training, *validation)]
-        floors |= {float(f"{floor:.5g}") for _, floor in metrics.get("val/floor", [])[-1:]}
-    for floor in sorted(floors):
-        axes.axhline(floor, **FLOOR, label=f"floor = {floor:.4f}")
-    for kind, style in (("train/loss", THIN), ("val/loss", THICK)):
-        if any(kind in metrics for metrics in curves.values()):
-            word = {"train/loss": "thin: training", "val/loss": "thick: validation"}[kind]
-            axes.add_line(Line2D([], [], color="#555555", **style, label=word))
-    finish_axes(axes, [*losses, *floors], x)
-    figure.savefig(path, dpi=150)
 
 
 def save_loss_by_position(losses: list[float], metrics: dict[str, Any], name: str, picture: Path) -> None:
@@ -129,30 +85,6 @@ def save_loss_by_position(losses: list[float], metrics: dict[str, Any], name: st
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, dpi=150)
-
-
-def save_page(curves: Curves, path: Path, x: str = "steps") -> None:
-    """Write a page that shows every metric of the runs, to hover and to zoom; it needs nothing but a browser. A run has
-    the colour and the dashes that it has in the picture of `save_curves`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-
-    def rounded(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        size = 1 + 2 * len(points) // NUM_POINTS_DRAWN
-        few = {points[0], points[-1]}
-        for i in range(0, len(points), size):  # of each few the least and the greatest: a spike is not passed over
-            few |= {choice(points[i : i + size], key=lambda point: point[1]) for choice in (min, max)}
-        return [(step, v if isinstance(v, int) else float(f"{v:.6g}")) for step, v in sorted(few)]
-
-    data = [
-        (label, {metric: rounded(points) for metric, points in metrics.items()}) for label, metrics in curves.items()
-    ]
-    # Inside a script of a page, a name must not be able to end it.
-    written = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = PAGE.read_text().replace("COLORS_OF_RUNS", json.dumps(COLORS)).replace("DASHES_OF_RUNS", json.dumps(DASHES))
-    write_atomically(path, page.replace("X_OF_RUNS", json.dumps([x, X_AXES[x]])).replace("CURVES_OF_RUNS", written))
 
 
 def save_layers(run_directory: Path) -> Path | None:

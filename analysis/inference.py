@@ -61,6 +61,17 @@ def crossing(bound: float, sums: np.ndarray, density: np.ndarray, scale: float, 
     return float(density @ outside) - due
 
 
+def welch(one: list[float], other: list[float]) -> float | None:
+    """Welch's t-test: how probable means at least so far apart are if both recipes have the same; None with less than
+    two samples of each. For a question that is asked once, as by compare.py."""
+    if min(len(one), len(other)) < 2:
+        return None
+    ours, theirs = ((statistics.fmean(losses), statistics.stdev(losses), len(losses)) for losses in (one, other))
+    if ours[1] == theirs[1] == 0:
+        return float(ours[0] == theirs[0])
+    return float(stats.ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue)
+
+
 @dataclass(frozen=True)
 class Difference:
     """Of the means of two recipes, the second less the first, after a look."""

@@ -6,6 +6,8 @@ compare.py prints it. Nothing here needs torch.
 import json
 import math
 import statistics
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +20,7 @@ from data.order import BatchSizes
 from run.continuation import FREE_SETTINGS, OF_SCHEDULES, read_settings
 from run.identity import FACTS, lasting_starts, other_facts
 from run.metrics_file import read_rows
+from run.pictures import places_on
 from run.status import Status, read_status
 
 SEEDS = ("seed", "data.seed")
@@ -129,10 +132,10 @@ class Record:
             since = later["step"] if then != now else since
         return since
 
-    def final_loss(self) -> float | None:
-        """The validation loss after the last step; None while there is none."""
-        loss = self.history().get(self.settings["steps"], {}).get("val/loss")
-        return loss if is_finite(loss) else None
+    def final(self, metric: str = "val/loss") -> float | None:
+        """A metric after the last step; None while there is none."""
+        value = self.history().get(self.settings["steps"], {}).get(metric)
+        return value if is_finite(value) else None
 
     def tokens_to(self, loss: float) -> int | None:
         """Training tokens until an evaluation gave at most `loss`; None if none did."""
@@ -158,6 +161,44 @@ class Record:
             tokens_per_sequence = (later[0][1] - tokens) / (sizes.before(later[0][0]) - sizes.before(before))
         return tokens + round((sizes.before(step) - sizes.before(before)) * tokens_per_sequence)
 
+    def places(self, x: str) -> Callable[[float], float]:
+        """What a step of the whole trajectory is on an axis of run.pictures.X_AXES.
+
+        Raises:
+            ConfigError: its files do not tell.
+            OSError: they cannot be read.
+        """
+        own = places_on(x, self.path)
+        if self.parent is None or x == "steps":
+            return own
+        begin, before = self.branch.step, self.parent.places(x)
+        return lambda step: before(min(step, begin)) + own(max(step, begin)) - own(begin)
+
+    def spent(self, what: str) -> float | None:
+        """Tokens, FLOPs or seconds of training, as run.pictures.X_AXES calls them; None where it wrote none down."""
+        if what == "flops" and self.fact("flops_per_token") is None:
+            return None  # what an older version had no need to write down is not worth importing torch
+        with suppress(ConfigError, OSError):
+            return self.places(what)(self.done())
+        return None
+
+    def fact(self, name: str) -> Any:
+        """What its newest start wrote down, as `parameters`; None in a run of an older version."""
+        return self.starts[-1].get(name) if self.starts else None
+
+    def done(self) -> int:
+        """The newest step that it has logged, or shares with its parent."""
+        return max(self.history(), default=0)
+
+    def above_floor(self) -> float | None:
+        """The newest validation loss less the lowest possible one; None where that is not known."""
+        loss, floor = self.curve("val/loss", whole=True), dict(self.curve("val/floor", whole=True))
+        return loss[-1][1] - floor[loss[-1][0]] if loss and loss[-1][0] in floor else None
+
+    def peak_memory_bytes(self) -> float | None:
+        """The most that its first process has held, as tensors on a GPU or else in memory."""
+        return max((value for _, value in self.curve("perf/peak_memory_bytes")), default=None)
+
     def tokens_per_second(self) -> float | None:
         """The median over the logged intervals."""
         speeds = [speed for _, speed in self.curve("perf/tokens_per_second")]
@@ -173,6 +214,16 @@ class Record:
         if self.branch:
             begin = self.branch.step, self.parent.recipe() if self.parent else self.branch.run
         return Recipe.of(self.settings, begin)
+
+
+def predicted(record: Record) -> tuple[Any, ...]:
+    """What a run predicts: losses of runs that predict something else do not compare."""
+    source, setting = record.settings["data.source"], record.settings.get
+    if source == "random":
+        return source, setting("model.vocab_size")
+    if source == "text":  # the hash is of the tokens; of a mixture the shares count too
+        return source, setting("data.hash") or setting("data.path"), *(setting("data.mix") or {}).values()
+    return source, setting("data.facts"), setting("data.zipf") if setting("data.facts") else None
 
 
 def is_of_recipe(name: str) -> bool:
@@ -278,11 +329,12 @@ def effect(branch: Record, records: list[Record]) -> tuple[int, float, list[floa
 
     Returns:
         The step; the effect; and the losses after it of runs that differ by their seeds alone, the parent and the
-        branches that left it at the same step: what such effects are without a cause. None without such a step.
+        branches that left it at the same step: what such effects are without a cause. None without such a step, or
+        where the two predict different data.
     """
     ours, theirs = dict(branch.curve("val/loss")), dict(branch.parent.curve("val/loss", whole=True))
     evaluated_both = ours.keys() & theirs.keys()
-    if not evaluated_both:
+    if not evaluated_both or predicted(branch) != predicted(branch.parent):
         return None
     step = max(evaluated_both)
     repeats = [(branch.parent.seeds(), theirs[step])]
@@ -294,9 +346,9 @@ def effect(branch: Record, records: list[Record]) -> tuple[int, float, list[floa
     return step, ours[step] - theirs[step], one_of_each(repeats)
 
 
-def samples(records: list[Record]) -> list[float]:
-    """The final validation losses of runs of one recipe, one for each of the seeds."""
-    losses = [(record.seeds(), record.final_loss()) for record in records]
+def samples(records: list[Record], metric: str = "val/loss") -> list[float]:
+    """A metric after the last step of runs of one recipe, one for each of the seeds."""
+    losses = [(record.seeds(), record.final(metric)) for record in records]
     return one_of_each([(seeds, loss) for seeds, loss in losses if loss is not None])
 
 
@@ -307,16 +359,3 @@ def one_of_each(losses: list[tuple[tuple[int, ...], float]]) -> list[float]:
     for seeds, loss in losses:
         by_seeds.setdefault(seeds, []).append(loss)
     return [statistics.fmean(same) for same in by_seeds.values()]
-
-
-def welch(one: list[float], other: list[float]) -> float | None:
-    """Welch's t-test: how probable means at least so far apart are if both recipes have the same; None with less than
-    two samples of each (Welch, The generalization of "Student's" problem, 1947)."""
-    if min(len(one), len(other)) < 2:
-        return None
-    from scipy.stats import ttest_ind_from_stats  # takes a second to import, which a table without a verdict need not
-
-    ours, theirs = ((statistics.fmean(losses), statistics.stdev(losses), len(losses)) for losses in (one, other))
-    if ours[1] == theirs[1] == 0:
-        return float(ours[0] == theirs[0])
-    return float(ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue)

@@ -14,6 +14,20 @@ def printable(text: str) -> str:
     )
 
 
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Columns side by side: the first to the left, the others to the right."""
+    if not rows:
+        return []
+    num_columns = max(map(len, rows))
+    rows = [row + [""] * (num_columns - len(row)) for row in rows]
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]  # the widths
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
 class ForgivingStream:
     """A stream to which writing cannot fail: what nobody reads is dropped, what the screen's encoding lacks is spelt
     out (`\\xfc`), and `failure` says what has no room."""

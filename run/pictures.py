@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -90,7 +91,7 @@ def as_written(number: float) -> str:
 
 
 def finish_axes(axes, losses: list[float], x: str = "steps") -> None:
-    """Scale, ticks, grid and legend of a picture of losses; `x` is one of X_AXES."""
+    """Scale, ticks and grid of a picture of losses; `x` is one of X_AXES."""
     from matplotlib.ticker import EngFormatter, FuncFormatter
 
     losses = [loss for loss in losses if math.isfinite(loss)]
@@ -101,8 +102,6 @@ def finish_axes(axes, losses: list[float], x: str = "steps") -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep="") if in_thousands else FuncFormatter(lambda n, _: as_written(n)))
     axes.set(xlabel=X_AXES[x], ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    if labels := axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="best", fontsize="small", ncols=1 + len(labels) // 20)  # does not warn of its cost
 
 
 def label_round(axis, low: float, high: float) -> None:
@@ -140,7 +139,7 @@ def places_on(x: str, run_directory: Path) -> Callable[[float], float]:
     factor = flops_per_token(run_directory) if x == "flops" else 1
 
     def place(step: float) -> float:
-        after = next((i for i in range(1, len(steps)) if steps[i] >= step), len(steps) - 1)
+        after = min(max(1, bisect_left(steps, step)), len(steps) - 1)
         share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
         return factor * (places[after - 1] + share * (places[after] - places[after - 1]))
 
@@ -148,7 +147,12 @@ def places_on(x: str, run_directory: Path) -> Callable[[float], float]:
 
 
 def flops_per_token(run_directory: Path) -> int:
-    """Of a training of the run's model on one token."""
+    """Of a training of the run's model on one token: as its starts wrote down or, of an older version, as its settings
+    say."""
+    starts = run_directory / "starts.jsonl"
+    known = [row["flops_per_token"] for row in read_rows(starts) if "flops_per_token" in row] if starts.exists() else []
+    if known:
+        return known[-1]
     import torch  # slow to import, and for this axis alone
 
     from model.config import GPTConfig

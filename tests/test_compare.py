@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from analysis.records import read_record, read_records, welch
+from analysis.curves import Curves, save_picture
+from analysis.inference import welch
+from analysis.records import read_record, read_records
 from cli import scripts
 from compare import CompareConfig, main
-from plot import save_curves
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 
 # Student's sleep data, with which the documentation of R's t.test shows Welch's test: p-value = 0.07939.
@@ -73,6 +74,11 @@ def table(text, first="run"):
     return [dict(zip(titles, row, strict=False)) for row in rows if len(row) > 1]
 
 
+def costs(text):
+    """The table of what runs cost, as above."""
+    return table(text[text.index("\n\nrun ", text.index("\n\nrun ") + 1) :])
+
+
 # Runs beside each other
 
 
@@ -87,8 +93,9 @@ def test_what_differs_and_where_it_begins(pair, capsys):
     shown = printed(capsys, *pair)
     assert "settings that differ:\n  optimizer.lr: 0.001 in a; 0.01 in b\n\n" in shown
     b, a = table(shown)
-    assert (b["run"], b["val/loss"], b["train/loss"], b["tokens/s"]) == ("b", "2.5000", "3.0000", "200")
-    assert (a["run"], a["best"], a["tokens/s"], a["state"], a["step"]) == ("a", "3.5000", "110", "finished", "30")
+    assert (b["run"], b["val/loss"], b["train/loss"]) == ("b", "2.5000", "3.0000")
+    assert (a["run"], a["best"], a["state"], a["step"]) == ("a", "3.5000", "finished", "30")
+    assert [row["tokens/s"] for row in costs(shown)] == ["200", "110"]
     assert (b["digest parts"], b["loss parts"]) == ("20", "30") and "digest parts" not in a
 
 
@@ -398,9 +405,13 @@ def test_the_past_that_branches_share_is_counted_once_and_drawn_once(family, cap
     assert parts == {"root": None, "faster": "20", "other_seed": "20", "third_seed": "20", "twig": "20"}
     assert {row["tokens to 4.5000"] for row in shown} == {f"{20 * 64:,d}"}
     curves = page_data(tmp_path / "new" / "picture.html")
-    assert curves["root"]["val/loss"] == [[10, 5.0], [20, 4.0], [30, 3.0]]
-    assert curves["faster"]["val/loss"] == [[10, 5.0], [20, 3.5], [30, 2.0]], "its own, and the point where it left"
-    assert curves["twig"]["val/loss"] == [[20, 3.5], [30, 1.5]]
+    root, faster = curves["optimizer.lr 0.001"], curves["optimizer.lr 0.01, from step 10"]
+    assert root["val/loss"] == [[10, 5.0], [20, 4.0], [30, 3.0]]
+    assert faster["val/loss"] == [[10, 5.0], [20, 3.5], [30, 2.0]], "its own, and the point where it left"
+    assert curves["optimizer.lr 0.1, from step 20"]["val/loss"] == [[20, 3.5], [30, 1.5]]
+    seeds = curves["optimizer.lr 0.001, from step 10 (2 seeds)"]["val/loss"]
+    assert [point[:2] for point in seeds] == [[10, 5.0], [20, 4.1], [30, pytest.approx(3.05)]]
+    assert seeds[-1][2:] == [2.9, 3.2]
 
 
 def test_a_parent_that_was_renamed_is_known_by_its_state(family, capsys):
@@ -504,8 +515,14 @@ def test_the_commands_of_the_page(runs):
 
 
 def page_data(page: Path):
-    found = re.search(r"new Map\((.*)\); // by name", page.read_text())[1]
-    return dict(json.loads(found))
+    """Of its first group, by the names of recipes: the metrics of those that are one line each."""
+    curves = page_groups(page)[0]["curves"]
+    return {name: {metric: lines[0] for metric, lines in metrics.items()} for name, metrics in curves}
+
+
+def page_groups(page: Path):
+    """What a page knows: of every kind of data its curves and tables."""
+    return json.loads(re.search(r"const groups = (.*);\n", page.read_text())[1])
 
 
 def test_the_pictures_are_written_and_the_page_needs_nothing_else(pair, capsys, tmp_path):
@@ -521,7 +538,7 @@ def test_the_pictures_are_written_and_the_page_needs_nothing_else(pair, capsys, 
 def test_a_name_cannot_break_the_page_or_the_picture(tmp_path, capsys):
     names = ["__proto__", "</script><b>", "_$\\frac", "\u2028'\"`${x}"]
     tails = [name.replace("/", "\u2215") for name in names]
-    runs = [fake_run(tmp_path / name, rows_of(val=[3.0, 2.0, 1.0])) for name in tails]
+    runs = [fake_run(tmp_path / name, rows_of(val=[3.0, 2.0, 1.0]), lr=0.1**n) for n, name in enumerate(tails)]
     labels = [read_records([run])[0][0].label for run in runs]
     printed(capsys, *runs, out=str(tmp_path / "all"))
     page = (tmp_path / "all.html").read_text()
@@ -539,7 +556,7 @@ function node(kind) {
   return self;
 }
 const byId = { plot: node("svg"), metric: node("select"), log: node("input"), tip: node("div"),
-  reset: node("button"), legend: node("div") };
+  reset: node("button"), legend: node("div"), group: node("select"), tables: node("div") };
 globalThis.document = { getElementById: (id) => byId[id], createElement: node };
 document.createElementNS = (_, kind) => node(kind);
 globalThis.window = {}; globalThis.innerWidth = 1000;
@@ -569,7 +586,7 @@ console.log(JSON.stringify(out));
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is run by node")
 def test_the_page_hovers_and_zooms(pair, capsys, tmp_path):
     """In a document of a few lines: 800 x 400 units inside the margins."""
-    fake_run(tmp_path / "c", {step: {"train/loss": step * 1e6} for step in (1000, 100_000)})
+    fake_run(tmp_path / "c", {step: {"train/loss": step * 1e6} for step in (1000, 100_000)}, lr=0.1)
     printed(capsys, *pair, tmp_path / "c", out=str(tmp_path / "both"))
     script = re.search(r"<script>(.*)</script>", (tmp_path / "both.html").read_text(), re.DOTALL)[1]
     (tmp_path / "page.js").write_text(DOM + script.replace('"use strict";', "") + PLAY)
@@ -595,7 +612,7 @@ def test_a_spike_stays_in_the_page(tmp_path, capsys):
 
 def test_a_long_name_leaves_room_for_the_curves(tmp_path):
     names = ["x" * 200 + end for end in ("seed_0", "seed_1")]
-    curves = {name: {"train/loss": [(1, 5.0), (2, 4.0)]} for name in names}
+    curves = [Curves(name, {"train/loss": [[(1, 5.0), (2, 4.0)]]}) for name in names]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns where a legend leaves no room
-        save_curves(curves, tmp_path / "picture.png")
+        save_picture("stories", curves, tmp_path / "picture.png")

@@ -11,6 +11,8 @@ import pytest
 from matplotlib.colors import to_rgb
 
 import plot
+from analysis import curves
+from analysis.curves import ABOVE_FLOOR, Curves, save_page, save_picture
 from config import ConfigError
 from run import pictures
 from tests import forked
@@ -61,7 +63,7 @@ def contrast(one, other):
 
 
 def test_every_colour_stands_out_from_both_papers():
-    page = plot.PAGE.read_text()
+    page = curves.PAGE.read_text()
     white, dark = re.findall(r"--paper: (#\w+)", page)
     inks = re.findall(r"--ink: (#\w+)", page)
     for color in pictures.COLORS:
@@ -101,18 +103,27 @@ def test_the_curve_names_what_it_shows(run, drawn):
     assert axes.get_title() == "a_run" and validation.get_linewidth() >= 2 * training.get_linewidth()
 
 
-def test_runs_over_each_other_look_as_in_the_page(tmp_path, drawn):
-    curves = {f"run {n}": {"val/loss": [(1, 5.0 + n), (2, 1.0 + n)], "val/floor": [(2, 0.5)]} for n in range(3)}
-    plot.save_curves(curves, tmp_path / "all.png", "tokens")
-    plot.save_page(curves, tmp_path / "all.html", "tokens")
-    (axes,) = drawn
-    assert axes.get_legend_handles_labels()[1] == ["run 0", "run 1", "run 2", "floor = 0.5000", "thick: validation"]
+def test_recipes_over_each_other_look_as_in_the_page(tmp_path, monkeypatch):
+    """One of three seeds and two of one, of which one has a metric that needs no floor."""
+    figures = []
+    monkeypatch.setattr(curves, "new_figure", lambda *size: figures.append(pictures.new_figure(*size)) or figures[-1])
+    recipes = [Curves(f"run {n}", {"val/loss": [[(1, 5.0 + n), (2, 1.0 + n)]]}) for n in range(2)]
+    band = {"val/loss": [[(1, 4.0, 3.5, 4.5), (2, 0.7, 0.6, 0.8)]], "val/floor": [[(2, 0.5)]]}
+    recipes.append(Curves("mean (3 seeds)", band | {ABOVE_FLOOR: [[(1, 3.5, 3.0, 4.0), (2, 0.2, 0.1, 0.3)]]}))
+    save_picture("stories", recipes, tmp_path / "all.png", "tokens")
+    save_page([("stories", recipes, [])], tmp_path / "all.html", "tokens")
+    (losses, above), (key,) = figures[0].axes, figures[0].legends
+    assert [text.get_text() for text in key.get_texts()] == [
+        *("run 0", "run 1", "mean (3 seeds)", "floor = 0.5000", "thick: validation", "band: lowest to highest seed"),
+    ]
     colors, dashes = re.search(r"COLORS = (\[.*\]), DASHES = (\[.*\]);", (tmp_path / "all.html").read_text()).groups()
-    shown = {line.get_label(): line for line in axes.get_lines()}
-    for index, label in enumerate(curves):
-        assert shown[label].get_color() == json.loads(colors)[index]
-        assert list(shown[label]._unscaled_dash_pattern[1] or ()) == json.loads(dashes)[index]
-    assert axes.get_xlabel() == "training tokens" and "training tokens" in (tmp_path / "all.html").read_text()
+    for index, (of_key, line) in enumerate(zip(key.legend_handles[:3], losses.get_lines(), strict=False)):
+        assert of_key.get_color() == line.get_color() == json.loads(colors)[index]
+        assert list(line._unscaled_dash_pattern[1] or ()) == json.loads(dashes)[index]
+    [shaded] = above.collections
+    assert shaded.get_datalim(above.transData).intervaly.tolist() == [0.1, 4.0] and above.get_yscale() == "log"
+    assert above.get_lines()[0].get_color() == json.loads(colors)[2] and "above the floor" in above.get_ylabel()
+    assert losses.get_xlabel() == "training tokens" and "training tokens" in (tmp_path / "all.html").read_text()
 
 
 PLAY = """
@@ -126,8 +137,8 @@ console.log(JSON.stringify([wide, labels()]));
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is run by node")
 def test_the_page_has_the_floor_and_round_numbers(tmp_path):
-    losses = {"val/loss": [(1, 6.0), (9, 0.45)], "val/floor": [(9, 0.4427)], "train/loss": [(1, 4.001), (9, 3.9)]}
-    plot.save_page({"run": losses}, tmp_path / "page.html")
+    losses = {"val/loss": [[(1, 6.0), (9, 0.45)]], "val/floor": [[(9, 0.4427)]], "train/loss": [[(1, 4.001), (9, 3.9)]]}
+    save_page([("stories", [Curves("run", losses)], [])], tmp_path / "page.html")
     script = re.search(r"<script>(.*)</script>", (tmp_path / "page.html").read_text(), re.DOTALL)[1]
     (tmp_path / "page.js").write_text(DOM + script.replace('"use strict";', "") + PLAY)
     done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, timeout=60)
