@@ -359,6 +359,132 @@ def test_a_run_that_has_not_ended_is_no_sample(seed, tmp_path, capsys):
     assert "left out, without a validation loss after the last step: half" in shown
 
 
+@pytest.mark.parametrize(
+    ("best", "other", "whose"), [(1, 2, "the best"), (2, 1, "this recipe"), (1, 1, "each of the two")]
+)
+def test_whose_seed_is_too_few(best, other, whose, tmp_path, capsys):
+    losses = {"a": [1.0, 1.1][:best], "b": [2.0, 2.1][:other], "c": [3.0, 3.1]}
+    runs = [run for n, (name, values) in enumerate(losses.items()) for run in recipe(tmp_path, name, values, 0.1 + n)]
+    assert table(printed(capsys, *runs), "recipe")[1]["verdict"] == f"cannot be told from one seed of {whose}"
+
+
+def test_a_recipe_that_differs_in_many_settings_is_called_by_the_name_of_its_runs(tmp_path, capsys):
+    many = {f"model_{n}": n for n in range(7)}
+    runs = [fake_run(tmp_path / f"plain-seed_{n}", rows_of(val=[9, 9, 1 + n / 9]), seed=n) for n in range(2)]
+    runs += [fake_run(tmp_path / f"deep-{n}", rows_of(val=[9, 9, 3 + n / 9]), seed=n, **many) for n in range(2)]
+    assert [row["recipe"] for row in table(printed(capsys, *runs), "recipe")] == ["plain", "deep"]
+
+
+# Runs of different data
+
+
+def of_text(path, corpus, losses, seed=0, text="ffff", num_samples=None, **settings):
+    """A run of a corpus that is called as its tokens are; its bits per byte are a quarter of its losses."""
+    rows = {step: {**row, "val/bits_per_byte": row["val/loss"] / 4} for step, row in rows_of(val=losses).items()}
+    settings |= {"evaluation": {"num_samples": num_samples}}
+    run = fake_run(path, rows, seed=seed, starts=[start(validation_text=text)], **settings)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"] |= {"source": "text", "path": corpus, "hash": f"{corpus}00000000"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    return run
+
+
+def test_losses_on_different_data_stand_in_no_table_together(pair, tmp_path, capsys):
+    facts = fake_run(tmp_path / "facts", rows_of(val=[8.0, 7.0, 0.5]))
+    config = yaml.safe_load((facts / "config.yaml").read_text())
+    (facts / "config.yaml").write_text(yaml.safe_dump(config | {"data": {"seed": 0, "facts": 64}}))
+    others = [of_text(tmp_path / f"t{n}", "bytes", [9.0, 8.0, 7.0 + n], seed=n) for n in range(2)]
+    shown = printed(capsys, *pair, facts, *others, out=str(tmp_path / "all"))
+    stories, world, text = shown.split("\n\n1. ")[1].replace("\n\n2. ", "\n\n3. ").split("\n\n3. ")
+    assert stories.startswith("stories: 2 runs\n") and [row["run"] for row in table(stories)] == ["b", "a"]
+    assert "tokens to 3.5000" in stories and "optimizer.lr: 0.001 in a; 0.01 in b\n" in stories
+    assert world.startswith("stories of 64 facts (zipf 1.3): 1 run\n")
+    assert [row["run"] for row in table(world)] == ["facts"]
+    assert text.startswith("text of bytes (hash bytes000): 2 runs\nsettings that differ:\n  seed: ")
+    assert [row["run"] for row in table(text)] == ["t0", "t1"] and "tokens to 8.0000" in text
+    assert [(tmp_path / f"all-{n}.png").exists() for n in (1, 2, 3)] == [True] * 3
+    titles = [group["title"] for group in page_groups(tmp_path / "all.html")]
+    assert titles == ["stories", "stories of 64 facts (zipf 1.3)", "text of bytes (hash bytes000)"]
+
+
+def test_a_mixture_of_other_shares_is_other_data(tmp_path, capsys):
+    runs = [of_text(tmp_path / f"m{n}", "hash", [3, 2, 1.0]) for n in range(3)]
+    for run, share in zip(runs, (1, 2, 2), strict=True):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(
+            yaml.safe_dump(config | {"data": config["data"] | {"mix": {"c": 1, "d": share}}})
+        )
+    assert (
+        "predict 2 kinds of data" in (shown := printed(capsys, *runs))
+        and "text of c x 1, d x 2 (hash hash0000): 2" in shown
+    )
+
+
+def test_the_branch_on_other_data_has_no_effect(family, capsys):
+    for run in family[1:3]:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(yaml.safe_dump(config | {"data": {"seed": 0, "facts": 64}}))
+    effects = [line.partition("): ")[2][:4] for line in tree(printed(capsys, *family))]
+    assert effects == ["", "", "", "", "-0.1"]
+
+
+def test_tokenizers_of_one_text_are_compared_by_bits_per_byte(tmp_path, capsys):
+    losses = {"bytes": [1.0, 1.1, 1.2], "words": [4.0, 4.2, 4.1]}
+    runs = [of_text(tmp_path / f"{corpus}-{n}", corpus, [9, 8, loss], n) for corpus in losses
+            for n, loss in enumerate(losses[corpus])]  # fmt: skip
+    for other in ({"text": "eeee"}, {"text": None}, {"num_samples": 9}):
+        name = "-".join(map(str, *other.items()))
+        runs.append(of_text(tmp_path / name, f"{name}corpus", [9, 8, 0.1], **other))
+    shown = printed(capsys, *runs)
+    across = shown.partition("The same text in the tokens of several tokenizers:\n")[2]
+    first, second = table(across, "recipe")
+    assert (first["recipe"], first["val/bits_per_byte"]) == ("text of bytes (hash bytes000)", f"{1.1 / 4:.4f}")
+    assert (second["recipe"], second["above the best"]) == ("text of words (hash words000)", f"{3.0 / 4:.4f}")
+    quarters = [[loss / 4 for loss in values] for values in losses.values()]
+    assert second["p"] == f"{welch(*quarters):.2g}" and "left out, with evaluation.num_samples: " in across
+
+
+# What runs cost
+
+
+def test_what_a_run_cost(tmp_path, capsys):
+    """100 tokens a step in the logs, of 64 by the settings; twice as fast after step 10; and an evaluation between."""
+
+    def log(step, speed, memory):
+        return {"train/tokens": 100 * step, "perf/tokens_per_second": speed, "perf/peak_memory_bytes": memory}
+
+    size = {"parameters": 12345, "flops_per_token": 6000}
+    rows = {10: log(10, 50.0, 2e6), 15: {"val/loss": 4.0}, 20: log(20, 100.0, 9e6), 30: log(30, 100.0, 7e6)}
+    run = fake_run(tmp_path / "run", rows, starts=[start(**size)])
+    begun = {"run": str(run), "step": 20, "digest": None}
+    branch = fake_run(tmp_path / "branch", {30: log(30, 25.0, 1e6)}, begun, starts=[start(**size)])
+    old = fake_run(tmp_path / "old", rows_of(val=[3, 2, 1.0]))
+    found = {row["run"]: [*row.values()][1:] for row in costs(printed(capsys, run, branch, old))}
+    assert found["run"] == ["12,345", "3,000", "1.8e+07", "40.0", "100", "9 MB"]
+    # Its log line is the first, of 3,000 tokens at 25 a second, and a third of these are its own.
+    assert found["branch"] == ["12,345", "3,000", "1.8e+07", f"{20 + 10 + 40:.1f}", "25", "1 MB"]
+    assert found["old"] == ["-", f"{30 * 64:,d}", "-", "-", "-", "-"]
+
+
+@pytest.mark.parametrize(("x", "places"), [("tokens", [1000, 3000]), ("flops", [6e6, 18e6]), ("seconds", [15, 45])])
+def test_curves_over_what_was_spent_are_the_mean_of_the_seeds_in_a_band(x, places, tmp_path, capsys):
+    """Of two seeds, the second half as fast; and of one that diverged at step 20, which is a line of its own."""
+    runs = []
+    for seed, (speed, losses) in enumerate([(100, [4.0, None, 1.0]), (50, [5.0, None, 3.0]), (50, [9.0, None, None])]):
+        rows = rows_of(val=losses, train=[1.0, 2.0, 3.0])
+        for step, row in rows.items():
+            row |= {"train/tokens": 100 * step, "perf/tokens_per_second": speed}
+        facts = {"step": 0, "flops_per_token": 6000}
+        runs.append(fake_run(tmp_path / f"seed-{seed}", rows, starts=[facts], seed=seed, state="failed"))
+    other = {1: {"train/loss": 1.0, "train/tokens": 100, "perf/tokens_per_second": 1.0}}
+    runs.append(fake_run(tmp_path / "other", other, lr=0.5, starts=[{"step": 0, "flops_per_token": 6000}]))
+    printed(capsys, *runs, x=x, out=str(tmp_path / "all"))
+    label, metrics = page_groups(tmp_path / "all.html")[0]["curves"][0]
+    assert label == "optimizer.lr 0.001 (3 seeds)" and len(metrics["train/loss"]) == 2
+    mean, diverged = metrics["val/loss"]
+    assert mean == [[places[0], 4.5, 4.0, 5.0], [places[1], 2.0, 1.0, 3.0]] and len(diverged) == 1
+
+
 # Branches
 
 
@@ -579,6 +705,14 @@ for (let n = 0; n < 3; n++) { byId.plot.onpointerdown(mouse(460, 110)); byId.plo
 out.many = labels();
 for (let n = 0; n < 20; n++) { byId.plot.onpointerdown(mouse(460, 110)); byId.plot.onpointerup(mouse(500, 310)); }
 out.deepest = labels();
+const words = (cell) => (cell.textContent ?? "") + cell.children.map(words).join("");
+out.rows = all(byId.tables).filter((one) => one.kind === "tr").map((row) => row.children.map(words));
+out.swatches = all(byId.tables).filter((one) => one.kind === "line").map((line) => line.attributes.stroke);
+out.keys = all(byId.legend).filter((one) => one.kind === "line").map((line) => line.attributes.stroke);
+byId.group.value = 1; byId.group.onchange();
+out.other = [words(byId.legend), byId.metric.value, !!byId.log.checked, find("polygon").length];
+byId.metric.value = "val/loss above the floor"; byId.metric.onchange();
+out.above = [byId.log.checked, ...lines().map((line) => line.split(" ").length), find("polygon").length];
 console.log(JSON.stringify(out));
 """
 
@@ -587,7 +721,12 @@ console.log(JSON.stringify(out));
 def test_the_page_hovers_and_zooms(pair, capsys, tmp_path):
     """In a document of a few lines: 800 x 400 units inside the margins."""
     fake_run(tmp_path / "c", {step: {"train/loss": step * 1e6} for step in (1000, 100_000)}, lr=0.1)
-    printed(capsys, *pair, tmp_path / "c", out=str(tmp_path / "both"))
+    floor = {10: {"val/loss": 3.0, "val/floor": 1.0}, 30: {"val/loss": 2.0, "val/floor": 1.0}}
+    worlds = [fake_run(tmp_path / f"w{seed}", floor, seed=seed, lr=0.1) for seed in range(2)]
+    for run in worlds:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(yaml.safe_dump(config | {"data": {"seed": 0, "facts": 64}}))
+    printed(capsys, *pair, tmp_path / "c", *worlds, out=str(tmp_path / "both"))
     script = re.search(r"<script>(.*)</script>", (tmp_path / "both.html").read_text(), re.DOTALL)[1]
     (tmp_path / "page.js").write_text(DOM + script.replace('"use strict";', "") + PLAY)
     done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, timeout=60)
@@ -599,6 +738,10 @@ def test_the_page_hovers_and_zooms(pair, capsys, tmp_path):
     assert "4e+10" in seen["long"], "no wider than the margin"
     assert len(seen["many"]) == len(set(seen["many"])) > 10, "labels beside each other are told apart"
     assert len(seen["deepest"]) < 40, "where numbers that can be told apart end, a zoom ends too"
+    assert [row[0] for row in seen["rows"]] == ["run", "b", "a", "c", "run", "b", "a", "c"]
+    assert seen["rows"][1][-1] == "30" and seen["keys"] == seen["swatches"][1::-1] + seen["swatches"][2:3]
+    assert seen["other"] == ["w (2 seeds)", "val/loss", False, 1]
+    assert seen["above"] == [True, 2, 1]
 
 
 def test_a_spike_stays_in_the_page(tmp_path, capsys):
