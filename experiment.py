@@ -231,7 +231,7 @@ class Experiment:
 
         at_once, most, answer = self.trainings.at_once, max(self.config.max_seeds, FIRST_LOOK), None
         self.train(runs(1 if at_once <= 2 else FIRST_LOOK))
-        check_ruler(baseline, candidate)
+        metric = check_ruler(baseline, candidate)
         for n in range(FIRST_LOOK, most + 1):
             ahead = n
             while ahead < most and 0 < num_unfinished(n) and num_unfinished(ahead) < at_once:
@@ -240,11 +240,11 @@ class Experiment:
                 self.train(runs(ahead) if num_unfinished(n) else [])
             except OutOfTime:
                 break
-            losses = baseline.losses(n), candidate.losses(n)
+            losses = baseline.losses(n, metric), candidate.losses(n, metric)
             floor, found = baseline.measured()["floor"], difference(*losses)
             share = self.config.margin or (MARGIN if floor is None else MARGIN_ABOVE_FLOOR)
             margin = share * statistics.fmean(losses[0])
-            answer = Answer(decide(found, margin), found, *losses, floor, share)
+            answer = Answer(decide(found, margin), found, *losses, floor, share, metric)
             if answer.verdict != "unknown":
                 return answer
         if answer is None:
@@ -260,7 +260,7 @@ class Experiment:
         except (OutOfTime, Failed) as error:
             print(f"what it is worth is not known: {error or 'the budget is spent'}", file=sys.stderr)
             return None
-        points = [(share, loss) for share, side in budgets.items() for loss in side.losses(BUDGET_SEEDS)]
+        points = [(share, loss) for share, side in budgets.items() for loss in side.losses(BUDGET_SEEDS, answer.metric)]
         points += [(1.0, loss) for loss in answer.baseline]
         return worth(points, statistics.fmean(answer.baseline), answer.found)
 

@@ -27,6 +27,7 @@ class Answer:
     floor: float | None
     margin: float
     """The share of the baseline's loss that counts as nothing."""
+    metric: str = "val/loss"
     more: int | None = None
     """Of an unknown one: about how many more runs of each side would tell."""
     worth: Worth | None = None
@@ -59,6 +60,8 @@ def row(words: dict[str, Any], answers: dict[float, Answer], costs: Costs | None
         ours, theirs = costs.measured
         facts["cost"] = {name: [ours[name], theirs[name]] for name in ("parameters", "flops_per_token", "tokens")}
         facts["cost"] |= {"peak_memory_bytes": list(costs.memory), "diff_lines": costs.diff_lines, "speed": costs.speed}
+        if None not in (ours["num_bytes"], theirs["num_bytes"]):  # by the bytes of a token of the validation text
+            facts["cost"]["bytes"] = [one["tokens"] * one["num_bytes"] / one["num_targets"] for one in costs.measured]
         facts["cost"]["tokens_per_second"] = [
             statistics.median(speeds) if speeds else None for speeds in costs.tokens_per_second
         ]
@@ -72,7 +75,7 @@ def of_size(answer: Answer, costs: Costs | None) -> dict[str, Any]:
     base, found = statistics.fmean(answer.baseline), answer.found
     percent = [100 * change / base for change in (found.mean, found.low, found.high)]
     facts: dict[str, Any] = {"verdict": answer.verdict, "seeds": found.runs, "more_seeds": answer.more}
-    facts |= {"floor": answer.floor, "margin": answer.margin}
+    facts |= {"floor": answer.floor, "margin": answer.margin, "metric": answer.metric}
     facts |= dict(zip(("difference", "low", "high"), percent, strict=True))
     facts |= {"means": [base, statistics.fmean(answer.candidate)]}
     facts |= {"deviations": [statistics.stdev(side) for side in (answer.baseline, answer.candidate)]}
@@ -128,7 +131,7 @@ def sentence(found: dict[str, Any]) -> str:
     if "difference" not in found:
         return f"Not known: the budget was spent before {idea} had {FIRST_LOOK} runs."
     by = interval([found[name] for name in ("difference", "low", "high")], "+.1f").replace(" (", "% (", 1)
-    what = "val/loss above the floor" if found.get("floor") is not None else "val/loss"
+    what = measured_by(found)
     told = {
         "better": f"Better: {idea} changes the {what} by {by}",
         "worse": f"Worse: {idea} changes the {what} by {by}",
@@ -151,11 +154,16 @@ def sentence(found: dict[str, Any]) -> str:
     return told + "."
 
 
+def measured_by(found: dict[str, Any]) -> str:
+    """What is compared."""
+    return "val/loss above the floor" if found.get("floor") is not None else found.get("metric", "val/loss")
+
+
 def unequal_costs(found: dict[str, Any]) -> str:
     """Of which the idea has more or less than the baseline."""
     cost = found.get("cost", {})
     pairs = {"parameters": cost.get("parameters"), "FLOPs a token": cost.get("flops_per_token")}
-    pairs["training tokens"] = cost.get("tokens")
+    pairs |= {"training tokens": cost.get("tokens"), "bytes of training text": cost.get("bytes")}
     return ", ".join(
         f"{100 * (theirs / ours - 1):+.1f}% {name}"
         for name, (ours, theirs) in ((name, pair) for name, pair in pairs.items() if pair)
@@ -173,7 +181,7 @@ def table(found: dict[str, Any]) -> Iterator[list[str]]:
 
     cost = found.get("cost", {})
     yield ["", "baseline", "idea", "ratio"]
-    yield line("val/loss above the floor" if found.get("floor") is not None else "val/loss", found["means"], ".4f")
+    yield line(measured_by(found), found["means"], ".4f")
     yield ["deviation over seeds", *(f"{value:.4f}" for value in found["deviations"]), ""]
     if cost:
         yield line("parameters", cost["parameters"])

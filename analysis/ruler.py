@@ -2,7 +2,8 @@
 shape SETTINGS. Prints JSON.
 
 It runs with the modules of the folder CODE, which trains that side, and takes from them the validation set and the
-logits alone. The loss is computed here, so that it is the same measure for both, whatever their code calls a loss.
+logits alone. The loss is computed here, and the bytes are counted, so that it is the same measure for both, whatever
+their code calls a loss.
 """
 
 import json
@@ -16,7 +17,8 @@ def measure(run: str) -> dict[str, object]:
     """Of the newest checkpoint of a run, on the validation set of its settings.
 
     Returns:
-        targets: a hash of all tokens that are predicted, in order; num_targets; floor: the lowest possible loss in nats
+        targets: a hash of all tokens that are predicted, in order; num_targets; num_bytes: of text that these stand
+        for, None of a tokenizer that is not byte-level; floor: the lowest possible loss in nats
         a target, None where it is not known; loss: the mean cross-entropy of the targets, by float64; looks_ahead:
         whether a logit depends on tokens after it; parameters; and flops_per_token.
     """
@@ -34,7 +36,8 @@ def measure(run: str) -> dict[str, object]:
     size = min(
         config.evaluation.micro_batch_size, max(1, LOGIT_BYTES // (8 * config.seq_len * config.model.vocab_size))
     )
-    hashed, total, count, looks_ahead = sha256(), 0.0, 0, False
+    lengths = token_lengths(corpus)
+    hashed, total, count, num_bytes, looks_ahead = sha256(), 0.0, 0, 0, False
     with torch.no_grad():
         for start in range(0, num_rows, size):
             batch = batches[list(range(start, min(start + size, num_rows)))]
@@ -46,6 +49,7 @@ def measure(run: str) -> dict[str, object]:
             predicted = targets[targets != -100]
             hashed.update(predicted.numpy().tobytes())
             count += len(predicted)
+            num_bytes += sum(map(lengths.__getitem__, predicted.tolist())) if lengths else 0
             if start == 0:
                 half = targets.shape[1] // 2
                 ids = batch["input_ids"]
@@ -56,12 +60,26 @@ def measure(run: str) -> dict[str, object]:
     return {
         "targets": hashed.hexdigest()[:16],
         "num_targets": count,
+        "num_bytes": num_bytes if lengths else None,
         "floor": None if floor is None else floor / count,
         "loss": total / count,
         "looks_ahead": looks_ahead,
         "parameters": model.num_parameters(),
         "flops_per_token": model.flops_per_token(config.seq_len),
     }
+
+
+def token_lengths(corpus) -> dict[int, int] | None:
+    """The bytes of each token of a byte-level tokenizer, which writes a letter for each; of the special ones none."""
+    if corpus.tokenizer is None:
+        return None
+    parts = json.loads(corpus.tokenizer.to_str())
+    if '"ByteLevel"' not in json.dumps([parts[name] for name in ("normalizer", "pre_tokenizer", "decoder")]):
+        return None
+    lengths = {index: len(token) for token, index in corpus.tokenizer.get_vocab().items()}
+    for index, token in corpus.tokenizer.get_added_tokens_decoder().items():  # written as they are
+        lengths[index] = 0 if token.special else len(token.content.encode())
+    return lengths | {corpus.end_of_text: 0}
 
 
 def shape(*settings: str) -> dict[str, int]:

@@ -25,6 +25,8 @@ NOT_OF_A_SIDE = {"name", "out_dir", "resume", "seed", "stop_after"}
 NOT_OF_A_SIDE_SECTIONS = {"tracking", "checkpoint"}
 
 
+BITS = "val/bits_per_byte"
+BYTES_WITHIN = 0.01  # a row of tokens that is not full ends the text a little earlier
 FLOAT32_WITHIN, HALF_WITHIN = 1e-4, 1e-2  # relative, of the loss by the logits in float32
 WIDTH_STEP = 8
 LOGS_OF_SHORT = 8
@@ -109,17 +111,27 @@ class Side:
         command = (*self.launch, str(self.code / "train.py"), *self.words, *own)
         return Training(self.runs / name, self.settings["steps"], command)
 
-    def losses(self, n: int) -> list[float]:
-        """The last validation loss of its first runs, which are finished; above the floor where that is known.
+    def losses(self, n: int, metric: str = "val/loss") -> list[float]:
+        """The last validation loss of its first runs, which are finished, above the floor where that is known; or
+        another metric.
 
         Raises:
             RunError: one has none.
         """
         rows = [(self.run(seed), self.run(seed).last()) for seed in range(n)]
         for training, row in rows:
-            if row["step"] != training.steps or not isinstance(row.get("val/loss"), float):
-                raise RunError(f"{training.directory} has no val/loss of its last step")
-        return [row["val/loss"] - row.get("val/floor", 0.0) for _, row in rows]
+            if row["step"] != training.steps or not isinstance(row.get(metric), float):
+                raise RunError(f"{training.directory} has no {metric} of its last step")
+        return [row[metric] - (row.get("val/floor", 0.0) if metric == "val/loss" else 0.0) for _, row in rows]
+
+    def validation_text(self) -> str | None:
+        """The hash of the text that it is evaluated on, whatever tokenizer cuts it; None where that is not known."""
+        if self.settings["data.source"] != "text":
+            return None
+        from data.integrity import validation_text  # needs pyarrow, which takes a while to import
+
+        corpora = self.settings["data.mix"] or [self.settings["data.path"]]
+        return validation_text([Path(path).expanduser() for path in corpora])
 
     def short(self, seconds: float, runs: Path) -> "Side":
         """A few steps of it, for some seconds by the speed of its first run, and hardly an evaluation."""
@@ -145,11 +157,12 @@ class Side:
         """
         directory = self.run(0).directory
         kept = directory / "ruler.json"
-        if not kept.exists():
-            write_atomically(
-                kept, json.dumps(self._ask("measure", str(directory)) | {"val/loss": self.run(0).last()["val/loss"]})
-            )
-        return parse_object(kept.read_bytes())
+        found = parse_object(kept.read_bytes()) if kept.exists() else {}
+        if "num_bytes" not in found:  # as older versions left it
+            reported = {metric: self.run(0).last().get(metric) for metric in ("val/loss", BITS)}
+            found = self._ask("measure", str(directory)) | reported
+            write_atomically(kept, json.dumps(found))
+        return found
 
     def shape(self) -> dict[str, Any]:
         """Parameters and FLOPs a token, before anything is trained."""
@@ -163,22 +176,24 @@ class Side:
         return parse_object(done.stdout.splitlines()[-1])
 
 
-def check_ruler(baseline: Side, candidate: Side) -> None:
-    """Refuse sides that are not measured by the same validation set in the same way.
+def check_ruler(baseline: Side, candidate: Side) -> str:
+    """The metric by which they compare: the loss where they predict the same tokens, and bits per byte where only the
+    tokenizer differs that cuts the same text into them.
 
     Raises:
-        ConfigError: they are not; says what differs.
+        ConfigError: they are not measured by the same validation set in the same way; says what differs.
         Refused: the candidate sees the tokens that it is to predict.
     """
     sides = {"baseline": baseline.measured(), "idea": candidate.measured()}
     ours, theirs = sides.values()
     if theirs["looks_ahead"]:
         raise Refused("its logits depend on later tokens, which are what it is to predict")
-    if ours["targets"] != theirs["targets"]:
+    metric = "val/loss" if ours["targets"] == theirs["targets"] else BITS
+    if metric == BITS and (reason := why_not_by_bytes(baseline, candidate)):
         raise ConfigError(
             "idea: the sides are not measured by the same validation set: the baseline predicts "
             f"{ours['num_targets']:,} tokens (hash {ours['targets']}), the idea {theirs['num_targets']:,} "
-            f"({theirs['targets']}); settings of data, tokenizer or evaluation differ, so their losses do not compare"
+            f"({theirs['targets']}); {reason}"
         )
     if ours["floor"] != theirs["floor"]:
         floors = f"{ours['floor']} for the baseline and {theirs['floor']} for it"
@@ -190,6 +205,35 @@ def check_ruler(baseline: Side, candidate: Side) -> None:
                 f"idea: the val/loss of the {name} is {found['val/loss']:.6f}, but the cross-entropy of its logits is "
                 f"{found['loss']:.6f}: its code measures something else"
             )
+        if metric == BITS:
+            bits = found["loss"] * found["num_targets"] / found["num_bytes"] / math.log(2)
+            if not math.isclose(bits, found[BITS], rel_tol=within):
+                raise ConfigError(
+                    f"idea: the {BITS} of the {name} is {found[BITS]:.6f}, but its targets cost {bits:.6f} bits for "
+                    "each of their bytes: its code measures something else"
+                )
+    return metric
+
+
+def why_not_by_bytes(baseline: Side, candidate: Side) -> str:
+    """What hinders a comparison by bits per byte; "" if nothing does."""
+    sides = {"baseline": baseline, "idea": candidate}
+    texts = {name: side.validation_text() for name, side in sides.items()}
+    if any(side.settings["data.source"] != "text" for side in sides.values()):
+        return "settings of data or evaluation differ, so their losses do not compare"
+    if unknown := [name for name, text in texts.items() if text is None or sides[name].measured()["num_bytes"] is None]:
+        return (
+            "two tokenizers of one text would compare by bits per byte, but the bytes of the text are not known of the "
+            f"{' and the '.join(unknown)}: its tokenizer is not byte-level, or an older version prepared it"
+        )
+    if texts["baseline"] != texts["idea"]:
+        return f"nor is it the same text in other tokens (hashes {texts['baseline'][:8]} and {texts['idea'][:8]})"
+    if any(side.settings["evaluation.num_samples"] is not None for side in sides.values()):
+        return "the text is the same, but only the whole of it compares: set evaluation.num_samples to null for both"
+    ours, theirs = (side.measured()["num_bytes"] for side in sides.values())
+    if not math.isclose(ours, theirs, rel_tol=BYTES_WITHIN):
+        return f"the text is the same, but the targets are {ours:,} bytes of it here and {theirs:,} there"
+    return ""
 
 
 def scaled_steps(side: Side, share: float) -> Side:

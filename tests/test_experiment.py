@@ -1,6 +1,7 @@
 """experiment.py: its verdicts on ideas whose effect is known, what it refuses, and that it goes on where it was."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -11,14 +12,20 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch.nn.functional as F
+import yaml
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import experiment
 from analysis import idea, notebook, side, trainings
 from analysis.answer import sentence, trend
 from config import ConfigError, RunError
+from data.text import TextCorpus, TextDataset
 from experiment import ExperimentConfig, NotebookConfig, main
+from load import load_run
 from tests import forked
 from tests.conftest import ROOT, environment
+from tests.data.test_prepare import make, make_documents, write_jsonl
 
 # In the place of train.py: the loss above a floor of 0.5 is EFFECT / steps, but for half a percent by the seed, and for
 # the settings that an idea may change.
@@ -27,7 +34,8 @@ import json, math, os, random, sys
 EFFECT = 40
 settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len": 8, "global_batch_size": 1,
     "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "model.mlp": "gelu",
-    "data.source": "stories", "data.num_samples": 100, "optimizer.lr": 1.0, "evaluation.every": 10,
+    "data.source": "stories", "data.num_samples": 100,
+    "data.path": None, "data.mix": None, "optimizer.lr": 1.0, "evaluation.every": 10,
     "evaluation.num_samples": 5, "evaluation.num_story_samples": 0, "evaluation.num_samples_shown": 0,
     "schedule.warmup_steps": 10, "schedule.decay_steps": None, "tracking.log_every": 1, "tracking.wandb": "disabled"}
 words = [word for word in sys.argv[1:] if word != "--print_config"]
@@ -59,6 +67,8 @@ excess *= math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10) * 6
 excess *= 1 + 0.004 * random.Random(settings["name"]).gauss(0, 1)
 state = "finished" if math.isfinite(excess) else "failed"
 row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/floor": 0.5, "perf/tokens_per_second": 100.0}
+if settings["data.source"] == "text":  # tokens of so many bytes as the name of the corpus has letters
+    row |= {"val/floor": None, "val/bits_per_byte": row["val/loss"] / len(settings["data.path"] or "x") / math.log(2)}
 row["train/tokens"] = settings["steps"] * settings["global_batch_size"] * settings["seq_len"]
 with open(run + "/metrics.jsonl", "w") as file:
     print(json.dumps(row | {"perf/peak_memory_bytes": 2**20}), file=file)
@@ -73,7 +83,14 @@ def ask(asked, what, *words):
     """In the place of analysis/ruler.py, which needs torch."""
     if what == "measure":
         loss = asked.run(0).last()["val/loss"]
-        facts = {"targets": "abc", "num_targets": 7, "floor": 0.5, "loss": loss, "looks_ahead": False}
+        facts = {
+            "targets": "abc",
+            "num_targets": 7,
+            "num_bytes": None,
+            "floor": 0.5,
+            "loss": loss,
+            "looks_ahead": False,
+        }
         return facts | {"parameters": 1000, "flops_per_token": 6000}
     width = asked.settings["model.d_ff"] * (3 if asked.settings["model.mlp"] == "swiglu" else 2)
     return {"parameters": 500 + width, "flops_per_token": 6 * width}
@@ -201,6 +218,55 @@ def test_sides_that_are_not_measured_alike_are_refused(changes, message, ask_abo
     monkeypatch.setattr(side.Side, "_ask", other)
     assert message in ask_about("--model.mlp relu2", error=ConfigError)
     assert not notebook.read(ask_about.lab)
+
+
+@pytest.fixture
+def ask_about_tokenizers(ask_about, monkeypatch):
+    """The idea's corpus is `ccc`, of tokens of three bytes, where the baseline's is `a`."""
+
+    def asked_for(
+        text="same", common=("--data.source", "text", "--evaluation.num_samples", "null"), error=None, **facts
+    ):
+        def ask_of_text(asked, what, *words):
+            length = len(asked.settings["data.path"])
+            found = {"targets": asked.settings["data.path"], "floor": None, "num_targets": 3000 // length}
+            return ask(asked, what, *words) | found | {"num_bytes": 3000} | (facts if length == 3 else {})
+
+        texts = {"a": "same", "ccc": text}
+        monkeypatch.setattr(side.Side, "_ask", ask_of_text)
+        monkeypatch.setattr(side.Side, "validation_text", lambda asked: texts[asked.settings["data.path"]])
+        return ask_about("--data.path ccc", "--data.path", "a", *common, error=error)
+
+    return asked_for
+
+
+def test_two_tokenizers_of_one_text_are_compared_by_bits_per_byte(ask_about_tokenizers):
+    """The losses are the same but for noise, so a third of the bits for each byte; of three times the text."""
+    found = ask_about_tokenizers()
+    assert (found["verdict"], found["metric"], found["floor"]) == ("better", "val/bits_per_byte", None)
+    assert found["difference"] == pytest.approx(100 * (1 / 3 - 1), abs=1)
+    assert found["means"] == pytest.approx([0.9 / math.log(2), 0.3 / math.log(2)], rel=0.01)
+    assert found["cost"]["bytes"] == [800, 2400]
+    assert "changes the val/bits_per_byte by -66" in sentence(found) and "+200.0% bytes of training text" in sentence(
+        found
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"text": "other"}, "nor is it the same text in other tokens (hashes same and other)"),
+        ({"text": None}, "the bytes of the text are not known of the idea"),
+        ({"num_bytes": None}, "the bytes of the text are not known of the idea"),
+        ({"num_bytes": 2000}, "the targets are 3,000 bytes of it here and 2,000 there"),
+        ({"common": ("--data.source", "text")}, "set evaluation.num_samples to null for both"),
+        ({"common": ()}, "settings of data or evaluation differ"),
+        ({"num_targets": 2000}, "its code measures something else"),
+    ],
+    ids=str,
+)
+def test_what_bits_per_byte_cannot_compare_is_refused(asked, message, ask_about_tokenizers):
+    assert message in ask_about_tokenizers(**asked, error=ConfigError)
 
 
 def test_an_idea_that_looks_ahead_fails(ask_about, monkeypatch):
@@ -333,6 +399,40 @@ def test_real_runs_of_a_planted_defect(tmp_path, monkeypatch, capsys):
     measured = json.loads((run / "ruler.json").read_text())
     assert measured["loss"] == pytest.approx(measured["val/loss"], rel=1e-5) and not measured["looks_ahead"]
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/floor"] == measured["floor"]
+
+
+@pytest.mark.slow
+def test_real_tokenizers_of_one_text(tmp_path, monkeypatch, capsys):
+    """Of bytes and of pairs of them; the numbers that decide are held against those of a model that is read by hand."""
+    text = write_jsonl(tmp_path / "text.jsonl", make_documents(600))
+    for name, tokenizer in (("bytes", "byte"), ("pairs", "train:400")):
+        make(text, tmp_path / name, tokenizer, validation="hash:0.3")
+    monkeypatch.setattr(trainings, "subprocess", forked.SUBPROCESS)
+    monkeypatch.setattr(side, "subprocess", SimpleNamespace(run=run_in_a_fork))
+    handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
+    recipe = yaml.safe_load(REAL) | {"seq_len": 32, "data": {"source": "text", "path": str(tmp_path / "bytes")}}
+    recipe["evaluation"]["num_samples"] = None
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    words = [f"--data.path {tmp_path / 'pairs'}", "--config", str(tmp_path / "tiny.yaml")]
+    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), worth=False, json=True))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    found = json.loads(capsys.readouterr().out)
+    assert found["metric"] == "val/bits_per_byte" and found["verdict"] != "failed"
+    for which, name in (("baseline", "bytes"), ("candidate", "pairs")):
+        run = tmp_path / "lab" / "runs" / f"{found[which]}-0"
+        corpus = TextCorpus(str(tmp_path / name))
+        dataset = TextDataset(corpus, "validation", 32, "concat")
+        model, nats, text = load_run(run).model, 0.0, b""
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        for index in range(len(dataset)):
+            ids = dataset[index]["input_ids"]
+            nats += F.cross_entropy(model(ids[None])[0][0, :-1], ids[1:], reduction="sum").item()
+            targets = (token for token in ids[1:].tolist() if token != corpus.end_of_text)
+            text += bytes(byte_of[letter] for token in targets for letter in corpus.tokenizer.id_to_token(token))
+        measured = json.loads((run / "ruler.json").read_text())
+        assert measured["num_bytes"] == len(text)
+        assert measured["val/bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
 
 
 def command(tmp_path, *words):
