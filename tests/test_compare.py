@@ -390,21 +390,23 @@ def of_text(path, corpus, losses, seed=0, text="ffff", num_samples=None, **setti
 
 
 def test_losses_on_different_data_stand_in_no_table_together(pair, tmp_path, capsys):
-    facts = fake_run(tmp_path / "facts", rows_of(val=[8.0, 7.0, 0.5]))
-    config = yaml.safe_load((facts / "config.yaml").read_text())
-    (facts / "config.yaml").write_text(yaml.safe_dump(config | {"data": {"seed": 0, "facts": 64}}))
+    worlds = [fake_run(tmp_path / f"facts{n}", rows_of(val=[8.0, 7.0, 0.5])) for n in (64, 128)]
+    for run, number in zip(worlds, (64, 128), strict=True):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(yaml.safe_dump(config | {"data": {"seed": 0, "facts": number}}))
     others = [of_text(tmp_path / f"t{n}", "bytes", [9.0, 8.0, 7.0 + n], seed=n) for n in range(2)]
-    shown = printed(capsys, *pair, facts, *others, out=str(tmp_path / "all"))
-    stories, world, text = shown.split("\n\n1. ")[1].replace("\n\n2. ", "\n\n3. ").split("\n\n3. ")
+    shown = printed(capsys, *pair, *worlds, *others, out=str(tmp_path / "all"))
+    _, stories, world, _, text = re.split(r"\n\n\d\. ", shown)
     assert stories.startswith("stories: 2 runs\n") and [row["run"] for row in table(stories)] == ["b", "a"]
     assert "tokens to 3.5000" in stories and "optimizer.lr: 0.001 in a; 0.01 in b\n" in stories
     assert world.startswith("stories of 64 facts (zipf 1.3): 1 run\n")
-    assert [row["run"] for row in table(world)] == ["facts"]
+    assert [row["run"] for row in table(world)] == ["facts64"]
     assert text.startswith("text of bytes (hash bytes000): 2 runs\nsettings that differ:\n  seed: ")
     assert [row["run"] for row in table(text)] == ["t0", "t1"] and "tokens to 8.0000" in text
-    assert [(tmp_path / f"all-{n}.png").exists() for n in (1, 2, 3)] == [True] * 3
+    assert [(tmp_path / f"all-{n}.png").exists() for n in (1, 2, 3, 4)] == [True] * 4
     titles = [group["title"] for group in page_groups(tmp_path / "all.html")]
-    assert titles == ["stories", "stories of 64 facts (zipf 1.3)", "text of bytes (hash bytes000)"]
+    worlds = [f"stories of {number} facts (zipf 1.3)" for number in (64, 128)]
+    assert titles == ["stories", *worlds, "text of bytes (hash bytes000)"]
 
 
 def test_a_mixture_of_other_shares_is_other_data(tmp_path, capsys):

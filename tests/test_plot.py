@@ -144,7 +144,7 @@ def test_the_page_has_the_floor_and_round_numbers(tmp_path):
     done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     wide, narrow = json.loads(done.stdout)
-    assert {"0.5", "1", "2", "5", "floor = 0.4427", "optimizer steps", "nats per token"} <= set(wide)
+    assert {"0.5", "1", "2", "5", "floor = 0.4427", "optimizer steps", "val/loss (nats per token)"} <= set(wide)
     assert {"0.5", "1", "2"} <= set(narrow) and "3.981" not in wide + narrow
 
 
