@@ -250,6 +250,12 @@ def load_transformers(name: str, checkpoint: str | int = "latest", setting: str 
     if checkpoint != "latest":
         raise ConfigError(f"checkpoint: {checkpoint!r} is of runs, and {name!r} is none")
     local = Path(name).is_dir()
+    if (Path(name) / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{setting}: {name!r} is an adapter that PEFT made, a part of a model; merge it first: from peft import "
+            f"AutoPeftModelForCausalLM; AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()"
+            ".save_pretrained(FOLDER), with its tokenizer in FOLDER too (docs/using.md), and name FOLDER"
+        )
     what = f"{name!r} has no model" if local and not (Path(name) / "config.json").exists() else reason_absent(name)
     if what:  # no need to ask the Hub
         raise ConfigError(f"{setting}: {what}; name {CAN_BE_OPENED}{similar(Path(name))}")

@@ -27,6 +27,9 @@ class SampleConfig:
     chat: bool = False
     """Talk: a line is what the user says, and the model answers all that was said, by its tokenizer's chat template."""
 
+    system: str | None = None
+    """With chat: the system message before all that is said, which is never forgotten. null: none."""
+
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
     """Of a run: latest, best (by validation loss), or a step."""
 
@@ -66,6 +69,7 @@ from tokenizers.decoders import DecodeStream
 
 from config import ConfigError
 from data.chat_template import ChatTemplate
+from data.conversations import Message
 from data.stories import storyteller
 from data.tokenizer import errors_of_tokenizers
 from launch.processor import prepare_cpu
@@ -83,6 +87,8 @@ def main(config: SampleConfig) -> None:
         raise ConfigError(f"top_p: {config.top_p} must be above 0 and at most 1; 1 draws from all tokens")
     if config.chat and config.special_tokens:
         raise ConfigError("special_tokens: true, but in a chat they come from the chat template alone; leave it out")
+    if config.system is not None and not config.chat:
+        raise ConfigError(f"system: {config.system!r} is a message of a chat; give --chat too, or leave it out")
     prepare_cpu()
     loaded = load_run(config.run, config.checkpoint, weights=config.weights)
     if loaded.tokenizer is None:
@@ -122,11 +128,14 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
     limit = loaded.model.config.max_position_embeddings
     room = max(limit - config.max_new_tokens, limit // 2)
     template, said = ChatTemplate(loaded.tokenizer), []
-    ends = template.ends_of_answer()
+    ends, system = template.ends_of_answer(), []
+    if config.system is not None:
+        system = [{"role": "system", "content": config.system}]
+        check_system(system, template, room)
     for turn, line in enumerate(prompts(config.prompt, config.chat)):
         said.append({"role": "user", "content": line})
         try:
-            while len(tokens := template.prompt(said)) > room and len(said) > 2:
+            while len(tokens := template.prompt(system + said)) > room and len(said) > 2:
                 del said[:2]
             answer = write(loaded, "", tokens, turn, config, ends)
             said.append({"role": "assistant", "content": answer})
@@ -138,6 +147,20 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
         except KeyboardInterrupt:  # of the answer, not of the conversation
             print()
             said.pop()
+
+
+def check_system(system: list[Message], template: ChatTemplate, room: int) -> None:
+    """Refuse a system message that the model would not see.
+
+    Raises:
+        ConfigError: its template writes none, or it has more than `room` tokens.
+    """
+    line = [{"role": "user", "content": ""}]
+    tokens = template.prompt(system + line)
+    if tokens == template.prompt(line):
+        raise ConfigError("system: the chat template of this tokenizer writes no system message; leave it out")
+    if len(tokens) > room:
+        raise ConfigError(f"system: it takes {len(tokens)} tokens, and a conversation has room for {room}; shorten it")
 
 
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:

@@ -109,6 +109,8 @@ class Source:
         except Exception as error:  # as many kinds as there are ways to fail at a download
             problem = f"there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
             remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
+            if configuration and self.name.count(":") == 1:
+                remedy = f"A split without a configuration comes after two colons: {path}::{configuration}\n{remedy}"
             raise self._refusal(f"{problem}: {error!r}\n{remedy}") from None
 
     def _all_are(self, conversations: bool) -> None:

@@ -138,6 +138,13 @@ def test_what_contradicts_it_is_refused(settings, message, made):
         load_initial_model(parse_config(arguments(made, "--init_from", made / "gpt2", *settings.split())))
 
 
+def test_an_adapter_is_no_model_and_is_to_be_merged(made, tmp_path):
+    """A real one is merged by tests/test_other_tools.py, as the message and the page say."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
+    with pytest.raises(ConfigError, match="init_from: .* is an adapter .*from peft import .*merge_and_unload"):
+        load_initial_model(parse_config(arguments(made, "--init_from", tmp_path)))
+
+
 def test_dropout_may_be_its_own(made):
     config = parse_config(arguments(made, "--init_from", made / "gpt2", "--model.dropout", 0.3))
     load_initial_model(config)

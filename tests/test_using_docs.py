@@ -1,16 +1,14 @@
-"""The commands of docs/using.md and docs/evaluation.md do what they say, on a tiny run and a text of some lines."""
+"""The commands of docs/using.md and docs/evaluation.md do what they say, on a tiny run and a text of some lines.
+
+Those of other people's programs are run by tests/test_other_tools.py."""
 
 import json
 import re
-import site
-import subprocess
-import sys
-import venv
 
 import pytest
 
 from data.stories import log_prob
-from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, commands, python, shell, train
+from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, commands, python, train
 
 TEXT = "To be, or not to be? That is the question.\n" * 60
 
@@ -75,18 +73,3 @@ def test_the_grammar_accepts_the_right_ending_alone():
     for row in rows:
         accepted = [log_prob(f"{row['prompt']} {ending}") is not None for ending in row["endings"]]
         assert accepted == [index == row["answer"] for index in range(4)]
-
-
-@pytest.mark.slow  # installs the harness, in an environment of its own above this one
-def test_the_language_model_evaluation_harness(folder):
-    python("python export.py runs/stories exports/harness", folder)
-    environment = folder / "lm_eval_environment"
-    venv.create(environment, with_pip=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    (environment / "lib" / version / "site-packages" / "ours.pth").write_text(site.getsitepackages()[0])
-    pip, lm_eval = EVALUATION[4].replace(" torch transformers", ""), EVALUATION[5]
-    installed = subprocess.run(pip.split(), cwd=folder, capture_output=True, text=True)
-    if installed.returncode:
-        pytest.skip(f"no lm_eval to be had: {installed.stderr[-300:]}")
-    done = shell(lm_eval.replace("exports/stories", "exports/harness"), folder, HF_HUB_OFFLINE="1")
-    assert re.search(r"\|story_endings\|.*\|acc +\|.*\|0\.\d", done.stdout)

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -708,6 +709,33 @@ def test_an_answer_is_over_at_its_end_and_the_oldest_is_forgotten(runs, monkeypa
         turns = [f"<|im_start|>user\n{line}<|im_end|>\n<|im_start|>assistant\n" for line in lines[first : i + 1]]
         assert text == "yes.<|im_end|>\n".join(turns) and len(tokenizer(text)["input_ids"]) <= 98
     assert seen[0] in seen[1] and "line 0" not in seen[-1] and "line 4" in seen[-1]
+
+
+def test_the_system_message_comes_first_and_is_never_forgotten(runs, monkeypatch, capsys):
+    tokenizer, seen = AutoTokenizer.from_pretrained(runs / "run" / "tokenizer"), []
+
+    def stream(model, input_ids, *arguments, **settings):
+        seen.append(input_ids[0].tolist())
+        return iter([])
+
+    monkeypatch.setattr(GPTModel, "stream", stream)
+    lines = [f"line {i} " + "the cat's " * 5 for i in range(6)]
+    talk(monkeypatch, capsys, runs / "run", "\n".join(lines), max_new_tokens=30, system="über")
+    said = [{"role": "system", "content": "über"}, {"role": "user", "content": lines[0]}]
+    assert seen[0] == tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
+    for tokens in map(tokenizer.decode, seen):
+        assert tokens.startswith("<|im_start|>system\nüber<|im_end|>\n<|im_start|>user\nline")
+    assert "line 0" not in tokenizer.decode(seen[-1]) and len(seen[-1]) <= 98
+
+
+def test_a_system_message_that_the_model_would_not_see_is_refused(runs, monkeypatch, capsys):
+    with pytest.raises(ConfigError, match="system: it takes [0-9]+ tokens, and a conversation has room for 64"):
+        talk(monkeypatch, capsys, runs / "run", "a\n", system="the cat's " * 99)
+    with pytest.raises(ConfigError, match="system: 'a' is a message of a chat"):
+        sample.main(SampleConfig(str(runs / "run"), system="a"))
+    mute = SimpleNamespace(prompt=lambda said: [1])
+    with pytest.raises(ConfigError, match="system: the chat template of this tokenizer writes no system message"):
+        sample.check_system([{"role": "system", "content": "a"}], mute, 64)
 
 
 def test_who_cannot_talk_says_why(runs, tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -195,6 +196,18 @@ def test_a_validation_set_may_be_in_another_format(tmp_path):
         out = tmp_path / f"out-{source}"
         make(tmp_path / source, out, validation=str(tmp_path / held_out))
         assert sorted(texts(out) + texts(out, "validation")) == ["to judge", "to learn"]
+
+
+def test_a_split_of_a_data_set_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    of = {"train": ["to learn"], "validation": ["to judge"]}
+    splits = {name: datasets.Dataset.from_dict({"text": said}) for name, said in of.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
+    source = tmp_path / "set"
+    message = refusal(source, tmp_path / "out", validation=f"{source}:validation")
+    assert f"two colons: {source}::validation\n" in message
+    make(source, tmp_path / "out", validation=f"{source}::validation")
+    assert texts(tmp_path / "out") == ["to learn"] and texts(tmp_path / "out", "validation") == ["to judge"]
 
 
 def test_max_tokens_leaves_a_validation_set_of_its_own_whole(tmp_path, small_parts):

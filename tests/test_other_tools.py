@@ -1,0 +1,233 @@
+"""Other people's programs make of exports and runs what the pages say: each command as it stands there.
+
+What is not installed here is, by pip, in an environment of its own above this one: what it brings comes first, torch is
+that of this one. Where nothing can be installed, the test is skipped.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import textwrap
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, TINY_STORIES, commands, environment, metrics, python, shell, train
+from tests.data.test_prepare import make, make_documents, write_jsonl
+from tests.test_export import FAMILIES, every_family
+
+pytestmark = pytest.mark.slow
+PAGE = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("using", "comparing", "evaluation")}
+HARNESS = commands(PAGE["evaluation"])[2:]
+LLAMA_CPP = "LLAMA_CPP"  # in the environment: the folder of its sources, which no package has
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a user with a run of stories, one on a text for each family of transformers, and their exports."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "docs").symlink_to(ROOT / "docs")
+    (folder / "export.py").symlink_to(ROOT / "export.py")
+    train(*TINY_STORIES, "--out_dir", folder / "runs", "--name", "stories")
+    make(write_jsonl(folder / "texts.jsonl", make_documents(60)), folder / "corpus", "train:400", validation="hash:0.2")
+    text = ["--data.source", "text", "--data.path", folder / "corpus", "--model.d_ff", "64"]
+    for family, settings in FAMILIES.items():
+        train(*TINY_STORIES, *text, *settings, "--out_dir", folder / "runs", "--name", family)
+        python(f"python export.py runs/{family} exports/{family}", folder)
+    return folder
+
+
+def stand_above(place):
+    """Let an environment have what this one has, below what it has itself."""
+    [packages] = place.glob("lib/python*/site-packages")
+    (packages / "below.pth").write_text(site.getsitepackages()[0])
+
+
+def installed(command, folder):
+    """Run a command of pip, as a page shows it."""
+    done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"nothing to be had by {command}: {done.stderr[-300:]}")
+
+
+@pytest.fixture(scope="module")
+def environment_with(tmp_path_factory):
+    """Makes an environment with packages; gives the folder of its programs."""
+
+    def make_one(*packages):
+        place = tmp_path_factory.mktemp("environment")
+        subprocess.run([sys.executable, "-m", "venv", place], check=True)
+        stand_above(place)
+        installed(shlex.join([f"{place}/bin/pip", "install", "--quiet", *packages]), place)
+        return place / "bin"
+
+    return make_one
+
+
+def test_the_language_model_evaluation_harness(folder):
+    export, make_environment, install, evaluate = HARNESS
+    shell(export, folder)
+    shell(make_environment, folder)
+    stand_above(folder / "lm_eval_environment")
+    installed(install, folder)
+    done = shell(evaluate, folder, HF_HUB_OFFLINE="1")
+    assert re.search(r"\|story_endings\|.*\|acc +\|.*\|0\.\d", done.stdout)
+
+
+READ = """
+import json, sys, torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+texts = json.loads(sys.argv[2])
+batch = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+with torch.no_grad():
+    loss = model(**batch, labels=labels).loss.item()
+written = model.generate(**tokenizer(texts[0], return_tensors="pt"), max_new_tokens=20, do_sample=False)
+found = {"loss": loss, "tokens": batch.input_ids.tolist(), "written": tokenizer.decode(written[0])}
+print(json.dumps(found | {"version": transformers.__version__}))
+"""
+
+
+@pytest.fixture(scope="module")
+def transformers_4(environment_with):
+    return environment_with("transformers==4.57.*")
+
+
+@every_family
+def test_transformers_4_reads_an_export_as_5_does(family, folder, transformers_4):
+    texts = ["the cat's 12345", "don’t " + "食べる x=y; the " * 80]  # the second is longer than the model
+    found = []
+    for interpreter in (sys.executable, transformers_4 / "python"):
+        command = [interpreter, "-c", READ, folder / "exports" / family, json.dumps(texts)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    new, old = found
+    assert new.pop("version").startswith("5.") and old.pop("version").startswith("4.57.")
+    assert old.pop("loss") == pytest.approx(new.pop("loss"), rel=1e-5)
+    assert old == new and len(new["tokens"][1]) == 128
+
+
+@contextmanager
+def serving(command, programs, folder, **env):
+    """The address that a program says it serves at, until the end of the block."""
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    env = environment(PATH=path, BROWSER="true", PYTHONUNBUFFERED="1", **env)
+    server = subprocess.Popen(
+        shlex.split(command), cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    said = []
+    try:
+        for line in server.stdout:
+            said.append(line)
+            if address := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+", line):
+                yield address[0]
+                break
+        else:
+            pytest.fail("".join(said))
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=60)
+
+
+def answer(address):
+    with urllib.request.urlopen(address, timeout=60) as response:
+        return response.read().decode()
+
+
+def shown(program):
+    """The command that a page shows for a tracker."""
+    return re.search(rf"`({program} [^`]+)`", PAGE["comparing"].replace("\n", " "))[1]
+
+
+def test_tensorboard_shows_a_run(folder):
+    tracker = ["--tracking.tracker", "tensorboard", "--out_dir", folder / "runs", "--name", "board"]
+    train(*TINY_STORIES, *tracker)
+    with serving(shown("tensorboard") + " --port 0", Path(sys.executable).parent, folder) as address:
+        known = json.loads(answer(f"{address}/data/plugin/scalars/tags"))
+        assert "val/loss" in known["board/tensorboard"]
+
+
+def test_trackio_keeps_and_shows_a_run(folder, environment_with):
+    programs, kept = environment_with("trackio"), str(folder / "trackio")
+    words = [*TINY_STORIES, "--tracking.tracker", "trackio", "--out_dir", folder / "runs", "--name", "tracked"]
+    command = [programs / "python", "train.py", *words, "--evaluation.num_samples_shown", "1"]
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment(TRACKIO_DIR=kept), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "has failed" not in done.stdout, done.stdout + done.stderr
+    get = [programs / "trackio", *"get metric --project mini-gpt --run tracked --metric val/loss --json".split()]
+    told = subprocess.run(get, env=environment(TRACKIO_DIR=kept), capture_output=True, text=True, check=True).stdout
+    rows = [(row["step"], row["val/loss"]) for row in metrics(folder / "runs" / "tracked") if "val/loss" in row]
+    assert [(row["step"], row["value"]) for row in json.loads(told)["values"]] == rows and rows
+    with serving(shown("trackio"), programs, folder, TRACKIO_DIR=kept) as address:
+        assert "<html" in answer(address)
+
+
+ADAPTER = """
+import sys, torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_pretrained("exports/english")
+model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+for name, weight in model.named_parameters():
+    if "lora_B" in name:
+        torch.nn.init.normal_(weight, std=0.1)
+tokens = torch.arange(30)[None]
+print(model(tokens, labels=tokens).loss.item())
+model.save_pretrained("adapter")
+"""
+
+
+def test_an_adapter_of_peft_is_merged_as_the_page_says(folder, environment_with):
+    programs = environment_with("peft")
+    shutil.copytree(folder / "exports" / "qwen3", folder / "exports" / "english")
+
+    def run(code):
+        done = subprocess.run([programs / "python", "-c", code], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    loss = float(run(ADAPTER).split()[-1])
+    words = [*TINY_STORIES, "--data.source", "text", "--data.path", folder / "corpus", "--out_dir", folder / "runs"]
+    words = [word for word in words if word != TINY_STORIES[1]]
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(re.sub(r"(?m)^model: .*\n", "", Path(TINY_STORIES[1]).read_text()))
+    words.insert(1, recipe)
+    refused = train(*words, "--name", "merged", "--init_from", folder / "adapter", exit_code=2).stderr
+    assert "is an adapter that PEFT made" in refused
+    [code] = re.findall(r"\n(    from peft import .*?)\n(?=\S)", PAGE["using"], re.DOTALL)
+    run(textwrap.dedent(code))
+    loss_here = run(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import torch; from load import load_run;"
+        "tokens = torch.arange(30)[None]; print(load_run('merged').model(tokens, labels=tokens)[1].item())"
+    )
+    assert float(loss_here) == pytest.approx(loss, rel=1e-4)
+    train(*words, "--name", "merged", "--init_from", folder / "merged")
+
+
+@pytest.mark.skipif(LLAMA_CPP not in os.environ, reason="the sources of llama.cpp are not named in the environment")
+def test_llama_cpp_converts_an_export(folder):
+    """With `gguf`, which lies in its sources."""
+    (folder / "llama.cpp").symlink_to(Path(os.environ[LLAMA_CPP]).resolve())
+    shutil.copytree(folder / "exports" / "gpt2", folder / "exports" / "mine")
+    published, cut_as_gpt2 = re.findall(r"(?<=\n    )(python llama.*|cd llama.*\n.*)", PAGE["using"])
+    shell(textwrap.dedent(cut_as_gpt2), folder, NO_LOCAL_GGUF="")
+    assert (folder / "mine.gguf").stat().st_size > 1000
+    with pytest.raises(AssertionError, match="pre-tokenizer"):
+        shell(published, folder)
+
+
+def test_every_page_with_commands_of_other_programs_was_read():
+    assert [command.split()[0].split("/")[-1] for command in HARNESS] == ["python", "python3", "pip", "lm_eval"]
+    assert shown("tensorboard") == "tensorboard --logdir runs" and shown("trackio").startswith("trackio show")
