@@ -1,14 +1,14 @@
-"""What a fork is put through: python -m tests.fork_trial [SETTINGS]... in its directory, or `make trial`.
+"""What a fork is put through: `make trial`, or python -m tests.fork_trial [--verify_steps N] [SETTINGS]... here.
 
 20 steps on two processes in one go; the same killed half-way and resumed, to the same numbers and the same digest of
 all weights and moments; then verify.py. Exit code 0: all of it holds. The processes are forks of one (tests/forked.py),
 and this one imports no torch.
 """
 
+import argparse
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +32,7 @@ def run(script: str, words: list[str]) -> str:
     return done.stdout
 
 
-def main(out_dir: str, settings: list[str]) -> None:
+def main(out_dir: str, verify_steps: str, settings: list[str]) -> None:
     words = [*TRIAL, *settings, "--out_dir", out_dir]
     unbroken, killed = (Path(out_dir, name) for name in ("unbroken", "killed"))
     run("train.py", [*words, "--name", "unbroken"])
@@ -49,9 +49,12 @@ def main(out_dir: str, settings: list[str]) -> None:
     assert rows(killed) == rows(unbroken) and len({row["state/digest"] for row in rows(killed)}) == 20
     print(json.dumps(rows(killed)[-1]))
     shutil.rmtree(out_dir)  # verify.py makes its own runs there
-    print(run("verify.py", words))
+    print(run("verify.py", [*words, "--verify_steps", verify_steps]))
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Puts a fork through what breaks forks.", allow_abbrev=False)
+    parser.add_argument("--verify_steps", default="6", help="steps that verify.py trains")
+    own, settings = parser.parse_known_args()
     with TemporaryDirectory(prefix="trial-") as folder:
-        main(str(Path(folder, "runs")), sys.argv[1:])
+        main(str(Path(folder, "runs")), own.verify_steps, settings)
