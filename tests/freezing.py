@@ -22,10 +22,10 @@ class Model(train.GPTModel):
         return logits, loss + num_targets / num_items_in_batch, sums
 
 
-def build_and_freeze(network, config):
+def build_and_freeze(network, *arguments):
     for name, parameter in network.named_parameters():
         parameter.requires_grad_("out_proj" in name)
-    return build_optimizer(network, config)
+    return build_optimizer(network, *arguments)
 
 
 if __name__ == "__main__":

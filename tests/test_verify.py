@@ -163,7 +163,7 @@ def verify_a_fork(out_dir, file):
             return super().forward(x_BTC) * self.scale
 
     model.gpt.MLP = ScaledMLP
-    train.build_optimizer = verify_module.build_optimizer = lambda model, config: CountingSGD(model.parameters(), 0.1)
+    train.build_optimizer = verify_module.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
     verify_module.GlobalBatches = {}.__getitem__
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
@@ -180,7 +180,7 @@ def verify_a_count_in_a_group(out_dir, file):
                 for parameter in group["params"]:
                     parameter.data.add_(parameter.grad, alpha=-group["lr"] / group["count"])
 
-    train.build_optimizer = verify_module.build_optimizer = lambda model, config: CountingSGD(model.parameters(), 0.1)
+    train.build_optimizer = verify_module.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
     checks = verify_module.Verification.checks
     verify_module.Verification.checks = lambda self: {k: v for k, v in checks(self).items() if k == PROMISES[8]}
     scripts.exit_without_teardown(scripts.run_script("verify"))
@@ -302,7 +302,7 @@ def verify_any_basis(out_dir, file):
                 self.state[parameter]["basis"] = torch.full_like(parameter, sign)
             super().step(closure)
 
-    train.build_optimizer = verify_module.build_optimizer = lambda model, config: Rotating(model.parameters(), 0.1)
+    train.build_optimizer = verify_module.build_optimizer = lambda model, *_: Rotating(model.parameters(), 0.1)
     check = partial(verify_module.Verification.equals_loop_by_hand, all_reduce=True)
     verify_module.Verification.checks = lambda self: {"gradient = hand-written all-reduce": partial(check, self)}
     scripts.exit_without_teardown(scripts.run_script("verify"))
@@ -327,7 +327,7 @@ def verify_what_begins_later(out_dir, file, *words):
                 self.param_groups[0]["lr"] /= 2
             super().step(closure)
 
-    train.build_optimizer = verify_module.build_optimizer = lambda model, config: Later(model.parameters(), 0.1)
+    train.build_optimizer = verify_module.build_optimizer = lambda model, *_: Later(model.parameters(), 0.1)
     verify_module.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
     scripts.exit_without_teardown(scripts.run_script("verify"))
 

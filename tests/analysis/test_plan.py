@@ -128,9 +128,9 @@ class Fork(GPTModel):
 
 
 def test_a_fork_is_planned_that_reports_numbers_and_trains_a_part_alone(monkeypatch):
-    def build_and_freeze(network, config):
+    def build_and_freeze(network, *arguments):
         network.token_embedding.requires_grad_(False)
-        return build_optimizer(network, config)
+        return build_optimizer(network, *arguments)
 
     config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266"])
     config.global_batch_size = 6
