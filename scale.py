@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from analysis import recipe
 from config import ConfigError, RunError, expanded
@@ -50,6 +50,9 @@ class ScaleConfig:
 
     seeds: PositiveInt = 2
     """With law: runs of each size and budget."""
+
+    first_seed: NonNegativeInt = 0
+    """With law: the seed of the first of them, and of the run that is predicted."""
 
     jobs: PositiveInt | None = None
     """Runs at once. null: one for each GPU, else one for each core, but not more than 8."""
@@ -163,7 +166,7 @@ def find_law(config: ScaleConfig, sizes: list[int], budgets: list[int], out_dir:
     from analysis.scaling_report import Report, table
 
     bench = Bench(config, out_dir)
-    rungs = ladder(sizes, budgets, config.seeds)
+    rungs = ladder(sizes, budgets, range(config.first_seed, config.first_seed + config.seeds))
     points, beyond = bench.points(rungs), target(rungs)
     print("\n".join(table(points)))
     reports = [Report(points, beyond, kind) for kind in ("all", "answers")]

@@ -94,10 +94,10 @@ class Rung:
         return Point(self.parameters, tokens, flops, last["val/loss"], last["val/floor"], self.seed, answers)
 
 
-def ladder(sizes: list[int], budgets: list[int], seeds: int) -> list[Rung]:
+def ladder(sizes: list[int], budgets: list[int], seeds: range) -> list[Rung]:
     """Every size for every budget, a seed after the other, the longest run first: so none is left alone at the end."""
     rungs = [
-        Rung(size, steps, learning_rate(size), seed) for seed in range(seeds) for size in sizes for steps in budgets
+        Rung(size, steps, learning_rate(size), seed) for seed in seeds for size in sizes for steps in budgets
     ]
     return sorted(rungs, key=lambda rung: (rung.seed, -rung.flops))
 
@@ -105,5 +105,5 @@ def ladder(sizes: list[int], budgets: list[int], seeds: int) -> list[Rung]:
 def target(rungs: list[Rung]) -> Rung:
     """A run of twice the width of the largest, and of so many steps that it costs four times as much."""
     largest = max(rungs, key=lambda rung: rung.flops)
-    wider = Rung(2 * largest.width, largest.steps, learning_rate(2 * largest.width))
+    wider = Rung(2 * largest.width, largest.steps, learning_rate(2 * largest.width), largest.seed)
     return replace(wider, steps=round(largest.steps * TIMES * largest.flops / wider.flops))

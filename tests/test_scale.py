@@ -102,7 +102,7 @@ def test_the_best_learning_rate_lies_between_those_that_were_tried():
 @pytest.fixture
 def made_up(tmp_path, monkeypatch):
     """The ladder on runs that follow a law exactly."""
-    rungs = ladder.ladder([16, 32, 64], [400, 800, 1600], 1)
+    rungs = ladder.ladder([16, 32, 64], [400, 800, 1600], range(1))
     losses = {f"{r.width}/{r.steps}": FLOOR + TRUE(r.parameters, r.tokens) for r in [*rungs, target(rungs)]}
     (tmp_path / "losses.json").write_text(json.dumps({"losses": losses, "floor": FLOOR}))
     (tmp_path / "train.py").write_text(FAKE)
