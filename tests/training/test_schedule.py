@@ -1,6 +1,7 @@
 """What changes with the step is a function of it: the shapes of the learning rate, and that every place has them."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ import torch
 from config import OptimizerConfig, ScheduleConfig, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from tests import forked
+from tests.conftest import TINY_STORIES, environment, metrics, train
 from training.optimizer import build_optimizer, set_schedules
 from training.schedule import SCHEDULES, at_step, lr_scale
+from verify import settings_of_a_short_run
 
 
 def scales(steps=100, **settings):
@@ -86,3 +90,31 @@ def test_a_schedule_more_is_a_function_more(name, monkeypatch):
         rates = {getattr(module, "p", getattr(module, "dropout", None)) for module in network.modules()}
         assert {rate for rate in rates if isinstance(rate, float)} == {0.2 * step}
         assert at_step("grad_clip", config.optimizer.grad_clip, config, step) == 1.0 + step
+
+
+FORK = """
+import sys
+from training.schedule import SCHEDULES
+SCHEDULES |= {"dropout": lambda rate, config, step: rate * (1 + step % 2)}
+SCHEDULES |= {"grad_clip": lambda norm, config, step: norm / (1 + step)}
+from cli import scripts
+import replay
+script = sys.argv.pop(1)
+scripts.run_and_exit(script, replay.ReplayConfig if script == "replay" else None)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_fork_schedules_is_trained_with_verified_and_opened(runs):
+    """The loop by hand clips and drops out as train.py does, and a step that is opened has its rate."""
+    recipe = [*TINY_STORIES, "--optimizer.grad_clip", "0.3", "--out_dir", str(runs), "--name", "run"]
+    short = settings_of_a_short_run(recipe)
+    scripts = [["train", *recipe], ["replay", str(runs / "run"), "--step", "4"], ["verify", *short]]
+    said = [forked.run("-c", [FORK, *words], 0, environment(CXX="/nonexistent")) for words in scripts]
+    assert all(done.returncode == 0 for done in said), said
+    row = metrics(runs / "run")[3]
+    assert "step 4: as in the run, by 1 fingerprint(s)" in said[1].stdout
+    fp32 = [float(figure) for figure in re.search(r"fp32 +([\d.]+) +([\d.]+)$", said[1].stdout, re.MULTILINE).groups()]
+    assert fp32 == pytest.approx([row["train/loss"], row["train/grad_norm"]], abs=1e-6)
+    train(*recipe, "--name", "other")
+    assert metrics(runs / "other")[3]["train/loss"] != pytest.approx(row["train/loss"], abs=1e-4)
