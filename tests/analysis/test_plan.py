@@ -177,6 +177,20 @@ def test_an_evaluation_is_counted_once(monkeypatch):
     assert tried[0].evaluation.every and tried[0].evaluation.micro_batch_size == 1
 
 
+def test_what_is_tried_has_one_micro_batch_a_step(monkeypatch):
+    class Begun(Exception):
+        pass
+
+    def begin(config):
+        assert config.schedule.batch_warmup_from is None
+        raise Begun
+
+    monkeypatch.setattr(plan.train, "main", begin)
+    grows = "--schedule.batch_warmup_from 3 --schedule.batch_warmup_steps 2".split()
+    with pytest.raises(Begun):
+        plan.burst(parse_config([*map(str, TINY_STORIES), *grows]), ON_A_CPU)
+
+
 RANDOM = (
     "--data.source random --tracking.wandb disabled --evaluation.num_samples 9 --evaluation.every 0 --steps 4 "
     "--checkpoint.every 2"
