@@ -75,6 +75,10 @@ class GPTConfig:
     bias: bool = True
     """Whether linear layers and layernorms have a bias. The output projection never has one."""
 
+    softcap: float | None = None
+    """What logits stay below in size: each becomes softcap x tanh(logit / softcap), in training and after it (Gemma 2,
+    arXiv:2408.00118, with 30). Default null: no bound."""
+
     tie_embeddings: bool = False
     """Whether the output projection is the token embedding itself, as in the published GPT-2: fewer parameters.
     Default false: it is a matrix of its own."""
@@ -118,9 +122,10 @@ class GPTConfig:
             if value is not None and value < 1:
                 problems.append(f"model.{name} is {value}: it must be at least 1")
         sizes_are_positive = not problems
-        for name in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                problems.append(f"model.{name} is {getattr(self, name)}: it must be finite and greater than 0")
+        for name in ("rope_theta", "norm_eps", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                problems.append(f"model.{name} is {value}: it must be finite and greater than 0")
         if not 0 <= self.dropout < 1:
             problems.append(f"model.dropout is {self.dropout}: it must be at least 0 and less than 1")
         for field in fields(self):

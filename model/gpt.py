@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from model.config import GPTConfig
 from model.generate import Generation, LayerCache
 from model.linear import Linear, linear
-from model.loss import next_token_loss
+from model.loss import capped, next_token_loss
 from model.seeds import derive_seed
 
 Rope = tuple[Tensor, Tensor] | None  # cosines and sines
@@ -226,7 +226,8 @@ class GPTModel(Generation, nn.Module):
             raise ValueError("\n".join(problems))
         self.config = config
         self.windows = config.windows
-        self.next_token_loss = next_token_loss  # training/network.py chooses how it is computed
+        # How it is computed, training/network.py chooses.
+        self.next_token_loss = functools.partial(next_token_loss, softcap=config.softcap)
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
@@ -338,7 +339,7 @@ class GPTModel(Generation, nn.Module):
         if labels is not None:
             loss, _ = self.next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch)
         if labels is None or logits_to_keep is not None:
-            logits = linear(x_BTC[:, -(logits_to_keep or 0) :], self.output_weight)
+            logits = capped(linear(x_BTC[:, -(logits_to_keep or 0) :], self.output_weight), self.config.softcap)
         return logits, loss
 
     def masks(

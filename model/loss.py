@@ -15,11 +15,46 @@ CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 MIN_CHUNK_ROWS = 128
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """What is done to the logits before they are returned or make a loss: nothing, or `softcap tanh(logits / softcap)`
+    (Gemma 2, arXiv:2408.00118, section 2)."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def loss_of_logits(
+    logits_NV: Tensor, targets_N: Tensor, z_loss: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums over the targets of the loss, of its cross-entropy and of the squared log-sum-exp, which without z_loss
+    is 0; at least float32, for bfloat16 sums lose digits. All gradients are autograd's of this, or `gradient_by_hand`.
+    """
+    logits = capped(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), softcap)
+    cross_entropy = F.cross_entropy(logits, targets_N, ignore_index=-100, reduction="sum")
+    if not z_loss:
+        return cross_entropy, cross_entropy, torch.zeros_like(cross_entropy)
+    z_squared = logits.logsumexp(dim=-1).masked_fill(targets_N == -100, 0).square().sum()
+    return cross_entropy + z_loss * z_squared, cross_entropy, z_squared
+
+
 def loss_of_chunk(
-    logits_NV: Tensor, targets_N: Tensor, z_loss: float, needs_gradient: bool
+    logits_NV: Tensor, targets_N: Tensor, z_loss: float, softcap: float | None, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The sums over the targets of the loss, of its cross-entropy and of the squared log-sum-exp, [3] and at least
-    float32; and the gradient of the first, [N, V] in the dtype of the logits."""
+    """The three of `loss_of_logits`, [3], and the gradient of the first, [N, V] in the dtype of the logits."""
+
+    def loss_and_sums(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+        sums = loss_of_logits(logits_NV, targets_N, z_loss, softcap)
+        return sums[0], torch.stack(sums)
+
+    if not needs_gradient:
+        return loss_and_sums(logits_NV)[1], None
+    if softcap is None:
+        return gradient_by_hand(logits_NV, targets_N, z_loss)
+    gradient_NV, (_, sums) = torch.func.grad_and_value(loss_and_sums, has_aux=True)(logits_NV)
+    return sums, gradient_NV
+
+
+def gradient_by_hand(logits_NV: Tensor, targets_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """As `loss_of_chunk`, of logits to which nothing is done: in two thirds of the memory, and compiled in nine tenths
+    of the time (benchmarks/LOG.md)."""
     sum_dtype = torch.promote_types(logits_NV.dtype, torch.float32)
     ignored_N1, target_N1 = (targets_N == -100)[:, None], targets_N[:, None].clamp_min(0)
     log_probabilities = F.log_softmax(logits_NV, dim=-1, dtype=sum_dtype)
@@ -27,8 +62,6 @@ def loss_of_chunk(
     log_z_N1 = logits_NV.gather(1, target_N1).to(sum_dtype) - log_probabilities.gather(1, target_N1)
     z_squared = log_z_N1.masked_fill(ignored_N1, 0).square().sum()
     sums = torch.stack((cross_entropy + z_loss * z_squared, cross_entropy, z_squared))
-    if not needs_gradient:
-        return sums, None
     scores = log_probabilities.exp_()
     if z_loss:
         scores *= 1 + 2 * z_loss * log_z_N1
@@ -45,6 +78,7 @@ def next_token_loss(
     num_items_in_batch: Tensor | float | None = None,
     chunked: bool | None = None,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     of_chunk: Callable[..., tuple[Tensor, Tensor | None]] = loss_of_chunk,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Cross-entropy, in nats, of predicting each label from the position before it; see GPTModel.forward.
@@ -58,6 +92,7 @@ def next_token_loss(
             memory does not grow with B x T x V. None: if the logits take more than one chunk.
         z_loss: how much of the squared log-sum-exp of each target's logits is added, which keeps it near 0 (Chowdhery
             et al. 2022, "PaLM", arXiv:2204.02311, section 5); customary is 1e-4. In chunks it takes no product more.
+        softcap: what the logits are held below, by `capped`.
         of_chunk: `loss_of_chunk`, or that compiled: a GPU then reads the logits twice and writes them once, instead of
             a dozen times.
 
@@ -70,16 +105,11 @@ def next_token_loss(
     hidden, targets = hidden_BTC[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
     chunk = max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(hidden.device.type, 2**25) // (4 * len(weight_VC)))
     if chunked or (chunked is None and len(hidden) > chunk):
-        with_z = partial(of_chunk, z_loss=z_loss)
+        of_chunk = partial(of_chunk, z_loss=z_loss, softcap=softcap)
         weight = weight_VC if torch.is_grad_enabled() else weight_VC.detach()  # which a Function would not notice
-        loss_sum, cross_entropy, z_squared = ChunkedCrossEntropy.apply(hidden, weight, targets, chunk, with_z)
+        loss_sum, cross_entropy, z_squared = ChunkedCrossEntropy.apply(hidden, weight, targets, chunk, of_chunk)
     else:
-        logits = linear(hidden, weight_VC)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 sums lose digits of the loss
-        loss_sum = cross_entropy = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-        if z_loss:
-            z_squared = logits.logsumexp(dim=-1).masked_fill(targets == -100, 0).square().sum()
-            loss_sum = cross_entropy + z_loss * z_squared
+        loss_sum, cross_entropy, z_squared = loss_of_logits(linear(hidden, weight_VC), targets, z_loss, softcap)
     num_targets = (targets != -100).sum()
     sums = {"loss": (cross_entropy.detach(), num_targets)}
     if z_loss:

@@ -147,8 +147,9 @@ def test_the_tree_of_one_process_is_that_of_two(runs):
     assert all(torch.equal(one, first + second) for one, (first, second) in zip(whole, halves, strict=True))
 
 
+@pytest.mark.parametrize("softcap", [None, 8.0])
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16"])
-def test_the_loss_in_chunks_is_the_loss(cast, monkeypatch):
+def test_the_loss_in_chunks_is_the_loss(cast, softcap, monkeypatch):
     monkeypatch.setattr("model.loss.CHUNK_BYTES", {GPU.type: 4 * 301 * 7})
     monkeypatch.setattr("model.loss.MIN_CHUNK_ROWS", 1)
     labels = torch.randint(301, (3, 40), generator=torch.Generator().manual_seed(2)).to(GPU)
@@ -159,7 +160,7 @@ def test_the_loss_in_chunks_is_the_loss(cast, monkeypatch):
         hidden = torch.randn(3, 40, 64, generator=generator).to(GPU).requires_grad_()
         weight = torch.randn(301, 64, generator=generator).to(GPU).requires_grad_()
         with torch.autocast(GPU.type, torch.bfloat16, enabled=cast):
-            loss, _ = next_token_loss(hidden, weight, labels, 11.0, chunked, of_chunk=of_chunk)
+            loss, _ = next_token_loss(hidden, weight, labels, 11.0, chunked, softcap=softcap, of_chunk=of_chunk)
         loss.backward()
         results.append((loss, hidden.grad, weight.grad))
     for whole, *others in zip(*results, strict=True):

@@ -20,7 +20,7 @@ QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.q
 KINDS = [
     "",
     QWEN3,
-    f"{QWEN3} --model.n_kv_heads 1",
+    f"{QWEN3} --model.n_kv_heads 1 --model.softcap 2",
     "--model.tie_embeddings true --model.zero_init true --model.window 96",
     "--data.source random --model.vocab_size 11 --seq_len 2",
 ]
@@ -87,14 +87,14 @@ def capped(logits):
     return CAP * torch.tanh(logits / CAP)
 
 
-def capped_chunk(with_derivative, logits, targets, z_loss, needs_gradient):
-    sums, gradient = loss_of_chunk(capped(logits), targets, z_loss, needs_gradient)
+def capped_chunk(with_derivative, logits, *settings, **named_settings):
+    sums, gradient = loss_of_chunk(capped(logits), *settings, **named_settings)
     if with_derivative:
         gradient = gradient * (1 - (capped(logits) / CAP) ** 2)
     return sums, gradient
 
 
-def capped_loss(hidden, weight, labels, num_items_in_batch=None, chunked=None, of_chunk=None):
+def capped_loss(hidden, weight, labels, num_items_in_batch=None, chunked=None, of_chunk=None, softcap=None):
     if chunked:
         return next_token_loss(hidden, weight, labels, num_items_in_batch, True, of_chunk=of_chunk)
     logits, targets = capped(hidden[:, :-1] @ weight.t()).flatten(0, 1), labels[:, 1:].flatten()

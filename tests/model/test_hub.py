@@ -242,6 +242,8 @@ class ForkedConfig(GPTConfig):
 
 def test_what_the_mapping_does_not_know_is_refused_by_name():
     assert to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE))), "at its default, the model is what it was"
+    with pytest.raises(ValueError, match="model.softcap is 30.0, not None\nqwen3: .*model.softcap is 30.0, not None"):
+        to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {"softcap": 30.0})))
     with pytest.raises(ValueError, match="gpt2: model.parallel is True, not False\nqwen3: .*model.parallel is True"):
         to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE | {"parallel": True})))
     model = GPTModel(GPTConfig(**GPT2 | SHAPE))

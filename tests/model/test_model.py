@@ -79,6 +79,7 @@ def test_all_problems_are_reported_together_and_name_their_settings():
         (dict(dropout=-0.1), "model.dropout is -0.1"),
         (dict(rope_theta=0.0), "model.rope_theta is 0.0"),
         (dict(dropout=math.nan), "model.dropout is nan"),
+        (dict(softcap=0.0), "model.softcap is 0.0: it must be finite and greater than 0"),
         (dict(window=0), "model.window is 0: it must be at least 1"),
         (dict(window=129), "model.window is 129: it must be at most model.max_position_embeddings 128, or null"),
         (
@@ -117,6 +118,7 @@ SWITCHES = [
     dict(qk_norm=True),
     dict(bias=False),
     dict(tie_embeddings=True),
+    dict(softcap=30.0),
     dict(n_kv_heads=1),
     WINDOWS,
     dict(head_dim=10),
@@ -294,6 +296,16 @@ def test_logits_are_there_when_asked_for():
     assert model(tokens, labels=tokens)[0] is None
     assert torch.equal(model(tokens, labels=tokens, logits_to_keep=0)[0], logits)
     torch.testing.assert_close(model(tokens, logits_to_keep=2)[0], logits[:, -2:])
+
+
+def test_capped_logits_are_what_is_returned_and_what_makes_the_loss():
+    model, tokens = make_lively_model(), make_tokens()
+    free = model(tokens)[0]
+    capped = make_lively_model(softcap=1.5)
+    logits, loss = capped(tokens, labels=tokens, logits_to_keep=0)
+    torch.testing.assert_close(logits, 1.5 * (1 - 2 / ((free / 0.75).exp() + 1)))
+    assert free.abs().max() > 1.5 > logits.abs().max()
+    torch.testing.assert_close(loss, F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
 
 
 @pytest.mark.parametrize("settings", [dict(), QWEN3], ids=["gpt2", "qwen3"])

@@ -128,9 +128,13 @@ def test_the_plain_attention_is_for_short_sequences(length, dtype, settings, pla
 # The loss in chunks
 
 
+CAPS = pytest.mark.parametrize("softcap", [None, 2.0])
+
+
+@CAPS
 @pytest.mark.parametrize("num_items, z_loss", [(None, 0.0), (7.0, 0.0), (None, 0.3)])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 64])
-def test_the_loss_in_chunks_is_the_loss(num_items, z_loss, chunk_rows, monkeypatch):
+def test_the_loss_in_chunks_is_the_loss(num_items, z_loss, chunk_rows, softcap, monkeypatch):
     monkeypatch.setattr("model.loss.CHUNK_BYTES", {"cpu": 4 * 37 * chunk_rows})
     monkeypatch.setattr("model.loss.MIN_CHUNK_ROWS", 1)
     labels = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(2))
@@ -138,18 +142,22 @@ def test_the_loss_in_chunks_is_the_loss(num_items, z_loss, chunk_rows, monkeypat
     results = []
     for chunked in (False, True):
         hidden, weight = leaf(3, 9, 16, dtype=torch.float64), leaf(37, 16, dtype=torch.float64, seed=1)
-        loss, sums = next_token_loss(hidden, weight, labels, num_items, chunked, z_loss)
+        loss, sums = next_token_loss(hidden, weight, labels, num_items, chunked, z_loss, softcap)
         (3 * loss).backward()
         results.append((loss, hidden.grad, weight.grad, *(number for pair in sums.values() for number in pair)))
         assert not any(pair[0].requires_grad for pair in sums.values())
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert results[0][2].norm() > 1e-3
+    is_target = labels[:, 1:] != -100
+    logits = (leaf(3, 9, 16, dtype=torch.float64) @ leaf(37, 16, dtype=torch.float64, seed=1).T)[:, :-1][is_target]
+    logits = logits if softcap is None else softcap * (1 - 2 / ((2 * logits / softcap).exp() + 1))
+    log_z = logits.exp().sum(-1).log()
+    cross_entropy = log_z - logits[range(len(logits)), labels[:, 1:][is_target]]
+    assert sums["loss"] == (pytest.approx(cross_entropy.sum().item()), len(logits))
     if z_loss:
-        logits = (leaf(3, 9, 16, dtype=torch.float64) @ leaf(37, 16, dtype=torch.float64, seed=1).T)[:, :-1]
-        z_squared = logits[labels[:, 1:] != -100].exp().sum(-1).log().square()
-        assert sums["z_loss"] == (pytest.approx(z_squared.sum().item()), len(z_squared))
-        torch.testing.assert_close(loss, sums["loss"][0] / len(z_squared) + z_loss * z_squared.mean())
+        assert sums["z_loss"] == (pytest.approx(log_z.square().sum().item()), len(logits))
+        torch.testing.assert_close(loss, cross_entropy.mean() + z_loss * log_z.square().mean())
 
 
 @pytest.mark.parametrize("exact, rows", [(False, 200), (False, 1000), (True, 200)])
@@ -194,14 +202,14 @@ def test_the_logits_never_exist_at_once():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
-def test_what_the_loss_in_chunks_does_compiles_to_one_graph(backend, z_loss):
+@pytest.mark.parametrize("z_loss, softcap", [(0.0, None), (0.3, None), (0.0, 2.0)])
+def test_what_the_loss_in_chunks_does_compiles_to_one_graph(backend, z_loss, softcap):
     compiled = torch.compile(loss_of_chunk, backend=backend, fullgraph=True)
     for rows in (7, 5):  # the last chunk is a shorter one
         logits = leaf(rows, 37).detach()
         targets = torch.randint(37, (rows,), generator=torch.Generator().manual_seed(1))
         targets[2:4] = -100
-        results = [of_chunk(logits, targets, z_loss, True) for of_chunk in (compiled, loss_of_chunk)]
+        results = [of_chunk(logits, targets, z_loss, softcap, True) for of_chunk in (compiled, loss_of_chunk)]
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)
     torch.compiler.reset()
