@@ -87,9 +87,11 @@ def draw(groups: list[Group], tables: list[list[Table]], across: list[Table], ou
     """Write a picture for each group, and the page.
 
     Raises:
-        ConfigError: they cannot be written, or the runs do not tell what they are to be drawn over.
+        ConfigError: they cannot be written.
     """
     ends = [f"-{number}.png" for number in range(1, len(groups) + 1)] if len(groups) > 1 else [".png"]
+    if lost := [record.label for group in groups for record in group.records if not record.tells(x)]:
+        print(f"not drawn, for their files do not tell {x}: {', '.join(lost)}")
     try:
         curves = [of_group(group, x) for group in groups]
         out.parent.mkdir(parents=True, exist_ok=True)

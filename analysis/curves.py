@@ -51,17 +51,16 @@ class Curves:
 
 
 def of_group(group: Group, x: str) -> list[Curves]:
-    """Of each of its recipes, over an axis of X_AXES.
-
-    Raises:
-        ConfigError, OSError: as Record.places.
-    """
+    """Of each of its recipes, over an axis of X_AXES; but for the runs that do not tell what a step is on it."""
     seeds = {label: len({record.seeds() for record in records}) for label, records in group.recipes.items()}
     if all(number == 1 for number in seeds.values()):
         names = {label: records[0].label for label, records in group.recipes.items()}
     else:
         names = {label: f"{label} ({number} seeds)" if number > 1 else label for label, number in seeds.items()}
-    return [Curves(names[label], lines(records, x)) for label, records in group.recipes.items()]
+    return [
+        Curves(names[label], lines([record for record in records if record.tells(x)], x))
+        for label, records in group.recipes.items()
+    ]
 
 
 def lines(records: list[Record], x: str) -> dict[str, list[Line]]:

@@ -174,6 +174,12 @@ class Record:
         begin, before = self.branch.step, self.parent.places(x)
         return lambda step: before(min(step, begin)) + own(max(step, begin)) - own(begin)
 
+    def tells(self, x: str) -> bool:
+        """Whether its files tell what a step is on that axis."""
+        with suppress(ConfigError, OSError):
+            return self.places(x) is not None
+        return False
+
     def spent(self, what: str) -> float | None:
         """Tokens, FLOPs or seconds of training, as run.pictures.X_AXES calls them; None where it wrote none down."""
         if what == "flops" and self.fact("flops_per_token") is None:

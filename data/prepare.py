@@ -395,7 +395,9 @@ def _text_hash(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
         return None
     of_token[end_of_text], hashed = b"\0", blake2b(digest_size=16)  # with which documents begin; in no text is one
     for file in files:
-        hashed.update(b"".join(map(of_token.__getitem__, np.from_dlpack(open_columns(file)[0].values).tolist())))
+        tokens = np.from_dlpack(open_columns(file)[0].values)
+        for start in range(0, len(tokens), PIECE):
+            hashed.update(b"".join(map(of_token.__getitem__, tokens[start : start + PIECE].tolist())))
     return hashed.hexdigest()
 
 

@@ -480,7 +480,11 @@ def test_curves_over_what_was_spent_are_the_mean_of_the_seeds_in_a_band(x, place
         runs.append(fake_run(tmp_path / f"seed-{seed}", rows, starts=[facts], seed=seed, state="failed"))
     other = {1: {"train/loss": 1.0, "train/tokens": 100, "perf/tokens_per_second": 1.0}}
     runs.append(fake_run(tmp_path / "other", other, lr=0.5, starts=[{"step": 0, "flops_per_token": 6000}]))
-    printed(capsys, *runs, x=x, out=str(tmp_path / "all"))
+    bare = fake_run(tmp_path / "bare", rows_of(val=[3, 2, 1]), lr=0.7)
+    assert f"not drawn, for their files do not tell {x}: bare\n" in printed(
+        capsys, *runs, bare, x=x, out=str(tmp_path / "all")
+    )
+    assert page_groups(tmp_path / "all.html")[0]["curves"][-1] == ["optimizer.lr 0.7", {}]
     label, metrics = page_groups(tmp_path / "all.html")[0]["curves"][0]
     assert label == "optimizer.lr 0.001 (3 seeds)" and len(metrics["train/loss"]) == 2
     mean, diverged = metrics["val/loss"]

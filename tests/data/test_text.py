@@ -700,6 +700,8 @@ def test_bits_per_byte_are_of_the_text_of_the_targets(folder, runs, name):
     [row] = metrics(runs / "run")
     assert row["val/loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
     assert row["val/bits_per_byte"] == pytest.approx(sum(nats) / num_bytes / math.log(2), rel=1e-5)
+    start = json.loads((runs / "run" / "starts.jsonl").read_text())
+    assert start["validation_text"] == corpus.metadata["validation"]["text"]
 
 
 def test_bytes_of_all_windows_are_those_of_the_text(folder):
