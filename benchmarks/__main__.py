@@ -19,6 +19,7 @@ from benchmarks.measure import by_turns
 
 MODULES = {  # and their functions that say what is measured
     "programs": "throughput time_to_loss overhead scaling memory sharding checkpoint_stall startup growth",
+    "nanochat": "peers",
     "parts": "generation text",
     "bits": "exactness soak",
     "gpu": "gpu",
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
+    parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat, its environment in .venv, for peers")
     parser.add_argument("--text", type=Path, help="a text file, tinyshakespeare for the published figures")
     parser.add_argument("--quick", action="store_true", help="a trial of seconds, in the smallest sizes; only prints")
     parser.add_argument("--budget_seconds", type=float, default=math.inf, help="no group starts later than this")

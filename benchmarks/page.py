@@ -28,6 +28,7 @@ SPEED, STEP, PEAK = {"tokens_per_second": "tokens/s"}, {"seconds_a_step": "secon
 TABLES = {  # which quantities of a result, and what heads them
     "throughput": SPEED,
     "time_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats a character", "tokens": "tokens"},
+    "peers": {"seconds": "seconds", "val/bits_per_byte": "validation, bits a byte", "tokens": "tokens"},
     "overhead": SPEED,
     "scaling": SPEED | STEP | {"share_hidden": "share hidden"},
     "memory": PEAK | STEP,
@@ -37,7 +38,7 @@ TABLES = {  # which quantities of a result, and what heads them
     "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU of the data sheet", "peak_gib": "peak, GiB"},
 }
 MANY = 6  # turns, of which the quarters at either end are left out of the parentheses
-NO_RATIO = {"val/loss", "tokens", "share_hidden", "mfu"}
+NO_RATIO = {"val/loss", "val/bits_per_byte", "tokens", "share_hidden", "mfu"}
 
 
 def microseconds(case: dict, of: str) -> np.ndarray:
