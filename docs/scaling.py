@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 
+from analysis import recipe
 from benchmarks.page import markdown
 from cli.scripts import run_and_exit
 from model.config import GPTConfig
@@ -34,17 +35,39 @@ class Shape:
         self.layers, self.d_model, self.vocab_size = config.n_layers, config.d_model, config.vocab_size
         self.context = config.max_position_embeddings
         with torch.device("meta"):
-            network = GPTModel(replace(config, n_heads=self.d_model // 64, d_ff=4 * self.d_model, bias=False))
+            network = GPTModel(config)
         self.parameters, self.flops_per_token = network.num_parameters(), network.flops_per_token(self.context)
         self.layer_parameters = sum(parameter.numel() for parameter in network.blocks[0].parameters())
         self.root_parameters = self.parameters - self.layers * self.layer_parameters
 
 
+def gpt2(vocab_size: int, context: int, layers: int, d_model: int, tied: bool) -> GPTConfig:
+    sizes = {"n_layers": layers, "n_heads": d_model // 64, "d_model": d_model, "d_ff": 4 * d_model}
+    return GPTConfig(vocab_size, context, **sizes, bias=False, tie_embeddings=tied)
+
+
 SHAPES = (
-    Shape("124M", GPTConfig(50304, 1024, n_layers=12, d_model=768, tie_embeddings=True), 2**19),
-    Shape("1.3B", GPTConfig(50304, 4096, n_layers=24, d_model=2048, tie_embeddings=True), 2**20),
-    Shape("7B", GPTConfig(32000, 4096, n_layers=32, d_model=4096, tie_embeddings=False), 2**21, recompute=True),
+    Shape("124M", gpt2(50304, 1024, 12, 768, tied=True), 2**19),
+    Shape("1.3B", gpt2(50304, 4096, 24, 2048, tied=True), 2**20),
+    Shape("7B", gpt2(32000, 4096, 32, 4096, tied=False), 2**21, recompute=True),
 )
+
+
+class Reported(NamedTuple):
+    """What others report of a whole run on eight GPUs."""
+
+    name: str
+    flops: float
+    seconds: float
+    data_sheet: float  # FLOP/s of a GPU in bf16
+    loss: str
+
+
+REPORTED = (
+    Reported("nanoGPT, 124M, 300B tokens", SHAPES[0].flops_per_token * 3e11, 4 * 86400, 312e12, "2.85 nats a token"),
+    Reported("nanochat, depth 24, 2026-01-29", 4.330784e19, 10949.5, 989e12, "0.748 bits a byte"),
+)
+DEPTHS, VOCABULARY, DOLLARS_AN_HOUR, H100_BYTES = (8, 12, 16, 20, 24), 32768, 3, 80e9
 
 
 class Step(NamedTuple):
@@ -186,6 +209,55 @@ def batches(machines: Machines, strategy: str, shape: Shape) -> Iterable[str]:
         yield f"{tokens // shape.context} ({shown})" if pays else "-"
 
 
+class WholeRun:
+    """One that `scale.py --depth N --corpus TEXT` prints, and what it costs on a number of GPUs with DDP."""
+
+    def __init__(self, depth: int):
+        lines = recipe.recipe(depth, 20, "qwen3", "a text", VOCABULARY)
+        self.settings = {line.name: line.value for line in lines}
+        self.batch_tokens = self.settings["global_batch_size"] * self.settings["seq_len"]
+        self.micro_tokens = self.settings["micro_batch_size"] * self.settings["seq_len"]
+        config = recipe.model_of(depth, "qwen3", VOCABULARY, self.settings["seq_len"])
+        self.shape = Shape(str(depth), config, self.batch_tokens)
+        self.tokens = self.settings["steps"] * self.batch_tokens
+        self.flops = self.tokens * self.shape.flops_per_token
+
+    def hours(self, machines: Machines, gpus: int) -> float:
+        """Micro-batches but for the last one have nothing to wait for."""
+        step = machines.step("DDP", self.shape, gpus, min(self.micro_tokens, self.batch_tokens // gpus))
+        waiting = step.compute_seconds / step.efficiency - step.compute_seconds
+        computing = self.flops / gpus / (machines.matrix_flops_per_second * machines.achieved_share)
+        return (computing + self.settings["steps"] * waiting) / 3600
+
+
+def whole_runs(machines: Machines) -> str:
+    header = "depth, parameters, tokens, tokens a step, FLOP, hours on one, dollars, hours on eight, GB of a GPU"
+    rows = [header.split(", ")]
+    for run in map(WholeRun, DEPTHS):
+        one, eight = (run.hours(machines, gpus) for gpus in (1, 8))
+        memory = machines.step("DDP", run.shape, 1, run.micro_tokens).memory_bytes
+        sizes = [run.shape.name, recipe.short(run.shape.parameters), recipe.short(run.tokens)]
+        sizes += [recipe.short(run.batch_tokens), f"{run.flops:.2g}"]
+        cost = [f"{one:,.2g}" if one < 10 else f"{one:,.0f}", f"{DOLLARS_AN_HOUR * one:,.0f}"]
+        fits = f"{memory / 1e9:,.0f}" if memory <= H100_BYTES else "-"
+        rows.append([*sizes, *cost, f"{eight:,.2g}" if eight < 10 else f"{eight:,.0f}", fits])
+    return markdown(rows)
+
+
+def reported(machines: Machines) -> str:
+    """How fast they were, and how long it would have taken at the rate that is assumed here."""
+    rows = [
+        "what they report, FLOP, hours, TFLOP/s a GPU, of its data sheet, hours on eight H100 by it, loss".split(", ")
+    ]
+    for run in REPORTED:
+        achieved = run.flops / run.seconds / 8
+        here = run.flops / 8 / (machines.matrix_flops_per_second * machines.achieved_share) / 3600
+        hours = f"{run.seconds / 3600:.3g}", f"{here:.3g}"
+        share = f"{achieved / run.data_sheet:.0%}"
+        rows.append([run.name, f"{run.flops:.2g}", hours[0], f"{achieved / 1e12:.0f}", share, hours[1], run.loss])
+    return markdown(rows)
+
+
 def tables(machines: Machines) -> str:
     """All of it as markdown."""
     tokens, slow = machines.tokens, replace(machines, network_bytes_per_second=100e9 / 8 / 8)
@@ -210,6 +282,9 @@ def tables(machines: Machines) -> str:
         "Most GPUs that share a batch of GPT-3's size at a predicted efficiency of 90% (`-`: none fits):": markdown(
             limits
         ),
+        "Whole runs of `scale.py --depth N --corpus CORPUS` for a vocabulary of 32,768, on one H100 and on eight with "
+        f"DDP, and what one costs at {DOLLARS_AN_HOUR} dollars an hour of a GPU:": whole_runs(machines),
+        "And what others report of eight GPUs, A100s and H100s, beside the same arithmetic:": reported(machines),
     }
     return "\n\n".join(f"{caption}\n\n{table}" for caption, table in captions.items())
 

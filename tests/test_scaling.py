@@ -4,7 +4,9 @@ import re
 from dataclasses import replace
 
 import pytest
+import yaml
 
+from analysis import recipe
 from cli.arguments import parse_tool
 from config import ConfigError
 from docs import scaling
@@ -129,3 +131,21 @@ def test_numbers_in_the_text_of_the_page():
     assert "400 GB/s instead of NVLink's 450" in DOCS
     assert [MACHINES.ring(gpus)[0] for gpus in (16, 8)] == [400e9, 450e9]
     assert "which is 10 GB" in DOCS and round(12 * small.vocab_size * 16384 / 1e9) == 10
+
+
+def test_a_whole_run_is_that_of_the_recipe_and_eight_gpus_are_no_more_than_eight_times_as_fast():
+    for run in map(scaling.WholeRun, scaling.DEPTHS):
+        printed = yaml.safe_load(recipe.as_yaml(recipe.recipe(int(run.shape.name), 20, "qwen3", "a", 32768)))
+        assert run.tokens == printed["steps"] * printed["global_batch_size"] * printed["seq_len"]
+        assert run.shape.layers == printed["model"]["n_layers"] and run.shape.d_model == printed["model"]["d_model"]
+        one, eight = run.hours(MACHINES, 1), run.hours(MACHINES, 8)
+        assert one * 3600 * 0.5 * 790e12 == pytest.approx(run.tokens * run.shape.flops_per_token)
+        assert one / 8 < eight < one / 4
+
+
+def test_what_others_report_is_set_against_the_same_arithmetic():
+    """Their FLOPs by the other formula, 6 a parameter, and what one finds by hand."""
+    nanogpt, nanochat = scaling.REPORTED
+    assert nanogpt.flops == pytest.approx(6 * 124e6 * 3e11, rel=0.2)
+    assert nanochat.flops / nanochat.seconds / 8 == pytest.approx(494e12, rel=0.01)
+    assert "| 4.3e+19 | 3.04 | 494 | 50% | 3.81 |" in scaling.reported(MACHINES)
