@@ -96,9 +96,7 @@ class Rung:
 
 def ladder(sizes: list[int], budgets: list[int], seeds: range) -> list[Rung]:
     """Every size for every budget, a seed after the other, the longest run first: so none is left alone at the end."""
-    rungs = [
-        Rung(size, steps, learning_rate(size), seed) for seed in seeds for size in sizes for steps in budgets
-    ]
+    rungs = [Rung(size, steps, learning_rate(size), seed) for seed in seeds for size in sizes for steps in budgets]
     return sorted(rungs, key=lambda rung: (rung.seed, -rung.flops))
 
 

@@ -3,6 +3,7 @@
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -52,9 +53,11 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
         if not isinstance(stored := read_yaml(file.read_text()), dict):
             raise ValueError("it is empty" if stored is None else "it holds no settings")
         settings = complete_settings(stored)
-        kinds = {"steps": int, "seq_len": int, "global_batch_size": int, "data.seed": int, "resume": str}
-        kinds |= dict.fromkeys(("schedule.batch_warmup_from", "schedule.batch_warmup_steps"), int | None)
-        if wrong := [name for name, kind in kinds.items() if not isinstance(settings[name], kind)]:
+        counts = ("steps", "seq_len", "global_batch_size")
+        kinds = dict.fromkeys(counts, {int}) | {"data.seed": {int}, "resume": {str}}
+        kinds |= dict.fromkeys(("schedule.batch_warmup_from", "schedule.batch_warmup_steps"), {int, NoneType})
+        wrong = [name for name, kind in kinds.items() if type(settings[name]) not in kind]
+        if wrong := wrong or [name for name in counts if settings[name] < 1]:
             raise ValueError(f"{wrong[0]} is none")
         if settings["resume"] not in ("auto", "never"):
             settings["branch_from"] = settings["resume"]  # its older name

@@ -103,6 +103,18 @@ def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("global_batch_size", 0), ("steps", True), ("schedule.batch_warmup_from", "two")]
+)
+def test_a_stored_number_that_is_none_is_named(name, value, tmp_path):
+    settings = {"global_batch_size": 4, "data": {"seed": 0}, "schedule": {}}
+    section, _, key = name.rpartition(".")
+    (settings[section] if section else settings)[key] = value
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(ConfigError, match=rf"is damaged \({name} is none\)"):
+        continuation.read_settings(tmp_path / "config.yaml")
+
+
 @pytest.mark.parametrize("name", ["batch_warmup_from", "batch_warmup_steps"])
 def test_the_growth_of_the_batch_may_not_change(name):
     settings, config = stored(schedule__batch_warmup_from=2, schedule__batch_warmup_steps=4)
