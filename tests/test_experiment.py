@@ -222,34 +222,34 @@ def test_sides_that_are_not_measured_alike_are_refused(changes, message, ask_abo
 
 @pytest.fixture
 def ask_about_tokenizers(ask_about, monkeypatch):
-    """The idea's corpus is `ccc`, of tokens of three bytes, where the baseline's is `a`."""
+    """Tokens of the baseline's corpus have ten bytes, those of the idea's eleven: as many as its name has letters."""
+    whole = ("--data.source", "text", "--evaluation.num_samples", "null")
 
-    def asked_for(
-        text="same", common=("--data.source", "text", "--evaluation.num_samples", "null"), error=None, **facts
-    ):
+    def asked_for(text="same", common=whole, error=None, worth=False, **facts):
         def ask_of_text(asked, what, *words):
-            length = len(asked.settings["data.path"])
-            found = {"targets": asked.settings["data.path"], "floor": None, "num_targets": 3000 // length}
-            return ask(asked, what, *words) | found | {"num_bytes": 3000} | (facts if length == 3 else {})
+            path = asked.settings["data.path"]
+            found = {"targets": path, "floor": None, "num_targets": 3300 // len(path), "num_bytes": 3300}
+            return ask(asked, what, *words) | found | (facts if path == "of eleven ." else {})
 
-        texts = {"a": "same", "ccc": text}
+        texts = {"of ten ...": "same", "of eleven .": text}
         monkeypatch.setattr(side.Side, "_ask", ask_of_text)
         monkeypatch.setattr(side.Side, "validation_text", lambda asked: texts[asked.settings["data.path"]])
-        return ask_about("--data.path ccc", "--data.path", "a", *common, error=error)
+        monkeypatch.setattr(experiment, "TURNS", 0)
+        return ask_about("--data.path 'of eleven .'", "--data.path", "of ten ...", *common, error=error, worth=worth)
 
     return asked_for
 
 
 def test_two_tokenizers_of_one_text_are_compared_by_bits_per_byte(ask_about_tokenizers):
-    """The losses are the same but for noise, so a third of the bits for each byte; of three times the text."""
-    found = ask_about_tokenizers()
+    """The losses are the same but for noise, 0.5 + 0.4 / steps; so the bits are ten elevenths, of more text."""
+    found = ask_about_tokenizers(worth=True)
     assert (found["verdict"], found["metric"], found["floor"]) == ("better", "val/bits_per_byte", None)
-    assert found["difference"] == pytest.approx(100 * (1 / 3 - 1), abs=1)
-    assert found["means"] == pytest.approx([0.9 / math.log(2), 0.3 / math.log(2)], rel=0.01)
-    assert found["cost"]["bytes"] == [800, 2400]
-    assert "changes the val/bits_per_byte by -66" in sentence(found) and "+200.0% bytes of training text" in sentence(
-        found
-    )
+    assert found["difference"] == pytest.approx(100 * (10 / 11 - 1), abs=0.5)
+    assert found["means"] == pytest.approx([0.09 / math.log(2), 0.9 / 11 / math.log(2)], rel=0.005)
+    assert found["worth"][0] == pytest.approx(0.4 / (0.9 * 10 / 11 - 0.5), rel=0.05)
+    assert found["cost"]["bytes"] == [8000, 8800]
+    told = sentence(found)
+    assert "changes the val/bits_per_byte by -9." in told and "+10.0% bytes of training text" in told
 
 
 @pytest.mark.parametrize(
@@ -258,10 +258,10 @@ def test_two_tokenizers_of_one_text_are_compared_by_bits_per_byte(ask_about_toke
         ({"text": "other"}, "nor is it the same text in other tokens (hashes same and other)"),
         ({"text": None}, "the bytes of the text are not known of the idea"),
         ({"num_bytes": None}, "the bytes of the text are not known of the idea"),
-        ({"num_bytes": 2000}, "the targets are 3,000 bytes of it here and 2,000 there"),
+        ({"num_bytes": 2000}, "the targets are 3,300 bytes of it here and 2,000 there"),
         ({"common": ("--data.source", "text")}, "set evaluation.num_samples to null for both"),
         ({"common": ()}, "settings of data or evaluation differ"),
-        ({"num_targets": 2000}, "its code measures something else"),
+        ({"num_targets": 200}, "its code measures something else"),
     ],
     ids=str,
 )
