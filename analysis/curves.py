@@ -134,7 +134,9 @@ def save_picture(title: str, curves: list[Curves], path: Path, x: str = "steps")
     if has_floor:
         panels[1].set_ylabel("validation loss above the floor (nats per token)")
     figure.suptitle(drawable(title), fontsize="medium")
-    figure.legend(handles=key, loc="outside right upper", fontsize="small", ncols=1 + len(key) // NUM_ROWS)
+    figure.legend(
+        handles=key, loc="outside right upper", fontsize="small", handlelength=4, ncols=1 + len(key) // NUM_ROWS
+    )
     figure.savefig(path, dpi=150)
 
 
