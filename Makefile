@@ -13,7 +13,8 @@ GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 EMPTY :=
 WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
 # What docs/performance.md shows but the GPU's; of a text only if one is given.
-BENCHMARKS = throughput overhead scaling memory sharding startup generation growth $(if $(findstring --text,$(ARGS)),time_to_loss)
+BENCHMARKS = throughput overhead scaling memory sharding startup generation growth
+BENCHMARKS += $(if $(findstring --text,$(ARGS)),time_to_loss) $(if $(findstring --nanochat,$(ARGS)),peers)
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
 .PHONY: help env train verify law trial test test-all test-gpu house bench lint clean

@@ -482,3 +482,14 @@ def test_the_pages_python_prints_what_it_says():
         exec(code, {})
     assert output.getvalue() == printed
     assert "uneven, weighted by rows: off by 0%" in printed and "divided twice: off by 50%" in printed
+
+
+def test_the_notebook_keeps_what_its_cells_gave_in_one_run_and_nothing_of_a_machine():
+    """tests/test_other_tools.py runs it."""
+    text = (ROOT / "examples" / "quickstart.ipynb").read_text()
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert not re.search(r"/(root|home|work|tmp)/", text) and "Training finished." in text

@@ -18,8 +18,11 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import datasets
 import pytest
+import torch
 
+from load import load_run
 from tests.conftest import ROOT, TINY_STORIES, commands, environment, metrics, python, shell, train
 from tests.data.test_prepare import make, make_documents, write_jsonl
 from tests.test_export import FAMILIES, every_family
@@ -216,6 +219,39 @@ def test_an_adapter_of_peft_is_merged_as_the_page_says(folder, environment_with)
     train(*words, "--name", "merged", "--init_from", folder / "merged")
 
 
+LEARN = """
+import sys, datasets
+from trl import SFTConfig, SFTTrainer
+rows = datasets.concatenate_datasets([datasets.Dataset.from_file(file, in_memory=True) for file in sys.argv[2:]])
+settings = {"max_steps": 1, "logging_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": len(rows)}
+settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+settings |= {"report_to": "none", "save_strategy": "no"}
+trainer = SFTTrainer(sys.argv[1], SFTConfig("trained", max_length=None, **settings), train_dataset=rows)
+trainer.train()
+print(trainer.state.log_history[0]["loss"])
+"""
+
+
+def test_trl_learns_from_the_answers_of_a_corpus(folder, environment_with):
+    programs = environment_with("trl")
+    pairs = [{"prompt": f"{i}?", "response": "It is." + i * "!"} for i in range(8)]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    make(folder / "answers.jsonl", folder / "answers", "train:300")
+    words = f"--data.source text --data.path {folder / 'answers'} --model.dropout 0 --evaluation.every 0".split()
+    train(*TINY_STORIES, *words, "--out_dir", folder / "runs", "--name", "answers")
+    python("python export.py runs/answers exports/answers", folder)
+    files = list(map(str, (folder / "answers" / "train").glob("*.arrow")))
+    learn = [programs / "python", "-c", LEARN, folder / "exports" / "answers", *files]
+    done = subprocess.run(learn, cwd=folder, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    model, nats, targets = load_run(folder / "runs" / "answers").model, 0.0, 0
+    for row in datasets.concatenate_datasets(list(map(datasets.Dataset.from_file, files))):
+        tokens, mask = (torch.tensor([row[name]]) for name in ("input_ids", "assistant_masks"))
+        nats += model(tokens, labels=tokens.where(mask == 1, -100), num_items_in_batch=1)[1].item()
+        targets += mask[:, 1:].sum().item()
+    assert float(done.stdout.split()[-1]) == pytest.approx(nats / targets, rel=1e-4)
+
+
 @pytest.mark.skipif(LLAMA_CPP not in os.environ, reason="the sources of llama.cpp are not named in the environment")
 def test_llama_cpp_converts_an_export(folder):
     """With `gguf`, which lies in its sources."""
@@ -226,6 +262,31 @@ def test_llama_cpp_converts_an_export(folder):
     assert (folder / "mine.gguf").stat().st_size > 1000
     with pytest.raises(AssertionError, match="pre-tokenizer"):
         shell(published, folder)
+
+
+def copy_of_the_repository(place):
+    folders = [path for path in ROOT.iterdir() if (path / "__init__.py").exists() or path.name.endswith("configs")]
+    for path in (*ROOT.glob("*.py"), *folders):
+        (place / path.name).symlink_to(path)
+    (place / "examples").mkdir()
+    return place
+
+
+def test_the_notebook_runs_and_fails_where_a_training_does(environment_with, tmp_path):
+    programs, place = environment_with("nbconvert", "ipykernel"), copy_of_the_repository(tmp_path)
+    written = (ROOT / "examples" / "quickstart.ipynb").read_text()
+    assert written.count("STEPS = 1200") == 1
+    convert = [programs / "python", *"-m nbconvert --to notebook --execute --output done examples/short.ipynb".split()]
+    for steps, exit_code in ((40, 0), (0, 1)):
+        (place / "examples" / "short.ipynb").write_text(written.replace("STEPS = 1200", f"STEPS = {steps}"))
+        done = subprocess.run(convert, cwd=place, env=environment(), capture_output=True, text=True)
+        assert done.returncode == exit_code, done.stderr
+    assert "steps: 0 must be" in done.stderr
+    cells = json.loads((place / "examples" / "done.ipynb").read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    said = "".join("".join(output.get("text", "")) for output in outputs)
+    assert said.count("Training finished.") == 2 and "Meet a brave girl" in said and "as in the run" in said
 
 
 def test_every_page_with_commands_of_other_programs_was_read():
