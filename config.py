@@ -138,8 +138,8 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw: AdamW (Loshchilov and Hutter, 2019), fused; muon: Muon (Jordan et al., 2024) on the matrices inside the
-    blocks, with NorMuon's second moment of each row (Li et al., 2025), and AdamW on the rest, at the same learning
-    rate."""
+    blocks' linear layers, with NorMuon's second moment of each row (Li et al., 2025), and AdamW on the rest, at the
+    same learning rate."""
 
     lr: NonNegativeFloat = 3e-4
     """Peak learning rate; `schedule` scales it."""

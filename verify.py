@@ -53,7 +53,7 @@ from torch.utils.data import default_collate
 
 import train
 from analysis.gradient_check import gradient_errors
-from analysis.model_checks import logits_equal, values_not_saved, writes_as_trained
+from analysis.model_checks import constants_stay, flops_are_counted, logits_equal, values_not_saved, writes_as_trained
 from config import ConfigError, RunError, TrainConfig
 from data.corpus import load_corpus
 from data.order import GlobalBatches
@@ -144,6 +144,8 @@ class Verification:
             "order is a permutation in every epoch": self.order_is_a_permutation,
             **{f"logits = transformers' {family}": partial(logits_equal, family, model) for family in FAMILIES},
             "writing, with a cache = the whole at once": partial(writes_as_trained, model, self.config.seq_len),
+            "FLOPs a token = products that torch counts": partial(flops_are_counted, model, self.config.seq_len),
+            "constant initial weights stay constant": partial(constants_stay, model),
             "gradient = autograd of plain operations": self.equals_autograd,
             "replicas are equal after every step": self.replicas_are_equal,
             "gradient = hand-written all-reduce": partial(self.equals_loop_by_hand, all_reduce=True),

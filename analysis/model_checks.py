@@ -2,8 +2,11 @@
 of its optimizer is lost."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import GPTConfig
 from model.generate import LayerCache
@@ -58,6 +61,38 @@ def writes_as_trained(config: GPTConfig, seq_len: int) -> tuple[bool | None, str
     whole = model(input_ids)[0]
     difference = ((whole - in_parts).abs().max() / whole.abs().max()).item()
     return difference < 1e-3, f"largest difference {difference:.1e}"
+
+
+@torch.no_grad()
+def flops_are_counted(config: GPTConfig, seq_len: int) -> tuple[bool | None, str]:
+    """flops_per_token of at most two layers, against the products of a forward, which torch counts; a backward has
+    twice as many. Without windows, for it counts what is masked, and in float64, where all products are torch's."""
+    length = min(seq_len, 64)
+    model = moved_from_its_start(replace(config, n_layers=min(2, config.n_layers), window=None)).double()
+    tokens = torch.randint(config.vocab_size, (1, length))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, labels=tokens)
+    counted = 3 * counter.get_total_flops() / length
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
+    expected = model.flops_per_token(length) - 6 * vectors  # whose products are too few to be counted
+    tolerance = 0.02 + 1 / length  # the last position has no target
+    return abs(counted / expected - 1) < tolerance, f"{expected:,.0f} for 2 layers, and {counted:,.0f} are counted"
+
+
+def constants_stay(config: GPTConfig) -> tuple[bool | None, str]:
+    """Where a module makes a parameter constant, as a gain of 1 or a gate of 0, init_weights draws no others for it."""
+    small = replace(config, n_layers=1)
+    with patch.object(GPTModel, "init_weights", lambda self: None):
+        made = {name: weight for name, weight in GPTModel(small).named_parameters() if is_constant(weight)}
+    begun = GPTModel(small)
+    drawn = [name for name in made if not is_constant(begun.get_parameter(name))]
+    if drawn:
+        return False, f"init_weights draws {drawn[0]}, which its module made {made[drawn[0]].flatten()[0].item():g}"
+    return True, f"{len(made)} of a block and around it"
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    return bool((tensor == tensor.flatten()[0]).all())
 
 
 def values_not_saved(model: GPTModel, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -366,15 +366,16 @@ class GPTModel(Generation, nn.Module):
         return masks
 
     def num_parameters(self, lookups: bool = True) -> int:
-        """Number of parameters; lookups=False leaves out those that are looked up and never multiplied: the position
-        embeddings, and the token embeddings unless they are the output projection too."""
-        count = sum(parameter.numel() for parameter in self.parameters())
-        if not lookups:
-            if self.config.position == "learned":
-                count -= self.position_embedding.weight.numel()
-            if not self.config.tie_embeddings:
-                count -= self.token_embedding.weight.numel()
-        return count
+        """Number of parameters; lookups=False counts those that a token is multiplied by: each as often as layers have
+        it, not the tables of nn.Embedding, of which it looks up a row, and the output projection whatever it is."""
+        if lookups:
+            return sum(parameter.numel() for parameter in self.parameters())
+        layers = [
+            layer
+            for _, layer in self.named_modules(remove_duplicate=False)
+            if not isinstance(layer, nn.Embedding) or (self.config.tie_embeddings and layer is self.token_embedding)
+        ]
+        return sum(parameter.numel() for layer in layers for parameter in layer.parameters(recurse=False))
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations to train on one token, forward and backward (PaLM, appendix B, arXiv:2204.02311).
@@ -382,5 +383,6 @@ class GPTModel(Generation, nn.Module):
         6 for each parameter that is multiplied, and for the attention scores and their weighted sum 12 n_heads head_dim
         for each position in a layer's window, or seq_len, which by convention counts the masked half as well.
         """
+        multiplied = self.num_parameters(lookups=False)
         seen = sum(min(window or seq_len, seq_len) for window in self.windows)
-        return 6 * self.num_parameters(lookups=False) + 12 * self.config.n_heads * self.config.head_size * seen
+        return 6 * multiplied + 12 * self.config.n_heads * self.config.head_size * seen

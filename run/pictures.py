@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from config import ConfigError
+from cli.yaml_files import read_yaml
+from config import ConfigError, TrainConfig
+from model.config import GPTConfig
 from run.metrics_file import read_rows
 
 if TYPE_CHECKING:
@@ -153,14 +155,11 @@ def flops_per_token(run_directory: Path) -> int:
     known = [row["flops_per_token"] for row in read_rows(starts) if "flops_per_token" in row] if starts.exists() else []
     if known:
         return known[-1]
-    import torch  # slow to import, and for this axis alone
-
-    from model.config import GPTConfig
-    from model.gpt import GPTModel
+    from run.provenance import network_size  # slow to import, and for this axis alone
 
     try:
-        settings = yaml.safe_load((run_directory / "config.yaml").read_text())
-        with torch.device("meta"):
-            return GPTModel(GPTConfig(**settings["model"])).flops_per_token(settings["seq_len"])
-    except (ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+        settings = read_yaml((run_directory / "config.yaml").read_text())
+        config = TrainConfig(model=GPTConfig(**settings["model"]), seq_len=settings["seq_len"])
+        return network_size(config)["flops_per_token"]
+    except (ConfigError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"x: flops: {run_directory / 'config.yaml'} does not tell the model: {error}") from None

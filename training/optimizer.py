@@ -23,10 +23,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, average: float | 
 
 
 def _of_name(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    of_linear_layers = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
     hidden, matrices, vectors = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            if config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks."):
+            is_hidden = id(parameter) in of_linear_layers and name.startswith("blocks.")
+            if config.name == "muon" and is_hidden:
                 hidden.append(parameter)
             elif parameter.dim() >= 2:
                 matrices.append(parameter)
@@ -89,7 +91,7 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) on the matrices inside the blocks, AdamW on everything else, as one optimizer.
+    """Muon (Jordan et al. 2024) on the linear layers inside the blocks, AdamW on everything else, as one optimizer.
 
     Each matrix takes a step along its momentum made orthogonal, scaled to the root mean square of AdamW's steps (Liu et
     al. 2025, arXiv:2502.16982), so that one learning rate and one weight decay serve both. That is torch.optim.Muon's

@@ -230,6 +230,20 @@ def test_the_number_of_parameters(settings, total, lookups):
     assert model.num_parameters(lookups=False) == total - lookups
 
 
+def test_flops_count_what_blocks_share_as_often_as_they_do():
+    model, shared = make_model(n_layers=3), make_model(n_layers=3)
+    shared.blocks = torch.nn.ModuleList([shared.blocks[0]] * 3)
+    assert shared.num_parameters() < model.num_parameters()
+    assert shared.flops_per_token(16) == model.flops_per_token(16)
+
+
+def test_flops_of_a_window_are_those_of_so_many_positions():
+    whole, windows = make_model(n_layers=3), make_model(n_layers=3, window=5)
+    of_a_position = 12 * SHAPE["d_model"]
+    assert whole.flops_per_token(11) - windows.flops_per_token(11) == 2 * (11 - 5) * of_a_position
+    assert whole.flops_per_token(4) == windows.flops_per_token(4)
+
+
 def test_blocks_that_begin_at_zero_begin_as_the_identity():
     x_BTC = torch.randn(2, 5, SHAPE["d_model"])
     rope = rope_tables(torch.arange(5), 8, 10000.0)

@@ -12,6 +12,7 @@ from torch.optim import _muon
 from config import OptimizerConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from model.linear import Linear
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.forked import server
 from training.optimizer import POLAR_EXPRESS, build_optimizer, gathered, orthogonalize
@@ -58,6 +59,16 @@ class NorMuon:
                 row /= max(squares[index], 1e-10) ** 0.5
             step *= 0.2 * max(step.shape) ** 0.5 * length / step.norm().clamp(min=1e-9)
             weight.copy_(weight * (1 - self.lr * self.weight_decay) - self.lr * step)
+
+
+def test_muon_takes_the_matrices_of_linear_layers_alone():
+    """A table of embeddings in a block has two dimensions as well, and its rows are not turned together."""
+    model = new_model()
+    model.blocks[0].values, model.blocks[0].scales = nn.Embedding(20, 16), nn.Parameter(torch.ones(2, 16))
+    muon, matrices, _ = build_optimizer(model, CONFIG).param_groups
+    linear = [layer.weight for block in model.blocks for layer in block.modules() if type(layer) is Linear]
+    assert [*map(id, muon["params"])] == [*map(id, linear)] and len(linear) == 2 * 6
+    assert {id(model.blocks[0].values.weight), id(model.blocks[0].scales)} < {*map(id, matrices["params"])}
 
 
 def test_muon_and_adamw_together_are_each_alone():
