@@ -162,7 +162,9 @@ def documented_init(name: str, n_layers: int) -> tuple[float, float]:
 @pytest.mark.parametrize("settings", SWITCHES, ids=str)
 def test_two_models_begin_alike_in_all_that_they_share(settings):
     """A layer more, in whatever order modules are built, moves the start of no other one."""
-    plain, other, another = (m.state_dict() for m in (make_model(), make_model(**settings), make_model(seed=1)))
+    depth = {"n_layers": settings.get("n_layers", SHAPE["n_layers"])}  # which scales what writes to the residual stream
+    models = make_model(**depth), make_model(**settings), make_model(**depth, seed=1)
+    plain, other, another = (model.state_dict() for model in models)
     shared, drawn = 0, set()
     for name, weight in plain.items():
         if name in other and other[name].shape == weight.shape:
@@ -171,7 +173,7 @@ def test_two_models_begin_alike_in_all_that_they_share(settings):
         if "norm" not in name and not name.endswith("bias"):
             assert not torch.equal(weight, another[name]), f"{name} does not depend on the seed"
             drawn.add(weight.flatten()[0].item())
-    assert shared >= len(plain) / 3
+    assert shared >= len(plain) / 4
     assert len(drawn) == sum("norm" not in name and not name.endswith("bias") for name in plain), "all draw alike"
 
 

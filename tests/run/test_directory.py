@@ -46,34 +46,19 @@ def run(runs):
     return runs / "run"
 
 
-@pytest.fixture(scope="module")
-def six_steps(tmp_path_factory):
-    """The directory of a run of today over two steps more."""
-    out_dir = tmp_path_factory.mktemp("six")
-    train(*RECIPE, "--steps", 6, "--out_dir", out_dir)
-    return out_dir / "run"
-
-
-def assert_close(run, six_steps):
-    """Runs of another processor may differ by rounding."""
-    ours, theirs = tensors(run, 6), tensors(six_steps, 6)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-4)
-    for row, expected in zip(metrics(run), metrics(six_steps), strict=True):
-        row.pop("state/digest", None), expected.pop("state/digest")
-        assert row == pytest.approx(expected, rel=1e-3)
-
-
 # Runs of older versions
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_run_of_an_older_version_goes_on(form, runs, six_steps):
+def test_a_run_of_an_older_version_goes_on(form, runs):
+    """To where such a version took it, which drew other initial weights than this one."""
     shutil.copytree(OLD_RUNS / form, runs / "run")
     done = train(*RECIPE, "--steps", 6, "--out_dir", runs)
     assert "resumed at step 4" in done.stdout
-    assert_close(runs / "run", six_steps)
+    expected = [json.loads(line) for line in (OLD_RUNS / "six_steps.jsonl").read_text().splitlines()]
+    for row, known in zip(metrics(runs / "run"), expected, strict=True):
+        row.pop("state/digest", None)  # runs of another processor may differ by rounding
+        assert row == pytest.approx(known, rel=1e-3)
 
 
 @pytest.mark.parametrize("form", FORMATS)
