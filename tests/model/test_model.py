@@ -107,7 +107,7 @@ def test_the_letters_of_the_windows_repeat_and_the_last_layer_is_long():
 
 # Parameters
 
-WINDOWS = dict(n_layers=3, window=4, window_layers="SL")
+WINDOWS = dict(window=4, window_layers="SL")
 SWITCHES = [
     dict(),
     dict(position="rope"),
