@@ -14,6 +14,11 @@ def printable(text: str) -> str:
     )
 
 
+def printable_lines(error: Exception) -> str:
+    """The message of an error, which may have several lines."""
+    return "\n".join(map(printable, str(error).split("\n")))
+
+
 def aligned(rows: list[list[str]]) -> list[str]:
     """Columns side by side: the first to the left, the others to the right."""
     if not rows:

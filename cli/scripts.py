@@ -22,7 +22,7 @@ except ImportError:
     sys.exit(2)
 
 from cli.arguments import parse_config, parse_tool
-from cli.screen import ignore_failed_prints, printable
+from cli.screen import ignore_failed_prints, printable_lines
 from config import ConfigError, RunError
 from launch.environment import normalize_environment
 from launch.signals import Preempted, ignore_stop_signals
@@ -82,8 +82,7 @@ def run_script(script: str, kind: type | None = None, needs_torch: bool = True) 
             return int(exit_.code)
     except (ConfigError, RunError) as error:
         let_main_process_fail_first()
-        lines = map(printable, str(error).split("\n"))
-        print(f"{script}.py: error:", "\n".join(lines), file=sys.stderr)
+        print(f"{script}.py: error: {printable_lines(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except Preempted as preempted:
         from accelerate import PartialState

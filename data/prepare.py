@@ -39,7 +39,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from cli.arguments import parse_tool
-from cli.screen import ignore_failed_prints
+from cli.screen import ignore_failed_prints, printable_lines
 from config import ConfigError, expanded
 from data import chat_template, conversations
 from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
@@ -450,7 +450,7 @@ def cli() -> int:
         # In a thread, for Python hears Ctrl-C in the main one alone, and not while that one learns a tokenizer.
         metadata = ThreadPoolExecutor(1).submit(prepare, config).result()
     except (ConfigError, OSError) as error:
-        print(f"prepare: error: {error}", file=sys.stderr)
+        print(f"prepare: error: {printable_lines(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nprepare: interrupted; the same command goes on from what is done", file=sys.stderr, flush=True)

@@ -277,7 +277,7 @@ def test_the_notebook_runs_and_fails_where_a_training_does(environment_with, tmp
     written = (ROOT / "examples" / "quickstart.ipynb").read_text()
     assert written.count("STEPS = 1200") == 1
     convert = [programs / "python", *"-m nbconvert --to notebook --execute --output done examples/short.ipynb".split()]
-    for steps, exit_code in ((40, 0), (0, 1)):
+    for steps, exit_code in ((120, 0), (0, 1)):
         (place / "examples" / "short.ipynb").write_text(written.replace("STEPS = 1200", f"STEPS = {steps}"))
         done = subprocess.run(convert, cwd=place, env=environment(), capture_output=True, text=True)
         assert done.returncode == exit_code, done.stderr

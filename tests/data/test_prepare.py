@@ -787,6 +787,8 @@ def test_a_corpus_is_not_lost_where_its_name_cannot_be_printed(tmp_path):
     done = run(*command, "--out", tmp_path / "Müll", preamble=screen)
     assert "'gr\\xf6\\xdfe'" in done.stdout and "M\\xfcll/train: 1 documents" in done.stdout
     assert (tmp_path / "Müll" / "metadata.json").exists()
+    done = run("--source", tmp_path / "\x1b[31mred.txt", *command[2:], "--out", tmp_path / "none", exit_code=2)
+    assert "\x1b" not in done.stderr and "\\x1b[31mred.txt" in done.stderr
 
 
 def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
