@@ -438,10 +438,8 @@ def test_a_template_that_rewrites_answers_is_refused_with_what_helps(folder, tmp
     with_template(tokenizer, CHANGING)
     message = refusal([{"messages": conversation(1, 2)}], tmp_path, str(tokenizer))
     assert "{% generation %}" in message and "chat_template.jinja" in message
-    shutil.rmtree(tmp_path / "out.partial")
     message = refusal([{"messages": conversation(1)[1:]}], tmp_path, str(folder / "tokenizer_chatml"))
     assert "begins with an answer" in message and "\n" not in message
-    shutil.rmtree(tmp_path / "out.partial")
     with_template(tokenizer, "{{ raise_exception('Roles must alternate') }}")
     assert "Roles must alternate" in refusal([MESSAGES], tmp_path, str(tokenizer))
 
