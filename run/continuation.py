@@ -120,11 +120,12 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     for step, (name, value) in product(range(to_compare), values.items()):
         old, new = at_step(name, value, then, step), at_step(name, value, config, step)
         if old != new:
+            what = "learning rate" if name == "lr" else name
             raise ConfigError(
                 f"steps: {config.steps} (before: {before['steps']}) and schedule: {asdict(config.schedule)} would have "
-                f"given step {step} of this run {name} = {new}, but it had {old}; a run can be extended only until its "
-                "decay begins (schedule.name: constant or wsd), or be continued as a new one: --name NEW --branch_from "
-                f"{path}"
+                f"given step {step} of this run the {what} {new}, but it had {old}; a run can be extended only until "
+                "its decay begins (schedule.name: constant or wsd), or be continued as a new one: --name NEW "
+                f"--branch_from {path}"
             )
     if config.steps < manifest.step:
         raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} that {path} has already done")

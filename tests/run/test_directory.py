@@ -118,7 +118,7 @@ def test_whatever_changes_with_the_step_must_have_been_so_until_now(monkeypatch)
     config.schedule.name, config.schedule.warmup_steps, config.steps = "constant", 0, 8
     settings |= {"schedule": asdict(config.schedule), "steps": 4}
     config.optimizer.weight_decay = 0.5
-    with pytest.raises(ConfigError, match="given step 1 of this run weight_decay = 0.4375, but it had 0.375; a run"):
+    with pytest.raises(ConfigError, match="given step 1 of this run the weight_decay 0.4375, but it had 0.375; a run"):
         continuation.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}))
 
 
