@@ -127,6 +127,7 @@ class Gate(torch.nn.Module):
     def __init__(self, mlp, rows):
         super().__init__()
         self.mlp, self.values, self.gate = mlp, torch.nn.Embedding(rows, 16), torch.nn.Parameter(torch.zeros(16))
+        self.open = torch.nn.Parameter(torch.empty(16))
 
     def forward(self, x_BTC):
         return self.mlp(x_BTC) + self.gate * self.values(x_BTC.argmax(dim=-1))
