@@ -31,7 +31,7 @@ from data.corpus import load_corpus
 from data.tokenizer import load_tokenizer
 from run.metrics_file import read_rows
 
-MEGABYTES, ONE_FOR_VALIDATION = 20, 50  # of text; of so many documents
+MEGABYTES, ONE_FOR_VALIDATION = 50, 50  # of text; of so many documents
 GPT2_PATTERN = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel in tokenizers
 )
@@ -111,7 +111,8 @@ class NanoChat:
         Raises:
             RuntimeError: it cuts them into other tokens.
         """
-        (shards := self.folder / "base_data_climbmix").mkdir()
+        shards = self.folder / "base_data_climbmix"
+        shards.mkdir(parents=True)
         for number, texts in enumerate((documents["train"], documents["validation"])):  # its last file is the latter
             pq.write_table(pa.table({"text": texts}), shards / f"shard_{number:05d}.parquet", row_group_size=1000)
         ours, _ = load_tokenizer(tokenizer)
@@ -179,8 +180,7 @@ def peers(options: Namespace) -> Iterator[Group]:
 
         cases = {"ours": ours}
         if options.nanochat:
-            (own := folder / "nanochat").mkdir()
-            peer = NanoChat(options.nanochat, shape, own)
+            peer = NanoChat(options.nanochat, shape, folder / "nanochat")
             peer.take(documents, folder / "corpus" / "tokenizer")
             validation = load_corpus(parse_config(words(settings))).validation
             batch = validation.arrays(list(range(len(validation))))
