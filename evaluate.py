@@ -137,7 +137,10 @@ def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
 
 def data_facts(data: DataConfig) -> dict[str, Any]:
     """The settings that say which data these are, once the corpus is loaded."""
-    names = ("source", "path", "mix", "hash", "documents") if data.source == "text" else ("source", "seed")
+    if data.source == "text":
+        names = ("source", "path", "mix", "hash", "documents")
+    else:
+        names = ("source", "seed", *(("facts", "zipf") if data.facts else ()))
     return {name: getattr(data, name) for name in names if getattr(data, name) is not None}
 
 
