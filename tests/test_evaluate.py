@@ -84,6 +84,13 @@ def test_a_run_is_measured_on_its_own_data(made, capsys):
     assert (made / "run" / "evaluation.json").exists(), "beside the run"
 
 
+@pytest.mark.parametrize("facts, zipf", [(0, 1.3), (16, 1.0)])
+def test_the_numbers_say_of_which_world_the_stories_spoke(facts, zipf):
+    world = {"facts": 16, "zipf": 1.0} if facts else {}
+    told = evaluate.data_facts(DataConfig(source="stories", seed=3, facts=facts, zipf=zipf))
+    assert told == {"source": "stories", "seed": 3} | world
+
+
 def test_the_numbers_of_a_folder_go_beside_it_and_of_another_into_another(tmp_path, monkeypatch):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "manifest.json").touch()
