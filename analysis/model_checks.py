@@ -33,7 +33,8 @@ def moved_from_its_start(config: GPTConfig) -> GPTModel:
 @torch.no_grad()
 def logits_equal(family: str, config: GPTConfig) -> tuple[bool | None, str]:
     """This config's sizes in the architecture of a family of transformers', on two rows, of which one is padded."""
-    own = FAMILIES[family] | (dict.fromkeys(("n_kv_heads", "head_dim", "window")) if family == "gpt2" else {})
+    lacking = ("softcap", *(("n_kv_heads", "head_dim", "window") if family == "gpt2" else ()))
+    own = FAMILIES[family] | dict.fromkeys(lacking)
     length = min(24, config.max_position_embeddings)
     config = with_windows_within(config, length)
     try:
