@@ -101,6 +101,7 @@ def test_one_process_of_several_threads_is_exact_too(runs):
     assert results(done.stdout)[PROMISES[-1]] == "PASS", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_fp16_is_held_against_a_loop_that_scales_its_loss_too(runs):
     words = [*TINY_STORIES, "--global_batch_size", "2", "--on_nonfinite", "skip", "--out_dir", str(runs)]
     done = forked.run("verify.py", words, 1, environment(ACCELERATE_MIXED_PRECISION="fp16"))

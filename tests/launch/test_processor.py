@@ -26,6 +26,7 @@ def test_processes_share_the_cores_unless_told_otherwise(own, of_launcher, threa
     assert threads_to_set(own, of_launcher, cores=8) == threads
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_in_force_is_the_one_printed(tmp_path):
     """By a launcher that sets OMP_NUM_THREADS for a user who did not, as torchrun and accelerate do."""
     command = train_command(

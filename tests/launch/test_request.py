@@ -442,6 +442,7 @@ def test_importing_train_loads_nothing_that_is_slow_and_not_always_needed():
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_imported_leaves_a_gpu_to_forks():
     """A process that has looked for a GPU has none in its forks, as a notebook makes them, and tests/forked.py."""
     code = "import torch; torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = lambda: 1 / 0\n"

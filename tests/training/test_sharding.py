@@ -112,6 +112,7 @@ def test_a_launch_file_shards_over_four_programs(kind, runs, ddp):
     assert_is_sharded_as_the_file_says(kind, 4, *launched(kind, 4, runs), ddp)
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_is_ddp_too_and_runs_go_on_in_every_direction(runs, ddp, fsdp2):
     """DDP -> FSDP2 -> hybrid -> one process, each for two steps; and FSDP2 -> FSDP2 with the same bits."""
     out = ["--out_dir", runs]
