@@ -103,7 +103,7 @@ def main(config: ExperimentConfig | NotebookConfig) -> None:
         SystemExit: with 75 after a signal: the same command goes on.
     """
     lab = expanded("lab", config.lab)
-    if isinstance(config, NotebookConfig):
+    if hasattr(config, "notebook"):  # its class is one of the module that was started, which is none of this one
         print(notebook.publish(lab))
         return
     try:

@@ -24,7 +24,7 @@ from data.text import TextCorpus, TextDataset
 from experiment import ExperimentConfig, NotebookConfig, main
 from load import load_run
 from tests import forked
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, python
 from tests.data.test_prepare import make, make_documents, write_jsonl
 
 # In the place of train.py: the loss above a floor of 0.5 is EFFECT / steps, but for half a percent by the seed, and for
@@ -347,6 +347,15 @@ def test_the_answer_comes_first_then_the_table_then_how_it_was_found(ask_about):
     table = [line.split()[0] for line in shown[begin + 2 :] if line][:8]
     assert table[:4] == ["baseline", "val/loss", "deviation", "parameters"]
     assert "hold whenever one stops" in shown[-2] and "1 idea(s) were tried" in shown[-1]
+
+
+def test_the_command_of_the_notebook_draws_it(tmp_path):
+    row = {"idea": "--seed 7", "baseline": "lab-1", "verdict": "better", "seeds": 3, "margin": 0.03}
+    row |= {"difference": -2.0, "low": -3.0, "high": -1.0, "worth": [1.1, 1.0, 1.2]}
+    (tmp_path / "notebook.jsonl").write_text(json.dumps(row) + "\n")
+    shown = python(f"python experiment.py --notebook --lab {tmp_path}").stdout
+    assert "| `--seed 7` | lab-1 | -2.0% | -3.0% to -1.0% | 1.10 (1.00 to 1.20) | 3 | better |" in shown
+    assert (tmp_path / "notebook.png").exists()
 
 
 def test_the_notebook_is_a_picture_and_a_table(ask_about):
