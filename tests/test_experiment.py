@@ -350,7 +350,14 @@ def test_the_answer_comes_first_then_the_table_then_how_it_was_found(ask_about):
 
 
 def test_the_command_of_the_notebook_draws_it(tmp_path):
-    row = {"idea": "--seed 7", "baseline": "lab-1", "verdict": "better", "seeds": 3, "margin": 0.03}
+    row = {
+        "idea": "--seed 7",
+        "baseline": "lab-1",
+        "candidate": "lab-2",
+        "verdict": "better",
+        "seeds": 3,
+        "margin": 0.03,
+    }
     row |= {"difference": -2.0, "low": -3.0, "high": -1.0, "worth": [1.1, 1.0, 1.2]}
     (tmp_path / "notebook.jsonl").write_text(json.dumps(row) + "\n")
     shown = python(f"python experiment.py --notebook --lab {tmp_path}").stdout
