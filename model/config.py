@@ -116,9 +116,8 @@ class GPTConfig:
     def problems(self) -> list[str]:
         """Every inconsistency, one message each with the setting, its value and what would be right; [] if none."""
         problems = []
-        for (
-            name
-        ) in "vocab_size max_position_embeddings n_layers n_heads n_kv_heads d_model d_ff head_dim window".split():
+        counts = "vocab_size max_position_embeddings n_layers n_heads n_kv_heads d_model d_ff head_dim window"
+        for name in counts.split():
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.append(f"model.{name} is {value}: it must be at least 1")

@@ -11,8 +11,8 @@ from config import ConfigError
 from run.manifest import Manifest
 
 
-def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names begin with `prefix`, put together however they were sharded.
+def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "", suffix: str = "") -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names begin and end so, put together however they were sharded.
 
     Raises:
         ConfigError: a part of one is not there.
@@ -23,7 +23,7 @@ def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "") -> dict
             metadata = stored.metadata() or {}
             begins = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
             for name in stored.keys():
-                if name.startswith(prefix):
+                if name.startswith(prefix) and name.endswith(suffix):
                     piece = stored.get_tensor(name)
                     begin = begins.get(name, {}).get("saved_offsets") or [0] * piece.dim()
                     pieces.setdefault(name, []).append((begin, piece))
@@ -61,7 +61,6 @@ def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]
     if lacking := sorted(weights.keys() - stored.keys()):
         raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")
     # After all others: of weights that blocks share, the average stands under one of their names alone.
-    for key, tensor in whole_tensors(directory, manifest, "optimizer.state.").items() if averaged else ():
-        name, _, kind = key.removeprefix("optimizer.state.").rpartition(".")
-        if kind == "average":
-            weights[name].copy_(tensor)
+    ends = "optimizer.state.", ".average"
+    for key, tensor in whole_tensors(directory, manifest, *ends).items() if averaged else ():
+        weights[key.removeprefix(ends[0]).removesuffix(ends[1])].copy_(tensor)
