@@ -7,6 +7,7 @@ colour: at no step does the mean change for a run that ends there.
 
 import json
 import statistics
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from run.pictures import (
     COLORS,
     DASHES,
     FLOOR,
-    NUM_LETTERS,
     THICK,
     THIN,
     X_AXES,
@@ -30,7 +30,8 @@ from run.pictures import (
 
 PAGE = Path(__file__).with_name("curves.html")
 NUM_POINTS_DRAWN = 1000  # of a line, in a page
-NUM_ROWS = 25  # of a legend, in a column
+NUM_ROWS, NUM_KEYS = 24, 4  # of a legend in a column, and what it explains besides the names
+LEGEND_LETTERS = 70  # of a line, beside one panel
 SHOWN = ("train/", "val/", "perf/", "sample/")
 ABOVE_FLOOR = "val/loss above the floor"
 
@@ -109,14 +110,15 @@ def save_picture(title: str, curves: list[Curves], path: Path, x: str = "steps")
     has_floor = any(value > 0 for each in curves for value in each.values(ABOVE_FLOOR))
     figure = new_figure(11 if has_floor else 8, 4.4)
     panels = figure.subplots(1, 1 + has_floor, sharex=True, squeeze=False)[0]
-    room, key = NUM_LETTERS // (1 + len(curves) // NUM_ROWS) // (1 + has_floor), []
+    room, key = LEGEND_LETTERS // (1 + len(curves) // NUM_ROWS) // (1 + has_floor), []
+    num_lines = max(1, (NUM_ROWS - NUM_KEYS) // len(curves)) if curves else 1
     for index, each in enumerate(curves):
         draw_lines(panels[0], each.metrics.get("train/loss", []), run_style(index) | THIN, shade=False)
         thick = run_style(index) | THICK
         for axes, metric in zip(panels, ("val/loss", ABOVE_FLOOR), strict=False):
             draw_lines(axes, each.metrics.get(metric, []), thick, index)
         marked = marks(index, 1) if "val/loss" in each.metrics else {}
-        key.append(Line2D([], [], **thick, **marked, label=drawable(each.label, room)))
+        key.append(Line2D([], [], **thick, **marked, label=wrapped(each.label, room, num_lines)))
     floors = sorted({float(f"{floor:.5g}") for each in curves for floor in each.values("val/floor")[-1:]})
     for floor in floors:
         key.append(panels[0].axhline(floor, **FLOOR, label=f"floor = {floor:.4f}"))
@@ -138,6 +140,17 @@ def save_picture(title: str, curves: list[Curves], path: Path, x: str = "steps")
         handles=key, loc="outside right upper", fontsize="small", handlelength=4, ncols=1 + len(key) // NUM_ROWS
     )
     figure.savefig(path, dpi=150)
+
+
+def wrapped(name: str, room: int, num_lines: int) -> str:
+    """A name in at most so many lines of `room` letters. Recipes differ anywhere in their names, sweeps at the end."""
+    lines = textwrap.wrap(name, room)
+    if num_lines == 1 or not lines:
+        return drawable(name, room)
+    if len(lines) > num_lines:
+        begin = num_lines // 2
+        lines = [*lines[: begin - 1], f"{lines[begin - 1][: room - 1]}…", *lines[begin - num_lines :]]
+    return "\n".join(drawable(line, room) for line in lines)
 
 
 def draw_lines(axes, lines: list[Line], style: dict, index: int | None = None, shade: bool = True) -> None:

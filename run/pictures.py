@@ -27,10 +27,10 @@ X_AXES = {
     "seconds": "seconds of training, without evaluations and saves",
 }
 # Of the palette of Okabe and Ito (2008, "Color Universal Design") those that stand out from white and from a dark page
-# with a contrast of 3 or more; black is white there. With dashes and marks it takes 20 runs until two look alike.
+# with a contrast of 3 or more; black is white there. With dashes it takes 20 runs until two look alike, with marks 140.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")
 DASHES = ((), (5, 1.5), (1.5, 1), (6, 1.5, 1.5, 1.5))  # lengths of lines and gaps, in widths of the line
-MARKS = "os^Dv"
+MARKS = "os^DvPX"  # no fewer than colours, whose number has no common factor: a single point has no dashes
 THIN, THICK, FLOOR = {"linewidth": 0.8, "alpha": 0.6}, {"linewidth": 1.8}, {"color": "#555555", "linestyle": ":"}
 NUM_MARKS = 12  # at most, on a curve
 NUM_TICKS = 6

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from analysis.curves import Curves, save_picture
+from analysis.curves import Curves, save_picture, wrapped
 from analysis.inference import welch
 from analysis.records import read_record, read_records
 from cli import scripts
@@ -771,3 +771,13 @@ def test_a_long_name_leaves_room_for_the_curves(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns where a legend leaves no room
         save_picture("stories", curves, tmp_path / "picture.png")
+
+
+def test_a_legend_tells_recipes_apart_that_differ_in_the_middle_of_their_names():
+    names = [f"steps 400, model.position {one}, data.num_samples 6400 (3 seeds)" for one in ("rope", "learned")]
+    rows = [wrapped(name, 35, 3).split("\n") for name in names]
+    assert [" ".join(lines) for lines in rows] == names and max(map(len, rows[0])) <= 35
+    long = " ".join(f"setting{i} {i}," for i in range(20))
+    first, *_, last = lines = wrapped(long, 35, 3).split("\n")
+    assert len(lines) == 3 and max(map(len, lines)) <= 35 and first[-1] == "…" and last.endswith("19,")
+    assert "\n" not in wrapped(names[0], 35, 1)
