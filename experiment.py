@@ -9,7 +9,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from analysis.side import Refused, Side, check_ruler, matched, scaled, scaled_st
 from analysis.trainings import Failed, Stopped, Training, Trainings, launch_command, launched_precision
 from cli.screen import aligned
 from config import ConfigError, RunError, expanded
+from data.files import temporary_folder
 from run.identity import code_hash
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "lab.yaml"
@@ -268,9 +268,9 @@ class Experiment:
         """What both need; how fast they are is measured by turns, in short runs that are thrown away."""
         sides, speeds = (baseline, candidate), ([], [])
         for turn in range(TURNS if self.config.worth else 0):
-            with tempfile.TemporaryDirectory(dir=self.lab, prefix="speed-") as folder:
+            with temporary_folder(self.lab, "speed-") as folder:
                 for side, measured in [*zip(sides, speeds, strict=True)][:: 1 if turn % 2 else -1]:
-                    run = side.short(TURN_SECONDS, Path(folder)).run(0)
+                    run = side.short(TURN_SECONDS, folder).run(0)
                     self.trainings.train([run])
                     measured.append(run.tokens_per_second())
         ratios = [theirs / ours for ours, theirs in zip(*speeds, strict=True)]

@@ -8,17 +8,16 @@ change is kept as a diff.
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from config import ConfigError
-from data.files import lock, write_atomically
+from data.files import temporary_folder, write_atomically
 
 ROOT = Path(__file__).parent.parent
 NOBODY = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -118,10 +117,9 @@ def laid_out(idea: Idea) -> Iterator[tuple[Path, Path]]:
     if idea.commit is None:
         yield ROOT, ROOT
         return
-    remove_abandoned()
-    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, open(Path(folder, "lock"), "w") as alive:
-        lock(alive)
-        places = [Path(folder, name) for name in PLACES]
+    with temporary_folder(Path(tempfile.gettempdir()), FOLDER) as folder:
+        remove_abandoned()
+        places = [folder / name for name in PLACES]
         try:
             for place, commit in zip(places, (idea.base, idea.commit), strict=True):
                 git("worktree", "add", "--quiet", "--detach", str(place), commit)
@@ -137,16 +135,11 @@ def remove(*places: Path) -> None:
 
 
 def remove_abandoned() -> None:
-    """The worktrees that no process has any more: of an experiment that was killed, or whose folder is gone."""
+    """The worktrees of experiments that were killed, whose folder is gone."""
     listed = git("worktree", "list", "--porcelain").splitlines()
     for place in (Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")):
-        folder = place.parent
-        if place.name not in PLACES or not folder.name.startswith(FOLDER):
-            continue
-        with open(folder / "lock") if (folder / "lock").exists() else nullcontext() as alive:
-            if alive is None or lock(alive):
-                remove(place)
-                shutil.rmtree(folder, ignore_errors=True)
+        if place.name in PLACES and place.parent.name.startswith(FOLDER) and not place.parent.exists():
+            remove(place)
 
 
 def git(*arguments: str, **environment: str) -> str:

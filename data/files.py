@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from config import ConfigError
 # What file systems answer that have no locks, or cannot make the names in a folder durable, as some on a network.
 NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}
 WITHOUT_LOCKS = "MINI_GPT_WITHOUT_LOCKS"
+LOCK_OF_FOLDER = "lock"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -102,6 +104,19 @@ def lock(file: TextIO) -> bool:
                 f"{WITHOUT_LOCKS}=1 in the environment, and see to it yourself that each is started only once"
             ) from None
     return True
+
+
+@contextmanager
+def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A folder in `parent` that is removed afterwards; those of processes that were killed are removed before."""
+    for left in parent.glob(f"{prefix}*/{LOCK_OF_FOLDER}"):
+        with suppress(OSError), open(left, "a") as file:  # somebody else's, or just removed
+            if lock(file) and os.environ.get(WITHOUT_LOCKS) != "1":
+                shutil.rmtree(left.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
+        with open(Path(folder, LOCK_OF_FOLDER), "w") as file:
+            lock(file)
+            yield Path(folder)
 
 
 def sha256(path: Path) -> str:

@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 
 import pytest
 
 from data import files
+from data.files import temporary_folder
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
 from tests.data.test_prepare import make_documents, run, write_jsonl
@@ -103,3 +105,23 @@ def test_a_launched_training_on_such_a_file_system(tmp_path):
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == expected and ("has no locks" in done.stderr) == bool(expected), done.stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_temporary_folder_goes_even_if_its_process_is_killed(tmp_path, monkeypatch):
+    def killed():
+        child = os.fork()
+        if not child:
+            with temporary_folder(tmp_path, "speed-"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    (tmp_path / "speed-of-mine").mkdir()
+    killed()
+    assert len(list(tmp_path.iterdir())) == 2
+    with temporary_folder(tmp_path, "speed-") as living, temporary_folder(tmp_path, "speed-") as another:
+        assert {*tmp_path.iterdir()} == {tmp_path / "speed-of-mine", living, another}, "only what was killed is removed"
+    assert [*tmp_path.iterdir()] == [tmp_path / "speed-of-mine"]
+    killed()
+    monkeypatch.setenv("MINI_GPT_WITHOUT_LOCKS", "1")
+    with temporary_folder(tmp_path, "speed-"):
+        assert len(list(tmp_path.iterdir())) == 3, "without locks nobody knows who lives"

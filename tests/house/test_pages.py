@@ -69,7 +69,7 @@ def test_a_command_of_the_first_pages(command, out_dir):
     if "replay.py" in command:
         assert done.stdout.count("as in the run, by 1 fingerprint(s)") == 2, "it is started like the run"
     if command == "make verify":
-        assert done.stdout.count("\nPASS  ") == 10 and "\nEverything holds.\n" in done.stdout
+        assert done.stdout.count("\nPASS  ") == 12 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
         assert "above the floor" in done.stdout and "sample/accepted" in done.stdout
         assert "The run lies in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
