@@ -21,7 +21,7 @@ from analysis import notebook
 from analysis.answer import BUDGETS, ONE_SIDED, Answer, Costs, interval, row, sentence, table, worth_in_words
 from analysis.idea import laid_out, read_idea
 from analysis.inference import FIRST_LOOK, Worth, decide, difference, factor, more_runs, worth
-from analysis.side import Refused, Side, check_ruler, matched, scaled, scaled_steps
+from analysis.side import Refused, Side, budgets, check_ruler, matched, scaled
 from analysis.trainings import Failed, Stopped, Training, Trainings, launch_command, launched_precision
 from cli.screen import aligned
 from config import ConfigError, RunError, expanded
@@ -254,13 +254,14 @@ class Experiment:
 
     def worth(self, baseline: Side, answer: Answer) -> Worth | None:
         """Train the baseline for shorter and longer, and read off how many steps would have done the same."""
-        budgets = {share: scaled_steps(baseline, share) for share in BUDGETS}
+        sides, stages = budgets(baseline, BUDGETS)
         try:
-            self.train([side.run(seed) for seed in range(BUDGET_SEEDS) for side in budgets.values()])
+            for stage in stages:
+                self.train([side.run(seed) for side in stage for seed in range(BUDGET_SEEDS)])
         except (OutOfTime, Failed) as error:
             print(f"what it is worth is not known: {error or 'the budget is spent'}", file=sys.stderr)
             return None
-        points = [(share, loss) for share, side in budgets.items() for loss in side.losses(BUDGET_SEEDS, answer.metric)]
+        points = [(share, loss) for share, side in sides.items() for loss in side.losses(BUDGET_SEEDS, answer.metric)]
         points += [(1.0, loss) for loss in answer.baseline]
         return worth(points, statistics.fmean(answer.baseline), answer.found)
 

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +18,7 @@ from config import ConfigError, RunError
 from data.files import write_atomically
 from data.json_objects import parse_object
 from run.identity import code_hash
+from run.manifest import step_directory
 
 QUIETLY = {"capture_output": True, "text": True, "start_new_session": True}  # Ctrl-C is for experiment.py to answer
 RULER = Path(__file__).with_name("ruler.py")
@@ -51,6 +53,8 @@ class Side:
     """What these words mean to its code, as `section.name`."""
     runs: Path
     first_seed: int = 0
+    trunk: "Side | None" = None
+    """Whose last checkpoint, of the same seed, its runs begin with."""
 
     @classmethod
     def of(cls, code: Path, launch: list[str], precision: str | None, words: list[str], runs: Path) -> "Side":
@@ -90,7 +94,7 @@ class Side:
             for name, value in self.settings.items()
             if name not in NOT_OF_A_SIDE and name.split(".")[0] not in NOT_OF_A_SIDE_SECTIONS
         }
-        facts = [own, self.code_hash, self.precision, made]
+        facts = [own, self.code_hash, self.precision, made, *([self.trunk.digest] if self.trunk else [])]
         return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
@@ -107,7 +111,10 @@ class Side:
         """Its run number `seed`."""
         seed += self.first_seed
         name = f"{self.name}-{seed}"
-        own = ("--name", name, "--seed", str(seed), "--out_dir", str(self.runs))
+        own = ["--name", name, "--seed", str(seed), "--out_dir", str(self.runs)]
+        if self.trunk:
+            begun = self.trunk.run(seed - self.first_seed)
+            own += ["--branch_from", str(step_directory(begun.directory / "checkpoints", begun.steps))]
         command = (*self.launch, str(self.code / "train.py"), *self.words, *own)
         return Training(self.runs / name, self.settings["steps"], command)
 
@@ -245,6 +252,41 @@ def scaled_steps(side: Side, share: float) -> Side:
     if side.settings["data.source"] != "text":
         changes["data.num_samples"] = max(1, round(share * side.settings["data.num_samples"]))
     return side.changed(changes) if share != 1 else side
+
+
+def budgets(side: Side, shares: Sequence[float]) -> tuple[dict[float, Side], list[list[Side]]]:
+    """The side trained for shares of its steps, each with its own decay; and what to train for that: what stands in a
+    list begins with what the lists before it trained.
+
+    Where all of them are the same until they decay, that is trained once: a trunk, from whose checkpoints they branch.
+    """
+    settings, decay = side.settings, decayed_share(side)
+    steps = {share: max(1, round(share * settings["steps"])) for share in sorted(shares)}
+    begins = {share: steps[share] - math.ceil((decay or 0) * steps[share]) for share in steps}
+    if decay is None or min(begins.values()) < max(1, settings["schedule.warmup_steps"]):
+        found = {share: scaled_steps(side, share) for share in steps}
+        return found, [[*found.values()]]
+    if settings["data.source"] != "text":
+        side = side.changed({"data.num_samples": round(max(shares) * settings["data.num_samples"])})
+    found, stages, trunk = {}, [[]], None
+    for share, begin in begins.items():
+        trunk = replace(side.changed({"steps": begin, "schedule.name": "constant"}), trunk=trunk)
+        branch = side.changed({"steps": steps[share], "schedule.decay_steps": steps[share] - begin})
+        found[share] = replace(branch, trunk=trunk) if decay else trunk
+        stages[-1].append(trunk)
+        stages.append([found[share]])
+    return found, stages
+
+
+def decayed_share(side: Side) -> float | None:
+    """The share of the steps in which the learning rate decays, if until then a run is the same whatever its length."""
+    settings = side.settings
+    begun = settings.get("init_from") or settings.get("branch_from")  # a run begins once
+    read = settings["steps"] * settings["global_batch_size"]
+    if begun or (settings["data.source"] != "text" and settings["data.num_samples"] < read):  # epochs are in proportion
+        return None
+    of_wsd = (settings.get("schedule.decay_steps") or 0.2 * settings["steps"]) / settings["steps"]
+    return {"constant": 0.0, "wsd": of_wsd}.get(settings.get("schedule.name"))
 
 
 def scaled(side: Side, size: float) -> Side:

@@ -1,5 +1,6 @@
 """experiment.py: its verdicts on ideas whose effect is known, what it refuses, and that it goes on where it was."""
 
+import itertools
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -395,16 +397,22 @@ def run_in_a_fork(command, **_):
     return forked.run(command[1], command[2:], 0, dict(os.environ), pictures=False)
 
 
-def test_real_runs_of_a_planted_defect(tmp_path, monkeypatch, capsys):
-    """A learning rate of nearly nothing; train.py, its checkpoints and analysis/ruler.py as they are, in forks."""
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A recipe for train.py, its checkpoints and analysis/ruler.py as they are, in forks."""
     monkeypatch.setattr(trainings, "subprocess", forked.SUBPROCESS)
     monkeypatch.setattr(side, "subprocess", SimpleNamespace(run=run_in_a_fork))
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
     (tmp_path / "tiny.yaml").write_text(REAL)
-    words = ["--optimizer.lr 1e-6", "--config", str(tmp_path / "tiny.yaml")]
-    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), worth=False, json=True))
+    yield tmp_path / "tiny.yaml"
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def test_real_runs_of_a_planted_defect(tiny, tmp_path, capsys):
+    """A learning rate of nearly nothing."""
+    words = ["--optimizer.lr 1e-6", "--config", str(tiny)]
+    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), worth=False, json=True))
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "worse" and found["seeds"] == 3
     parameters, flops = found["cost"]["parameters"], found["cost"]["flops_per_token"]
@@ -415,6 +423,40 @@ def test_real_runs_of_a_planted_defect(tmp_path, monkeypatch, capsys):
     measured = json.loads((run / "ruler.json").read_text())
     assert measured["loss"] == pytest.approx(measured["val/loss"], rel=1e-5) and not measured["looks_ahead"]
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/floor"] == measured["floor"]
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"), [("wsd", 9 + 1 + 2 + 3), pytest.param("constant", 12, marks=pytest.mark.slow)]
+)
+def test_what_budgets_have_in_common_is_trained_once(name, trained, tiny, tmp_path):
+    """And each ends as if it had been trained by itself."""
+    words = ["--config", str(tiny), "--schedule.name", name, "--schedule.warmup_steps", "2"]
+    baseline = side.Side.of(ROOT, [sys.executable], "no", words, tmp_path)
+    found, stages = side.budgets(baseline, (2, 0.5, 1))
+    every = trainings.Trainings(2)
+    for stage in stages:
+        every.train([one.run(0) for one in stage])
+    sides = {one.name: one for one in itertools.chain(*stages)}.values()
+    assert sum(one.settings["steps"] - (one.trunk.settings["steps"] if one.trunk else 0) for one in sides) == trained
+    for share in (0.5, 1, 2):
+        decay = math.ceil(0.2 * 6 * share) if name == "wsd" else None
+        changes = {"steps": int(6 * share), "data.num_samples": 48, "schedule.decay_steps": decay}
+        alone = replace(baseline.changed(changes), runs=tmp_path / "alone")
+        every.train([alone.run(0)])
+        assert found[share].losses(1) == alone.losses(1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"data.num_samples": 23}, {"schedule.warmup_steps": 3}, {"init_from": "x"}, {"schedule.name": "cosine"}],
+)
+def test_budgets_without_a_trunk(changes, tiny, tmp_path):
+    """Samples that are read again, a warm-up that does not end before the first decay, weights from elsewhere."""
+    words = ["--config", str(tiny), "--schedule.name", "wsd", "--schedule.warmup_steps", "2"]
+    baseline = side.Side.of(ROOT, [sys.executable], "no", words, tmp_path)
+    assert len(side.budgets(baseline, (0.5, 2))[1]) == 3
+    found, stages = side.budgets(replace(baseline, settings=baseline.settings | changes), (0.5, 2))
+    assert stages == [[*found.values()]] and all(one.trunk is None for one in found.values())
 
 
 @pytest.mark.slow
