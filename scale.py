@@ -16,7 +16,7 @@ from analysis import recipe
 from config import ConfigError, RunError, expanded
 from data.files import write_atomically
 
-LRS = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+TIMES_RULE = (0.25, 0.5, 1, 2, 4)  # learning rates
 FLAGS = ("--law", "--widths")
 
 
@@ -40,7 +40,7 @@ class ScaleConfig:
     """Train the ladder, fit the law, predict a run and train that."""
 
     widths: bool = False
-    """Train each size of the ladder and the next one, for the shortest budget, at several learning rates."""
+    """Train each size of the ladder and the next one, for the shortest budget, at learning rates around the rule's."""
 
     sizes: str = "16,32,64"
     """With law and widths: widths of the models, multiples of 16."""
@@ -147,7 +147,8 @@ def search_learning_rates(config: ScaleConfig, sizes: list[int], steps: int, out
     from analysis import scaling_pictures
     from analysis.ladder import Rung
 
-    rungs = [Rung(width, steps, lr) for lr in LRS for width in sizes]
+    wide_first = sizes[::-1]  # so none is left alone at the end
+    rungs = [Rung(width, steps, times * recipe.learning_rate(width)) for width in wide_first for times in TIMES_RULE]
     points = Bench(config, out_dir).points(rungs)
     curves = {size: [] for size in sizes}
     for rung, point in zip(rungs, points, strict=True):

@@ -123,6 +123,7 @@ class Trainings:
         self.signal = 0
         self.on_screen = False  # whether what a run prints is not kept in a file, but goes to the screen
         self.code: str | None = None  # its hash, if nothing is to be started once it has changed
+        self.sharers = self.at_once  # of the cores
         self.running: dict[Training, Started] = {}
         self.outcomes: dict[Training, str] = {}  # finished, stopped or failed
         for number in signals_to_catch():
@@ -137,7 +138,7 @@ class Trainings:
             RunError: a disk is full, or the code was changed meanwhile.
         """
         missing = [training for training in dict.fromkeys(wanted) if training.again or not training.is_finished()]
-        waiting, shown = list(missing), []
+        waiting, shown, self.sharers = list(missing), [], min(self.at_once, len(missing))
         steps = sum(training.steps for training in missing)
         quiet = True if self.on_screen else None  # None: off a terminal
         bar = tqdm(total=steps, unit="step", disable=quiet, leave=False, file=sys.stderr)
@@ -178,8 +179,8 @@ class Trainings:
             raise RunError("the code that trains was changed meanwhile: what is not started would be of another code")
         slot = next(slot for slot in range(self.at_once) if slot not in [run.slot for run in self.running.values()])
         own = dict(os.environ)
-        if self.at_once > 1:
-            own = {"OMP_NUM_THREADS": str(max(1, cores() // self.at_once)), **own}
+        if self.sharers > 1:
+            own = {"OMP_NUM_THREADS": str(max(1, cores() // self.sharers)), **own}
         if self.at_once > 1 and self.gpus:
             own["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         seconds = time.time()

@@ -94,7 +94,12 @@ def test_one_at_a_time_has_the_whole_machine_and_a_user_who_says_otherwise_is_he
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     Trainings(at_once=1).train([run("one")])
     Trainings(at_once=2).train([run("two")])
-    assert [note[2:4] for note in run.notes() if note[0] == "begins"] == [["7", None], ["7", "3"]]
+    monkeypatch.setattr(trainings, "cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    Trainings(at_once=3).train([run("three")])
+    Trainings(at_once=3).train([run("four"), run("five")])
+    begun = [note[2:4] for note in sorted(run.notes(), key=lambda note: note[1]) if note[0] == "begins"]
+    assert begun[2:] == [["7", None], [None, "3"], ["7", "3"]] and {threads for threads, _ in begun[:2]} == {"3"}
 
 
 def test_what_is_finished_is_not_started_but_if_it_shall_again(run):
