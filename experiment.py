@@ -318,6 +318,8 @@ def report(found: dict[str, Any], tried: int) -> Iterator[str]:
         yield f"{side}: {found[side]}" + (f", commit {commit[:12]}" if commit else "")
     if "tuned" in found:
         yield f"tuned: {found['tuned'][0]:g} for the baseline, {found['tuned'][1]:g} for the idea"
+    elif found["verdict"] in ("better", "worse"):
+        yield "no side is tuned: --tune optimizer.lr tells whether its learning rate only suits one of them better"
     if found["diff"]:
         yield f"the diff lies in {found['diff']}"
     for size in found.get("sizes", []):

@@ -117,9 +117,10 @@ def interval(values: list[float], form: str = ".2f") -> str:
     return f"{middle} ({CONFIDENCE}: {low} to {high})"
 
 
-def worth_in_words(values: list[float]) -> str:
-    """As Worth has them: an end of the budgets that were trained is only a limit."""
-    words = [f"{'over ' * (value >= BUDGETS[-1])}{'under ' * (value <= BUDGETS[0])}{value:.2f}" for value in values]
+def worth_in_words(steps: list[float], time: list[float] | None = None) -> str:
+    """As Worth has them, of the time if that is given: an end of the budgets that were trained is only a limit."""
+    limits = ["over " * (value >= BUDGETS[-1]) + "under " * (value <= BUDGETS[0]) for value in steps]
+    words = [f"{limit}{value:.2f}" for limit, value in zip(limits, time or steps, strict=True)]
     return f"{words[0]} ({CONFIDENCE}: {words[1]} to {words[2]})"
 
 
@@ -141,7 +142,7 @@ def sentence(found: dict[str, Any]) -> str:
     if found.get("worth"):
         told += f"; worth {worth_in_words(found['worth'])} times the steps"
     if found.get("worth_in_time"):
-        told += f", {interval(found['worth_in_time'])} times the time"
+        told += f", {worth_in_words(found['worth'], found['worth_in_time'])} times the time"
     if verdict == "unknown":
         more = found["more_seeds"]
         told += f"; {f'about {more}' if more else 'more than 200'} more seeds of each side would tell"

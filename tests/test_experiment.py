@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import experiment
 from analysis import idea, notebook, side, trainings
-from analysis.answer import sentence, trend
+from analysis.answer import sentence, trend, worth_in_words
 from config import ConfigError, RunError
 from data.text import TextCorpus, TextDataset
 from experiment import ExperimentConfig, NotebookConfig, main
@@ -346,6 +346,7 @@ def test_the_answer_comes_first_then_the_table_then_how_it_was_found(ask_about):
     begin = next(index for index, line in enumerate(shown) if line.startswith("Better: "))
     assert re.match(r"Better: --model.mlp relu2 changes the val/loss above the floor by -\d+.\d% \(95%: ", shown[begin])
     assert "times the steps" in shown[begin] and "times the time" in shown[begin]
+    assert any(line.startswith("no side is tuned: --tune optimizer.lr") for line in shown)
     table = [line.split()[0] for line in shown[begin + 2 :] if line][:8]
     assert table[:4] == ["baseline", "val/loss", "deviation", "parameters"]
     assert "hold whenever one stops" in shown[-2] and "1 idea(s) were tried" in shown[-1]
@@ -365,6 +366,11 @@ def test_the_command_of_the_notebook_draws_it(tmp_path):
     shown = python(f"python experiment.py --notebook --lab {tmp_path}").stdout
     assert "| `--seed 7` | lab-1 | -2.0% | -3.0% to -1.0% | 1.10 (1.00 to 1.20) | 3 | better |" in shown
     assert (tmp_path / "notebook.png").exists()
+
+
+def test_a_worth_beyond_the_budgets_is_a_limit_in_steps_and_in_time():
+    assert worth_in_words([2.0, 1.4, 2.0]) == "over 2.00 (95%: 1.40 to over 2.00)"
+    assert worth_in_words([0.5, 0.5, 0.6], [0.4, 0.3, 0.7]) == "under 0.40 (95%: under 0.30 to 0.70)"
 
 
 def test_the_notebook_is_a_picture_and_a_table(ask_about):
