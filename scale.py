@@ -121,10 +121,12 @@ class Bench:
     """Trains rungs, and says what they came to."""
 
     def __init__(self, config: ScaleConfig, out_dir: Path):
-        from analysis.trainings import Trainings, launch_command
+        from analysis.ladder import BATCH
+        from analysis.trainings import Trainings, launch_command, launched_processes
 
-        self.out_dir, self.settings = out_dir, tuple(config.arguments.split())
-        self.launch = tuple(launch_command(config.launch))
+        self.out_dir, self.launch = out_dir, tuple(launch_command(config.launch))
+        share = max(1, BATCH // launched_processes([*self.launch]))
+        self.settings = ("--micro_batch_size", str(share), *config.arguments.split())
         self.trainings = Trainings(config.jobs)
 
     def points(self, rungs: Iterable) -> list:

@@ -47,9 +47,9 @@ class Report:
             f"  theory: alpha = {self.theory['alpha']:.3f}, beta = {self.theory['beta']:.3f} in the limit; "
             f"beta = {self.theory_here:.3f} for so many facts"
         )
-        lines.append(
-            f"Best at {max(p.flops for p in self.points):.2g} FLOP: {self.best_ratio():.3g} tokens a parameter"
-        )
+        ratio = self.best_ratio()
+        told = f"{ratio:.3g} tokens a parameter" if 1e-3 < ratio < 1e6 else "how many tokens a parameter is not told"
+        lines.append(f"Best at {max(p.flops for p in self.points):.2g} FLOP: {told}")
         size = f"{short(self.beyond.parameters)} parameters, {short(self.beyond.tokens)} tokens"
         lines.append(f"Predicted of a run of {TIMES} times the FLOPs of the largest, {size}:")
         for name, (expected, low, high) in self.predictions.items():

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 from tqdm import tqdm
@@ -262,10 +262,22 @@ def launch_command(launch: str | None) -> list[str]:
 
 def launched_precision(launch: list[str]) -> str | None:
     """The mixed precision that runs started like this have; None where that is not for us to know, as with a script."""
+    if (settings := accelerate_settings(launch)) is not None:
+        return settings.get("mixed_precision") or "no"
     names = [Path(word).name for word in launch]
-    if names[:2] == ["accelerate", "launch"]:
-        from launch.request import parse_launch_command  # imports torch
-
-        return parse_launch_command([*launch[2:], "train.py"], os.getcwd())[1].get("mixed_precision") or "no"
     passes_on = names[0].startswith(("python", "torchrun")) and "accelerate" not in " ".join(names)
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if passes_on else None
+
+
+def launched_processes(launch: list[str]) -> int:
+    """Of each run that is started like this, as far as `accelerate launch` is told; else 1."""
+    return int((accelerate_settings(launch) or {}).get("num_processes") or 1)
+
+
+def accelerate_settings(launch: list[str]) -> dict[str, Any] | None:
+    """Of `accelerate launch` with its file; None where something else starts a run."""
+    if [Path(word).name for word in launch[:2]] != ["accelerate", "launch"]:
+        return None
+    from launch.request import parse_launch_command  # imports torch
+
+    return parse_launch_command([*launch[2:], "train.py"], os.getcwd())[1]

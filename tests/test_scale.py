@@ -17,7 +17,7 @@ from analysis.recipe import as_yaml, best_of, multiplied, recipe
 from cli.arguments import parse_config
 from config import ConfigError
 from model.gpt import GPTModel
-from scale import ScaleConfig, main
+from scale import Bench, ScaleConfig, main
 from tests.conftest import ROOT
 
 SCALE = [sys.executable, "scale.py"]
@@ -167,3 +167,12 @@ def test_a_miniature_law_of_real_runs(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Outcome, of answers: " in done.stdout and (tmp_path / "law_all.png").exists()
+
+
+def test_the_processes_of_a_launch_share_a_batch(monkeypatch, tmp_path):
+    (tmp_path / "four.yaml").write_text("num_processes: 4\n")
+    file = f"accelerate launch --config_file {tmp_path / 'four.yaml'}"
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    for launch, share in {None: 16, file: 4, f"{file} --num_processes 64": 1, "bash launch.sh": 16}.items():
+        settings = Bench(ScaleConfig(launch=launch, arguments="--compile true"), tmp_path).settings
+        assert settings == ("--micro_batch_size", str(share), "--compile", "true"), launch
