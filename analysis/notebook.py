@@ -124,13 +124,17 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         margin = 100 * drawn[0]["margin"]
         axes.axvspan(-margin, margin, color="0.85", label=f"counts as nothing: {margin:g}%")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-    names = [
-        row["idea"] if len(row["idea"]) <= IDEA_LETTERS else row["idea"][: IDEA_LETTERS - 1] + "…" for row in drawn
-    ]
-    axes.set_yticks(range(len(drawn)), names, fontsize="small", parse_math=False)
+    axes.set_yticks(range(len(drawn)), [*map(drawable_idea, drawn)], fontsize="small", parse_math=False)
     axes.set(xlabel="validation loss against the baseline (%, lower is better), 95% interval")
     axes.grid(axis="x", alpha=0.4)
     figure.savefig(path, dpi=150)
+
+
+def drawable_idea(row: dict[str, Any]) -> str:
+    """What the picture calls it: a patch by its name, wherever it lies."""
+    code, *settings = row["idea"].split(" ", 1)
+    idea = " ".join([Path(code).name if code.endswith((".patch", ".diff")) else code, *settings])
+    return idea if len(idea) <= IDEA_LETTERS else idea[: IDEA_LETTERS - 1] + "…"
 
 
 def publish(lab: Path) -> str:
