@@ -106,6 +106,11 @@ class DataConfig:
     num_workers: NonNegativeInt = 0
     """Processes that load data beside each training process, at most 256. 0: the training process does it itself."""
 
+    @property
+    def corpora(self) -> list[str]:
+        """The folders that source text reads."""
+        return [*(self.mix or filter(None, [self.path]))]
+
     def problems(self) -> list[str]:
         """Every setting that does not go with the source."""
         if nameless := [path for path in self.mix or {} if not isinstance(path, str)]:

@@ -255,7 +255,7 @@ def data_facts(loaded: Loaded) -> str:
     if data.source != "text":
         return f"The generated source `{data.source}` of this repository, {data.num_samples:,} samples an epoch."
     facts = [f"Content hash of the tokens and the tokenizer: `{data.hash}`."]
-    for path in data.mix or [data.path]:
+    for path in data.corpora:
         try:
             metadata = read_metadata(Path(path).expanduser())
             if metadata["hash"] not in str(data.hash).split("+"):

@@ -225,8 +225,7 @@ def run_tokenizer(
         return PreTrainedTokenizerFast(
             tokenizer_object=data.tokenizer, eos_token=end, clean_up_tokenization_spaces=False
         )
-    corpus = next(iter(config.data.mix or [config.data.path]))
-    places = directory.resolve().parent.parent / "tokenizer", Path(corpus).expanduser() / "tokenizer"
+    places = directory.resolve().parent.parent / "tokenizer", Path(config.data.corpora[0]).expanduser() / "tokenizer"
     problems = []
     for place in filter(Path.exists, places):
         changed = expected and changed_files(place, expected)

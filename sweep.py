@@ -220,8 +220,7 @@ def is_finished(settings: TrainConfig) -> bool:
     there = before is not None and all(before[name] == now[name] for name in ("data.path", "data.mix", "init_from"))
     if not (done and there):
         return False
-    places = filter(None, settings.data.mix or [settings.data.path])
-    corpora = [Path(place).expanduser() / "metadata.json" for place in places]
+    corpora = [Path(corpus).expanduser() / "metadata.json" for corpus in settings.data.corpora]
     made = [corpus.stat().st_mtime for corpus in corpora if corpus.exists()]
     return max(made, default=0) <= (path / "status.json").stat().st_mtime and settings.resume != "never"
 

@@ -82,13 +82,16 @@ class Side:
         return replace(self, words=self.words + words, settings=self.settings | settings)
 
     @property
+    def corpora(self) -> list[Path]:
+        """The folders of text that it reads."""
+        paths = self.settings.get("data.mix") or filter(None, [self.settings.get("data.path")])
+        return [Path(path).expanduser() for path in paths]
+
+    @property
     def digest(self) -> str:
         """Of what makes its runs other runs than those of another side."""
-        corpora = [
-            Path(path).expanduser() / "metadata.json"
-            for path in self.settings.get("data.mix") or [self.settings.get("data.path") or ""]
-        ]
-        made = [sha256(file.read_bytes()).hexdigest() for file in corpora if file.is_file()]
+        written = [corpus / "metadata.json" for corpus in self.corpora]
+        made = [sha256(file.read_bytes()).hexdigest() for file in written if file.is_file()]
         own = {
             name: value
             for name, value in self.settings.items()
@@ -137,8 +140,7 @@ class Side:
             return None
         from data.integrity import validation_text  # needs pyarrow, which takes a while to import
 
-        corpora = self.settings["data.mix"] or [self.settings["data.path"]]
-        return validation_text([Path(path).expanduser() for path in corpora])
+        return validation_text(self.corpora)
 
     def short(self, seconds: float, runs: Path) -> "Side":
         """A few steps of it, for some seconds by the speed of its first run, and hardly an evaluation."""

@@ -128,7 +128,7 @@ def _load_text(config: TrainConfig) -> Corpus:
     from data.text import MixedDataset, TextCorpus, TextDataset
 
     data = config.data
-    corpora = [TextCorpus(path) for path in data.mix or [data.path]]
+    corpora = [TextCorpus(path) for path in data.corpora]
     content_hash = "+".join(corpus.metadata["hash"] for corpus in corpora)
     if data.hash not in (None, content_hash):
         raise ConfigError(f"data.hash: {data.hash} is not that of the corpus now, {content_hash}; null takes that")

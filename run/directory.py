@@ -215,7 +215,7 @@ class RunDirectory:
         if config.data.source == "text":
             from data.integrity import validation_text  # needs pyarrow, and sources other than text do not
 
-            corpora = [Path(corpus).expanduser() for corpus in config.data.mix or [config.data.path]]
+            corpora = [Path(corpus).expanduser() for corpus in config.data.corpora]
             now["validation_text"] = validation_text(corpora)
             can_talk = [corpus for corpus in corpora if (corpus / "tokenizer" / "chat_template.jinja").exists()]
             keep_tokenizer((can_talk or corpora)[0], self.path)
