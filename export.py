@@ -102,7 +102,10 @@ def main(config: ExportConfig) -> None:
             partial = Path(folder, out.name)
             partial.mkdir()
             write(partial, loaded)
-            (partial / "README.md").write_text(card(config.push or out.name, loaded, sources, partial, config.weights))
+            # An absolute path is nobody else's; and without ./ it would be a name on the Hub.
+            own = out.name if Path(config.out).expanduser().is_absolute() else os.path.normpath(config.out)
+            names = config.push or out.name, config.push or f"./{own}"
+            (partial / "README.md").write_text(card(*names, loaded, sources, partial, config.weights))
             os.rename(partial, out)
     except OSError as error:
         raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from None
@@ -200,10 +203,12 @@ def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> N
         tokenizer.add_bos_token = True
 
 
-def card(name: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights) -> str:
-    """The model card, whose picture goes into the folder."""
+def card(
+    name: str, place: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights
+) -> str:
+    """The model card, whose picture goes into the folder; `place` is where its code finds the model."""
     tokenizer = loaded.tokenizer
-    usage = (WRITES if tokenizer else WITHOUT_TOKENIZER).format(name=name, prompt=example_prompt(loaded))
+    usage = (WRITES if tokenizer else WITHOUT_TOKENIZER).format(name=place, prompt=example_prompt(loaded))
     steps = " and ".join(str(manifest.step) for _, manifest in sources)
     origin = "converted from another folder in transformers' format"
     if sources:

@@ -142,13 +142,14 @@ def save_excess(run_directory: Path) -> Path | None:
     shades = matplotlib.colormaps["viridis"]([i / max(1, len(facts)) for i in range(len(facts))])
     axes = figure.add_subplot()
     # The legend's order is that of the lines where they end.
-    for index, (label, values) in enumerate(sorted(curves.items(), key=lambda curve: -curve[1][-1])):
+    for label, values in sorted(curves.items(), key=lambda curve: -curve[1][-1]):
         if label == "all":
             style = {"color": "black", "linewidth": 2.4}
         elif label in facts:  # the rarer, the lighter
             style = {"color": shades[facts.index(label)]} | marks(facts.index(label), len(values))
         else:
-            style = {"color": COLORS[1 + 2 * (index % 2)], "linestyle": (0, DASHES[1 + index % 3])}
+            place = [*curves].index(label)
+            style = {"color": COLORS[1 + 2 * (place % 2)], "linestyle": (0, DASHES[1 + place % 3])}
         axes.plot([row["step"] for row in rows], values, label=label, **style)
     axes.set(title=drawable(run_directory.resolve().name), xlabel=X_AXES["steps"], yscale="log")
     axes.set_ylabel("loss above the floor (nats per token)")

@@ -18,6 +18,8 @@ from data.files import write_atomically
 
 TIMES_RULE = (0.25, 0.5, 1, 2, 4)  # learning rates
 FLAGS = ("--law", "--widths")
+# Settings that are the ladder's own: with others its parameters, tokens and theory would be those of other runs.
+OF_THE_LADDER = ("model.", "data.", "steps", "seq_len", "global_batch_size", "seed", "name", "out_dir")
 
 
 @dataclass
@@ -122,12 +124,16 @@ class Bench:
 
     def __init__(self, config: ScaleConfig, out_dir: Path):
         from analysis.ladder import BATCH
-        from analysis.trainings import Trainings, launch_command, launched_processes
+        from analysis.trainings import Trainings, launch_command, launched_precision, launched_processes
+        from run.identity import code_hash
 
         self.out_dir, self.launch = out_dir, tuple(launch_command(config.launch))
         share = max(1, BATCH // launched_processes([*self.launch]))
-        self.settings = ("--micro_batch_size", str(share), *config.arguments.split())
+        self.settings = ("--micro_batch_size", str(share), *own_settings(config.arguments))
         self.trainings = Trainings(config.jobs)
+        self.trainings.code = code_hash()
+        precision = launched_precision([*self.launch])
+        check_alike(out_dir, {"arguments": config.arguments, "precision": precision, "code": self.trainings.code})
 
     def points(self, rungs: Iterable) -> list:
         """Of the rungs, when all are trained."""
@@ -144,6 +150,35 @@ class Bench:
         return [rung.point(training) for rung, training in wanted]
 
 
+def own_settings(arguments: str) -> list[str]:
+    """The words of settings for all runs.
+
+    Raises:
+        ConfigError: one is the ladder's.
+    """
+    words = arguments.split()
+    for word in words:
+        if word.startswith(tuple(f"--{name}" for name in OF_THE_LADDER)):
+            raise ConfigError(f"arguments: {word} is the ladder's own; sizes, budgets and seeds are its settings")
+    return words
+
+
+def check_alike(out_dir: Path, now: dict[str, str | None]) -> None:
+    """Keep what all runs of a ladder have in common, whose names do not say it.
+
+    Raises:
+        ConfigError: those that lie there have something else, so that what is finished would be taken for these.
+    """
+    kept = out_dir / "ladder.json"
+    then = json.loads(kept.read_text()) if kept.exists() else now
+    differ = [name for name in now if then.get(name) != now[name]]
+    if differ:
+        others = "; ".join(f"{name} {then.get(name)!r} there, {now[name]!r} now" for name in differ)
+        raise ConfigError(f"out_dir: {out_dir} has runs of another ladder ({others}); name another directory")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(kept, json.dumps(now))
+
+
 def search_learning_rates(config: ScaleConfig, sizes: list[int], steps: int, out_dir: Path) -> None:
     """Where the best learning rate of each width lies, with the rule and without."""
     from analysis import scaling_pictures
@@ -156,9 +191,9 @@ def search_learning_rates(config: ScaleConfig, sizes: list[int], steps: int, out
     for rung, point in zip(rungs, points, strict=True):
         curves[rung.width].append((rung.lr, point.excess("all")))
     for width, curve in curves.items():
-        best = recipe.best_of(curve)
-        rule = recipe.learning_rate(width)
-        print(f"width {width}: best learning rate {best:.2g}, {best / rule:.2g} times the rule's {rule:.2g}")
+        best, rule = recipe.best_of(curve), recipe.learning_rate(width)
+        limit = {curve[0][0]: " or less", curve[-1][0]: " or more"}.get(best, "")
+        print(f"width {width}: best learning rate {best:.2g}{limit}, {best / rule:.2g} times the rule's {rule:.2g}")
     print(scaling_pictures.draw_learning_rates(curves, out_dir / "learning_rates.png"))
 
 
@@ -191,5 +226,7 @@ def find_law(config: ScaleConfig, sizes: list[int], budgets: list[int], out_dir:
 if __name__ == "__main__":
     from cli.scripts import run_and_exit
 
-    sys.argv[1:] = [f"{word}=true" if word in FLAGS else word for word in sys.argv[1:]]
+    words = sys.argv[1:]
+    bare = [word in FLAGS and words[i : i + 1] not in (["true"], ["false"]) for i, word in enumerate(words, start=1)]
+    sys.argv[1:] = [f"{word}=true" if alone else word for word, alone in zip(words, bare, strict=True)]
     run_and_exit("scale", ScaleConfig, needs_torch=False)

@@ -185,14 +185,15 @@ def verdicts(group: Group) -> Table | None:
     finished = [(records, losses) for records in group.recipes.values() if (losses := samples(records))]
     if len(group.records) == 1 or not finished:
         return None
-    if all(len(losses) == 1 for _, losses in finished):
-        return Table([], notes=["No recipe has finished with two seeds: what differs beyond the noise cannot be told."])
-    table, names = ranked(group.recipes, "val/loss"), differing([records[0] for records, _ in finished])
-    warnings = []
+    names, warnings = differing([records[0] for records, _ in finished]), []
     if "steps" in names:
         warnings += ["warning: these recipes train for different numbers of steps, which is a part of every difference"]
     if measured := [name for name in names if name in MEASURE]:
         warnings += [f"warning: these losses are not measured on the same sequences ({', '.join(measured)})"]
+    if all(len(losses) == 1 for _, losses in finished):
+        told = "No recipe has finished with two seeds: what differs beyond the noise cannot be told."
+        return Table([], notes=[*warnings, told])
+    table = ranked(group.recipes, "val/loss")
     table.notes = warnings + table.notes
     return table
 
@@ -202,7 +203,7 @@ def by_bytes(groups: list[Group]) -> list[Table]:
     whole of it must have been evaluated: so many rows are another part of the text for another tokenizer."""
     by_text: dict[str, list[Group]] = {}
     for group in groups:
-        if text := group.records[0].fact("validation_text"):
+        if text := next(filter(None, (record.fact("validation_text") for record in group.records)), None):
             by_text.setdefault(text, []).append(group)
     tables = []
     for members in (members for members in by_text.values() if len(members) > 1):
@@ -217,6 +218,8 @@ def by_bytes(groups: list[Group]) -> list[Table]:
             if (kept := [one for one in records if one.settings["evaluation.num_samples"] is None])
         }
         table = ranked(whole, "val/bits_per_byte")
+        if not table.recipes:  # none has come to its end
+            continue
         table.recipes = [None for _ in table.recipes]  # no place in one group
         if len(whole) < len(recipes):
             table.notes.append("left out, with evaluation.num_samples: what they evaluate is not all of the text")

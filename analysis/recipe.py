@@ -16,7 +16,9 @@ HEAD_DIM = 64
 LR, LR_WIDTH, LR_POWER = 4e-3, 128, -1.0
 BATCH_TOKENS, BATCH_BUDGET = 1536, 2.3e6  # tokens of a step, and of the run, of configs/stories.yaml
 WARMUP_SHARE = 0.05
+PROCESSES = 8  # that can share a step, where it has as many sequences
 LARGEST_MICRO_BATCH = 8192  # tokens: what a small GPU holds of a model of the 124M class
+MOST_TOKENS = 1e18
 STORY_TOKENS, TEXT_TOKENS = 96, 1024
 FACTS = 65536
 FAMILIES = {
@@ -72,9 +74,12 @@ def recipe(depth: int, tokens_per_parameter: float, family: str, corpus: str | N
     model = model_of(depth, family, vocab_size, seq_len)
     parameters = multiplied(model)
     tokens = tokens_per_parameter * parameters
+    if not 1 <= tokens < MOST_TOKENS:
+        asked = f"{tokens_per_parameter:g} for each of {short(parameters)} parameters"
+        raise ConfigError(f"tokens_per_parameter: {asked} are {tokens:.0e} tokens; use 20, or what you can afford")
     batch = batch_size(tokens, seq_len)
     steps = math.ceil(tokens / (batch * seq_len))
-    micro_batch = min(batch, 2 ** int(math.log2(LARGEST_MICRO_BATCH / seq_len)))
+    micro_batch = max(1, min(batch // PROCESSES, 2 ** int(math.log2(LARGEST_MICRO_BATCH / seq_len))))
     warmup = math.ceil(WARMUP_SHARE * steps)
     every = max(1, steps // 10)
     lines = [
@@ -136,7 +141,10 @@ def as_yaml(lines: list[Line]) -> str:
         if above != section:
             text.append(f"\n{above}:")
             section = above
-        entry = f"{'  ' if above else ''}{own}: {json.dumps(value)}"
+        written = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, float) and "." not in written:
+            written = written.replace("e", ".0e")  # which YAML takes for a number
+        entry = f"{'  ' if above else ''}{own}: {written}"
         text.append(f"{entry}  # {reason}" if reason else entry)
     return "\n".join(text) + "\n"
 

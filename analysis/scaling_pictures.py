@@ -1,5 +1,6 @@
 """The pictures of scale.py: of the law, of what an unknown floor costs, and of the learning rates."""
 
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from analysis.ladder import FACTS, FACTS_A_STORY, SEQ_LEN, ZIPF, Point
 from analysis.law import unread_mass
 from analysis.recipe import learning_rate, short
 from analysis.scaling_report import EXACT, FREE, Report
-from run.pictures import new_figure
+from run.pictures import label_round, new_figure
 
 MARKERS = "osD^vPX*"
 
@@ -33,7 +34,7 @@ def draw_law(report: Report, outcome: Point | None, path: Path) -> Path:
     flops_of = {point.parameters: point.flops / point.tokens for point in report.points}
     flops_of[beyond.parameters] = beyond.flops / beyond.tokens
     stretch = np.geomspace(min(budgets), max(*budgets, beyond.tokens), 50)
-    for size, color, marker in zip(sizes, shades(len(sizes)), MARKERS, strict=False):
+    for size, color, marker in zip(sizes, shades(len(sizes)), cycle(MARKERS), strict=False):
         points = [point for point in report.points if point.parameters == size]
         dots = {"color": color, "marker": marker, "markersize": 4.5, "linestyle": "none"}
         line = {"color": color, "linewidth": 1}
@@ -43,7 +44,7 @@ def draw_law(report: Report, outcome: Point | None, path: Path) -> Path:
         by_tokens.plot([point.tokens for point in points], excess, **dots)
         by_tokens.plot(stretch, law(size, stretch), **line)
     grown = np.geomspace(min(sizes), beyond.parameters, 50)
-    for budget, color, marker in zip(budgets, shades(len(budgets)), MARKERS, strict=False):
+    for budget, color, marker in zip(budgets, shades(len(budgets)), cycle(MARKERS), strict=False):
         points = [point for point in report.points if point.tokens == budget]
         label = f"{short(budget)} tokens"
         dots = {"color": color, "marker": marker, "markersize": 4.5, "linestyle": "none", "label": label}
@@ -114,7 +115,7 @@ def draw_learning_rates(curves: dict[int, list[tuple[float, float]]], path: Path
     """Loss against the learning rate of each width, and against its share of the rule's."""
     figure = new_figure(8, 3.6)
     plain, ruled = figure.subplots(1, 2, sharey=True)
-    for (width, curve), color, marker in zip(curves.items(), shades(len(curves)), MARKERS, strict=False):
+    for (width, curve), color, marker in zip(curves.items(), shades(len(curves)), cycle(MARKERS), strict=False):
         rates, losses = (np.array(column) for column in zip(*curve, strict=True))
         style = {"color": color, "marker": marker, "markersize": 4}
         plain.plot(rates, losses, label=f"width {width}", **style)
@@ -124,6 +125,7 @@ def draw_learning_rates(curves: dict[int, list[tuple[float, float]]], path: Path
     plain.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="loss above the floor (nats a token)")
     ruled.set(xscale="log", xlabel="learning rate, as a share of the rule's")
     plain.legend(fontsize="small")
+    label_round(plain.yaxis, *plain.get_ylim())
     for axes in (plain, ruled):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

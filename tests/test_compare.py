@@ -437,6 +437,7 @@ def test_tokenizers_of_one_text_are_compared_by_bits_per_byte(tmp_path, capsys):
     for other in ({"text": "eeee"}, {"text": None}, {"num_samples": 9}):
         name = "-".join(map(str, *other.items()))
         runs.append(of_text(tmp_path / name, f"{name}corpus", [9, 8, 0.1], **other))
+    runs.insert(0, of_text(tmp_path / "older", "bytes", [9, 8, 1.1], 1, text=None))  # knows of no text
     shown = printed(capsys, *runs)
     across = shown.partition("The same text in the tokens of several tokenizers:\n")[2]
     first, second = table(across, "recipe")
@@ -444,6 +445,27 @@ def test_tokenizers_of_one_text_are_compared_by_bits_per_byte(tmp_path, capsys):
     assert (second["recipe"], second["above the best"]) == ("text of words (hash words000)", f"{3.0 / 4:.4f}")
     quarters = [[loss / 4 for loss in values] for values in losses.values()]
     assert second["p"] == f"{welch(*quarters):.2g}" and "left out, with evaluation.num_samples: " in across
+
+
+def test_tokenizers_of_runs_that_have_not_ended_are_not_compared(tmp_path, capsys):
+    runs = [of_text(tmp_path / corpus, corpus, [9, 8]) for corpus in ("bytes", "words")]
+    assert "several tokenizers" not in printed(capsys, *runs)
+
+
+def test_one_seed_each_is_warned_of_what_is_not_measured_alike(tmp_path, capsys):
+    runs = [fake_run(tmp_path / f"l{n}", rows_of(val=[3, 2, 1.0 + n]), seq_len=n) for n in (16, 32)]
+    shown = printed(capsys, *runs)
+    assert "warning: these losses are not measured on the same sequences (seq_len)" in shown
+    assert "No recipe has finished with two seeds" in shown
+
+
+def test_a_folder_is_where_pictures_go(pair, capsys, tmp_path, page_alone, monkeypatch):
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    for out, place in ((".", "."), ("..", ".."), ("../below/", "."), ("new/one", "new")):
+        name = "one" if place == "new" else "compare"
+        assert f"{name}.html with the tables" in printed(capsys, *pair, out=out)
+        assert (Path(place) / f"{name}.html").exists(), out
 
 
 # What runs cost

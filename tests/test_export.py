@@ -130,7 +130,7 @@ def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
         f"- git_commit: {manifest['provenance']['git_commit']}",
         "source `stories`",
         "  lr: 0.01\n",
-        'pipeline("text-generation", "story-teller")',
+        'pipeline("text-generation", "./story-teller")',
         "![Training and validation loss](loss.png)",
         "began with an end-of-text token (id 0), which the tokenizer puts before a text.",
     ):

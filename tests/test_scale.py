@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -69,7 +70,14 @@ def test_a_recipe_is_a_config_that_train_py_takes(tmp_path, depth, family):
     file.write_text(as_yaml(recipe(depth, 20, family, None, 250)))
     config = parse_config(["--config", str(file)])
     assert yaml.safe_load(file.read_text())["model"].items() <= vars(config.model).items()
+    assert depth == 1 or all(config.problems(processes) == [] for processes in (1, 2, 4, 8))
     assert config.data.facts > 0 and config.data.num_samples >= config.steps * config.global_batch_size
+
+
+def test_what_a_recipe_says_is_what_yaml_reads():
+    lines = recipe(100, 20, "qwen3", "/tmp/\N{GRINNING FACE} text", 250)
+    read = yaml.safe_load(as_yaml(lines))
+    assert read["data"]["path"] == "/tmp/\N{GRINNING FACE} text" and read["optimizer"]["lr"] == 8e-5
 
 
 def test_depth_12_is_the_124m_class():
@@ -135,6 +143,18 @@ def test_a_law_is_found_predicts_and_goes_on_where_it_was(made_up, capsys):
     assert len(started.splitlines()) == 10 and started.splitlines()[-1].startswith("width_128-")
     main(made_up)
     assert (out_dir / "log").read_text() == started, "nothing is trained again"
+    with pytest.raises(ConfigError, match="arguments '' there, '--optimizer.name muon' now"):
+        main(replace(made_up, arguments="--optimizer.name muon"))
+
+
+def test_the_widths_are_tried_around_the_rule(made_up, capsys):
+    """All rates of a width give the same loss here, so its least lies at an end."""
+    main(replace(made_up, law=False, widths=True, sizes="16,32", budgets="400,800"))
+    shown = capsys.readouterr().out
+    assert "width 16: best learning rate 0.008 or less, 0.25 times the rule's 0.032" in shown
+    log = (ladder.ROOT / "law" / "log").read_text().split()
+    assert log[0].startswith("width_64-steps_400-") and len(log) == 15
+    assert (ladder.ROOT / "law" / "learning_rates.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -146,6 +166,9 @@ def test_a_law_is_found_predicts_and_goes_on_where_it_was(made_up, capsys):
         ({"law": True, "budgets": "100"}, "budgets: '100' are no two or more whole numbers"),
         ({"widths": True, "budgets": "1,x"}, "budgets: '1,x' are no two or more whole numbers"),
         ({"depth": 3, "corpus": "nowhere"}, "corpus: nowhere is not one that data.prepare made"),
+        ({"depth": 3, "tokens_per_parameter": 1e300}, "tokens_per_parameter: 1e+300 for each of"),
+        ({"law": True, "arguments": "--data.zipf 1.5"}, "arguments: --data.zipf is the ladder's own"),
+        ({"widths": True, "arguments": "--optimizer.name muon --seed=3"}, "arguments: --seed=3 is the ladder's own"),
     ],
 )
 def test_what_cannot_be_is_refused(settings, message):
@@ -156,8 +179,9 @@ def test_what_cannot_be_is_refused(settings, message):
 def test_the_command_line_prints_a_config_and_takes_law_without_a_value():
     printed = subprocess.run([*SCALE, "--depth", "2"], cwd=ROOT, capture_output=True, text=True)
     assert yaml.safe_load(printed.stdout)["model"]["n_layers"] == 2 and printed.returncode == 0
-    refused = subprocess.run([*SCALE, "--law", "--depth", "2"], cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2 and "give one of" in refused.stderr
+    for asked in (["--law"], ["--law", "true"], ["--law=true"]):
+        refused = subprocess.run([*SCALE, *asked, "--depth", "2"], cwd=ROOT, capture_output=True, text=True)
+        assert refused.returncode == 2 and "give one of" in refused.stderr, asked
 
 
 @pytest.mark.slow
@@ -174,5 +198,6 @@ def test_the_processes_of_a_launch_share_a_batch(monkeypatch, tmp_path):
     file = f"accelerate launch --config_file {tmp_path / 'four.yaml'}"
     monkeypatch.setattr("shutil.which", lambda name: name)
     for launch, share in {None: 16, file: 4, f"{file} --num_processes 64": 1, "bash launch.sh": 16}.items():
-        settings = Bench(ScaleConfig(launch=launch, arguments="--compile true"), tmp_path).settings
+        config = ScaleConfig(launch=launch, arguments="--compile true")
+        settings = Bench(config, tmp_path / str(len(launch or ""))).settings
         assert settings == ("--micro_batch_size", str(share), "--compile", "true"), launch
