@@ -19,10 +19,10 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from analysis import notebook
 from analysis.answer import BUDGETS, ONE_SIDED, Answer, Costs, interval, row, sentence, table, worth_in_words
-from analysis.idea import laid_out, read_idea
+from analysis.idea import laid_out, read_idea, with_its_files
 from analysis.inference import FIRST_LOOK, Worth, decide, difference, factor, more_runs, worth
 from analysis.side import Refused, Side, budgets, check_ruler, matched, scaled
-from analysis.trainings import Failed, Stopped, Training, Trainings, launch_command, launched_precision
+from analysis.trainings import Failed, OutOfTime, Stopped, Training, Trainings, launch_command, launched_precision
 from cli.screen import aligned
 from config import ConfigError, RunError, expanded
 from data.files import temporary_folder
@@ -54,7 +54,7 @@ class ExperimentConfig:
     null: 0.03 there, and else 0.003 of the whole loss."""
 
     jobs: PositiveInt | None = None
-    """Runs at once. null: one for each GPU, else one for each core, but not more than 8."""
+    """Runs at once. null: one with launch, else one for each GPU, or for each core, but not more than 8."""
 
     worth: bool = True
     """Whether to train the baseline for shorter and longer too, to say how many times the steps a gain is worth, and to
@@ -90,10 +90,6 @@ class NotebookConfig:
     """The directory of the notebook."""
 
 
-class OutOfTime(Exception):
-    """The budget of minutes is spent, and a run that is needed is not finished."""
-
-
 def main(config: ExperimentConfig | NotebookConfig) -> None:
     """Answer, and write the answer into the notebook.
 
@@ -107,9 +103,9 @@ def main(config: ExperimentConfig | NotebookConfig) -> None:
         print(notebook.publish(lab))
         return
     try:
-        found = Experiment(config, lab, Trainings(config.jobs)).answer()
+        found = Experiment(config, lab, Trainings(config.jobs or (1 if config.launch else None))).answer()
         notebook.append(lab, found)
-        tried = notebook.tried(lab, found["baseline"])
+        tried = notebook.tried(lab, found["untuned"])
     except Stopped:
         print("stopped as asked; the same command goes on from there", file=sys.stderr)
         raise SystemExit(75) from None
@@ -126,7 +122,7 @@ class Experiment:
         self.text, *self.common = config.arguments
         if not any(word.split("=")[0] == "--config" for word in self.common):
             self.common = ["--config", str(DEFAULT_CONFIG), *self.common]
-        self.until = time.monotonic() + 60 * (config.budget_minutes or math.inf)
+        self.trainings.until = time.monotonic() + 60 * (config.budget_minutes or math.inf)
 
     def answer(self) -> dict[str, Any]:
         """A row for the notebook.
@@ -134,33 +130,37 @@ class Experiment:
         Raises:
             ConfigError, RunError, Stopped: as main has them.
         """
-        sizes, answers, costs, message = parse_sizes(self.config.sizes), {}, None, ""
+        sizes, answers, pairs, message = parse_sizes(self.config.sizes), {}, [], ""
         idea = read_idea(self.text)
         diff = idea.keep(self.lab / "diffs")
         self.trainings.code = None if idea.commit else code_hash()  # a worktree is edited by nobody
         with laid_out(idea) as (code, changed):
             baseline = self.side(code, self.common)
-            names = {"baseline": baseline.name, "candidate": f"{self.text} (refused)"}
+            names = dict.fromkeys(("untuned", "baseline"), baseline.name) | {"candidate": f"{self.text} (refused)"}
             try:
                 candidate = self.candidate(baseline, changed, idea.settings)
+                if idea.commit and candidate.digest == baseline.digest:
+                    raise ConfigError(f"idea: what {self.text!r} changes is neither code that trains nor a setting")
                 if self.config.tune:
-                    baseline, candidate = self.tuned(baseline), self.tuned(candidate)
+                    candidate, baseline = self.tuned_candidate(candidate), self.tuned(baseline)
                     names["tuned"] = [side.settings[self.config.tune] for side in (baseline, candidate)]
                 if candidate.digest == baseline.digest:  # A against A: with the same seeds they would be the same runs
                     candidate = replace(candidate, first_seed=OTHER_SEEDS)
                 names |= {"baseline": baseline.name, "candidate": candidate.name}
                 for size in sizes:
-                    sides = scaled(baseline, size), scaled(candidate, size)
-                    answers[size] = self.compare(*sides)
+                    pairs.append(self.at_size(baseline, candidate, size))
+                    answers[size] = self.compare(*pairs[-1])
                     if self.config.worth and answers[size].verdict in ("better", "worse"):
-                        answers[size].worth = self.worth(sides[0], answers[size])
-                costs = self.costs(baseline, candidate, idea.num_lines)
+                        answers[size].worth = self.worth(pairs[-1][0], answers[size])
             except Refused as refused:
                 message = str(refused)
-            except OutOfTime:
-                pass
+            except OutOfTime as error:
+                message = str(error) if answers else ""
             except Failed as failed:
-                raise RunError(f"{failed.training.directory}: {failed}") from None
+                message = f"{failed.training.directory}: {failed}"
+                if not answers:
+                    raise RunError(message) from None
+            costs = self.costs(*pairs[0], idea.num_lines) if answers else None
         words = {"idea": self.text, "settings": self.common, "base": idea.base, "commit": idea.commit}
         return row({**words, **names, "diff": diff and str(diff)}, answers, costs, message)
 
@@ -170,7 +170,7 @@ class Experiment:
         Raises:
             ConfigError: its settings are refused.
         """
-        launch = launch_command(self.config.launch)
+        launch, words = launch_command(self.config.launch), with_its_files(words, code)
         try:
             side = Side.of(code, launch, launched_precision(launch), words, self.lab / "runs")
         except Refused as refused:
@@ -185,25 +185,22 @@ class Experiment:
         Raises:
             Refused: its settings are refused, or no feed-forward of it is as large as asked.
         """
-        words = [*self.common, *own]
-        candidate = Side.of(code, list(baseline.launch), baseline.precision, words, baseline.runs)
-        if self.config.match:
-            what = "flops_per_token" if self.config.match == "flops" else "parameters"
-            candidate = matched(candidate, baseline, what)
-        return candidate
+        words = with_its_files([*self.common, *own], code)
+        return self.matched(Side.of(code, list(baseline.launch), baseline.precision, words, baseline.runs), baseline)
 
-    def train(self, runs: list[Training], until_failure: bool = True) -> None:
-        """Train what is not finished.
+    def matched(self, candidate: Side, baseline: Side) -> Side:
+        """With a feed-forward that makes it as large as asked.
 
         Raises:
-            Failed, Stopped, RunError: as Trainings.train.
-            OutOfTime: there is something, and the budget of minutes is spent.
+            Refused: there is none.
         """
-        self.trainings.check()
-        unfinished = [run for run in runs if not run.is_finished()]
-        if unfinished and time.monotonic() > self.until:
-            raise OutOfTime
-        self.trainings.train(unfinished, until_failure)
+        what = {"flops": "flops_per_token"}.get(self.config.match, self.config.match)
+        return matched(candidate, baseline, what) if what else candidate
+
+    def at_size(self, baseline: Side, candidate: Side, size: float) -> tuple[Side, Side]:
+        """Both with so many times the parameters."""
+        ours, theirs = scaled(baseline, size), scaled(candidate, size)
+        return ours, theirs if size == 1 else self.matched(theirs, ours)
 
     def compare(self, baseline: Side, candidate: Side) -> Answer:
         """Train seeds of both until it is known, the candidate first: if it fails, it has cost one run.
@@ -230,14 +227,14 @@ class Experiment:
             return sum(not run.is_finished() for run in runs(n))
 
         at_once, most, answer = self.trainings.at_once, max(self.config.max_seeds, FIRST_LOOK), None
-        self.train(runs(1 if at_once <= 2 else FIRST_LOOK))
+        self.trainings.train(runs(1 if at_once <= 2 else FIRST_LOOK))
         metric = check_ruler(baseline, candidate)
         for n in range(FIRST_LOOK, most + 1):
             ahead = n
             while ahead < most and 0 < num_unfinished(n) and num_unfinished(ahead) < at_once:
                 ahead += 1  # no core is idle; what is looked at does not depend on it
             try:
-                self.train(runs(ahead) if num_unfinished(n) else [])
+                self.trainings.train(runs(ahead) if num_unfinished(n) else [])
             except OutOfTime:
                 break
             losses = baseline.losses(n, metric), candidate.losses(n, metric)
@@ -257,48 +254,69 @@ class Experiment:
         sides, stages = budgets(baseline, BUDGETS)
         try:
             for stage in stages:
-                self.train([side.run(seed) for side in stage for seed in range(BUDGET_SEEDS)])
+                self.trainings.train([side.run(seed) for side in stage for seed in range(BUDGET_SEEDS)])
         except (OutOfTime, Failed) as error:
-            print(f"what it is worth is not known: {error or 'the budget is spent'}", file=sys.stderr)
+            print(f"what it is worth is not known: {error}", file=sys.stderr)
             return None
         points = [(share, loss) for share, side in sides.items() for loss in side.losses(BUDGET_SEEDS, answer.metric)]
         points += [(1.0, loss) for loss in answer.baseline]
         return worth(points, statistics.fmean(answer.baseline), answer.found)
 
     def costs(self, baseline: Side, candidate: Side, num_lines: int) -> Costs:
-        """What both need; how fast they are is measured by turns, in short runs that are thrown away."""
+        """What both need."""
         sides, speeds = (baseline, candidate), ([], [])
-        for turn in range(TURNS if self.config.worth else 0):
-            with temporary_folder(self.lab, "speed-") as folder:
-                for side, measured in [*zip(sides, speeds, strict=True)][:: 1 if turn % 2 else -1]:
-                    run = side.short(TURN_SECONDS, folder).run(0)
-                    self.trainings.train([run])
-                    measured.append(run.tokens_per_second())
+        try:
+            if self.config.worth:
+                speeds = self.speeds(sides)
+        except (Failed, OutOfTime, RunError) as error:
+            print(f"how fast they are is not known: {error}", file=sys.stderr)
         ratios = [theirs / ours for ours, theirs in zip(*speeds, strict=True)]
         measured = tuple(side.measured() | {"tokens": side.tokens} for side in sides)
         memory = tuple(side.peak_memory_bytes() for side in sides)
         return Costs(measured, memory, speeds, factor(ratios) if ratios else None, num_lines)
 
+    def speeds(self, sides: tuple[Side, Side]) -> tuple[list[float], list[float]]:
+        """Tokens a second of both, by turns, in short runs that are thrown away."""
+        speeds = [], []
+        for turn in range(TURNS):
+            with temporary_folder(self.lab, "speed-") as folder:
+                for side, measured in [*zip(sides, speeds, strict=True)][:: 1 if turn % 2 else -1]:
+                    run = side.short(TURN_SECONDS, folder).run(0)
+                    self.trainings.train([run])
+                    measured.append(run.tokens_per_second())
+        return speeds
+
+    def tuned_candidate(self, side: Side) -> Side:
+        """As tuned.
+
+        Raises:
+            Refused: it does not train as it is, which costs one run.
+        """
+        try:
+            self.trainings.train([replace(side, first_seed=2 * OTHER_SEEDS).run(0)])
+        except Failed as failed:
+            raise Refused(f"{failed.training.directory}: {failed}") from None
+        return self.tuned(side)
+
     def tuned(self, side: Side) -> Side:
         """With the best of a few values of a setting, by the mean of seeds that no verdict uses.
 
         Raises:
-            ConfigError: the setting is no number.
+            ConfigError: the setting is no number, or 0.
         """
         setting = self.config.tune
-        if not isinstance(side.settings.get(setting), int | float) or isinstance(side.settings[setting], bool):
-            raise ConfigError(
-                f"tune: {setting!r} is {side.settings.get(setting)!r}, which is no number to search around"
-            )
-        tried = [side.changed({setting: side.settings[setting] * factor}) for factor in TUNED]
-        tried = [replace(one, first_seed=2 * OTHER_SEEDS) for one in tried]
-        self.train([one.run(seed) for one in tried for seed in range(TUNED_SEEDS)], until_failure=False)
+        value = side.settings.get(setting)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value:
+            raise ConfigError(f"tune: {setting!r} is {value!r}, which is no number to search around")
+        values = [value * factor for factor in TUNED]
+        if isinstance(value, int):
+            values = sorted({max(1, round(one)) for one in values})
+        tried = [replace(side.changed({setting: one}), first_seed=2 * OTHER_SEEDS) for one in values]
+        self.trainings.train([one.run(seed) for one in tried for seed in range(TUNED_SEEDS)], until_failure=False)
         # Where one does not train, as with a learning rate at which nothing is learned, that value is none.
         trained = [one for one in tried if all(one.run(seed).is_finished() for seed in range(TUNED_SEEDS))]
         if not trained:
-            raise ConfigError(
-                f"tune: with none of five values around {side.settings[setting]:g} of {setting} does it train"
-            )
+            raise ConfigError(f"tune: with none of {len(values)} values around {value:g} of {setting} does it train")
         best = min(trained, key=lambda one: statistics.fmean(one.losses(TUNED_SEEDS)))
         if best in (tried[0], tried[-1]):
             print(

@@ -57,7 +57,7 @@ class ScaleConfig:
     """With law: the seed of the first of them, and of the run that is predicted."""
 
     jobs: PositiveInt | None = None
-    """Runs at once. null: one for each GPU, else one for each core, but not more than 8."""
+    """Runs at once. null: one with launch, else one for each GPU, or for each core, but not more than 8."""
 
     out_dir: str = "runs/law"
     """Where runs, figures and pictures go."""
@@ -130,7 +130,7 @@ class Bench:
         self.out_dir, self.launch = out_dir, tuple(launch_command(config.launch))
         share = max(1, BATCH // launched_processes([*self.launch]))
         self.settings = ("--micro_batch_size", str(share), *own_settings(config.arguments))
-        self.trainings = Trainings(config.jobs)
+        self.trainings = Trainings(config.jobs or (1 if config.launch else None))
         self.trainings.code = code_hash()
         precision = launched_precision([*self.launch])
         check_alike(out_dir, {"arguments": config.arguments, "precision": precision, "code": self.trainings.code})
@@ -176,7 +176,7 @@ def check_alike(out_dir: Path, now: dict[str, str | None]) -> None:
         others = "; ".join(f"{name} {then.get(name)!r} there, {now[name]!r} now" for name in differ)
         raise ConfigError(f"out_dir: {out_dir} has runs of another ladder ({others}); name another directory")
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(kept, json.dumps(now))
+    write_atomically(kept, json.dumps(now), by_several=True)
 
 
 def search_learning_rates(config: ScaleConfig, sizes: list[int], steps: int, out_dir: Path) -> None:

@@ -151,7 +151,7 @@ def sentence(found: dict[str, Any]) -> str:
     if "trend" in found:
         told += f"; with size it {found['trend']}"
     if "message" in found:
-        told += f"; a larger one does not train: {found['message']}"
+        told += f"; of a larger one nothing is known: {found['message']}"
     return told + "."
 
 

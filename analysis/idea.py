@@ -8,6 +8,7 @@ change is kept as a diff.
 import os
 import re
 import shlex
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,13 +17,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from config import ConfigError
+from config import ConfigError, expanded
 from data.files import temporary_folder, write_atomically
 
 ROOT = Path(__file__).parent.parent
 NOBODY = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
-FOLDER, PLACES = "mini-gpt-experiment-", ("baseline", "idea")  # where worktrees lie, which a later start must know
+# Where worktrees lie, which a later start must know, and one on another machine must not take for its own.
+FOLDER, PLACES = f"mini-gpt-experiment-{socket.gethostname()}_", ("baseline", "idea")
 NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
 QUIETLY = {"capture_output": True, "start_new_session": True}  # Ctrl-C is for experiment.py to answer
 
@@ -50,7 +52,7 @@ class Idea:
             return None
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{sha256(self.diff.encode(errors='surrogateescape')).hexdigest()[:12]}.diff"
-        write_atomically(path, self.diff.encode(errors="surrogateescape"))
+        write_atomically(path, self.diff.encode(errors="surrogateescape"), by_several=True)
         return path
 
 
@@ -83,7 +85,7 @@ def commits(code: str) -> tuple[str, str]:
     head = git("rev-parse", "HEAD")
     if code == ".":
         return head, snapshot("add", "--update", "--", ".")
-    if (patch := Path(code).expanduser()).is_file():
+    if (patch := expanded("idea", code)).is_file():
         return head, snapshot("apply", "--cached", str(patch.resolve()))
     try:
         commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{code}^{{commit}}")
@@ -126,6 +128,22 @@ def laid_out(idea: Idea) -> Iterator[tuple[Path, Path]]:
             yield tuple(places)
         finally:
             remove(*places)
+
+
+def with_its_files(words: list[str], code: Path) -> list[str]:
+    """Words of a command line, in which a config file of this repository is that of `code`."""
+
+    def own(name: str) -> str:
+        path = Path(os.path.abspath(os.path.expanduser(name)))
+        there = code / path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        return str(there) if there.exists() else name
+
+    found = []
+    for before, word in zip(["", *words], words, strict=False):
+        option, equals, value = word.partition("=")
+        is_value, has_value = before == "--config", option == "--config" and equals
+        found.append(own(word) if is_value else f"{option}={own(value)}" if has_value else word)
+    return found
 
 
 def remove(*places: Path) -> None:

@@ -11,19 +11,30 @@ from run.pictures import new_figure
 
 VERDICTS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D"}  # and their markers
 IDEA_LETTERS = 50
+MEASURED = ("time", "cost", "worth_in_time", "ideas_tried")
 LOCK_SECONDS = 0.05  # between two attempts at the lock of another machine
 
 
 def append(lab: Path, row: dict[str, Any]) -> None:
-    """Add an experiment, unless this verdict stands there: several machines may come to it together."""
+    """Add an experiment that has an answer, unless that stands there: several machines may come to it together."""
+    if row["verdict"] == "unknown" and "difference" not in row:
+        return
     lab.mkdir(parents=True, exist_ok=True)
     with open(lab / "notebook.jsonl", "a+") as file:
         while not lock(file):
             time.sleep(LOCK_SECONDS)
         file.seek(0)
-        known = {key(before): before for before in parsed(file.read())}
-        if known.get(key(row), {}).get("seeds") != row["seeds"] or known[key(row)]["verdict"] != row["verdict"]:
-            file.write(json.dumps(row) + "\n")
+        text = file.read()
+        known = {key(before): before for before in parsed(text)}
+        if told(known.get(key(row), {})) != told(json.loads(json.dumps(row))):
+            half = text and not text.endswith("\n")  # a line of a machine that died
+            file.write("\n" * bool(half) + json.dumps(row) + "\n")
+
+
+def told(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what each look measures anew."""
+    sizes = [{name: value for name, value in size.items() if name not in MEASURED} for size in row.get("sizes", [])]
+    return {name: value for name, value in row.items() if name not in MEASURED} | {"sizes": sizes}
 
 
 def read(lab: Path) -> list[dict[str, Any]]:
@@ -51,8 +62,8 @@ def key(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def tried(lab: Path, baseline: str) -> int:
-    """How many ideas were tried against a baseline."""
-    return sum(row["baseline"] == baseline for row in read(lab))
+    """How many ideas were tried against a baseline, whatever was tuned."""
+    return sum(row.get("untuned", row["baseline"]) == baseline for row in read(lab))
 
 
 def shown_percent(value: float | None) -> str:

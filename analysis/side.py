@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ class Side:
         flat = {}
         for name, value in yaml.safe_load(done.stdout).items():
             flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+        if "name" not in flat:
+            raise Refused(f"{shlex.join(words)} has words that are no settings; an idea of several words is in quotes")
         if flat["name"] is None:  # as train.py takes it from the last file
             last = max(index for index, word in enumerate(words) if word.startswith("--config"))
             flat["name"] = Path(words[last].partition("=")[2] or words[last + 1]).stem
@@ -147,7 +150,9 @@ class Side:
         speed = self.run(0).tokens_per_second()
         steps = round(seconds * speed * self.settings["steps"] / self.tokens) if math.isfinite(speed) else 0
         steps = min(self.settings["steps"], max(LOGS_OF_SHORT, steps))
-        changes = {"steps": steps, "evaluation.every": steps, "evaluation.num_samples": 2, "schedule.warmup_steps": 0}
+        warmup = min(self.settings["schedule.warmup_steps"], steps)
+        changes = {"steps": steps, "evaluation.every": steps, "schedule.warmup_steps": warmup}
+        changes["evaluation.num_samples"] = max(2, len(self.corpora))
         changes |= {"evaluation.num_story_samples": 0, "evaluation.num_samples_shown": 0, "schedule.decay_steps": None}
         if "schedule.batch_warmup_from" in self.settings:
             changes |= {"schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None}
@@ -170,7 +175,7 @@ class Side:
         if "num_bytes" not in found:  # as older versions left it
             reported = {metric: self.run(0).last().get(metric) for metric in ("val/loss", BITS)}
             found = self._ask("measure", str(directory)) | reported
-            write_atomically(kept, json.dumps(found))
+            write_atomically(kept, json.dumps(found), by_several=True)
         return found
 
     def shape(self) -> dict[str, Any]:
@@ -251,6 +256,9 @@ def scaled_steps(side: Side, share: float) -> Side:
     for name in ("steps", "schedule.warmup_steps", "schedule.decay_steps", "schedule.batch_warmup_steps"):
         if value := side.settings.get(name):
             changes[name] = max(1, round(share * value))
+    if "schedule.decay_steps" in changes:  # which are rounded each by itself
+        longest = changes["steps"] - changes.get("schedule.warmup_steps", 0)
+        changes["schedule.decay_steps"] = max(1, min(changes["schedule.decay_steps"], longest))
     if side.settings["data.source"] != "text":
         changes["data.num_samples"] = max(1, round(share * side.settings["data.num_samples"]))
     return side.changed(changes) if share != 1 else side
@@ -265,14 +273,16 @@ def budgets(side: Side, shares: Sequence[float]) -> tuple[dict[float, Side], lis
     settings, decay = side.settings, decayed_share(side)
     steps = {share: max(1, round(share * settings["steps"])) for share in sorted(shares)}
     begins = {share: steps[share] - math.ceil((decay or 0) * steps[share]) for share in steps}
-    if decay is None or min(begins.values()) < max(1, settings["schedule.warmup_steps"]):
+    grown = max(settings.get(f"schedule.{name}") or 0 for name in ("warmup_steps", "batch_warmup_steps"))
+    if decay is None or min(begins.values()) < max(1, grown):
         found = {share: scaled_steps(side, share) for share in steps}
         return found, [[*found.values()]]
     if settings["data.source"] != "text":
         side = side.changed({"data.num_samples": round(max(shares) * settings["data.num_samples"])})
     found, stages, trunk = {}, [[]], None
     for share, begin in begins.items():
-        trunk = replace(side.changed({"steps": begin, "schedule.name": "constant"}), trunk=trunk)
+        constant = {"steps": begin, "schedule.name": "constant", "schedule.decay_steps": None}
+        trunk = replace(side.changed(constant), trunk=trunk)
         branch = side.changed({"steps": steps[share], "schedule.decay_steps": steps[share] - begin})
         found[share] = replace(branch, trunk=trunk) if decay else trunk
         stages[-1].append(trunk)
@@ -284,7 +294,7 @@ def decayed_share(side: Side) -> float | None:
     """The share of the steps in which the learning rate decays, if until then a run is the same whatever its length."""
     settings = side.settings
     begun = settings.get("init_from") or settings.get("branch_from")  # a run begins once
-    read = settings["steps"] * settings["global_batch_size"]
+    read = settings["steps"] * (settings["global_batch_size"] or math.inf)  # null: as many as there are processes
     if begun or (settings["data.source"] != "text" and settings["data.num_samples"] < read):  # epochs are in proportion
         return None
     of_wsd = (settings.get("schedule.decay_steps") or 0.2 * settings["steps"]) / settings["steps"]
@@ -300,15 +310,16 @@ def scaled(side: Side, size: float) -> Side:
     if size == 1:
         return side
     settings, times = side.settings, math.sqrt(size)
-    heads = max(1, round(times * settings["model.n_heads"]))
+    queries = settings["model.n_heads"] // (settings["model.n_kv_heads"] or settings["model.n_heads"])
+    heads = queries * max(1, round(times * settings["model.n_heads"] / queries))
     changes = {
         "model.n_heads": heads,
         "model.d_model": settings["model.d_model"] // settings["model.n_heads"] * heads,
         "model.d_ff": 8 * round(times * settings["model.d_ff"] / 8),
         "optimizer.lr": settings["optimizer.lr"] * times**LR_POWER,
     }
-    if kv_heads := settings["model.n_kv_heads"]:
-        changes["model.n_kv_heads"] = max(1, heads * kv_heads // settings["model.n_heads"])
+    if settings["model.n_kv_heads"]:
+        changes["model.n_kv_heads"] = heads // queries
     return scaled_steps(side.changed(changes), size)
 
 

@@ -104,6 +104,13 @@ class Stopped(Exception):
     """A signal asked to stop; what was under way is saved."""
 
 
+class OutOfTime(Exception):
+    """No run is begun any more, and one that is wanted is not finished."""
+
+    def __init__(self):
+        super().__init__("the budget of minutes is spent")
+
+
 class Started(NamedTuple):
     """A run that is being trained here."""
 
@@ -123,6 +130,7 @@ class Trainings:
         self.signal = 0
         self.on_screen = False  # whether what a run prints is not kept in a file, but goes to the screen
         self.code: str | None = None  # its hash, if nothing is to be started once it has changed
+        self.until = math.inf  # on the clock of time.monotonic: no run is begun after that
         self.sharers = self.at_once  # of the cores
         self.running: dict[Training, Started] = {}
         self.outcomes: dict[Training, str] = {}  # finished, stopped or failed
@@ -135,8 +143,10 @@ class Trainings:
         Raises:
             Failed: one has failed and, with `until_failure`, so the others were stopped, and go on when wanted again.
             Stopped: a signal asked to; or, with `until_failure`, one was stopped by others.
+            OutOfTime: it is later than `until`, and what was begun before is finished.
             RunError: a disk is full, or the code was changed meanwhile.
         """
+        self.check()
         missing = [training for training in dict.fromkeys(wanted) if training.again or not training.is_finished()]
         waiting, shown, self.sharers = list(missing), [], min(self.at_once, len(missing))
         steps = sum(training.steps for training in missing)
@@ -146,7 +156,10 @@ class Trainings:
             while len(shown) < len(missing):
                 self.check()
                 self._end(waiting, until_failure)
-                self._begin(waiting)
+                if time.monotonic() < self.until:
+                    self._begin(waiting)
+                elif waiting and not self.running:
+                    raise OutOfTime
                 bar.update(sum(training.last()["step"] for training in missing) - bar.n)
                 for training in missing:
                     if training not in (*waiting, *self.running, *shown):

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,9 +20,11 @@ WITHOUT_LOCKS = "MINI_GPT_WITHOUT_LOCKS"
 LOCK_OF_FOLDER = "lock"
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file by `content` so that a crash leaves either the old or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
+def write_atomically(path: Path, content: str | bytes, by_several: bool = False) -> None:
+    """Replace the file by `content` so that a crash leaves either the old or the new, never a part; `by_several` says
+    that other processes may write it at the same time."""
+    own = f".{socket.gethostname()}-{os.getpid()}" if by_several else ""
+    temporary = path.with_name(f"{path.name}{own}.tmp")
     with open(temporary, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -114,8 +117,10 @@ def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
             if lock(file) and os.environ.get(WITHOUT_LOCKS) != "1":
                 shutil.rmtree(left.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
-        with open(Path(folder, LOCK_OF_FOLDER), "w") as file:
+        # Its lock is taken before it has the name by which another process finds it.
+        with open(Path(folder, f"{LOCK_OF_FOLDER}.tmp"), "w") as file:
             lock(file)
+            os.replace(file.name, Path(folder, LOCK_OF_FOLDER))
             yield Path(folder)
 
 

@@ -47,6 +47,7 @@ for option, value in zip(words[::2], words[1::2]):
     if name == "config":
         if not os.path.exists(value):
             sys.exit(f"train.py: error: config: {value} does not exist")
+        settings |= json.loads(open(value).read() or "{}")
         continue
     if name not in settings:
         sys.exit(f"train.py: error: {option} is no setting; --help lists all")
@@ -199,6 +200,11 @@ def test_an_idea_that_does_not_train_is_a_verdict_and_costs_a_run(text, message,
     assert [row["verdict"] for row in notebook.read(ask_about.lab)] == ["failed"]
 
 
+def test_an_idea_without_its_quotes_is_refused(ask_about):
+    (ask_about.root / "train.py").write_text("print('lab.yaml:')")  # as jsonargparse does with a word too many
+    assert "an idea of several words is in quotes" in ask_about("--model.mlp", "relu2", error=ConfigError)
+
+
 def test_a_baseline_that_does_not_train_is_an_error(ask_about):
     assert "--x is no setting" in ask_about("--model.mlp relu2", "--x", "3", error=ConfigError)
     assert "the loss is nan" in ask_about("--optimizer.lr 1", "--optimizer.lr", "0", error=RunError)
@@ -298,17 +304,110 @@ def test_a_branch_is_trained_by_its_own_code(ask_about):
     assert ask_about("better --optimizer.lr 9.0")["verdict"] == "worse", "settings of the idea alone"
 
 
-def test_a_budget_of_minutes(ask_about):
+def test_an_idea_may_change_a_config_and_must_change_something_that_trains(ask_about):
+    def git(*words):
+        subprocess.run(["git", *words], cwd=ask_about.root, check=True, capture_output=True)
+
+    os.environ |= idea.NOBODY
+    config, page = ask_about.root / "configs" / "lab.yaml", ask_about.root / "README.md"
+    page.write_text("before")
+    git("init", "--quiet", "--initial-branch=main")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "base")
+    config.write_text('{"model.mlp": "relu2"}')
+    for words in ((), ("--config", str(config)), (f"--config={config}",)):
+        found = ask_about(".", *words)
+        assert found["verdict"] == "better" and found["baseline"] != found["candidate"], words
+    git("commit", "--quiet", "--all", "--message", "relu2")
+    page.write_text("after")
+    assert "is neither code that trains nor a setting" in ask_about(".", error=ConfigError)
+
+
+def test_a_budget_of_minutes(ask_about, monkeypatch):
     found = ask_about("--model.mlp relu2", budget_minutes=1e-9)
     assert found["verdict"] == "unknown" and not ask_about.started() and "before" in sentence(found)
+    assert not notebook.read(ask_about.lab), "no answer is no experiment"
+    begun = []
+    monkeypatch.setattr(trainings, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: len(begun)}))
+    monkeypatch.setattr(experiment, "time", SimpleNamespace(monotonic=lambda: 0))
+    start = trainings.Trainings._start
+    monkeypatch.setattr(trainings.Trainings, "_start", lambda self, run: begun.append(run) or start(self, run))
+    found = ask_about("--model.mlp relu2", tune="optimizer.lr", budget_minutes=4 / 60)
+    assert 4 <= len(begun) <= 5 and found["verdict"] == "unknown", "of ten that are wanted together no more is begun"
+
+
+@pytest.mark.parametrize(("launch", "at_once"), [(None, 2), (sys.executable, 1)])
+def test_launches_of_several_processes_are_begun_one_after_the_other(launch, at_once, ask_about, monkeypatch):
+    monkeypatch.setattr(trainings, "cores", lambda: 2)
+    found = []
+    monkeypatch.setattr(experiment.Trainings, "train", lambda self, *_: found.append(self.at_once) or 1 / 0)
+    ask_about("--model.mlp relu2", jobs=None, launch=launch, error=ZeroDivisionError)
+    assert found == [at_once]
 
 
 def test_whether_it_holds_for_a_larger_model(ask_about):
     found = ask_about("--model.mlp relu2", sizes="1,4", worth=True)
     assert [size["verdict"] for size in found["sizes"]] == ["better", "better"]
     assert found["trend"] == "stays, as far as these runs can tell"
+    cost = ask_about("--model.mlp relu2", sizes="4")["cost"]
+    assert cost["tokens"][0] == 4 * found["cost"]["tokens"][0], "of what was trained"
     for wrong in ("1,x", "0.5", ""):
         assert "sizes: " in ask_about("--model.mlp relu2", sizes=wrong, error=ConfigError)
+
+
+def test_a_larger_model_that_does_not_train_costs_no_answer(ask_about, monkeypatch):
+    fake = FAKE.replace("state = ", 'excess = math.nan if settings["model.d_model"] > 64 else excess\nstate = ', 1)
+    (ask_about.root / "train.py").write_text(fake)
+    found = ask_about("--model.mlp relu2", sizes="1,4")
+    assert found["verdict"] == "better" and "of a larger one nothing is known: " in sentence(found)
+    assert found["cost"]["parameters"] == [1000, 1000] and notebook.read(ask_about.lab)
+
+
+def test_speeds_that_cannot_be_measured_cost_no_answer(ask_about, monkeypatch):
+    def speeds(*_):
+        raise RunError("x")
+
+    monkeypatch.setattr(experiment.Experiment, "speeds", speeds)
+    found = ask_about("--model.mlp relu2", worth=True)
+    assert found["verdict"] == "better" and found["worth"] and found["cost"]["speed"] is None
+
+
+def of_settings(**changes):
+    """A side that is only asked for other settings."""
+    settings = {"steps": 400, "global_batch_size": 4, "data.source": "text", "optimizer.lr": 1.0}
+    settings |= {"model.d_model": 64, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": None}
+    settings |= {"schedule.name": "wsd", "schedule.warmup_steps": 40, "schedule.decay_steps": None}
+    return side.Side(ROOT, "", (), "no", (), settings | changes, ROOT)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 2), (12, 4, 2), (16, 4, 2), (4, None, 2), (4, 1, 4)])
+def test_the_heads_of_a_larger_model_share_keys_as_before(heads, kv_heads, size):
+    larger = side.scaled(of_settings(**{"model.n_heads": heads, "model.n_kv_heads": kv_heads}), size).settings
+    kv = larger["model.n_kv_heads"]
+    assert (kv is None) == (kv_heads is None) and larger["model.n_heads"] % (kv or 1) == 0
+    assert kv is None or larger["model.n_heads"] // kv == heads // kv_heads
+    assert larger["model.n_heads"] == pytest.approx(heads * size**0.5, abs=2)
+    assert larger["model.d_model"] // larger["model.n_heads"] == 64 // heads
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule.decay_steps": 160},
+        {"schedule.name": "constant", "schedule.decay_steps": 200},
+        {"schedule.batch_warmup_from": 1, "schedule.batch_warmup_steps": 200},
+        {"schedule.name": "linear", "steps": 600, "schedule.warmup_steps": 100, "schedule.decay_steps": 500},
+        {"schedule.name": "linear", "global_batch_size": None, "data.source": "random", "data.num_samples": 9},
+    ],
+)
+def test_every_budget_is_one_that_trains(changes):
+    found, stages = side.budgets(of_settings(**changes), (0.5, 0.5**0.5, 2))
+    assert [one.settings["steps"] for one in found.values()] == [round(of_settings(**changes).settings["steps"] * s)
+                                                               for s in (0.5, 0.5**0.5, 2)]  # fmt: skip
+    for one in itertools.chain(*stages):
+        of = one.settings
+        assert of["schedule.warmup_steps"] + (of["schedule.decay_steps"] or 0) <= of["steps"], of
+        assert (of.get("schedule.batch_warmup_steps") or 0) <= of["steps"]
 
 
 def test_trends():
@@ -325,6 +424,19 @@ def test_a_setting_is_tuned_for_both_sides_on_seeds_of_its_own(ask_about):
     assert len(names) == 2 * 5 * 2 + 2 * found["seeds"]
     assert {int(name.rpartition("-")[2]) for name in names[:20]} == {2000, 2001}
     assert "tune: 'model.mlp' is 'gelu'" in ask_about("--seed 3", tune="model.mlp", error=ConfigError)
+    assert "is 0, which is no number" in ask_about("--seed 3", "--schedule.warmup_steps", "0",
+                                                   tune="schedule.warmup_steps", error=ConfigError)  # fmt: skip
+    found = ask_about("--model.mlp relu2", tune="schedule.warmup_steps")
+    assert all(isinstance(value, int) for value in found["tuned"])
+    assert notebook.tried(ask_about.lab, found["untuned"]) == 1 and found["untuned"].startswith("lab-")
+
+
+def test_an_idea_that_does_not_train_costs_a_run_even_if_it_is_to_be_tuned(ask_about):
+    (ask_about.root / "train.py").write_text(
+        FAKE.replace("excess *= 1", '1 / (settings["model.mlp"] != "relu2")\nexcess *= 1')
+    )
+    found = ask_about("--model.mlp relu2", tune="optimizer.lr", jobs=1)
+    assert found["verdict"] == "failed" and "ZeroDivisionError" in found["message"] and len(ask_about.started()) == 1
 
 
 def test_a_wider_feed_forward_is_narrowed_to_match(ask_about):
@@ -379,6 +491,14 @@ def test_the_notebook_is_a_picture_and_a_table(ask_about):
         ask_about(text, margin=0.02)
     (ask_about.lab / "notebook.jsonl").open("a").write('{"half a li')
     main(NotebookConfig(True, str(ask_about.lab)))
+    before = len(notebook.read(ask_about.lab))
+    ask_about("--optimizer.lr 9.0", margin=0.02)
+    assert len(notebook.read(ask_about.lab)) == before + 1, "half a line spoils none after it"
+    ask_about("--optimizer.lr 9.0", margin=0.02, worth=True)
+    assert "worth" in notebook.read(ask_about.lab)[-1], "what is new of the same runs is kept"
+    lines = (ask_about.lab / "notebook.jsonl").read_text()
+    ask_about("--optimizer.lr 9.0", margin=0.02, worth=True)
+    assert (ask_about.lab / "notebook.jsonl").read_text() == lines, "and what is not is no other line"
     table = (ask_about.lab / "notebook.md").read_text().splitlines()[2:]
     assert [line.split("|")[1].strip(" `") for line in table][::3] == ["--model.mlp relu2", "--optimizer.lr 0"]
     assert (ask_about.lab / "notebook.png").stat().st_size > 10_000

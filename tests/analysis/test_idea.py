@@ -136,6 +136,7 @@ def test_a_worktree_that_cannot_be_made_leaves_none(repository, monkeypatch):
         ("'", "cannot be read"),
         (".", "the working tree has no changes"),
         ("-x", "'-x' is no git branch"),
+        ("~nobody_here/x.patch", "is the home of a user whom this machine does not know"),
     ],
 )
 def test_what_is_no_idea_is_refused(text, message, repository):
