@@ -139,10 +139,12 @@ class Experiment:
             names = dict.fromkeys(("untuned", "baseline"), baseline.name) | {"candidate": f"{self.text} (refused)"}
             try:
                 candidate = self.candidate(baseline, changed, idea.settings)
+                names["candidate"] = candidate.name
                 if idea.commit and candidate.digest == baseline.digest:
                     raise ConfigError(f"idea: what {self.text!r} changes is neither code that trains nor a setting")
                 if self.config.tune:
-                    candidate, baseline = self.tuned_candidate(candidate), self.tuned(baseline)
+                    self.trainings.train([replace(candidate, first_seed=2 * OTHER_SEEDS).run(0)])  # if it fails, alone
+                    candidate, baseline = self.tuned(candidate), self.tuned(baseline)
                     names["tuned"] = [side.settings[self.config.tune] for side in (baseline, candidate)]
                 if candidate.digest == baseline.digest:  # A against A: with the same seeds they would be the same runs
                     candidate = replace(candidate, first_seed=OTHER_SEEDS)
@@ -157,8 +159,8 @@ class Experiment:
             except OutOfTime as error:
                 message = str(error) if answers else ""
             except Failed as failed:
-                message = f"{failed.training.directory}: {failed}"
-                if not answers:
+                message, ours = f"{failed.training.directory}: {failed}", pairs[-1][0] if pairs else baseline
+                if not answers and failed.training.directory.name.startswith(f"{ours.name}-"):
                     raise RunError(message) from None
             costs = self.costs(*pairs[0], idea.num_lines) if answers else None
         words = {"idea": self.text, "settings": self.common, "base": idea.base, "commit": idea.commit}
@@ -206,19 +208,10 @@ class Experiment:
         """Train seeds of both until it is known, the candidate first: if it fails, it has cost one run.
 
         Raises:
-            Refused: it fails.
-            ConfigError: the two cannot be compared.
+            Failed: a run of either has.
+            Refused, ConfigError: the two cannot be compared.
             OutOfTime: before anything can be said.
         """
-        try:
-            return self.until_known(baseline, candidate)
-        except Failed as failed:
-            if failed.training in map(candidate.run, range(self.config.max_seeds + FIRST_LOOK)):
-                raise Refused(f"{failed.training.directory}: {failed}") from None
-            raise
-
-    def until_known(self, baseline: Side, candidate: Side) -> Answer:
-        """As compare; Failed: a run of either has."""
 
         def runs(n: int) -> list[Training]:
             return [side.run(seed) for seed in range(n) for side in (candidate, baseline)]
@@ -285,18 +278,6 @@ class Experiment:
                     self.trainings.train([run])
                     measured.append(run.tokens_per_second())
         return speeds
-
-    def tuned_candidate(self, side: Side) -> Side:
-        """As tuned.
-
-        Raises:
-            Refused: it does not train as it is, which costs one run.
-        """
-        try:
-            self.trainings.train([replace(side, first_seed=2 * OTHER_SEEDS).run(0)])
-        except Failed as failed:
-            raise Refused(f"{failed.training.directory}: {failed}") from None
-        return self.tuned(side)
 
     def tuned(self, side: Side) -> Side:
         """With the best of a few values of a setting, by the mean of seeds that no verdict uses.
