@@ -127,6 +127,7 @@ def draw_learning_rates(curves: dict[int, list[tuple[float, float]]], path: Path
     plain.legend(fontsize="small")
     label_round(plain.yaxis, *plain.get_ylim())
     for axes in (plain, ruled):
+        label_round(axes.xaxis, *axes.get_xlim())
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     return path
