@@ -207,8 +207,8 @@ class RunDirectory:
         self.is_open = True
         start = self._choose_start(config, now)
         self.checkpoints.mkdir(exist_ok=True)
-        for file in (self.metrics_file, self.samples_file):
-            forget_after(file, start.step)
+        forget_after(self.metrics_file, start.step, one_each=True)
+        forget_after(self.samples_file, start.step)
         forget_after(self.path / "starts.jsonl", config.steps)  # half a line, of a start that had no room for it
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
         now |= network_size(config)

@@ -21,10 +21,16 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     yield from filter(None, map(_row, path.read_bytes().splitlines()))
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Leave only the rows until `step`: those after it are done again, and would stand there twice."""
+def forget_after(path: Path, step: int, one_each: bool = False) -> None:
+    """Leave only the rows until `step`: those after it are done again, and would stand there twice; with `one_each`
+    only the first of a step, where damage has made another of it."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith(b"\n") and (row := _row(line)) and row["step"] <= step]
+    kept, newest = [], -1
+    for line in lines:
+        row = _row(line) if line.endswith(b"\n") else None
+        if row and row["step"] <= step and not (one_each and row["step"] <= newest):
+            kept.append(line)
+            newest = row["step"]
     if lines != kept:
         write_atomically(path, b"".join(kept).decode())
 

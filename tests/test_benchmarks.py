@@ -154,6 +154,7 @@ def test_figures_are_written_after_each_group_until_the_time_is_over(monkeypatch
     written = []
     monkeypatch.setattr(importlib.import_module("benchmarks.bits"), "soak", groups)
     monkeypatch.setattr(page, "RESULTS", tmp_path)
+    monkeypatch.setattr(command_line, "STARTED", time.monotonic())  # this process has run for minutes
     options = argparse.Namespace(rounds=2, quick=False, budget_seconds=1000.0)
     figures = command_line.measure("soak", options)
     assert [list(each["figures"]) for each in written] == [["first"], ["first", "second"], ["first", "second"]]

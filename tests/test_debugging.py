@@ -11,6 +11,13 @@ from tests.conftest import ROOT, shell
 PAGE = (ROOT / "docs" / "debugging.md").read_text()
 
 
+def test_the_patch_of_the_page_applies(tmp_path):
+    (tmp_path / "model").mkdir()
+    shutil.copy(ROOT / "model" / "gpt.py", tmp_path / "model" / "gpt.py")
+    [patch] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    subprocess.run(["git", "apply", "--check", "-"], input=patch, cwd=tmp_path, text=True, check=True)
+
+
 @pytest.mark.slow
 def test_the_guilty_sequence_is_found(tmp_path):
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import site
 import subprocess
 import sys
@@ -138,7 +137,7 @@ def serving(command, programs, folder, **env):
         else:
             pytest.fail("".join(said))
     finally:
-        server.send_signal(signal.SIGINT)
+        server.terminate()  # SIGINT is ignored by what a shell has started in the background
         server.communicate(timeout=60)
 
 

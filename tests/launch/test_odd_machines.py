@@ -43,6 +43,7 @@ def signalled(name: str) -> str:
 
 
 UNDER_NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+WITHOUT_NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the tests themselves may be under
 A_SECOND_OF_PROCESSOR = once_it_trains("resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1, -1))")
 LITTLE_MEMORY = """
 pages = int(open("/proc/self/statm").read().split()[0])
@@ -126,7 +127,7 @@ ROWS = {
         code=ASCII_SCREEN, words=["train.py", *ONE_STEP, "--steps", "ü"], exit_code=2, says=["steps: \\xfc must be"]
     ),
     # What a terminal, a scheduler or a container sends
-    "a terminal that closes": Row(code=signalled("SIGHUP"), **PREEMPTED),
+    "a terminal that closes": Row(code=WITHOUT_NOHUP + signalled("SIGHUP"), **PREEMPTED),
     "a terminal that closes, under nohup": Row(code=UNDER_NOHUP + signalled("SIGHUP")),
     "a scheduler's warning": Row(code=signalled("SIGUSR2"), **PREEMPTED),
     "a container that is told of a power failure": Row(code=signalled("SIGPWR"), **PREEMPTED),
