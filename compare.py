@@ -5,7 +5,6 @@ recipes differ beyond the noise of their seeds. Draws the curves over each other
 told apart. docs/comparing.md explains what it prints.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +59,8 @@ def main(config: CompareConfig) -> None:
     for line in (*report(groups, tables, across), *trees(records)):
         print(line)
     if config.out:
-        out = expanded("out", config.out).absolute()
-        out = out / "compare" if out.is_dir() or out.name == ".." else out
-        draw(groups, tables, across, Path(os.path.relpath(out)), config.x)
+        out = expanded("out", config.out)
+        draw(groups, tables, across, out / "compare" if out.is_dir() else out, config.x)
 
 
 def tables_of(group: Group, loss: float | None) -> Iterator[Table | None]:

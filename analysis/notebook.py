@@ -11,7 +11,7 @@ from run.pictures import new_figure
 
 VERDICTS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D"}  # and their markers
 IDEA_LETTERS = 50
-MEASURED = ("time", "cost", "worth_in_time", "ideas_tried")
+MEASURED = ("time", "cost", "worth_in_time")
 LOCK_SECONDS = 0.05  # between two attempts at the lock of another machine
 
 
