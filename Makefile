@@ -3,10 +3,10 @@ PYTHON ?= python3
 UV := $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 # This house's own rules, pages and patches. A fork that changes them empties this line, and the rest is still tested.
-HOUSE = tests/house
+HOUSE = tests/repo
 # Two tests at a time, one file each: as much as two cores can do.
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
-TESTS = $(if $(HOUSE),,--ignore tests/house)
+TESTS = $(if $(HOUSE),,--ignore tests/repo)
 # A lent machine has torch, but perhaps neither this environment nor what would build it.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 # What such a machine lacks may be carried there as wheels of pure Python, such as jsonargparse's: they run as they are.
@@ -40,7 +40,7 @@ test-all: .venv/.installed-test ## the long tests too
 	$(PYTEST) $(TESTS) $(ARGS)
 
 house: .venv/.installed-test ## the rules, the pages and the patches of this house alone
-	$(PYTEST) -m "not slow" tests/house $(ARGS)
+	$(PYTEST) -m "not slow" tests/repo $(ARGS)
 
 trial: .venv/.installed ## put a fork through: kill, resume, verify; with its settings: make trial ARGS="--model.mlp relu2"
 	.venv/bin/python -m tests.fork_trial $(ARGS)

@@ -12,13 +12,14 @@ from typing import Literal
 
 from jsonargparse.typing import PositiveFloat
 
-from analysis import comparison
-from analysis.branches import trees
-from analysis.comparison import Group, Table, grouped
-from analysis.curves import of_group, save_page, save_picture
-from analysis.records import read_records
-from cli.screen import printable
-from config import ConfigError, expanded
+from cli.output import printable
+from comparison import tables as comparison_tables
+from comparison.branches import trees
+from comparison.records import read_records
+from comparison.report import of_group, save_page, save_picture
+from comparison.tables import Group, Table, grouped
+from config.errors import ConfigError
+from config.paths import expanded
 
 
 @dataclass
@@ -55,7 +56,7 @@ def main(config: CompareConfig) -> None:
         raise ConfigError("runs: none of these is the directory of a run")
     groups = grouped(records)
     tables = [[*filter(None, tables_of(group, config.loss))] for group in groups]
-    across = comparison.by_bytes(groups)
+    across = comparison_tables.by_bytes(groups)
     for line in (*report(groups, tables, across), *trees(records)):
         print(line)
     if config.out:
@@ -65,9 +66,9 @@ def main(config: CompareConfig) -> None:
 
 def tables_of(group: Group, loss: float | None) -> Iterator[Table | None]:
     """What is said of runs that predict the same."""
-    yield comparison.runs(group, loss)
-    yield comparison.costs(group)
-    yield comparison.verdicts(group)
+    yield comparison_tables.runs(group, loss)
+    yield comparison_tables.costs(group)
+    yield comparison_tables.verdicts(group)
 
 
 def report(groups: list[Group], tables: list[list[Table]], across: list[Table]) -> Iterator[str]:
@@ -77,7 +78,7 @@ def report(groups: list[Group], tables: list[list[Table]], across: list[Table]) 
     for number, (group, of_one) in enumerate(zip(groups, tables, strict=True), start=1):
         if len(groups) > 1:
             yield from ["", f"{number}. {group.title}: {len(group.records)} run{'s'[: len(group.records) > 1]}"]
-        yield from comparison.settings(group.records)
+        yield from comparison_tables.settings(group.records)
         for table in of_one:
             yield from ["", *table.lines()]
     for table in across:

@@ -52,17 +52,19 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import ConfigError, DataConfig, TrainConfig, expanded
+from checkpoint.manifest import Manifest
+from config.errors import ConfigError
+from config.paths import expanded
+from config.schema import DataConfig, TrainConfig
 from data.corpus import Corpus, Sums, load_corpus
 from data.files import write_atomically
 from data.json_objects import finite_or_null
-from launch.start import start_accelerator
-from load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
+from distributed.launch import start_accelerator
 from plot import save_loss_by_position
+from plotting.style import drawing
 from run.corpus_check import CorpusCheck
-from run.manifest import Manifest
-from run.pictures import drawing
-from training.validation import evaluate
+from run.load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
+from training.evaluation import evaluate
 
 LOGIT_BYTES = 2**28
 

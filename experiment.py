@@ -17,16 +17,17 @@ from typing import Any, Literal
 
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from analysis import notebook
-from analysis.answer import BUDGETS, ONE_SIDED, Answer, Costs, interval, row, sentence, table, worth_in_words
-from analysis.idea import laid_out, read_idea, with_its_files
-from analysis.inference import FIRST_LOOK, Worth, decide, difference, factor, more_runs, worth
-from analysis.side import Refused, Side, budgets, check_ruler, matched, scaled
-from analysis.trainings import Failed, OutOfTime, Stopped, Training, Trainings, launch_command, launched_precision
-from cli.screen import aligned
-from config import ConfigError, RunError, expanded
+from checkpoint.identity import code_hash
+from cli.output import aligned
+from config.errors import ConfigError, RunError
+from config.paths import expanded
 from data.files import temporary_folder
-from run.identity import code_hash
+from experiments import log
+from experiments.arm import Refused, Side, budgets, check_ruler, matched, scaled
+from experiments.candidate import laid_out, read_idea, with_its_files
+from experiments.result import BUDGETS, ONE_SIDED, Answer, Costs, interval, row, sentence, table, worth_in_words
+from experiments.sequential_test import FIRST_LOOK, Worth, decide, difference, factor, more_runs, worth
+from jobs.runner import Failed, OutOfTime, Stopped, Training, Trainings, launch_command, launched_precision
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "lab.yaml"
 BUDGET_SEEDS = 2  # of each share of the steps
@@ -70,7 +71,7 @@ class ExperimentConfig:
     """Narrow or widen the feed-forward of the idea until it has as many as the baseline."""
 
     lab: str = "lab"
-    """The directory of runs, diffs and the notebook."""
+    """The directory of runs, diffs and the log."""
 
     launch: str | None = None
     """What starts a run, as "accelerate launch --config_file X". null: python."""
@@ -87,11 +88,11 @@ class NotebookConfig:
     """Do so."""
 
     lab: str = "lab"
-    """The directory of the notebook."""
+    """The directory of the log."""
 
 
 def main(config: ExperimentConfig | NotebookConfig) -> None:
-    """Answer, and write the answer into the notebook.
+    """Answer, and write the answer into the log.
 
     Raises:
         ConfigError: the idea is none, a setting of the baseline is wrong, or the sides cannot be compared.
@@ -100,12 +101,12 @@ def main(config: ExperimentConfig | NotebookConfig) -> None:
     """
     lab = expanded("lab", config.lab)
     if hasattr(config, "notebook"):  # its class is one of the module that was started, which is none of this one
-        print(notebook.publish(lab))
+        print(log.publish(lab))
         return
     try:
         found = Experiment(config, lab, Trainings(config.jobs or (1 if config.launch else None))).answer()
-        notebook.append(lab, found)
-        tried = notebook.tried(lab, found["untuned"])
+        log.append(lab, found)
+        tried = log.tried(lab, found["untuned"])
     except Stopped:
         print("stopped as asked; the same command goes on from there", file=sys.stderr)
         raise SystemExit(75) from None
@@ -125,7 +126,7 @@ class Experiment:
         self.trainings.until = time.monotonic() + 60 * (config.budget_minutes or math.inf)
 
     def answer(self) -> dict[str, Any]:
-        """A row for the notebook.
+        """A row for the log.
 
         Raises:
             ConfigError, RunError, Stopped: as main has them.
@@ -357,8 +358,8 @@ def kind_of(words: list[str]) -> type:
 
 
 if __name__ == "__main__":
-    from cli.arguments import own_arguments_first
     from cli.scripts import run_and_exit
+    from config.parser import own_arguments_first
 
     kind = kind_of(sys.argv[1:])
     if kind is ExperimentConfig:

@@ -45,15 +45,16 @@ from tempfile import TemporaryDirectory
 import torch
 import yaml
 
-from config import ConfigError, RunError, expanded
+from checkpoint.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
+from config.errors import ConfigError, RunError
+from config.paths import expanded
 from data.chat_template import ChatTemplate
 from data.files import share
 from data.integrity import read_metadata
-from load import Loaded, Weights, averages, find_checkpoint, is_run, load_checkpoint, load_with_source
-from model.hub import to_transformers
+from model.hf import to_transformers
 from plot import save_loss_curve
-from run.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
-from run.pictures import drawing
+from plotting.style import drawing
+from run.load import Loaded, Weights, averages, find_checkpoint, is_run, load_checkpoint, load_with_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,6 +1,6 @@
 """Draws runs from their metrics.jsonl: python plot.py RUN... [--x tokens] writes loss.png into each run, excess.png if
-it tells its excess over the floor by kind, and layers.png if it has `tracking.layers`. analysis/curves.py draws several
-runs over each other.
+it tells its excess over the floor by kind, and layers.png if it has `tracking.layers`. comparison/report.py draws
+several runs over each other.
 """
 
 import math
@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from config import ConfigError, expanded
-from run.metrics_file import read_rows
-from run.pictures import (
+from config.errors import ConfigError
+from config.paths import expanded
+from plotting.style import (
     COLORS,
     DASHES,
     FLOOR,
@@ -26,6 +26,7 @@ from run.pictures import (
     new_figure,
     places_on,
 )
+from run.metrics_log import read_rows
 
 LAYER_TITLES = {
     "weight_norm": "norm of the weights (L2)",

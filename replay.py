@@ -62,23 +62,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import train
-from analysis.audit import Run, audit, outcome, say
-from config import ConfigError, TrainConfig, expanded
+from audit.audit import Run, audit, outcome, say
+from checkpoint.manifest import read_manifest, step_directory
+from checkpoint.unshard import read_weights
+from config.errors import ConfigError
+from config.paths import expanded
+from config.schema import TrainConfig
 from data.corpus import Batches, load_corpus
 from data.files import copy_folder
-from launch.nested import temporary_folder
-from launch.request import check_request
-from launch.start import join_process_group, uses_cpu
-from launch.world import is_main_process
-from load import copy_initial_weights, load_run
+from distributed.launch import join_process_group, uses_cpu
+from distributed.launch_checks import check_request
+from distributed.nested import temporary_folder
+from distributed.world import is_main_process
 from model.gpt import GPTModel
 from model.seeds import derive_seed
-from run.manifest import read_manifest, step_directory
-from run.weights import read_weights
+from run.load import copy_initial_weights, load_run
+from training.block_stats import total_norm
 from training.gradients import fill_in_gradients, trainable_parameters
-from training.layers import total_norm
-from training.network import no_compiler, prepare_network
 from training.optimizer import build_optimizer, set_schedules
+from training.prepare_model import no_compiler, prepare_network
 
 NUM_WORST, TEXT_SHOWN = 5, 120  # tokens, characters
 

@@ -67,14 +67,14 @@ from contextlib import suppress
 import torch
 from tokenizers.decoders import DecodeStream
 
-from config import ConfigError
+from config.errors import ConfigError
+from data.chat import Message
 from data.chat_template import ChatTemplate
-from data.conversations import Message
-from data.stories import storyteller
+from data.synthetic.stories import storyteller
 from data.tokenizer import errors_of_tokenizers
-from launch.processor import prepare_cpu
-from load import Loaded, load_run
+from distributed.cpu import prepare_cpu
 from model.seeds import derive_seed
+from run.load import Loaded, load_run
 
 
 def main(config: SampleConfig) -> None:

@@ -12,9 +12,10 @@ from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from analysis import recipe
-from config import ConfigError, RunError, expanded
+from config.errors import ConfigError, RunError
+from config.paths import expanded
 from data.files import write_atomically
+from scaling import recipe
 
 TIMES_RULE = (0.25, 0.5, 1, 2, 4)  # learning rates
 FLAGS = ("--law", "--widths")
@@ -97,7 +98,7 @@ def print_recipe(config: ScaleConfig) -> None:
     if config.corpus:
         vocab_size = recipe.vocabulary_of(config.corpus)
     else:
-        from data.stories import storyteller
+        from data.synthetic.stories import storyteller
 
         vocab_size = len(storyteller(recipe.FACTS, 1.0, 0).vocabulary)
     lines = recipe.recipe(config.depth, config.tokens_per_parameter, config.family, config.corpus, vocab_size)
@@ -123,9 +124,9 @@ class Bench:
     """Trains rungs, and says what they came to."""
 
     def __init__(self, config: ScaleConfig, out_dir: Path):
-        from analysis.ladder import BATCH
-        from analysis.trainings import Trainings, launch_command, launched_precision, launched_processes
-        from run.identity import code_hash
+        from checkpoint.identity import code_hash
+        from jobs.runner import Trainings, launch_command, launched_precision, launched_processes
+        from scaling.ladder import BATCH
 
         self.out_dir, self.launch = out_dir, tuple(launch_command(config.launch))
         share = max(1, BATCH // launched_processes([*self.launch]))
@@ -137,7 +138,7 @@ class Bench:
 
     def points(self, rungs: Iterable) -> list:
         """Of the rungs, when all are trained."""
-        from analysis.trainings import Failed, Stopped
+        from jobs.runner import Failed, Stopped
 
         wanted = [(rung, rung.training(self.out_dir, self.settings, self.launch)) for rung in rungs]
         try:
@@ -181,8 +182,8 @@ def check_alike(out_dir: Path, now: dict[str, str | None]) -> None:
 
 def search_learning_rates(config: ScaleConfig, sizes: list[int], steps: int, out_dir: Path) -> None:
     """Where the best learning rate of each width lies, with the rule and without."""
-    from analysis import scaling_pictures
-    from analysis.ladder import Rung
+    from scaling import plots
+    from scaling.ladder import Rung
 
     wide_first = sizes[::-1]  # so none is left alone at the end
     rungs = [Rung(width, steps, times * recipe.learning_rate(width)) for width in wide_first for times in TIMES_RULE]
@@ -194,14 +195,14 @@ def search_learning_rates(config: ScaleConfig, sizes: list[int], steps: int, out
         best, rule = recipe.best_of(curve), recipe.learning_rate(width)
         limit = {curve[0][0]: " or less", curve[-1][0]: " or more"}.get(best, "")
         print(f"width {width}: best learning rate {best:.2g}{limit}, {best / rule:.2g} times the rule's {rule:.2g}")
-    print(scaling_pictures.draw_learning_rates(curves, out_dir / "learning_rates.png"))
+    print(plots.draw_learning_rates(curves, out_dir / "learning_rates.png"))
 
 
 def find_law(config: ScaleConfig, sizes: list[int], budgets: list[int], out_dir: Path) -> None:
     """The ladder, the law, the prediction, and then its outcome."""
-    from analysis import scaling_pictures
-    from analysis.ladder import ladder, target
-    from analysis.scaling_report import Report, table
+    from scaling import plots
+    from scaling.ladder import ladder, target
+    from scaling.report import Report, table
 
     bench = Bench(config, out_dir)
     rungs = ladder(sizes, budgets, range(config.first_seed, config.first_seed + config.seeds))
@@ -217,8 +218,8 @@ def find_law(config: ScaleConfig, sizes: list[int], budgets: list[int], out_dir:
     print()
     for report in reports:
         print("\n".join(report.outcome(outcome)))
-        print(scaling_pictures.draw_law(report, outcome, out_dir / f"law_{report.kind}.png"))
-        print(scaling_pictures.draw_floors(report, outcome, out_dir / f"floor_{report.kind}.png"))
+        print(plots.draw_law(report, outcome, out_dir / f"law_{report.kind}.png"))
+        print(plots.draw_floors(report, outcome, out_dir / f"floor_{report.kind}.png"))
     found = figures | {report.kind: report.figures(outcome) for report in reports}
     write_atomically(out_dir / "law.json", json.dumps(found, indent=1))
 

@@ -16,13 +16,14 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 
 import compare
-from analysis.trainings import Stopped, Training, Trainings, launch_command, launched_precision
-from cli.arguments import own_arguments_first, parse_config
-from config import ConfigError, RunError, TrainConfig, flat_settings
-from run.continuation import check_resume, copy_model_settings, differences, read_settings
-from run.identity import code_hash, lasting_starts, other_facts
-from run.manifest import readable_checkpoints
-from run.metrics_file import read_rows
+from checkpoint.identity import code_hash, lasting_starts, other_facts
+from checkpoint.manifest import readable_checkpoints
+from config.errors import ConfigError, RunError
+from config.parser import own_arguments_first, parse_config
+from config.schema import TrainConfig, flat_settings
+from jobs.runner import Stopped, Training, Trainings, launch_command, launched_precision
+from run.metrics_log import read_rows
+from run.resume import check_resume, copy_model_settings, differences, read_settings
 from run.status import read_status
 
 TRAIN = str(Path(__file__).with_name("train.py"))

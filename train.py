@@ -19,37 +19,38 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from config import TrainConfig
+from checkpoint.saver import Saver, load_checkpoint
+from config.schema import TrainConfig
 from data.corpus import TOKENS_AT_ONCE, Batches, Corpus, load_corpus
-from data.order import StepSampler
+from data.sampler import StepSampler
+from distributed.launch import start_accelerator
+from distributed.launch_checks import check_request, check_same_settings
+from distributed.signals import Preempted, StopSignal
+from distributed.state_hash import state_digests
+from distributed.tree_reduce import TreeSum
 from export import export_newest
-from launch.request import check_request, check_same_settings
-from launch.signals import Preempted, StopSignal
-from launch.start import start_accelerator
-from load import Loaded, check_tokenizer, copy_initial_weights, load_initial_model
 from model.gpt import GPTModel
 from model.seeds import derive_seed
 from plot import save_excess, save_layers, save_loss_curve
-from run import checkpoint, trackers
+from plotting.style import drawing
+from run import trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory, Start
-from run.pictures import drawing
+from run.load import Loaded, check_tokenizer, copy_initial_weights, load_initial_model
 from run.reporting import Reporter
 from run.summary import summary
-from training.average import averaged_weights
-from training.fingerprint import state_digests
+from training.block_stats import LayerStatistics
+from training.data_loading import LoaderCheck, start_worker
+from training.ema import averaged_weights
+from training.evaluation import evaluate, require_finite_loss
+from training.generations import sample_texts
 from training.gradients import backward, clip, fill_in_gradients, first_backward, loss_scale, trainable_parameters
-from training.layers import LayerStatistics
-from training.loading import LoaderCheck, start_worker
-from training.network import prepare_network
+from training.metrics import StepTotals
 from training.optimizer import build_optimizer, set_schedules
+from training.prepare_model import prepare_network
 from training.profiler import step_profiler
 from training.schedule import at_step
-from training.step_totals import StepTotals
-from training.text_samples import sample_texts
 from training.throughput import Throughput, peak_flops
-from training.tree_sum import TreeSum
-from training.validation import evaluate, require_finite_loss
 
 
 def main(config: TrainConfig) -> None:
@@ -110,7 +111,7 @@ def train(
         # Accelerate does not wrap a model in DDP that is only to be evaluated. So each process keeps its own gradients,
         # which the tree adds up. The model stays in train mode all the same.
         model = accelerator.prepare_model(network, evaluation_mode=True)
-        tree_sum = TreeSum(network, rank, num_processes)
+        tree_sum = TreeSum(trainable_parameters(network), rank, num_processes)
     else:
         model, optimizer = accelerator.prepare(network, optimizer)
         optimizer = optimizer.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
@@ -118,7 +119,7 @@ def train(
     # DDP averages over the processes what is to be summed.
     averaged_over = 1 if config.exact else num_processes
     if start.checkpoint:
-        checkpoint.load(start.checkpoint, model, optimizer)
+        load_checkpoint(start.checkpoint, model, optimizer)
         state_digests(network, optimizer).require(start.metrics.get("state/digest"), start.checkpoint)
 
     order = corpus.order(config)
@@ -133,7 +134,7 @@ def train(
 
     with (
         Reporter(config, run, start.step, accelerator, export_newest) as reporter,
-        checkpoint.Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,
+        Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
         verified = corpus_check.begin()

@@ -52,26 +52,28 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import default_collate
 
 import train
-from analysis.gradient_check import gradient_errors
-from analysis.model_checks import constants_stay, flops_are_counted, logits_equal, values_not_saved, writes_as_trained
-from config import ConfigError, RunError, TrainConfig
+from checkpoint import saver, storage
+from checks.gradients import gradient_errors
+from checks.model import constants_stay, flops_are_counted, logits_equal, values_not_saved, writes_as_trained
+from config.errors import ConfigError, RunError
+from config.schema import TrainConfig
 from data.corpus import load_corpus
-from data.order import GlobalBatches
-from launch.nested import broadcast_from_main, nested_training
-from launch.processor import compute_as_any_processor
-from launch.request import check_request
-from launch.signals import Preempted
-from launch.start import num_shards, start_accelerator
+from data.sampler import GlobalBatches
+from distributed.cpu import compute_as_any_processor
+from distributed.launch import num_shards, start_accelerator
+from distributed.launch_checks import check_request
+from distributed.nested import broadcast_from_main, nested_training
+from distributed.sharding import full_tensor
+from distributed.signals import Preempted
+from distributed.tree_reduce import TreeSum
 from model.gpt import GPTModel
-from model.hub import FAMILIES
+from model.hf import FAMILIES
 from model.seeds import derive_seed
-from run import checkpoint, shards
-from training.gradients import loss_scale
-from training.layers import total_norm
-from training.network import prepare_network
-from training.optimizer import build_optimizer, gathered, set_schedules
+from training.block_stats import total_norm
+from training.gradients import loss_scale, trainable_parameters
+from training.optimizer import build_optimizer, set_schedules
+from training.prepare_model import prepare_network
 from training.schedule import at_step
-from training.tree_sum import TreeSum
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Trained:
 
 def gradient_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """That of all that it updates, in the order of its groups."""
-    return [gathered(weight.grad).clone() for group in optimizer.param_groups for weight in group["params"]]
+    return [full_tensor(weight.grad).clone() for group in optimizer.param_groups for weight in group["params"]]
 
 
 @contextlib.contextmanager
@@ -176,8 +178,8 @@ class Verification:
         path = Path(run.out_dir, run.name)
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         network, optimizer = self.build()
-        checkpoint.load(checkpoint.step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
-        return Trained(rows, gradient, shards.state_tensors(network, optimizer))
+        saver.load_checkpoint(saver.step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
+        return Trained(rows, gradient, storage.state_tensors(network, optimizer))
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
         network = GPTModel(self.config.model).to(self.device)
@@ -192,7 +194,9 @@ class Verification:
         network, optimizer = self.build()
         prepare_network(network, self.config, self.device)  # compiled or in chunks the bits are others
         order = self.corpus.order(self.config)
-        add_micro_batch = TreeSum(network, 0, 1).add_micro_batch if in_a_tree else lambda accumulation: None
+        add_micro_batch = (
+            TreeSum(trainable_parameters(network), 0, 1).add_micro_batch if in_a_tree else lambda accumulation: None
+        )
         rows, gradient, tokens = [], [], 0
         for step in range(self.config.steps):
             set_schedules(optimizer, network, self.config, step)
@@ -220,7 +224,7 @@ class Verification:
             total, count = add(torch.tensor(losses, device=self.device).sum(dim=0)).tolist()
             tokens += add(torch.tensor(batch["input_ids"].numel(), device=self.device)).item()
             rows.append({"train/loss": total / (count or 1), "train/grad_norm": norm.item(), "train/tokens": tokens})
-        return Trained(rows, gradient, shards.state_tensors(network, optimizer))
+        return Trained(rows, gradient, storage.state_tensors(network, optimizer))
 
     @cached_property
     def straight(self) -> Trained:

@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 from benchmarks.nanogpt import build_peer
-from cli.arguments import parse_config
+from config.parser import parse_config
 from data.corpus import load_corpus
+from distributed.cpu import prepare_cpu
 from examples.overlap import WAYS, average_gradients, hidden, lanes
-from launch.processor import prepare_cpu
 from model.gpt import GPTModel
-from training.network import prepare_network
 from training.optimizer import build_optimizer
+from training.prepare_model import prepare_network
 from training.throughput import peak_memory_bytes
 
 

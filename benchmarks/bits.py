@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.measure import Group, Program, launch, train
 from benchmarks.programs import QUIET, STORIES, TINY, random_tokens
-from load import find_checkpoint
-from run.metrics_file import read_rows
-from run.weights import whole_tensors
+from checkpoint.unshard import whole_tensors
+from run.load import find_checkpoint
+from run.metrics_log import read_rows
 
 SMALL = STORIES | QUIET | {"evaluation.every": 0, "micro_batch_size": 4, "tracking.log_every": 1, "model.dropout": 0.1}
 LARGE = {"n_layers": 6, "n_heads": 6, "d_model": 384}

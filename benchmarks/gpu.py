@@ -29,15 +29,15 @@ from torch.profiler import profile
 
 from benchmarks.measure import Group
 from benchmarks.nanogpt import build_peer
-from config import OptimizerConfig, ScheduleConfig, TrainConfig
-from data.order import GlobalBatches
+from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
+from data.sampler import GlobalBatches
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.seeds import derive_seed
 from training.gradients import clip
-from training.network import no_compiler, prepare_network
+from training.metrics import StepTotals
 from training.optimizer import build_optimizer, set_schedules
-from training.step_totals import StepTotals
+from training.prepare_model import no_compiler, prepare_network
 from training.throughput import peak_bf16_flops
 
 PEER, PRODUCT = "nanogpt", "a large product"

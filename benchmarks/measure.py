@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
-from run.metrics_file import read_rows
+from run.metrics_log import read_rows
 
 ROOT, CPU = Path(__file__).parent.parent, "accelerate_configs/cpu.yaml"
 LOGGED = ("[step ", "iter ")  # what lines of train.py, of the bare loop and of nanoGPT begin with

@@ -26,10 +26,10 @@ import pyarrow.parquet as pq
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from benchmarks.measure import ROOT, Group, Program, launch, run, words
-from cli.arguments import parse_config
+from config.parser import parse_config
 from data.corpus import load_corpus
 from data.tokenizer import load_tokenizer
-from run.metrics_file import read_rows
+from run.metrics_log import read_rows
 
 MEGABYTES, ONE_FOR_VALIDATION = 50, 50  # of text; of so many documents
 GPT2_PATTERN = (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from config import OptimizerConfig
+from config.schema import OptimizerConfig
 from model.config import GPTConfig
 
 # On a CPU its train.py enters a nullcontext in place of autocast: to run it in bfloat16, that is what is replaced.

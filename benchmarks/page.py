@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from benchmarks.measure import ROOT
-from run.provenance import provenance
+from checkpoint.provenance import provenance
 
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 Figures = dict[str, dict[str, dict]]
@@ -184,7 +184,7 @@ def draw(axis: str, record: dict, path: Path) -> None:
     theory says."""
     from matplotlib.ticker import EngFormatter  # here, for where figures are only kept it is not installed
 
-    from run.pictures import COLORS, MARKS, as_written, label_round, new_figure
+    from plotting.style import COLORS, MARKS, as_written, label_round, new_figure
 
     (label, curves, start), cases = PICTURES[axis], record["figures"][axis]
     points, each = list(map(int, cases)), [case | record["machine"] for case in cases.values()]

@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader
 
 from benchmarks.measure import Group
 from data.corpus import Batches
-from data.order import GlobalBatches, StepSampler
-from data.prepare import PrepareConfig, prepare
+from data.prepare.prepare import PrepareConfig, prepare
+from data.sampler import GlobalBatches, StepSampler
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
-from launch.processor import prepare_cpu
+from distributed.cpu import prepare_cpu
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.hub import FAMILIES, to_transformers
+from model.hf import FAMILIES, to_transformers
 
 PROMPT, DOCUMENT = 32, 4000  # tokens, characters
 CORPUS_BATCH, CORPUS_SEQ_LEN = 64, 1025

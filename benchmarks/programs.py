@@ -19,10 +19,10 @@ import torch
 from benchmarks.measure import CPU, LOGGED, ROOT, TURNS, Case, Group, Program, awake, launch, run, train, words
 from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
 from benchmarks.parts import reading_a_corpus
+from distributed.cpu import available_cores
 from examples.overlap import WAYS
-from launch.processor import available_cores
 from model.config import GPTConfig
-from run.metrics_file import read_rows
+from run.metrics_log import read_rows
 
 RANDOM = {"config": "configs/random_tokens.yaml", "model.dropout": 0.0, "data.num_samples": 10_000}
 STORIES = {"config": "configs/stories.yaml"}

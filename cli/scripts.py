@@ -21,17 +21,17 @@ except ImportError:
     print("error: this runs on Linux and macOS, and on Windows inside WSL (wsl --install)", file=sys.stderr)
     sys.exit(2)
 
-from cli.arguments import parse_config, parse_tool
-from cli.screen import ignore_failed_prints, printable_lines
-from config import ConfigError, RunError
-from launch.environment import normalize_environment
-from launch.signals import Preempted, ignore_stop_signals
-from launch.world import is_main_process, num_processes
+from cli.output import ignore_failed_prints, printable_lines
+from config.errors import ConfigError, RunError
+from config.parser import parse_config, parse_tool
+from distributed.environment import normalize_environment
+from distributed.signals import Preempted, ignore_stop_signals
+from distributed.world import is_main_process, num_processes
 
 # What these print is a log, without which they have done their work all the same. All others are there to print.
 PRINT_A_LOG = ("train", "sweep")
 ROOT = Path(__file__).parent.parent
-FOLDERS_OF_CODE = [ROOT / part for part in ("", "analysis", "data", "launch", "model", "run", "training")]
+SOURCE_DIRS = {path.parent for pattern in ("*.py", "*/*.py", "data/*/*.py") for path in ROOT.glob(pattern)}
 
 
 def run_and_exit(script: str, kind: type | None = None, needs_torch: bool = True) -> NoReturn:
@@ -76,7 +76,7 @@ def run_script(script: str, kind: type | None = None, needs_torch: bool = True) 
         if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
         only_a_log = script in PRINT_A_LOG and not planned
-        import_module("analysis.plan" if planned else script).main(config)
+        import_module("checks.plan" if planned else script).main(config)
     except SystemExit as exit_:  # --help and --print_config
         if exit_.code:
             return int(exit_.code)
@@ -168,5 +168,5 @@ def explain_full_memory(error: Exception) -> str:
 def own_line(error: Exception) -> str:
     """The innermost line of this repository that an error went through, and where it stands."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    here = next(frame for frame in frames if Path(frame.filename).parent in FOLDERS_OF_CODE)
+    here = next(frame for frame in frames if Path(frame.filename).parent in SOURCE_DIRS)
     return f"`{here.line}` ({Path(here.filename).name}, line {here.lineno})"

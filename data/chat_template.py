@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from config import ConfigError
-from data.conversations import Message, content_of, keys_of
+from config.errors import ConfigError
+from data.chat import Message, content_of, keys_of
 from data.files import write_atomically
 from data.tokenizer import errors_of_tokenizers
 

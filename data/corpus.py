@@ -9,11 +9,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from config import ConfigError, TrainConfig, no_code_for
-from data.excess import excess_by_kind
-from data.order import GlobalBatches, MixedBatches, mix_quotas, share_out
-from data.random_tokens import RandomTokensDataset
-from data.stories import StoriesDataset, storyteller
+from config.errors import ConfigError, no_code_for
+from config.schema import TrainConfig
+from data.sampler import GlobalBatches, MixedBatches, mix_quotas, share_out
+from data.synthetic.excess import excess_by_kind
+from data.synthetic.random_tokens import RandomTokensDataset
+from data.synthetic.stories import StoriesDataset, storyteller
 
 if TYPE_CHECKING:
     from data.integrity import Verification

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from config import ConfigError
+from config.errors import ConfigError
 
 # What file systems answer that have no locks, or cannot make the names in a folder durable, as some on a network.
 NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from config import ConfigError
+from config.errors import ConfigError
 from data.json_objects import parse_object
-from launch.priority import yield_cores
+from distributed.priority import yield_cores
 
 SPLITS = ("train", "validation")
 READERS = min(4, os.cpu_count() or 1)  # threads, for one alone hashes slower than a disk reads

@@ -1,4 +1,4 @@
-"""Prepared corpora (data/prepare.py) as samples: memory-mapped, nothing is read before it is asked for."""
+"""Prepared corpora (data/prepare/prepare.py) as samples: memory-mapped, nothing is read before it is asked for."""
 
 import os.path
 from bisect import bisect_right
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset
 
-from config import ConfigError
+from config.errors import ConfigError
 from data.integrity import REMEDY, open_columns, read_metadata
 from data.tokenizer import load_tokenizer, token_bytes
 

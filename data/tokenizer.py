@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from config import ConfigError
+from config.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 MOST_TOKENS = 10**6  # of one that is learnt: tokenizers takes memory for all of them first, and aborts if there is none

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from analysis import recipe
 from benchmarks.page import markdown
 from cli.scripts import run_and_exit
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from scaling import recipe
 
 COUNTS, STRATEGIES = (8, 16, 64, 1024), ("DDP", "FSDP", "hybrid")
 WANTED = 0.9  # efficiency

@@ -9,12 +9,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from config import TrainConfig
+from config.schema import TrainConfig
 
 PAGE = Path(__file__).parent / "settings.md"
 HEAD = """# Settings
 
-Made by `python -m docs.settings` from `config.py` and `model/config.py`. In a YAML file a section is a key
+Made by `python -m docs.settings` from `config/schema.py` and `model/config.py`. In a YAML file a section is a key
 (`optimizer: {lr: 0.001}`); on the command line it is `--optimizer.lr 0.001`. What comes later wins. Without
 `--config`, `configs/stories.yaml` is read, whose values come before the defaults here. `python train.py --help` says
 the same, `--print_config` what is in force, and `configs/` has recipes.

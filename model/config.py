@@ -9,7 +9,7 @@ from typing import Literal, get_args
 class GPTConfig:
     """A decoder-only transformer. The defaults are a small member of the GPT-2 family.
 
-    Two families have an exact counterpart in transformers (see model/hub.py):
+    Two families have an exact counterpart in transformers (see model/hf.py):
     GPT-2 = learned + layernorm + gelu + bias; Qwen3 = rope + rmsnorm + swiglu + qk_norm, no bias.
     """
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from model.config import GPTConfig
 from model.generate import Generation, LayerCache
-from model.linear import Linear, linear
+from model.kernels import Linear, linear
 from model.loss import capped, next_token_loss
 from model.seeds import derive_seed
 
@@ -226,7 +226,7 @@ class GPTModel(Generation, nn.Module):
             raise ValueError("\n".join(problems))
         self.config = config
         self.windows = config.windows
-        # How it is computed, training/network.py chooses.
+        # How it is computed, training/prepare_model.py chooses.
         self.next_token_loss = functools.partial(next_token_loss, softcap=config.softcap)
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":

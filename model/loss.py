@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.linear import linear
+from model.kernels import linear
 
 # Logits of a chunk, in bytes of float32: what stays in the cache of a CPU, and what keeps a GPU busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}

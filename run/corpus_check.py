@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from config import ConfigError, RunError
+from config.errors import ConfigError, RunError
 
 if TYPE_CHECKING:  # it needs pyarrow, and sources other than text do not
     from data.integrity import Verification

@@ -14,24 +14,19 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from config import ConfigError, RunError, TrainConfig, expanded
+from checkpoint.identity import code_name, other_arrangement, other_facts
+from checkpoint.manifest import InvalidCheckpoint, newest_valid, read_manifest, readable_checkpoints, validate
+from checkpoint.provenance import arrangement, network_size, provenance, uncommitted_changes
+from checkpoint.tokenizer_files import keep_tokenizer
+from config.errors import ConfigError, RunError
+from config.paths import expanded
+from config.schema import TrainConfig
 from data.files import lock, move_aside, write_atomically
-from launch.signals import Preempted
-from launch.world import is_main_process, num_processes
-from run.continuation import (
-    check_branch,
-    check_resume,
-    complete_settings,
-    copy_model_settings,
-    differences,
-    read_settings,
-)
-from run.identity import code_name, other_arrangement, other_facts
-from run.manifest import InvalidCheckpoint, newest_valid, read_manifest, readable_checkpoints, validate
-from run.metrics_file import forget_after, read_rows
-from run.provenance import arrangement, network_size, provenance, uncommitted_changes
+from distributed.signals import Preempted
+from distributed.world import is_main_process, num_processes
+from run.metrics_log import forget_after, read_rows
+from run.resume import check_branch, check_resume, complete_settings, copy_model_settings, differences, read_settings
 from run.status import IN_USE, LOCK, Status, read_status, write_status
-from run.tokenizer import keep_tokenizer
 
 NONE_LEFT = "no valid checkpoint is left"
 

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, closing
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from config import TrainConfig
+from config.schema import TrainConfig
 from data.json_objects import finite_or_null
 from run.directory import RunDirectory
-from run.metrics_file import MetricsFile
+from run.metrics_log import MetricsFile
 from run.trackers import ExportNewest, start_tracker
 
 NUM_TEXTS_SHOWN = 3

@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from config import TrainConfig
-from data.order import BatchSizes
-from launch.start import num_shards
+from config.schema import TrainConfig
+from data.sampler import BatchSizes
+from distributed.launch import num_shards
 from model.gpt import HAS_TRITON, GPTModel
 from run.directory import Start
 from training.gradients import trainable_parameters
-from training.network import no_compiler
+from training.prepare_model import no_compiler
 
 
 def batch_of_run(config: TrainConfig, of: int = 1) -> str:

@@ -17,16 +17,17 @@ from uuid import uuid4
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import patch_environment
 
-from config import ConfigError, TrainConfig, no_code_for
+from checkpoint.identity import ARRANGEMENT
+from checkpoint.manifest import Manifest
+from checkpoint.provenance import provenance
+from config.errors import ConfigError, no_code_for
+from config.schema import TrainConfig
 from data.json_objects import finite_or_null
-from launch.signals import Preempted
-from model.hub import family_of
+from distributed.signals import Preempted
+from model.hf import family_of
 from run.directory import RunDirectory
-from run.identity import ARRANGEMENT
-from run.manifest import Manifest
-from run.metrics_file import read_rows
-from run.provenance import provenance
-from training.step_totals import NonFiniteError
+from run.metrics_log import read_rows
+from training.metrics import NonFiniteError
 
 ROOT = Path(__file__).parent.parent
 STOPPING_SECONDS = 10  # for which a run that was asked to stop waits for its tracker

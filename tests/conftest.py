@@ -31,9 +31,9 @@ CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
 # Files of some seconds, the longest first.
 LONGEST = """test_replay test_verify test_pages test_faults test_sweep test_sharding test_waits test_examples
-test_signals test_tracking test_training test_using_docs test_request test_prepare test_network test_stories
-test_plan test_text test_exact test_directory test_experiment test_trainings test_odd_machines test_fuzz
-test_init_from test_fingerprint test_evaluate test_conversations test_export""".split()
+test_signals test_trackers test_training test_using_docs test_launch_checks test_prepare test_prepare_model test_stories
+test_plan test_text test_tree_reduce test_directory test_experiment test_runner test_odd_machines test_parser_fuzz
+test_init_from test_state_hash test_evaluate test_chat test_export""".split()
 TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
 
 

@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
+from checkpoint import saver
 from cli import scripts
-from run import checkpoint
 from training.optimizer import is_sharded
 
 FAULTS = os.environ["FAULTS"].split()
@@ -109,9 +109,9 @@ def dying(original):
 set_schedules, train.set_schedules = train.set_schedules, begin_step
 train.GPTModel, train.StepTotals = Model, Totals
 if KIND == "kill_after_shards":
-    checkpoint.sha256 = dying(checkpoint.sha256)
+    saver.sha256 = dying(saver.sha256)
 if KIND == "kill_before_rename":
-    checkpoint.os.rename = dying(os.rename)
+    saver.os.rename = dying(os.rename)
 if KIND == "late":  # a corpus so large that training begins before it is verified
     train.CorpusCheck.begin = lambda check: check.verification.describe(done=False)
 if os.environ.get("LIE_ABOUT_FREE_SPACE"):

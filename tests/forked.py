@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
-PRELOADED = ["train", "verify", "run.shards", "torch._dynamo", "torch.distributed.run", "matplotlib.figure"]
+PRELOADED = ["train", "verify", "checkpoint.storage", "torch._dynamo", "torch.distributed.run", "matplotlib.figure"]
 PRELOADED += ["transformers.models.gpt2.modeling_gpt2", "transformers.models.qwen3.modeling_qwen3"]
 PRELOADED += ["sample", "replay", "matplotlib.backends.backend_agg"]
 PRELOADED += ["pydantic", "google.protobuf.text_format"]  # of wandb, which itself makes a folder for its process

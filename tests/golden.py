@@ -30,7 +30,7 @@ OF_ANY_PROCESSOR = ("state/digest", "train/loss", "train/grad_norm", "val/loss",
 
 def corpus(folder: Path) -> Path:
     """Bytes of a text that is the same everywhere."""
-    from data.prepare import PrepareConfig, prepare
+    from data.prepare.prepare import PrepareConfig, prepare
 
     text = folder / "text.jsonl"
     lines = ['{"text": "' + " ".join(f"{i * j % 97} gold" for j in range(2 + i % 19)) + '"}\n' for i in range(200)]

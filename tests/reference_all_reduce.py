@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from data.order import GlobalBatches
-from data.stories import StoriesDataset, build_tokenizer
+from data.sampler import GlobalBatches
+from data.synthetic.stories import StoriesDataset, build_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
 

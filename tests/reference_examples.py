@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from data.order import GlobalBatches
-from data.random_tokens import RandomTokensDataset
+from data.sampler import GlobalBatches
+from data.synthetic.random_tokens import RandomTokensDataset
 from examples import gpt_ddp, ring_allreduce
 
 

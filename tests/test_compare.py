@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from analysis.curves import Curves, save_picture, wrapped
-from analysis.inference import welch
-from analysis.records import read_record, read_records
 from cli import scripts
 from compare import CompareConfig, main
+from comparison.records import read_record, read_records
+from comparison.report import Curves, save_picture, wrapped
+from experiments.sequential_test import welch
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 
 # Student's sleep data, with which the documentation of R's t.test shows Welch's test: p-value = 0.07939.
@@ -207,7 +207,7 @@ def test_a_wrong_question_is_refused(arguments, message, pair, tmp_path, monkeyp
 
 
 def test_it_needs_no_torch():
-    code = "import sys, compare, sweep; from cli.arguments import parse_tool\n"
+    code = "import sys, compare, sweep; from config.parser import parse_tool\n"
     code += "parse_tool(compare.CompareConfig, 'compare', ['a']); "
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT, check=True)
 

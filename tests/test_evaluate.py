@@ -17,15 +17,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import evaluate
 import export
 import sample
-from config import ConfigError, DataConfig, TrainConfig
+from checkpoint.manifest import read_manifest
+from config.errors import ConfigError
+from config.schema import DataConfig, TrainConfig
 from data.corpus import load_corpus
-from data.stories import StoriesDataset, log_prob
+from data.synthetic.stories import StoriesDataset, log_prob
 from evaluate import EvaluateConfig
 from export import ExportConfig
-from load import Loaded, load_run
 from model.config import GPTConfig
 from model.seeds import derive_seed
-from run.manifest import read_manifest
+from run.load import Loaded, load_run
 from sample import SampleConfig
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, python, train

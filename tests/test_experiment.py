@@ -19,15 +19,16 @@ import yaml
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import experiment
-from analysis import idea, notebook, side, trainings
-from analysis.answer import sentence, trend, worth_in_words
-from config import ConfigError, RunError
+from config.errors import ConfigError, RunError
 from data.text import TextCorpus, TextDataset
 from experiment import ExperimentConfig, NotebookConfig, main
-from load import load_run
+from experiments import arm, candidate, log
+from experiments.result import sentence, trend, worth_in_words
+from jobs import runner
+from run.load import load_run
 from tests import forked
 from tests.conftest import ROOT, environment, python
-from tests.data.test_prepare import make, make_documents, write_jsonl
+from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
 
 # In the place of train.py: the loss above a floor of 0.5 is EFFECT / steps, but for half a percent by the seed, and for
 # the settings that an idea may change.
@@ -83,7 +84,7 @@ sys.exit(state == "failed")
 
 
 def ask(asked, what, *words):
-    """In the place of analysis/ruler.py, which needs torch."""
+    """In the place of experiments/scorer.py, which needs torch."""
     if what == "measure":
         loss = asked.run(0).last()["val/loss"]
         facts = {
@@ -109,9 +110,9 @@ def ask_about(tmp_path, monkeypatch):
     config.write_text("")
     lab.mkdir()
     monkeypatch.setattr(experiment, "DEFAULT_CONFIG", config)
-    monkeypatch.setattr(idea, "ROOT", root)
-    monkeypatch.setattr(side.Side, "_ask", ask)
-    monkeypatch.setattr(trainings, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(candidate, "ROOT", root)
+    monkeypatch.setattr(arm.Side, "_ask", ask)
+    monkeypatch.setattr(runner, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(experiment, "code_hash", lambda: None)
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
     printed = []
@@ -198,7 +199,7 @@ def test_an_idea_that_does_not_train_is_a_verdict_and_costs_a_run(text, message,
     assert found["verdict"] == "failed" and message in found["message"]
     assert len(ask_about.started()) == runs
     assert sentence(found).startswith(f"Failed: {text} does not train: ")
-    assert [row["verdict"] for row in notebook.read(ask_about.lab)] == ["failed"]
+    assert [row["verdict"] for row in log.read(ask_about.lab)] == ["failed"]
 
 
 def test_an_idea_without_its_quotes_is_refused(ask_about):
@@ -224,9 +225,9 @@ def test_sides_that_are_not_measured_alike_are_refused(changes, message, ask_abo
     def other(asked, *words):
         return ask(asked, *words) | (changes if asked.settings["model.mlp"] == "relu2" else {})
 
-    monkeypatch.setattr(side.Side, "_ask", other)
+    monkeypatch.setattr(arm.Side, "_ask", other)
     assert message in ask_about("--model.mlp relu2", error=ConfigError)
-    assert not notebook.read(ask_about.lab)
+    assert not log.read(ask_about.lab)
 
 
 @pytest.fixture
@@ -241,8 +242,8 @@ def ask_about_tokenizers(ask_about, monkeypatch):
             return ask(asked, what, *words) | found | (facts if path == "of eleven ." else {})
 
         texts = {"of ten ...": "same", "of eleven .": text}
-        monkeypatch.setattr(side.Side, "_ask", ask_of_text)
-        monkeypatch.setattr(side.Side, "validation_text", lambda asked: texts[asked.settings["data.path"]])
+        monkeypatch.setattr(arm.Side, "_ask", ask_of_text)
+        monkeypatch.setattr(arm.Side, "validation_text", lambda asked: texts[asked.settings["data.path"]])
         monkeypatch.setattr(experiment, "TURNS", 0)
         return ask_about("--data.path 'of eleven .'", "--data.path", "of ten ...", *common, error=error, worth=worth)
 
@@ -279,7 +280,7 @@ def test_what_bits_per_byte_cannot_compare_is_refused(asked, message, ask_about_
 
 
 def test_an_idea_that_looks_ahead_fails(ask_about, monkeypatch):
-    monkeypatch.setattr(side.Side, "_ask", lambda asked, *words: ask(asked, *words) | {"looks_ahead": True})
+    monkeypatch.setattr(arm.Side, "_ask", lambda asked, *words: ask(asked, *words) | {"looks_ahead": True})
     found = ask_about("--model.mlp relu2")
     assert found["verdict"] == "failed" and "later tokens" in found["message"]
 
@@ -288,7 +289,7 @@ def test_a_branch_is_trained_by_its_own_code(ask_about):
     def git(*words):
         return subprocess.run(["git", *words], cwd=ask_about.root, check=True, capture_output=True, text=True).stdout
 
-    os.environ |= idea.NOBODY
+    os.environ |= candidate.NOBODY
     git("init", "--quiet", "--initial-branch=main")
     git("add", ".")
     git("commit", "--quiet", "--message", "base")
@@ -309,7 +310,7 @@ def test_an_idea_may_change_a_config_and_must_change_something_that_trains(ask_a
     def git(*words):
         subprocess.run(["git", *words], cwd=ask_about.root, check=True, capture_output=True)
 
-    os.environ |= idea.NOBODY
+    os.environ |= candidate.NOBODY
     config, page = ask_about.root / "configs" / "lab.yaml", ask_about.root / "README.md"
     page.write_text("before")
     git("init", "--quiet", "--initial-branch=main")
@@ -327,19 +328,19 @@ def test_an_idea_may_change_a_config_and_must_change_something_that_trains(ask_a
 def test_a_budget_of_minutes(ask_about, monkeypatch):
     found = ask_about("--model.mlp relu2", budget_minutes=1e-9)
     assert found["verdict"] == "unknown" and not ask_about.started() and "before" in sentence(found)
-    assert not notebook.read(ask_about.lab), "no answer is no experiment"
+    assert not log.read(ask_about.lab), "no answer is no experiment"
     begun = []
-    monkeypatch.setattr(trainings, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: len(begun)}))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: len(begun)}))
     monkeypatch.setattr(experiment, "time", SimpleNamespace(monotonic=lambda: 0))
-    start = trainings.Trainings._start
-    monkeypatch.setattr(trainings.Trainings, "_start", lambda self, run: begun.append(run) or start(self, run))
+    start = runner.Trainings._start
+    monkeypatch.setattr(runner.Trainings, "_start", lambda self, run: begun.append(run) or start(self, run))
     found = ask_about("--model.mlp relu2", tune="optimizer.lr", budget_minutes=4 / 60)
     assert 4 <= len(begun) <= 5 and found["verdict"] == "unknown", "of ten that are wanted together no more is begun"
 
 
 @pytest.mark.parametrize(("launch", "at_once"), [(None, 2), (sys.executable, 1)])
 def test_launches_of_several_processes_are_begun_one_after_the_other(launch, at_once, ask_about, monkeypatch):
-    monkeypatch.setattr(trainings, "cores", lambda: 2)
+    monkeypatch.setattr(runner, "cores", lambda: 2)
     found = []
     monkeypatch.setattr(experiment.Trainings, "train", lambda self, *_: found.append(self.at_once) or 1 / 0)
     ask_about("--model.mlp relu2", jobs=None, launch=launch, error=ZeroDivisionError)
@@ -361,7 +362,7 @@ def test_a_larger_model_that_does_not_train_costs_no_answer(ask_about, monkeypat
     (ask_about.root / "train.py").write_text(fake)
     found = ask_about("--model.mlp relu2", sizes="1,4")
     assert found["verdict"] == "better" and "of a larger one nothing is known: " in sentence(found)
-    assert found["cost"]["parameters"] == [1000, 1000] and notebook.read(ask_about.lab)
+    assert found["cost"]["parameters"] == [1000, 1000] and log.read(ask_about.lab)
 
 
 def test_speeds_that_cannot_be_measured_cost_no_answer(ask_about, monkeypatch):
@@ -378,12 +379,12 @@ def of_settings(**changes):
     settings = {"steps": 400, "global_batch_size": 4, "data.source": "text", "optimizer.lr": 1.0}
     settings |= {"model.d_model": 64, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": None}
     settings |= {"schedule.name": "wsd", "schedule.warmup_steps": 40, "schedule.decay_steps": None}
-    return side.Side(ROOT, "", (), "no", (), settings | changes, ROOT)
+    return arm.Side(ROOT, "", (), "no", (), settings | changes, ROOT)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 2), (12, 4, 2), (16, 4, 2), (4, None, 2), (4, 1, 4)])
 def test_the_heads_of_a_larger_model_share_keys_as_before(heads, kv_heads, size):
-    larger = side.scaled(of_settings(**{"model.n_heads": heads, "model.n_kv_heads": kv_heads}), size).settings
+    larger = arm.scaled(of_settings(**{"model.n_heads": heads, "model.n_kv_heads": kv_heads}), size).settings
     kv = larger["model.n_kv_heads"]
     assert (kv is None) == (kv_heads is None) and larger["model.n_heads"] % (kv or 1) == 0
     assert kv is None or larger["model.n_heads"] // kv == heads // kv_heads
@@ -402,7 +403,7 @@ def test_the_heads_of_a_larger_model_share_keys_as_before(heads, kv_heads, size)
     ],
 )
 def test_every_budget_is_one_that_trains(changes):
-    found, stages = side.budgets(of_settings(**changes), (0.5, 0.5**0.5, 2))
+    found, stages = arm.budgets(of_settings(**changes), (0.5, 0.5**0.5, 2))
     assert [one.settings["steps"] for one in found.values()] == [round(of_settings(**changes).settings["steps"] * s)
                                                                for s in (0.5, 0.5**0.5, 2)]  # fmt: skip
     for one in itertools.chain(*stages):
@@ -429,7 +430,7 @@ def test_a_setting_is_tuned_for_both_sides_on_seeds_of_its_own(ask_about):
                                                    tune="schedule.warmup_steps", error=ConfigError)  # fmt: skip
     found = ask_about("--model.mlp relu2", tune="schedule.warmup_steps")
     assert all(isinstance(value, int) for value in found["tuned"])
-    assert notebook.tried(ask_about.lab, found["untuned"]) == 1 and found["untuned"].startswith("lab-")
+    assert log.tried(ask_about.lab, found["untuned"]) == 1 and found["untuned"].startswith("lab-")
 
 
 def test_an_idea_that_does_not_train_costs_a_run_even_if_it_is_to_be_tuned(ask_about):
@@ -443,12 +444,12 @@ def test_an_idea_that_does_not_train_costs_a_run_even_if_it_is_to_be_tuned(ask_a
 def test_a_wider_feed_forward_is_narrowed_to_match(ask_about):
     ask_about("--model.mlp swiglu --model.d_ff 128", match="parameters")
     name = next(name for name in ask_about.started())
-    log = (ask_about.lab / "runs" / "logs" / f"{name}.log").exists()
-    shape = notebook.read(ask_about.lab)[0]
-    assert log and shape["verdict"] in ("unknown", "no difference")
-    narrow = side.matched(
-        side.Side(None, "", (), "no", (), {"model.d_ff": 128, "model.mlp": "swiglu"}, None),
-        side.Side(None, "", (), "no", (), {"model.d_ff": 64, "model.mlp": "gelu"}, None),
+    logged = (ask_about.lab / "runs" / "logs" / f"{name}.log").exists()
+    shape = log.read(ask_about.lab)[0]
+    assert logged and shape["verdict"] in ("unknown", "no difference")
+    narrow = arm.matched(
+        arm.Side(None, "", (), "no", (), {"model.d_ff": 128, "model.mlp": "swiglu"}, None),
+        arm.Side(None, "", (), "no", (), {"model.d_ff": 64, "model.mlp": "gelu"}, None),
         "parameters",
     )
     assert narrow.settings["model.d_ff"] == 40 and narrow.words == ("--model.d_ff=40",)
@@ -492,11 +493,11 @@ def test_the_notebook_is_a_picture_and_a_table(ask_about):
         ask_about(text, margin=0.02)
     (ask_about.lab / "notebook.jsonl").open("a").write('{"half a li')
     main(NotebookConfig(True, str(ask_about.lab)))
-    before = len(notebook.read(ask_about.lab))
+    before = len(log.read(ask_about.lab))
     ask_about("--optimizer.lr 9.0", margin=0.02)
-    assert len(notebook.read(ask_about.lab)) == before + 1, "half a line spoils none after it"
+    assert len(log.read(ask_about.lab)) == before + 1, "half a line spoils none after it"
     ask_about("--optimizer.lr 9.0", margin=0.02, worth=True)
-    assert "worth" in notebook.read(ask_about.lab)[-1], "what is new of the same runs is kept"
+    assert "worth" in log.read(ask_about.lab)[-1], "what is new of the same runs is kept"
     lines = (ask_about.lab / "notebook.jsonl").read_text()
     ask_about("--optimizer.lr 9.0", margin=0.02, worth=True)
     assert (ask_about.lab / "notebook.jsonl").read_text() == lines, "and what is not is no other line"
@@ -526,9 +527,9 @@ def run_in_a_fork(command, **_):
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A recipe for train.py, its checkpoints and analysis/ruler.py as they are, in forks."""
-    monkeypatch.setattr(trainings, "subprocess", forked.SUBPROCESS)
-    monkeypatch.setattr(side, "subprocess", SimpleNamespace(run=run_in_a_fork))
+    """A recipe for train.py, its checkpoints and experiments/scorer.py as they are, in forks."""
+    monkeypatch.setattr(runner, "subprocess", forked.SUBPROCESS)
+    monkeypatch.setattr(arm, "subprocess", SimpleNamespace(run=run_in_a_fork))
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
     (tmp_path / "tiny.yaml").write_text(REAL)
     yield tmp_path / "tiny.yaml"
@@ -558,9 +559,9 @@ def test_real_runs_of_a_planted_defect(tiny, tmp_path, capsys):
 def test_what_budgets_have_in_common_is_trained_once(name, trained, tiny, tmp_path):
     """And each ends as if it had been trained by itself."""
     words = ["--config", str(tiny), "--schedule.name", name, "--schedule.warmup_steps", "2"]
-    baseline = side.Side.of(ROOT, [sys.executable], "no", words, tmp_path)
-    found, stages = side.budgets(baseline, (2, 0.5, 1))
-    every = trainings.Trainings(2)
+    baseline = arm.Side.of(ROOT, [sys.executable], "no", words, tmp_path)
+    found, stages = arm.budgets(baseline, (2, 0.5, 1))
+    every = runner.Trainings(2)
     for stage in stages:
         every.train([one.run(0) for one in stage])
     sides = {one.name: one for one in itertools.chain(*stages)}.values()
@@ -580,9 +581,9 @@ def test_what_budgets_have_in_common_is_trained_once(name, trained, tiny, tmp_pa
 def test_budgets_without_a_trunk(changes, tiny, tmp_path):
     """Samples that are read again, a warm-up that does not end before the first decay, weights from elsewhere."""
     words = ["--config", str(tiny), "--schedule.name", "wsd", "--schedule.warmup_steps", "2"]
-    baseline = side.Side.of(ROOT, [sys.executable], "no", words, tmp_path)
-    assert len(side.budgets(baseline, (0.5, 2))[1]) == 3
-    found, stages = side.budgets(replace(baseline, settings=baseline.settings | changes), (0.5, 2))
+    baseline = arm.Side.of(ROOT, [sys.executable], "no", words, tmp_path)
+    assert len(arm.budgets(baseline, (0.5, 2))[1]) == 3
+    found, stages = arm.budgets(replace(baseline, settings=baseline.settings | changes), (0.5, 2))
     assert stages == [[*found.values()]] and all(one.trunk is None for one in found.values())
 
 
@@ -592,8 +593,8 @@ def test_real_tokenizers_of_one_text(tmp_path, monkeypatch, capsys):
     text = write_jsonl(tmp_path / "text.jsonl", make_documents(600))
     for name, tokenizer in (("bytes", "byte"), ("pairs", "train:400")):
         make(text, tmp_path / name, tokenizer, validation="hash:0.3")
-    monkeypatch.setattr(trainings, "subprocess", forked.SUBPROCESS)
-    monkeypatch.setattr(side, "subprocess", SimpleNamespace(run=run_in_a_fork))
+    monkeypatch.setattr(runner, "subprocess", forked.SUBPROCESS)
+    monkeypatch.setattr(arm, "subprocess", SimpleNamespace(run=run_in_a_fork))
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
     recipe = yaml.safe_load(REAL) | {"seq_len": 32, "data": {"source": "text", "path": str(tmp_path / "bytes")}}
     recipe["evaluation"]["num_samples"] = None
@@ -628,7 +629,7 @@ def command(tmp_path, *words):
 
 @pytest.mark.slow
 def test_a_commit_is_trained_by_its_own_code_and_looking_ahead_is_seen(tmp_path):
-    """A clone with a commit that adds the next token to each: the best loss of all, and no idea."""
+    """A clone with a commit that adds the next token to each: the best loss of all, and no candidate."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
     source = clone / "model" / "gpt.py"
@@ -636,7 +637,7 @@ def test_a_commit_is_trained_by_its_own_code_and_looking_ahead_is_seen(tmp_path)
     line = "x_BTC = self.token_embedding(input_ids)"
     assert text.count(line) == 1
     source.write_text(text.replace(line, line + " + self.token_embedding(input_ids.roll(-1, 1))"))
-    env = environment(**idea.NOBODY)
+    env = environment(**candidate.NOBODY)
     subprocess.run(["git", "commit", "--quiet", "--all", "--message", "x"], cwd=clone, env=env, check=True)
     done = subprocess.run(command(tmp_path, "HEAD"), cwd=clone, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -12,11 +12,12 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import export
-from config import ConfigError, DataConfig, RunError, TrainConfig
+from config.errors import ConfigError, RunError
+from config.schema import DataConfig, TrainConfig
 from export import ExportConfig
-from load import Loaded, load_run
+from run.load import Loaded, load_run
 from tests.conftest import TINY_STORIES, metrics, python, tensors, train
-from tests.data.test_prepare import make
+from tests.data.prepare.test_prepare import make
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
 FAMILIES = {"gpt2": [], "qwen3": [*QWEN3, "--model.tie_embeddings", "true", "--model.n_kv_heads", "1"]}

@@ -8,14 +8,15 @@ import shutil
 import pytest
 import torch
 
+from checkpoint.storage import copy_to_cpu
+from distributed.state_hash import VALUES_AT_ONCE, digests
+from distributed.tree_reduce import TreeSum
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import loss_of_chunk, next_token_loss
-from run.shards import copy_to_cpu
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
-from tests.training.test_sharding import launcher_environment
-from training.fingerprint import VALUES_AT_ONCE, digests
-from training.tree_sum import TreeSum
+from tests.distributed.test_sharding import launcher_environment
+from training.gradients import trainable_parameters
 
 WITHOUT = "no GPU is here, or hidden without -m cuda"
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason=WITHOUT)]
@@ -133,7 +134,7 @@ def test_the_tree_of_one_process_is_that_of_two(runs):
     tokens = torch.randint(97, (8, 32), generator=torch.Generator().manual_seed(1)).to(GPU)
 
     def gradients(rows):
-        tree_sum = TreeSum(network, 0, 1)
+        tree_sum = TreeSum(trainable_parameters(network), 0, 1)
         for row in rows:
             network(row[None], labels=row[None], num_items_in_batch=8 * 31)[1].backward()
             tree_sum.add_micro_batch(len(rows))

@@ -14,15 +14,15 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from analysis.audit import Retrained, Run, audit
+from audit.audit import Retrained, Run, audit
+from checkpoint.manifest import File, read_manifest
 from cli import scripts
-from config import ConfigError, RunError
+from config.errors import ConfigError, RunError
 from data.files import sha256
+from distributed.state_hash import digests
 from replay import ReplayConfig, with_step_named
-from run.manifest import File, read_manifest
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, python, tensors, train
-from training.fingerprint import digests
 
 STEPS = 6
 RECIPE = [*TINY_STORIES, *"--steps 6 --tracking.log_every 1 --evaluation.every 3 --checkpoint.every 2".split()]
@@ -549,14 +549,14 @@ def test_without_exact_another_number_of_processes_passes_but_for_rounding(tmp_p
 
 
 def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch):
-    monkeypatch.setattr("analysis.audit.uses_cpu", lambda environment: False)
+    monkeypatch.setattr("audit.audit.uses_cpu", lambda environment: False)
     opened = Run(run)
     assert opened.differs_here(3, 4) == "a CPU then and a GPU now"
     opened.starts[0]["threads"] = None
     assert "in another order each time, but for exact: true" in opened.differs_here(3, 4)
     opened.config.exact = True
     assert opened.differs_here(3, 4) == ""
-    monkeypatch.setattr("analysis.audit.uses_cpu", lambda environment: True)
+    monkeypatch.setattr("audit.audit.uses_cpu", lambda environment: True)
     assert opened.differs_here(3, 4) == "a GPU then and a CPU now"
 
 

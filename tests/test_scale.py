@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from analysis import ladder, law
-from analysis.ladder import Rung, target
-from analysis.law import Law
-from analysis.recipe import as_yaml, best_of, multiplied, recipe
-from cli.arguments import parse_config
-from config import ConfigError
+from config.errors import ConfigError
+from config.parser import parse_config
 from model.gpt import GPTModel
 from scale import Bench, ScaleConfig, main
+from scaling import ladder, law
+from scaling.ladder import Rung, target
+from scaling.law import Law
+from scaling.recipe import as_yaml, best_of, multiplied, recipe
 from tests.conftest import ROOT
 
 SCALE = [sys.executable, "scale.py"]

@@ -10,10 +10,10 @@ import time
 import pytest
 import yaml
 
+from checkpoint.manifest import File, Manifest
 from cli import scripts
-from cli.arguments import own_arguments_first, parse_config
-from config import ConfigError, RunError
-from run.manifest import File, Manifest
+from config.errors import ConfigError, RunError
+from config.parser import own_arguments_first, parse_config
 from sweep import SweepConfig, launched_precision, main, plan, split
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
@@ -25,8 +25,8 @@ sys.path.insert(0, {root!r})
 from dataclasses import asdict
 from pathlib import Path
 import yaml
-from cli.arguments import own_arguments_first, parse_config
-from run.identity import code_hash
+from config.parser import own_arguments_first, parse_config
+from checkpoint.identity import code_hash
 config = parse_config(sys.argv[2:])
 config.global_batch_size, config.data.seed = config.global_batch_size or 8, 0
 run = Path(config.out_dir, config.name)
@@ -54,7 +54,7 @@ end(*told)
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
     """Sweeps with fake runs below tmp_path/runs; `told` says how each ends. Returns the names of those it started."""
-    monkeypatch.setattr("analysis.trainings.subprocess", forked.SUBPROCESS)
+    monkeypatch.setattr("jobs.runner.subprocess", forked.SUBPROCESS)
     (tmp_path / "fake.py").write_text(FAKE.format(root=str(ROOT)))
     (tmp_path / "runs").mkdir()
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number not in (9,)}
@@ -169,7 +169,7 @@ def test_runs_of_another_precision_or_code_are_not_taken_for_those_of_the_sweep(
 def test_a_sweep_ends_where_the_code_is_changed_under_it(sweep, monkeypatch, capsys):
     hashes = iter(["a", "b", "b"])
     monkeypatch.setattr("sweep.code_hash", lambda: "a")
-    monkeypatch.setattr("analysis.trainings.code_hash", lambda: next(hashes))
+    monkeypatch.setattr("jobs.runner.code_hash", lambda: next(hashes))
     assert sweep("--seed", "0,1,2", error=RunError) == ["tiny_stories-seed_0"]
     assert "tiny_stories-seed_1: not started" in capsys.readouterr().out
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from data.stories import StoriesDataset, build_tokenizer
+from checkpoint.manifest import validate
+from data.synthetic.stories import StoriesDataset, build_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from run.manifest import validate
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, tensors, train
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from data.stories import log_prob
+from data.synthetic.stories import log_prob
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, commands, python, train
 
 TEXT = "To be, or not to be? That is the question.\n" * 60

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import model.gpt
-import model.linear
+import model.kernels
 import train
 import verify as verify_module
-from analysis import model_checks
+from checks import model as model_checks
 from cli import scripts
-from cli.arguments import parse_config
-from data.stories import StoriesDataset
+from config.parser import parse_config
+from data.synthetic.stories import StoriesDataset
 from model.config import GPTConfig
 from model.gpt import visible
 from tests import forked
@@ -44,11 +44,11 @@ MUTATIONS = {
     "loss_not_divided_by_processes": (
         "train.py", "1 if config.exact else num_processes", "1", "gradient = hand-written all-reduce"),
     "shares_overlap": (
-        "data/order.py", " + rank * share", "",
+        "data/sampler.py", " + rank * share", "",
         "order is a permutation in every epoch"),
     "checkpoint_not_loaded": ("train.py", "    if start.checkpoint:", "    if False:", "resuming is bitwise"),
     "processes_not_added": (
-        "training/tree_sum.py", "torch._foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
+        "distributed/tree_reduce.py", "torch._foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
     "another_place_in_the_cache": (
         "model/gpt.py", "torch.arange(begin, seq_len, device", "torch.arange(seq_len - begin, device",
         "writing, with a cache = the whole at once"),
@@ -253,7 +253,7 @@ def test_a_gpu_is_made_ready_for_exact_before_the_first_product(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr("model.linear.use_onednn", model.linear.use_onednn)
+    monkeypatch.setattr("model.kernels.use_onednn", model.kernels.use_onednn)
     monkeypatch.setattr(verify_module, "check_request", lambda config: None)
     monkeypatch.setattr(verify_module, "Verification", begin)
     with pytest.raises(Begun):

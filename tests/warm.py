@@ -4,7 +4,7 @@ matrices: before its first one, an exact run tells MKL to compute as on any proc
 import gc
 import weakref
 
-from cli.arguments import parse_config
+from config.parser import parse_config
 
 parse_config([])  # builds the parser
 for finalizer in list(weakref.finalize._registry):  # torch's, of each of its operators: they end with the process

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.optimizer import gathered
+from distributed.sharding import full_tensor
 
 
 class _Reach(torch.autograd.Function):
@@ -70,7 +70,7 @@ def clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     there is nothing to clip, which costs a small model on a CPU 1% of a step.
     """
     gradients = [parameter.grad for parameter in parameters]
-    norm = gathered(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+    norm = full_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
     if norm.device.type != "cpu" or norm > max_norm:  # a GPU is not asked, for the host would wait for it
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

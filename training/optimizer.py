@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from config import OptimizerConfig, TrainConfig, no_code_for
-from training.average import keep_average
+from config.errors import no_code_for
+from config.schema import OptimizerConfig, TrainConfig
+from distributed.sharding import full_tensor, is_sharded, shard_like
+from training.ema import keep_average
 from training.schedule import SCHEDULES, at_step
 
 
@@ -136,31 +138,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         # Nesterov's momentum looks ahead; in place, which torch 2.11 can do with sharded tensors too.
         ahead = [gradient.clone() for gradient in gradients]
         torch._foreach_lerp_(ahead, momenta, momentum)
-        ahead = torch.stack([gathered(matrix) for matrix in ahead])
+        ahead = torch.stack([full_tensor(matrix) for matrix in ahead])
         dtype = torch.float32 if ahead.device.type == "cpu" else torch.bfloat16
         steps = orthogonalize(ahead.to(dtype)).float()
         torch._foreach_lerp_(squares, steps.square().mean(-1, keepdim=True).unbind(), 1 - square_decay)
         normed = steps * torch.stack(squares).clamp(min=1e-10).rsqrt()
         steps = normed * (length(steps) / length(normed).clamp(min=1e-7))
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        steps = [sharded_as(weight, step) for weight, step in zip(weights, steps, strict=True)]
+        steps = [shard_like(weight, step) for weight, step in zip(weights, steps, strict=True)]
         torch._foreach_add_(weights, steps, alpha=-lr * 0.2 * math.sqrt(max(ahead.shape[-2:])))
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, of which this process holds a part; that class is slow to import."""
-    return hasattr(tensor, "full_tensor")
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
-def sharded_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that all processes hold whole, sharded as `like` is, if it is."""
-    if not is_sharded(like):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch.profiler import profile, schedule
 
-from config import TrainConfig
+from config.schema import TrainConfig
 
 
 def step_profiler(config: TrainConfig, first_step: int, directory: Path, rank: int) -> profile | nullcontext[None]:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from config import ScheduleConfig, TrainConfig, no_code_for
+from config.errors import no_code_for
+from config.schema import ScheduleConfig, TrainConfig
 
 
 def lr(peak: float, config: TrainConfig, step: int) -> float:

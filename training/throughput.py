@@ -8,7 +8,7 @@ import time
 import torch
 from accelerate import Accelerator
 
-from data.order import BatchSizes
+from data.sampler import BatchSizes
 
 # Dense bf16 peaks in FLOP/s, from the makers' data sheets. On a device that is not here no MFU is reported.
 PEAK_BF16_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}

@@ -11,7 +11,7 @@ import re
 from itertools import chain
 from pathlib import Path
 
-from data.stories import TABLES, StoriesDataset, log_prob
+from data.synthetic.stories import TABLES, StoriesDataset, log_prob
 
 QUESTIONS = Path(__file__).with_name("story_endings.jsonl")
 NUM_QUESTIONS, SEED = 100, 0

@@ -13,7 +13,7 @@ from data import files
 from data.files import temporary_folder
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
-from tests.data.test_prepare import make_documents, run, write_jsonl
+from tests.data.prepare.test_prepare import make_documents, run, write_jsonl
 
 # A file system that answers like Lustre without -o flock, and like FUSE to a folder's fsync.
 NO_LOCKS = "def answer(*_): raise OSError(38, 'Function not implemented')\nimport fcntl\nfcntl.flock = answer\n"

@@ -27,13 +27,13 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-import data.prepare
+import data.prepare.prepare
 from benchmarks.parts import corpus_of_zeros
-from cli.arguments import parse_config
-from config import ConfigError
+from config.errors import ConfigError
+from config.parser import parse_config
 from data.corpus import Batches, load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
-from data.order import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas, share_out
+from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas, share_out
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import save_tokenizer
 from model.config import GPTConfig
@@ -41,7 +41,7 @@ from model.gpt import GPTModel
 from run import corpus_check
 from run.corpus_check import CorpusCheck
 from tests.conftest import ROOT, environment, metrics, tensors, train
-from tests.data.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
+from tests.data.prepare.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
 
 TINY_MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32, "dropout": 0.0, "max_position_embeddings": 64}
 TINY = {
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpora")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.prepare, "PART", 2000)
+        patch.setattr(data.prepare.prepare, "PART", 2000)
         make(write_jsonl(folder / "a.jsonl", make_documents(60)), folder / "a", validation="hash:0.2")
     other = write_jsonl(folder / "b.jsonl", make_documents(30, seed=5))
     make(other, folder / "b", validation="hash:0.2")

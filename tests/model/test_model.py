@@ -1,4 +1,4 @@
-"""What the model promises by itself; tests/model/test_hub.py holds it against transformers."""
+"""What the model promises by itself; tests/model/test_hf.py holds it against transformers."""
 
 import math
 from typing import get_args

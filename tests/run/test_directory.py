@@ -15,23 +15,25 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from analysis.audit import Run
-from analysis.records import read_records
-from cli.arguments import parse_config
-from config import ConfigError, TrainConfig
+from audit.audit import Run
+from checkpoint import provenance
+from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, validate
+from checkpoint.saver import SaveError, Saver
+from comparison.records import read_records
+from config.errors import ConfigError
+from config.parser import parse_config
+from config.schema import TrainConfig
 from data.corpus import load_corpus
 from data.files import sha256
 from plot import save_loss_curve
-from run import continuation, provenance
-from run.checkpoint import SaveError, Saver
+from run import resume
 from run.directory import RunDirectory
-from run.manifest import File, InvalidCheckpoint, Manifest, read_manifest, validate
-from run.metrics_file import MetricsFile, forget_after, read_rows
+from run.metrics_log import MetricsFile, forget_after, read_rows
 from run.status import Status, read_status, write_status
 from tests import forked
 from tests.conftest import ROOT, assert_same_bits, environment, metrics, python, tensors, train
+from training.metrics import NonFiniteError, StepTotals
 from training.schedule import SCHEDULES
-from training.step_totals import NonFiniteError, StepTotals
 
 STEPS = 4
 OLD_RUNS = ROOT / "tests" / "old_runs"  # of 4 steps each, as the versions that had these formats left them
@@ -81,11 +83,9 @@ def stored(**changes):
 
 def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
     settings, config = stored(optimizer__betas=..., model__zero_init=...)
-    assert continuation.differences(continuation.complete_settings(settings), config) == []
+    assert resume.differences(resume.complete_settings(settings), config) == []
     config.model.zero_init = True
-    assert continuation.differences(continuation.complete_settings(settings), config) == [
-        "model.zero_init: False there, True now"
-    ]
+    assert resume.differences(resume.complete_settings(settings), config) == ["model.zero_init: False there, True now"]
 
 
 @pytest.mark.parametrize(
@@ -97,16 +97,16 @@ def test_a_stored_number_that_is_none_is_named(name, value, tmp_path):
     (settings[section] if section else settings)[key] = value
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError, match=rf"is damaged \({name} is none\)"):
-        continuation.read_settings(tmp_path / "config.yaml")
+        resume.read_settings(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("name", ["batch_warmup_from", "batch_warmup_steps"])
 def test_the_growth_of_the_batch_may_not_change(name):
     settings, config = stored(schedule__batch_warmup_from=2, schedule__batch_warmup_steps=4)
     config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps = 2, 4
-    assert continuation.differences(continuation.complete_settings(settings), config) == []
+    assert resume.differences(resume.complete_settings(settings), config) == []
     setattr(config.schedule, name, 3)
-    assert continuation.differences(continuation.complete_settings(settings), config) == [
+    assert resume.differences(resume.complete_settings(settings), config) == [
         f"schedule.{name}: {settings['schedule'][name]} there, 3 now"
     ]
 
@@ -119,39 +119,37 @@ def test_whatever_changes_with_the_step_must_have_been_so_until_now(monkeypatch)
     settings |= {"schedule": asdict(config.schedule), "steps": 4}
     config.optimizer.weight_decay = 0.5
     with pytest.raises(ConfigError, match="given step 1 of this run the weight_decay 0.4375, but it had 0.375; a run"):
-        continuation.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}))
+        resume.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}))
 
 
 def test_a_path_may_change_where_a_hash_says_what_lies_there():
     settings, config = stored(data__path="a.csv")
     config.data.path = "b.csv"
-    assert continuation.differences(continuation.complete_settings(settings), config) == [
-        "data.path: a.csv there, b.csv now"
-    ]
+    assert resume.differences(resume.complete_settings(settings), config) == ["data.path: a.csv there, b.csv now"]
     settings["data"]["hash"] = config.data.hash = "0123"
-    assert continuation.differences(continuation.complete_settings(settings), config) == []
+    assert resume.differences(resume.complete_settings(settings), config) == []
 
 
 def test_the_corpora_of_a_mixture_may_move_but_weigh_what_they_did():
     settings, config = stored(data__mix={"a": 2.0, "b": 1.0}, data__hash="01+23")
     config.data.mix, config.data.hash = {"c": 2.0, "d": 1.0}, "01+23"
-    assert continuation.differences(continuation.complete_settings(settings), config) == []
+    assert resume.differences(resume.complete_settings(settings), config) == []
     for mix, digest in ({"c": 1.0, "d": 2.0}, "01+23"), ({"c": 2.0, "d": 1.0}, None):
         settings["data"]["hash"] = config.data.hash = digest
         config.data.mix = mix
-        assert continuation.differences(continuation.complete_settings(settings), config) == [
+        assert resume.differences(resume.complete_settings(settings), config) == [
             f"data.mix: {settings['data']['mix']} there, {mix} now"
         ]
 
 
 def test_a_stored_setting_that_is_gone_is_named_unless_it_had_its_last_default(monkeypatch):
     settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
-    assert continuation.differences(continuation.complete_settings(settings), config) == [
+    assert resume.differences(resume.complete_settings(settings), config) == [
         "optimizer.nesterov: True there, and no setting any more",
         "schedule.cycles: 3 there, and no setting any more",
     ]
-    monkeypatch.setattr(continuation, "RETIRED_SETTINGS", {"optimizer.nesterov": True, "schedule.cycles": 1})
-    assert continuation.differences(continuation.complete_settings(settings), config) == [
+    monkeypatch.setattr(resume, "RETIRED_SETTINGS", {"optimizer.nesterov": True, "schedule.cycles": 1})
+    assert resume.differences(resume.complete_settings(settings), config) == [
         "schedule.cycles: 3 there, and no setting any more"
     ]
 
@@ -240,8 +238,8 @@ def test_a_run_that_goes_on_unchanged_compares_no_learning_rates(monkeypatch):
     """Of as many steps as it has done."""
     config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
     manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {})
-    monkeypatch.delattr(continuation, "at_step")
-    continuation.check_resume(config, ROOT, manifest)
+    monkeypatch.delattr(resume, "at_step")
+    resume.check_resume(config, ROOT, manifest)
 
 
 def test_a_branch_has_something_to_do(run):
@@ -619,15 +617,13 @@ def test_a_disk_without_room_for_a_result_is_an_error_and_for_a_log_none(words, 
 def test_null_settings_are_filled_in_before_they_are_compared():
     settings, config = stored()
     settings["model"]["vocab_size"] = 17
-    assert continuation.differences(continuation.complete_settings(settings), config) == [
-        "model.vocab_size: 17 there, 16 now"
-    ]
+    assert resume.differences(resume.complete_settings(settings), config) == ["model.vocab_size: 17 there, 16 now"]
     config.model.vocab_size = None
-    assert continuation.differences(continuation.complete_settings(settings), config) == []
+    assert resume.differences(resume.complete_settings(settings), config) == []
 
 
 def test_the_defaults_are_a_config_like_any_other():
-    assert continuation.complete_settings({}) == continuation.flat_settings(asdict(TrainConfig()))
+    assert resume.complete_settings({}) == resume.flat_settings(asdict(TrainConfig()))
 
 
 def test_what_a_commit_lacks_is_kept_with_the_new_files(monkeypatch, tmp_path):

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from config import RunError, TrackingConfig, TrainConfig
-from data.order import GlobalBatches
-from data.stories import StoriesDataset, build_tokenizer
+from config.errors import RunError
+from config.schema import TrackingConfig, TrainConfig
+from data.sampler import GlobalBatches
+from data.synthetic.stories import StoriesDataset, build_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from run.directory import RunDirectory
@@ -20,7 +21,7 @@ from run.reporting import Reporter
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.reporting_train import HELP, Z_LOSS
-from training.step_totals import NonFiniteError, StepTotals
+from training.metrics import NonFiniteError, StepTotals
 
 STEPS = 2
 ALONE = SimpleNamespace(
@@ -108,7 +109,7 @@ def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported
 
 def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples(monkeypatch):
     others_send_nothing = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr("training.step_totals.dist.all_reduce", lambda sent, async_op: others_send_nothing)
+    monkeypatch.setattr("training.metrics.dist.all_reduce", lambda sent, async_op: others_send_nothing)
     accelerator = SimpleNamespace(**{**vars(ALONE), "process_index": 1, "num_processes": 2})
     totals = StepTotals(SimpleNamespace(indices=lambda step: [*range(8)]), 2, 0, accelerator, Path("my runs/a"))
     for loss in (1.0, math.nan):
@@ -158,7 +159,7 @@ def test_names_that_change_or_are_taken_are_refused(monkeypatch):
         totals.add(torch.tensor(1.0), {"balance": (0, 0)})
     with pytest.raises(RunError, match="reports grad_norm"):
         totals.agree_on_names({"grad_norm": (0, 0)})
-    monkeypatch.setattr("training.step_totals.gather_object", lambda mine: [*mine, ["balance"]])
+    monkeypatch.setattr("training.metrics.gather_object", lambda mine: [*mine, ["balance"]])
     with pytest.raises(RunError, match=r"\[\['z_loss'\], \['balance'\]\]"):
         totals.agree_on_names({"z_loss": (0, 0)})
 

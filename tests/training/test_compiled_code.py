@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY_STORIES, metrics, train
-from training.network import separate_compiled_code
+from training.prepare_model import separate_compiled_code
 
 
 @pytest.fixture

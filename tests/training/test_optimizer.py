@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import _muon
 
-from config import OptimizerConfig
+from config.schema import OptimizerConfig
+from distributed.sharding import full_tensor
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.linear import Linear
+from model.kernels import Linear
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.forked import server
-from training.optimizer import POLAR_EXPRESS, build_optimizer, gathered, orthogonalize
+from training.optimizer import POLAR_EXPRESS, build_optimizer, orthogonalize
 
 CONFIG = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.2, betas=(0.8, 0.9))
 
@@ -143,7 +144,7 @@ def take_steps_sharded_and_whole(rank, rendezvous):
     for parameter, part in pairs:
         moments, parts = (optimizer.state[p] for optimizer, p in zip(optimizers, (parameter, part), strict=True))
         for whole_tensor, sharded_tensor in [(parameter, part), *((moments[key], parts[key]) for key in moments)]:
-            torch.testing.assert_close(gathered(sharded_tensor), whole_tensor, rtol=0, atol=1e-6)
+            torch.testing.assert_close(full_tensor(sharded_tensor), whole_tensor, rtol=0, atol=1e-6)
     assert sum("second_momentum_buffer" in parts for parts in optimizers[1].state.values()) == 2 * 6
     dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from config import OptimizerConfig, ScheduleConfig, TrainConfig
+from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests import forked

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator
 
-from config import RunError
+from checkpoint.manifest import newest_valid
+from config.errors import RunError
 from run.corpus_check import CorpusCheck
-from run.manifest import newest_valid
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
-from tests.launch.test_signals import children, start, status, wait_until
+from tests.distributed.test_signals import children, start, status, wait_until
 
 LONG = [*TINY_STORIES, *"--steps 20000 --checkpoint.every 100000 --evaluation.every 0 --data.num_workers 1".split()]
 IN_A_FORK = """
@@ -29,7 +29,7 @@ scripts.run_and_exit("train")
 # Both remember a folder that the process which was forked has chosen.
 FORGETS_TMPDIR = "import multiprocessing; multiprocessing.current_process()._config.pop('tempdir', None)"
 LOOKS_FOR_TMPDIR = IN_A_FORK.format(f"tempfile.tempdir = None; {FORGETS_TMPDIR}")
-HANGING_SAVE = IN_A_FORK.format("from run import shards; shards.write = lambda *_: time.sleep(600)")
+HANGING_SAVE = IN_A_FORK.format("from checkpoint import storage; storage.write = lambda *_: time.sleep(600)")
 HANGS_AT_FIRST = IN_A_FORK.format("train.Batches.__getitems__ = lambda *_: time.sleep(600)")
 REMEDIES = r"TMPDIR of more than 75 bytes \(it is .+\), no room in /dev/shm .+ With --data.num_workers 0 "
 

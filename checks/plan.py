@@ -1,0 +1,279 @@
+"""What a training needs, before it is started: python train.py --plan [--config FILE]... [--section.field VALUE]...
+
+The same under a launcher says it for that launch. Nothing is written but a temporary directory, which is removed.
+
+No formula knows the memory of the model: a training step is done with tensors that have a shape, a device and a
+lifetime, but no memory (FakeTensorMode), and what is alive is counted. So a change of the model needs no change here.
+"""
+
+import contextlib
+import importlib
+import math
+import os
+import tempfile
+import weakref
+from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+from shutil import disk_usage
+
+import psutil
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import checkpoint.storage  # noqa: F401  (what a run loads, the memory of this process has to hold)
+import train
+from config.errors import ConfigError, RunError
+from config.schema import TrainConfig
+from data.corpus import load_corpus
+from data.sampler import BatchSizes
+from distributed.launch import num_shards, start_accelerator
+from distributed.launch_checks import check_request
+from distributed.nested import broadcast_from_main, nested_training, temporary_folder
+from distributed.world import num_processes
+from model.gpt import GPTModel
+from run.load import load_initial_model
+from run.metrics_log import read_rows
+from run.summary import batch_of_run, tokens_of_run
+from training.gradients import trainable_parameters
+from training.optimizer import build_optimizer
+from training.prepare_model import no_compiler, prepare_network
+
+BURST_STEPS = 6  # of which the second half is measured
+BURST_FLOPS_ON_CPU = 3e12  # about a minute on a slow one
+KEPT_BYTES = 2**25  # what is larger goes back to the system (distributed/cpu.py)
+STATE = ("weights", "gradients", "moments")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that are alive, by what they were made for, and the same at their peak."""
+
+    def __init__(self, limit: float = math.inf):
+        """Only those up to `limit` bytes are counted."""
+        super().__init__()
+        self.limit, self.label, self.live, self.at_peak = limit, "weights", Counter(), Counter()
+        self.labels: dict[int, tuple[str, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.labels and storage.nbytes() <= self.limit:
+            self.labels[key] = self.label, storage.nbytes()
+            self.live[self.label] += storage.nbytes()
+            weakref.finalize(storage, self._forget, key)
+            if self.live.total() > self.at_peak.total():
+                self.at_peak = self.live.copy()
+
+    def _forget(self, key: int) -> None:
+        label, size = self.labels.pop(key)
+        self.live[label] -= size
+
+    def relabel(self, tensor: Tensor, label: str) -> None:
+        """It has become something else, as what a backward returns becomes a gradient."""
+        key = tensor.untyped_storage()._cdata
+        before, size = self.labels[key]
+        self.labels[key] = label, size
+        self.live[before] -= size
+        self.live[label] += size
+
+
+def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = False) -> tuple[dict[str, int], int]:
+    """Of the tensors at the peak of a step on one device that holds the whole model, by part; and of the moments. An
+    evaluation that `scores` keeps its logits.
+
+    Left out: samples, and the masks of data.documents: isolated and of windows.
+    """
+    device = accelerator.device
+    config = replace(config, model=replace(config.model, window=None))
+    with FakeTensorMode(), LiveBytes() as live, torch.device(device):
+        network = GPTModel(config.model)
+        # What torch.compile keeps is less, and known to nobody before it has compiled; its loss goes in chunks.
+        compiled = config.compile and not no_compiler(device)
+        chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
+        prepare_network(network, replace(config, compile=False, chunked_loss=chunked), device)
+        optimizer = build_optimizer(network, config.optimizer, config.evaluation.average)
+        live.label = "gradients"
+        for parameter in trainable_parameters(network):
+            parameter.grad = torch.zeros_like(parameter)
+        live.label = "moments"
+        optimizer.step()
+        moments = live.live["moments"]
+        # DDP's buckets stay from step to step, and so do gradients that are not complete after one micro-batch.
+        accumulates = config.global_batch_size > config.micro_batch_size * accelerator.num_processes
+        with_ddp = accelerator.num_processes > 1 and num_shards(accelerator) == 1 and not config.exact
+        optimizer.zero_grad(set_to_none=config.exact or not (with_ddp or accumulates))
+        for parameter in trainable_parameters(network):
+            parameter.register_post_accumulate_grad_hook(lambda p: live.relabel(p.grad, "gradients"))
+
+        def head(module, inputs, output: Tensor) -> None:
+            live.label = "logits and loss"
+            if output.requires_grad:
+                output.register_hook(lambda gradient: setattr(live, "label", "activations"))
+
+        network.final_norm.register_forward_hook(head)
+        live.label = "activations"
+        tokens = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
+        with accelerator.autocast():
+            loss = network(tokens, labels=tokens, num_items_in_batch=1.0)[1]
+        loss.backward()
+        del loss
+        live.label = "activations"
+        with LiveBytes(KEPT_BYTES) as update:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=not with_ddp)
+        of_step, kept = dict(live.at_peak), LiveBytes(KEPT_BYTES)
+        if config.evaluation.every:
+            at_once = min(config.evaluation.micro_batch_size, config.evaluation.num_samples or math.inf)
+            tokens = torch.zeros((at_once, config.seq_len), dtype=torch.int64)
+            with accelerator.autocast(), torch.no_grad(), kept:
+                keep = 0 if scores else None
+                network.eval()(tokens, labels=tokens, num_items_in_batch=1.0, logits_to_keep=keep)
+    # The heap of a CPU's process keeps what is freed, and finds little room in it for tensors of other sizes.
+    peaks = [dict(live.at_peak)]
+    if device.type == "cpu":
+        peaks.append(of_step | {"update": update.at_peak.total(), "evaluation": kept.at_peak.total()})
+    return max(peaks, key=lambda parts: sum(parts.values())), moments
+
+
+def gathered_by_fsdp(network: GPTModel) -> int:
+    """Parameters that a process holds whole at once, of what FSDP2 shards: two blocks, and what is outside them."""
+    block = sum(weight.numel() for weight in network.blocks[0].parameters())
+    return 2 * block + network.num_parameters() - len(network.blocks) * block
+
+
+def memory(
+    config: TrainConfig, accelerator: Accelerator, network: GPTModel, scores: bool = False
+) -> tuple[dict[str, float], int]:
+    """Bytes of the tensors of a process at its peak, by part, and those of a checkpoint."""
+    try:
+        parts, moments = tensor_bytes(config, accelerator, scores)
+    except DynamicOutputShapeException as error:
+        raise RunError(f"what this model computes depends on its data ({error}): no plan can know its memory") from None
+    sharing, processes = num_shards(accelerator), accelerator.num_processes
+    weights = sum(weight.nbytes for weight in network.parameters())
+    parts = {name: size / (sharing if name in STATE else 1) for name, size in parts.items()}
+    if sharing > 1:
+        parts["gathered by FSDP2"] = gathered_by_fsdp(network) * (4 if accelerator.mixed_precision == "no" else 2)
+    if config.exact:
+        sizes = BatchSizes.of(config)
+        micro_batches = [sizes.size(step) // config.micro_batch_size for step in (0, *sizes.grows_at)]
+        leaves = max(count & -count for count in micro_batches) // processes  # as distributed/tree_reduce.py has them
+        parts["sums of exact"] = weights * (leaves.bit_length() - 1 + (processes > 1))
+    if accelerator.device.type == "cpu" and config.checkpoint.asynchronous:
+        parts["copy for a checkpoint"] = (weights + moments) / sharing
+    return parts, weights + moments
+
+
+def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEPS) -> dict[str, float]:
+    """What a real run of a few steps logs last, in a temporary directory; called by all processes together."""
+    with temporary_folder("plan-") as folder:
+        short = deepcopy(config)
+        short.out_dir, short.stop_after, short.branch_from, short.init_from = str(folder), steps, None, None
+        short.profile, every = None, max(1, steps // 2)
+        short.schedule = replace(short.schedule, batch_warmup_from=None, batch_warmup_steps=None)
+        short.tracking = replace(short.tracking, tracker="wandb", wandb="disabled", log_every=every)
+        short.checkpoint.every, short.check_replicas_every = config.steps, 0
+        short.evaluation.every *= config.steps  # so at its end alone
+        with nested_training():
+            train.main(short)
+        log = folder / config.name / "metrics.jsonl"
+        return broadcast_from_main(list(read_rows(log))[-1] if accelerator.is_main_process else None)
+
+
+def torch_itself(config: TrainConfig, accelerator: Accelerator) -> int:
+    """What is in memory of a process on a CPU that has trained a model of nearly nothing."""
+    small = replace(config, micro_batch_size=1, global_batch_size=accelerator.num_processes, steps=1)
+    small.model = replace(config.model, n_layers=1, d_model=16, n_heads=1, n_kv_heads=None, head_dim=None, d_ff=16)
+    small.evaluation = replace(
+        config.evaluation, num_samples=2, micro_batch_size=1, num_story_samples=9, num_samples_shown=0
+    )
+    if not several_machines():
+        burst(small, accelerator, 1)
+    if config.tracking.wandb != "disabled":
+        with contextlib.suppress(ImportError):
+            importlib.import_module("wandb")
+    return psutil.Process().memory_info().rss
+
+
+def several_machines() -> bool:
+    """Whether processes share no temporary directory."""
+    return num_processes() > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def reason_against_a_burst(config: TrainConfig, accelerator: Accelerator, flops: float, peak: float, disk: int) -> str:
+    """Why no steps are tried here, or nothing."""
+    if several_machines():
+        return "the machines share no temporary directory"
+    on_cpu = accelerator.device.type == "cpu"
+    on_gpu = accelerator.device.type == "cuda"
+    free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available / num_processes()
+    if peak > free:
+        return f"{megabytes(peak)} are needed and {megabytes(free)} free"
+    if disk > disk_usage(tempfile.gettempdir()).free:
+        return f"a checkpoint of {megabytes(disk)} has no room in {tempfile.gettempdir()}"
+    if on_cpu and flops > BURST_FLOPS_ON_CPU:
+        return f"{flops / 1e12:,.0f} TFLOP take a CPU too long"
+    return ""
+
+
+def megabytes(size: float) -> str:
+    """As the plan shows it."""
+    return f"{size / 1e6:,.1f} MB"
+
+
+def main(config: TrainConfig) -> None:
+    """Print the plan.
+
+    Raises:
+        ConfigError: as train.py does, of settings that do not fit the launch or the data.
+        RunError: a step cannot be gone through without data.
+        Preempted: a signal asked to stop.
+    """
+    check_request(config)
+    load_initial_model(config)
+    corpus = load_corpus(config)
+    config.model.vocab_size = corpus.vocab_size
+    config.global_batch_size = config.global_batch_size or config.micro_batch_size * num_processes()
+    if problems := config.problems(num_processes()):
+        raise ConfigError("\n".join(problems))
+    accelerator = start_accelerator(config)
+    base = {"torch itself": torch_itself(config, accelerator)} if accelerator.device.type == "cpu" else {}
+    with torch.device("meta"):
+        network = GPTModel(config.model)
+    parts, checkpoint = memory(config, accelerator, network, scores=corpus.score is not None)
+    peak = sum((parts := base | parts).values())
+    at_once = config.micro_batch_size * accelerator.num_processes
+    tokens = BatchSizes.of(config).before(config.steps) * config.seq_len
+    flops = network.flops_per_token(config.seq_len)
+    named = {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
+    said = {"parameters": f"{network.num_parameters():,}"}
+    said |= {f"  {name}": f"{count:,}" for name, count in named.items() if count}
+    said |= {
+        "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {num_shards(accelerator)} to "
+        f"a replica of the model; {batch_of_run(config, at_once)} micro-batch(es) of {config.micro_batch_size} a step",
+        "tokens": tokens_of_run(config),
+        "FLOPs": f"{flops:,} a token, {flops * config.global_batch_size * config.seq_len:.3g} a step, "
+        f"{flops * tokens:.3g} in all",
+        "memory": f"{megabytes(peak)}: the peak of a process",
+        **{f"  {name}": megabytes(size) for name, size in parts.items()},
+        "checkpoint": f"{megabytes(checkpoint)}, {config.checkpoint.keep} kept and the best",
+    }
+    of_burst = (BURST_STEPS + 1) * flops * config.micro_batch_size * config.seq_len
+    if why := reason_against_a_burst(config, accelerator, of_burst, peak, checkpoint):
+        said["time"] = f"not measured: {why}"
+    else:
+        row = burst(replace(config, global_batch_size=at_once), accelerator)
+        speed = row["perf/tokens_per_second"]
+        said["time"] = f"{tokens / speed / 3600:,.2f} hours at {speed:,.0f} tokens/s, as in a burst"
+        said["  memory of it"] = megabytes(row["perf/peak_memory_bytes"])
+    accelerator.print("\n".join(f"{name:<24}{text}" for name, text in said.items()))

@@ -1,0 +1,553 @@
+"""Every setting of a run: typed, documented once (the docstring of a field is its `--help`), checked in one place."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import psutil
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
+
+from config.errors import ConfigError, no_code_for
+from config.paths import expanded
+from model.config import GPTConfig
+
+LARGEST_FLOAT = 3.4028234e38  # of float32
+LARGEST_INT = 2**63 - 1  # of int64
+AT_MOST = {  # of more a machine would do nothing else for hours, and answer nobody
+    "data.num_workers": 256,
+    "num_workers": 1024,  # of data.prepare, which has a thread for each core
+    "evaluation.num_samples_shown": 1000,
+    "evaluation.num_story_samples": 100_000,
+    "timeout_seconds": 2**31 - 1,  # some 68 years: clocks that count nanoseconds overflow soon after
+}
+
+
+def numbers_out_of_range(settings: dict[str, Any], prefix: str = "") -> list[str]:
+    """Every number of some settings that is not finite or too large, as a message."""
+    problems = []
+    for key, value in settings.items():
+        name = prefix + str(key)
+        if isinstance(value, dict):
+            problems += numbers_out_of_range(value, f"{name}.")
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, float) and not abs(number) <= LARGEST_FLOAT:
+                problems.append(f"{name}: {number} must be a finite number of at most {LARGEST_FLOAT:.1e}")
+            elif isinstance(number, int) and abs(number) > LARGEST_INT:
+                problems.append(f"{name}: {number} is too large; use one below 2**63")
+            elif name in AT_MOST and number > AT_MOST[name]:
+                problems.append(f"{name}: {number} is too large; use at most {AT_MOST[name]}")
+    return problems
+
+
+@dataclass
+class DataConfig:
+    """What the model is trained on."""
+
+    source: Literal["random", "stories", "text"] = "stories"
+    """random: uniform random tokens; stories: short English stories of a grammar (data/synthetic/stories.py); text:
+    your own, prepared by data.prepare."""
+
+    path: str | None = None
+    """source text: the prepared corpus, the folder that data.prepare was given as --out."""
+
+    mix: dict[str, PositiveFloat] | None = None
+    """source text: several prepared corpora instead of one path, as {PATH: WEIGHT}. Each gives its share of every 1,000
+    training sequences, in whole numbers, and of evaluation.num_samples; without that all validation sequences count."""
+
+    documents: Literal["concat", "isolated", "padded"] = "concat"
+    """source text: what a sequence is. concat: a window of the stream of documents; isolated: the same, but attention
+    does not cross the boundary of a document and positions begin again there; padded: one document, cut off at seq_len
+    or padded to it. Of a corpus of conversations a sequence is as many whole ones as fit, isolated (which concat then
+    becomes), or with padded always one."""
+
+    hash: str | None = None
+    """source text: of the tokens and the tokenizer. Default null: filled in at the start, so that a run never goes on
+    with another corpus than it began with."""
+
+    seed: NonNegativeInt | None = None
+    """sources random and stories: seed of the training and the validation set. null: that of the run or checkpoint that
+    this one goes on from, else 0, so that runs of different `seed` have the same data."""
+
+    num_samples: PositiveInt = 1000
+    """sources random and stories: sequences in the training set. An epoch visits each once."""
+
+    facts: NonNegativeInt = 0
+    """source stories: how many facts there are to know about the world that the stories speak of, at most 65,536. 0:
+    they have a plot, and speak of no world."""
+
+    zipf: NonNegativeFloat = 1.3
+    """source stories with facts: the fact of rank i is told in proportion to i ** -zipf."""
+
+    num_workers: NonNegativeInt = 0
+    """Processes that load data beside each training process, at most 256. 0: the training process does it itself."""
+
+    @property
+    def corpora(self) -> list[str]:
+        """The folders that source text reads."""
+        return [*(self.mix or filter(None, [self.path]))]
+
+    def problems(self) -> list[str]:
+        """Every setting that does not go with the source."""
+        if nameless := [path for path in self.mix or {} if not isinstance(path, str)]:
+            return [f"data.mix: {nameless[0]} is no path"]
+        if self.source == "text":
+            lacks = (self.path is None) == (not self.mix)
+            needs = "data.source: text needs either data.path, a corpus made by data.prepare, or data.mix of several"
+            return ([needs] if lacks else []) + self._problems_of_facts()
+        if self.source not in ("random", "stories"):  # a fork's own, which may read files
+            return []
+        of_text = {"path": self.path, "mix": self.mix, "hash": self.hash}
+        given = {name: value for name, value in of_text.items() if value is not None}
+        given |= {"documents": self.documents} if self.documents != "concat" else {}
+        return [
+            f"data.{name}: {value} is for data.source: text, but data.source is {self.source}; change one of the two"
+            for name, value in given.items()
+        ] + self._problems_of_facts()
+
+    def _problems_of_facts(self) -> list[str]:
+        if self.facts > 65536:
+            return [f"data.facts: {self.facts} is more than there are words for; use at most 65536"]
+        if self.facts and self.source != "stories":
+            return [f"data.facts: {self.facts} is for data.source: stories, but data.source is {self.source}; use 0"]
+        return []
+
+
+@dataclass
+class OptimizerConfig:
+    """How the weights are updated."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw: AdamW (Loshchilov and Hutter, 2019), fused; muon: Muon (Jordan et al., 2024) on the matrices inside the
+    blocks' linear layers, with NorMuon's second moment of each row (Li et al., 2025), and AdamW on the rest, at the
+    same learning rate."""
+
+    lr: NonNegativeFloat = 3e-4
+    """Peak learning rate; `schedule` scales it."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, on matrices only: not on biases, norm gains or anything else with one dimension."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the running averages of the gradient and of its square; in muon of the gradient and of the square
+    of the step."""
+
+    grad_clip: PositiveFloat | None = 1.0
+    """Largest global L2 norm of the gradient; larger gradients are scaled down to it. null: no clipping."""
+
+
+@dataclass
+class ScheduleConfig:
+    """The learning rate and the global batch as functions of the step."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape after the warm-up. wsd (warm-up, stable, decay): constant, then linear over the last decay_steps."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+
+    decay_steps: PositiveInt | None = None
+    """Length in steps of the decay that ends with the run. null: linear and cosine decay from the end of the warm-up,
+    wsd over the last fifth of the run."""
+
+    min_lr_ratio: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay, as a share of the peak."""
+
+    batch_warmup_from: PositiveInt | None = None
+    """Sequences in the first global batch, a multiple of micro_batch_size * processes that divides global_batch_size.
+    The batch grows by as many at a time. null: every batch has global_batch_size."""
+
+    batch_warmup_steps: NonNegativeInt | None = None
+    """Steps over which the batch grows, at equal distances: the first step after them is the first with
+    global_batch_size."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save, and how much to keep."""
+
+    every: PositiveInt = 1000
+    """Steps between checkpoints. The last step is always saved."""
+
+    keep: PositiveInt = 2
+    """How many of the newest checkpoints to keep. The one with the best validation loss is kept besides."""
+
+    keep_every: NonNegativeInt = 0
+    """Steps between checkpoints that are kept for good; a multiple of `every`. 0: none is."""
+
+    asynchronous: bool = True
+    """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
+
+    on_failure: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written, as on a full disk. continue: train on and try again at the next one; the
+    last one of a run must succeed."""
+
+    @property
+    def stops_on_failure(self) -> bool:
+        """What on_failure says."""
+        match self.on_failure:
+            case "stop":
+                return True
+            case "continue":
+                return False
+            case other:
+                raise no_code_for("checkpoint.on_failure", other)
+
+
+@dataclass
+class EvaluationConfig:
+    """Measuring the validation loss."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
+
+    num_samples: PositiveInt | None = 500
+    """Sequences in the validation set, all of which every evaluation reads. A text corpus gives as many as it has, if
+    they are fewer; null: all that it has."""
+
+    micro_batch_size: PositiveInt = 50
+    """Sequences in a forward pass of an evaluation."""
+
+    average: OpenUnitInterval | None = None
+    """Which weights are evaluated, exported and let write: an exponential average of them, of which this share stays at
+    every update (0.999; less in the beginning). null: those that are trained."""
+
+    num_story_samples: NonNegativeInt = 200
+    """Stories sampled at the end of a stories run, to report the share that the grammar accepts; at most 100,000. 0:
+    none."""
+
+    num_samples_shown: NonNegativeInt = 2
+    """Texts of up to 128 tokens sampled at every evaluation, to be looked at; at most 1,000. 0: none."""
+
+    temperature: NonNegativeFloat = 0.8
+    """Temperature of those samples."""
+
+
+@dataclass
+class TrackingConfig:
+    """Where the metrics go besides metrics.jsonl."""
+
+    tracker: Literal["wandb", "tensorboard", "trackio"] = "wandb"
+    """wandb: Weights & Biases, with metrics, samples and code; tensorboard: metrics, in the run directory; trackio:
+    metrics. The last two by Accelerate, after `pip install tensorboard` or `trackio`."""
+
+    wandb: Literal["disabled", "offline", "online"] = "offline"
+    """Weights & Biases: offline writes below the run directory for a later `wandb sync` and needs no account."""
+
+    project: str = "mini-gpt"
+    """The project of W&B or Trackio that the run is filed under."""
+
+    group: str | None = None
+    """The W&B group of the run. null: none, or in sweep.py the name that the runs of the sweep have in common."""
+
+    tags: list[str] | None = None
+    """Tags of the run in W&B, as [baseline, wide]."""
+
+    artifact: bool = False
+    """At the end export the model (export.py) below the run directory and log it as a W&B artifact of type model."""
+
+    log_every: PositiveInt = 10
+    """Steps between log lines."""
+
+    layers: bool = False
+    """Log for every block the norms of its weights, gradients and activations, and the share of the weights that an
+    update changes, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
+
+    def problems(self) -> list[str]:
+        """Every setting that the tracker does not have."""
+        of_wandb = {"group": self.group, "tags": self.tags, "artifact": self.artifact}
+        of_wandb |= {"wandb": self.wandb == "online" and "online"}
+        return [
+            f"tracking.{name}: {value} is for tracking.tracker: wandb, but tracking.tracker is {self.tracker}; change "
+            "one of the two"
+            for name, value in of_wandb.items()
+            if value and self.tracker != "wandb"
+        ]
+
+
+class Due(NamedTuple):
+    """What a training does after a step besides going on."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    compare_replicas: bool
+
+
+@dataclass
+class TrainConfig:
+    """One training run. A run is a pure function of these settings."""
+
+    name: str | None = None
+    """Name of the run, which lives in <out_dir>/<name>/. null: the last config file's name without its ending."""
+
+    out_dir: str = "runs"
+    """Directory that holds the runs."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights, the order of the data, dropout and samples; of the data themselves: data.seed."""
+
+    steps: PositiveInt = 1000
+    """Optimizer steps of the whole run."""
+
+    global_batch_size: PositiveInt | None = None
+    """Sequences in an optimizer step, over all processes. Gradient accumulation is derived from it:
+    global_batch_size / (micro_batch_size * processes). null: micro_batch_size * processes of the first start."""
+
+    micro_batch_size: PositiveInt = 8
+    """Sequences that a process runs forward and backward at once."""
+
+    seq_len: PositiveInt = 128
+    """Tokens in a sequence."""
+
+    resume: str = "auto"
+    """auto: go on from the newest valid checkpoint of this run, if there is one; never: start afresh, an existing run
+    directory is moved aside. The path of a checkpoint means branch_from, as it was once called."""
+
+    branch_from: str | None = None
+    """The path of a checkpoint, whose weights, moments and step start this run. null: it starts from none."""
+
+    init_from: str | None = None
+    """Begin with the weights of another model, at step 0 and with a fresh optimizer: of a run here, a folder in
+    transformers' format (GPT-2 or Qwen3), or a name on the Hub. Its settings are taken over as `model`, whose dropout
+    alone may differ. null: begin with random weights."""
+
+    init_hash: str | None = None
+    """Hash of the weights of init_from. null: filled in at the start, so that the run never begins with others."""
+
+    exact: bool = False
+    """Give the same bits on any power-of-two number of processes: gradients are added up in one fixed tree instead of
+    by DDP, with deterministic algorithms only, and on the CPU with one thread a process."""
+
+    compile: bool = False
+    """Compile each transformer block with torch.compile, and what the loss in chunks does between its products. A run
+    on a machine without a compiler says so and goes on."""
+
+    activation_checkpointing: bool = False
+    """Keep only the input of each transformer block and compute the rest again in the backward: less memory for a
+    third more work."""
+
+    chunked_loss: bool | None = None
+    """Go through the output projection and the loss in chunks of positions, so that the logits never exist as a whole.
+    null: with `compile`, and where they take more than one chunk (32 MiB on a CPU, 1 GiB on a GPU). On a CPU it is also
+    faster."""
+
+    stop_after: PositiveInt | None = None
+    """Save and stop after this step, as a signal would stop the run; started again, it goes on to `steps`."""
+
+    profile: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step of which every process writes a Chrome trace into the run directory, as [20, 22]."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When the loss or the gradient is infinite or NaN. skip: leave that update out, on all processes together; the
+    host then waits for the device in every step."""
+
+    max_skipped_in_a_row: PositiveInt = 10
+    """How many updates in a row may be skipped before the run stops after all."""
+
+    check_replicas_every: NonNegativeInt = 100
+    """Steps between comparisons of the state of all processes, by its digest; before a save too. 0: never."""
+
+    timeout_seconds: PositiveInt = 600
+    """How long a process waits for the others in a collective operation, or for a checkpoint to be written, before the
+    run ends with an error; for a batch and for a tracker it waits less."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    given: ClassVar[frozenset[str]] = frozenset()
+    """Which settings of `model` the user gave, so that they must agree with those of `init_from`."""
+
+    def __post_init__(self) -> None:
+        is_path = self.resume not in ("auto", "never", None) and Path(self.resume).name != self.resume
+        if is_path:
+            self.resume, self.branch_from = "auto", self.resume
+
+    @property
+    def max_skipped(self) -> int:
+        """How many updates in a row may be skipped."""
+        match self.on_nonfinite:
+            case "stop":
+                return 0
+            case "skip":
+                return self.max_skipped_in_a_row
+            case other:
+                raise no_code_for("on_nonfinite", other)
+
+    def due(self, step: int) -> Due:
+        """What is to be done after `step` updates: at the end all that is ever done, and before a save a comparison."""
+
+        def falls_on(every: int) -> bool:
+            return every > 0 and (step % every == 0 or step == self.steps)
+
+        save = falls_on(self.checkpoint.every) or step == self.stop_after
+        return Due(
+            log=falls_on(self.tracking.log_every),
+            evaluate=falls_on(self.evaluation.every),
+            save=save,
+            compare_replicas=falls_on(self.check_replicas_every) or (save and self.check_replicas_every > 0),
+        )
+
+    def problems(self, num_processes: int) -> list[str]:
+        """Every relation between settings that does not hold, each as a message that says what would be right."""
+        if problems := numbers_out_of_range(asdict(self)):
+            return problems
+        if self.init_from is not None and self.init_hash is None:  # what it brings is not known yet
+            return self._problems_of_names()
+        problems = self.model.problems() + self.data.problems() + self.tracking.problems()
+        sizes = self._problems_of_sizes(num_processes) if not problems else []
+        problems += self._problems_of_names() + sizes + self._problems_of_sequences()
+        return problems + self._problems_of_processes(num_processes) + self._problems_of_steps()
+
+    def _problems_of_sequences(self) -> list[str]:
+        problems = []
+        longest = self.model.max_position_embeddings
+        if self.seq_len < 2:
+            problems.append(f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more")
+        if self.seq_len > longest:
+            remedy = f"{self.init_from} knows no more" if self.init_from else "lower the one or raise the other"
+            problems.append(
+                f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: {longest}; {remedy}"
+            )
+        if self.data.source == "random" and self.model.vocab_size is None:
+            problems.append(
+                "model.vocab_size: null means the tokenizer's, but data.source: random has none; set a number"
+            )
+        if self.data.source != "text" and self.evaluation.num_samples is None:
+            problems.append(f"evaluation.num_samples: null means all, but data.source: {self.data.source} has no end")
+        return problems
+
+    def _problems_of_processes(self, num_processes: int) -> list[str]:
+        problems = []
+        sizes = {"global_batch_size": self.global_batch_size}
+        sizes |= {"schedule.batch_warmup_from": self.schedule.batch_warmup_from}
+        for name, size in sizes.items():
+            if size is not None and size % (self.micro_batch_size * num_processes):
+                problems.append(self._remedy_for_batch(name, size, num_processes))
+        if self.exact and num_processes & (num_processes - 1):
+            problems.append(
+                f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
+            )
+        return problems
+
+    def _remedy_for_batch(self, name: str, size: int, num_processes: int) -> str:
+        """Which batches near this one, and which numbers of processes, would do."""
+        sequences_at_once = self.micro_batch_size * num_processes
+        message = (
+            f"{name}: {size} is not a multiple of micro_batch_size * processes = {self.micro_batch_size} * "
+            f"{num_processes} = {sequences_at_once}; the nearest that work: {_nearest(size, sequences_at_once)}"
+        )
+        micro_batches, rest = divmod(size, self.micro_batch_size)
+        if rest:
+            return message
+        counts = [str(count) for count in range(1, min(micro_batches, 1024) + 1) if micro_batches % count == 0]
+        return f"{message}; numbers of processes that can split it: {', '.join(counts)}"
+
+    def _problems_of_steps(self) -> list[str]:
+        """Of the schedule, the optimizer, and what is done after which step."""
+        problems = []
+        schedule, optimizer, checkpoint = self.schedule, self.optimizer, self.checkpoint
+        if schedule.min_lr_ratio > 1:
+            problems.append(f"schedule.min_lr_ratio: {schedule.min_lr_ratio} must be a share of the peak, so at most 1")
+        if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
+            decay = f" and schedule.decay_steps: {schedule.decay_steps}" if schedule.decay_steps else ""
+            problems.append(f"schedule.warmup_steps: {schedule.warmup_steps}{decay}: more than steps: {self.steps}")
+        problems += self._problems_of_batch_warmup()
+        if not all(0 <= beta < 1 for beta in optimizer.betas):
+            problems.append(f"optimizer.betas: {list(optimizer.betas)} must both be at least 0 and below 1")
+        if checkpoint.keep_every % checkpoint.every:
+            problems.append(
+                f"checkpoint.keep_every: {checkpoint.keep_every} is not a multiple of checkpoint.every: "
+                f"{checkpoint.every}"
+            )
+        if self.profile and self.profile[0] > self.profile[1]:
+            problems.append(f"profile: {list(self.profile)} must be the first and the last step, in this order")
+        return problems
+
+    def _problems_of_batch_warmup(self) -> list[str]:
+        first, steps = self.schedule.batch_warmup_from, self.schedule.batch_warmup_steps
+        if first is None:
+            needs = (
+                f"schedule.batch_warmup_steps: {steps} needs schedule.batch_warmup_from, sequences in the first batch"
+            )
+            return [needs] if steps else []
+        if steps is None:
+            return [
+                f"schedule.batch_warmup_from: {first} needs schedule.batch_warmup_steps, over which the batch grows"
+            ]
+        problems, whole = [], self.global_batch_size
+        if steps > self.steps:
+            problems.append(f"schedule.batch_warmup_steps: {steps}: more than steps: {self.steps}")
+        if whole is not None and whole < first:
+            problems.append(f"schedule.batch_warmup_from: {first} is more than global_batch_size: {whole}")
+        elif whole is not None and whole % first:
+            problems.append(
+                f"global_batch_size: {whole} is not a multiple of schedule.batch_warmup_from: {first}, by which the "
+                f"batch grows; the nearest that work: {_nearest(whole, first)}"
+            )
+        return problems
+
+    def _problems_of_sizes(self, num_processes: int) -> list[str]:
+        """What no memory of this machine could hold, so that it is said before anything is allocated."""
+        memory = psutil.virtual_memory().total + psutil.swap_memory().total
+        model = self.model
+        sizes = {name: getattr(model, name) for name in ("vocab_size", "d_model", "d_ff", "n_layers")}
+        share = (self.global_batch_size or self.micro_batch_size * num_processes) / num_processes
+        batches = (self.evaluation.num_samples or 0) / self.evaluation.micro_batch_size
+        needs = [
+            (f"model: its {model.num_weights:,} weights with {sizes}", 4 * model.num_weights),
+            # input_ids and labels, which a process reads for a whole step
+            (f"global_batch_size: {self.global_batch_size}, seq_len: {self.seq_len}", 16 * share * self.seq_len),
+            # a loss and a number of targets for each batch
+            (f"evaluation.num_samples: {self.evaluation.num_samples}", 8 * batches),
+        ]
+        return [
+            f"{what}: needs {num_bytes / 1e9:,.0f} GB in each process, and this machine has {memory / 1e9:,.0f} GB"
+            for what, num_bytes in needs
+            if num_bytes > memory
+        ]
+
+    def _problems_of_names(self) -> list[str]:
+        problems = []
+        name = self.name
+        is_plain = name is None or (Path(name).name == name and name != ".." and not name.startswith("~"))
+        if not is_plain or name == "":
+            problems.append(f"name: {name!r} is not a plain directory name; use out_dir for the directory above it")
+        for setting, value in (
+            ("name", name),
+            ("out_dir", self.out_dir),
+            ("branch_from", self.branch_from),
+            ("init_from", self.init_from),
+        ):
+            if value is not None and not value.isprintable():
+                problems.append(f"{setting}: {value!r} has characters that cannot be printed; use others")
+        if self.resume not in ("auto", "never", None):
+            problems.append(f"resume: {self.resume!r} must be auto or never; to begin with a checkpoint is branch_from")
+        if self.init_from is not None and self.branch_from is not None:
+            problems.append(f"init_from: {self.init_from} and branch_from: {self.branch_from}: a run begins once")
+        try:
+            expanded("out_dir", self.out_dir)
+        except ConfigError as error:
+            problems.append(str(error))
+        return problems
+
+
+def _nearest(size: int, unit: int) -> str:
+    """The multiples of `unit` below and above a size, in words."""
+    below = size // unit * unit
+    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+
+
+def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run as `section.name`, with the lists that JSON and YAML have for tuples."""
+    flat = {}
+    sections = {name for name, default in asdict(TrainConfig()).items() if isinstance(default, dict)}
+    for key, value in json.loads(json.dumps(settings)).items():
+        inside = isinstance(value, dict) and key in sections
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if inside else {key: value}
+    return flat

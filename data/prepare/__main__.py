@@ -1,0 +1,7 @@
+"""python -m data.prepare"""
+
+import sys
+
+from data.prepare.prepare import cli
+
+sys.exit(cli())

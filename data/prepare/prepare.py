@@ -1,0 +1,461 @@
+"""Makes a corpus for data.source text: python -m data.prepare --source X --tokenizer T --out DIR.
+
+The text is read and cut into parts, of which threads encode several at once and write each as one Arrow file of either
+split. The text alone says where a part ends, so the files are the same bytes for any number of threads. They are
+written into DIR.partial, which becomes DIR when all is done; after a kill the same command makes only the missing
+parts. The result is DIR/train/*.arrow, DIR/validation/*.arrow, DIR/tokenizer and DIR/metadata.json.
+
+A row of column input_ids is a document with an end-of-text token before it; of a document of more than a million
+characters each further piece is a row of its own, without that token. So the flat buffer of the column is the stream
+of tokens, and an end-of-text token in it is always the beginning of a document: none comes from the text.
+
+Of conversations a row is one of them, as the tokenizer's chat template writes it, and a second column, assistant_masks,
+is 1 at the tokens of answers (data/chat.py).
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from glob import escape
+from hashlib import blake2b, sha256
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from jsonargparse.typing import PositiveInt
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from cli.output import ignore_failed_prints, printable_lines
+from config.errors import ConfigError
+from config.parser import parse_tool
+from config.paths import expanded
+from data import chat, chat_template
+from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
+from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, open_columns, read_metadata
+from data.prepare.sources import Source, file_kind, find_files, source_stamp
+from data.tokenizer import NAMES, errors_of_tokenizers, load_tokenizer, save_tokenizer, token_bytes, tokens_to_learn
+
+COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
+PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
+PART = 2**24  # characters, at least, of the text of one file of tokens
+PART_FILE = "parts/{:06d}.json"  # what make_part returned for it, kept until all is done
+TRAINING_TEXTS = 10**6  # documents, or pieces of a txt file, from which train:VOCAB learns: the first of the source
+
+Text = tuple[str, bool, str | None]
+"""Of a document, whether it ends with it, and its split; None where its hash decides."""
+
+Part = tuple[list[tuple[str, bool, str]], dict | None]
+"""Pieces of documents as (text, whether a document begins with it, its split), and the state of a stream after them."""
+
+
+@dataclass
+class PrepareConfig:
+    """Makes a corpus of text."""
+
+    source: str
+    """A .txt, .jsonl or .parquet file (.gz and .zst are read), a pattern of such files in quotes ('texts/**/*.txt'), a
+    dataset of the Hub as NAME[:CONFIGURATION[:SPLIT]], or a folder that is laid out like one. A txt file is one
+    document, a row of the others is one."""
+
+    tokenizer: str
+    """byte (256 bytes and an end of text), train:VOCAB (a byte-level BPE of VOCAB tokens, learnt from the source), the
+    name of one on the Hub (gpt2), or a folder with one."""
+
+    out: str
+    """The folder of the corpus. It must not exist yet."""
+
+    validation: str = "hash:0.005"
+    """What is kept from training. hash:SHARE: so large a share of the documents, chosen by a hash of their text;
+    tail:SHARE: the end of each document; or a source of its own, files or a pattern."""
+
+    document_separator: str | None = None
+    r"""Divides a txt file into documents, and belongs to none. \n means a new line, of whatever kind."""
+
+    text_column: str = "text"
+    """The column, or the key in jsonl, that holds the text."""
+
+    invalid_utf8: Literal["replace", "refuse"] = "replace"
+    """Bytes that are no UTF-8: replace them by U+FFFD (metadata.json counts these), or refuse the file."""
+
+    streaming: bool = False
+    """Read a dataset of the Hub while it is downloaded, instead of downloading all of it first."""
+
+    max_tokens: PositiveInt | None = None
+    """Stop after the file in which so many for training are reached: up to about 16 million characters more. A source
+    of its own for validation is taken whole. null: take all."""
+
+    num_workers: PositiveInt = os.cpu_count() or 1
+    """Threads that encode. The corpus is the same for any number."""
+
+
+def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[Text]:
+    """The documents of both splits."""
+    if validation.startswith("tail:"):
+        yield from _cut_tails(source, float(validation.removeprefix("tail:")))
+    else:
+        yield from ((*part, "validation") for part in held_out or ())  # first: max_tokens ends the other
+        yield from ((*part, "train" if held_out else None) for part in source)
+
+
+def _cut_tails(source: Source, share: float) -> Iterator[Text]:
+    lengths = deque([0])
+    for text, ends in source:  # a document may be larger than memory: its length takes a reading of its own
+        lengths[-1] += len(text)
+        if ends:
+            lengths.append(0)
+    rest = None  # characters of the document at hand that are still for training
+    for text, ends in source:
+        if rest is None:
+            rest = int(lengths.popleft() * (1 - share))
+        if rest > 0:
+            yield text[:rest], rest <= len(text), "train"
+        if rest < len(text) or ends:
+            yield text[max(rest, 0) :], ends, "validation"
+        rest = None if ends else rest - len(text)
+
+
+def in_validation(text: str, share: float) -> bool:
+    """Whether the document that begins with `text` (all of it, or its first piece) is for validation.
+
+    A function of this text alone: a document that occurs twice is in one split, and no other document moves it.
+    """
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
+
+
+def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) -> int:
+    """Where to cut `text`, at or before `limit`, so that its tokens stay the same: between two pre-tokens.
+
+    The tokenizer itself is asked: around the cut both sides alone must have the tokens of both together. Where there
+    is no such place shortly before `limit`, as in a text without words, the cut is at `limit`.
+    """
+    start = limit - limit // 16
+    boundaries = [start + match.start() for match in re.finditer(r"\b", text[start:limit])]
+    for cut in [*boundaries[:-100:-1], limit]:
+        left, right = text[max(cut - context, 0) : cut], text[cut : cut + context]
+        with errors_of_tokenizers(f"tokenizer: it has no tokens for a text that has {left[:40]!r} in it"):
+            first, second, both = tokenizer.encode_batch_fast([left, right, left + right], add_special_tokens=False)
+        if first.ids + second.ids == both.ids:
+            return cut
+    return limit
+
+
+def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, share: float, source: Source) -> Iterator[Part]:
+    """Parts of PART characters or more; the state is None where reading again is cheap."""
+    part, size, buffer, begins = [], 0, "", True
+    for text, ends, given in documents:
+        pieces = []
+        for start in range(0, len(text), PIECE):
+            buffer += text[start : start + PIECE]
+            while len(buffer) > 2 * PIECE and not source.conversations:
+                cut = cut_point(buffer, tokenizer, PIECE)
+                pieces.append((buffer[:cut], False))
+                buffer = buffer[cut:]
+        if ends:
+            pieces.append((buffer, True))
+            buffer = ""
+        for piece, last in pieces:
+            if begins:
+                identity = chat.who_says_what(piece) if source.conversations else piece
+                split = given or SPLITS[in_validation(identity, share)]
+            part.append((piece, begins, split))
+            size, begins = size + len(piece) + 1, last
+            if size >= PART and (last or not source.streaming):  # a stream's state is between two documents
+                yield part, source.dataset.state_dict() if source.streaming else None
+                part, size = [], 0
+    if part:
+        yield part, source.dataset.state_dict() if source.streaming else None
+
+
+def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], index: int, texts: Part) -> dict:
+    """Encode and write a part, and last a JSON file with what is returned: its counts, and the state given.
+
+    A part that a killed process has completed is only read.
+
+    Args:
+        encode: of a piece, and whether a document begins with it: what is said in it, and its row, as lists of numbers
+            by the names of columns, or {} where there is nothing.
+        types: of the columns.
+    """
+    if done := _finished_part(folder, index):
+        return done
+    pieces, state = texts
+    part = {"state": state}
+    for split in SPLITS:
+        rows, counts = [], Counter()
+        for text, begins, _ in (piece for piece in pieces if piece[2] == split):
+            text, columns = encode(text, begins)
+            counts.update(documents=begins and columns != {}, empty_documents=columns == {})
+            if columns:  # the bytes are those that tokens stand for
+                counts.update(bytes=len(text.encode()), replacement_characters=text.count("\ufffd"))
+                rows.append({name: np.array(columns[name], kind.to_pandas_dtype()) for name, kind in types.items()})
+        columns = {name: pa.array([row[name] for row in rows], pa.list_(kind)) for name, kind in types.items()}
+        batch, stream = pa.record_batch(columns), pa.BufferOutputStream()
+        with pa.ipc.new_stream(stream, batch.schema) as writer:
+            writer.write_batch(batch)
+        name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
+        write_atomically(folder / name, content)
+        written = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
+        part[split] = {**counts, "tokens": len(batch["input_ids"].values), **written}
+    write_atomically(folder / PART_FILE.format(index), json.dumps(part).encode())
+    return part
+
+
+def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool) -> tuple[str, dict[str, list[int]]]:
+    """A piece of text, and its row; for make_part."""
+    with errors_of_tokenizers(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}"):
+        # Unlike `encode`, it leaves Python to the other threads.
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    if end_of_text in encoding.ids:  # as one of whole words may
+        problem = f"it makes its end of text of characters, in a text that begins {text[:40]!r}; take them out"
+        raise ConfigError(f"tokenizer: {problem}, or name {tokenizer.id_to_token(end_of_text)!r} as document_separator")
+    return text, {"input_ids": [end_of_text] * begins + encoding.ids} if text else {}
+
+
+def _finished_part(folder: Path, index: int) -> dict | None:
+    """What make_part returned for a part whose files nothing has touched since."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        part = json.loads((folder / PART_FILE.format(index)).read_bytes())
+        if all(file_stamp(folder / part[split]["file"]) == part[split]["stamp"] for split in SPLITS):
+            return part
+    return None
+
+
+def prepare(config: PrepareConfig) -> dict:
+    """Make the corpus, or go on with what a killed process left of it; returns its metadata.
+
+    Raises:
+        ConfigError: a setting or an input is wrong.
+        OSError: the corpus cannot be written. What is done so far stays, and the same command goes on.
+    """
+    kind, share = _kind_of_validation(config)
+    out = expanded("out", config.out).absolute()
+    source, held_out = _open_sources(config, kind)
+    stamps = source.stamps | (held_out.stamps if held_out else {})
+    stamps |= {file: source_stamp(file) for file in find_files(f"{escape(config.tokenizer)}/*")}
+    request = asdict(config) | {"out": None, "num_workers": None, "files": stamps}  # what the corpus depends on
+    if out.exists():
+        with suppress(ConfigError):
+            if (metadata := read_metadata(out)).get("request") == request:
+                return metadata
+        raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
+    is_one_document = [file_kind(file) for file in source.files] == [".txt"] and not source.separator
+    if is_one_document and kind == "hash" and share > 0:
+        problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"
+        raise ConfigError(f"{problem}; use tail:0.1, or document_separator, or hash:0.0 for no validation")
+    tokens_to_learn(config.tokenizer)  # before anything is written
+    if what := reason_absent(config.tokenizer):
+        raise ConfigError(f"tokenizer: {what}; use {NAMES}")
+    _check_conversations(config, source, held_out, kind)
+    work = Path(f"{out}.partial")
+    for name in ("parts", *SPLITS):
+        (work / name).mkdir(parents=True, exist_ok=True)
+    with open(work / "parts" / "lock", "w") as lock_file:
+        if not lock(lock_file):
+            raise ConfigError(f"out: another process is preparing {out}")
+        begun, content = work / "parts" / "request", json.dumps(request).encode()
+        refused = work / "parts" / "refused"
+        # Before the tokenizer, which is the first thing to be kept, nothing is there that another source could spoil.
+        if (work / "tokenizer").exists() and begun.read_bytes() != content:
+            if not refused.exists():
+                raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
+            _clear(work)
+        refused.unlink(missing_ok=True)
+        write_atomically(begun, content)
+        try:
+            metadata = _make_corpus(config, source, held_out, work) | {"request": request}
+        except ConfigError:
+            if not any(work.glob("parts/*.json")):
+                shutil.rmtree(work)
+            else:
+                refused.touch()  # then another command may take the place of this one
+            raise
+        metadata["digest"] = metadata_digest(metadata)
+        write_atomically(work / "metadata.json", json.dumps(metadata, indent=1).encode())
+        os.rename(work, out)
+        fsync(out.parent)
+    shutil.rmtree(out / "parts")
+    return metadata
+
+
+def _kind_of_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "source"], float]:
+    """How documents are kept from training, and which share of them.
+
+    Raises:
+        ConfigError: not a share, or other settings do not go with it.
+    """
+    kind, _, share = config.validation.partition(":")
+    if kind not in ("hash", "tail"):
+        kind, share = "source", "0.0"
+    if not re.fullmatch(r"0?\.\d+", share):
+        raise ConfigError(f"validation: {config.validation!r} must name a share below 1, such as {kind}:0.1")
+    if kind != "hash" and config.streaming:
+        raise ConfigError(f"validation: {config.validation!r} does not go with streaming; use hash:0.005")
+    if kind == "tail" and config.max_tokens:
+        problem = f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation} keeps"
+        raise ConfigError(f"{problem}; use hash:0.005 or a source of its own")
+    return kind, float(share)
+
+
+def _open_sources(config: PrepareConfig, kind: str) -> tuple[Source, Source | None]:
+    """The source, and that of the validation text if it has one of its own."""
+    reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
+    source = Source(config.source, *reading)
+    if kind != "source":
+        return source, None
+    held_out = Source(config.validation, *reading, setting="validation")
+    if shared := held_out.shared_with(source):
+        raise ConfigError(f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}")
+    return source, held_out
+
+
+def _check_conversations(config: PrepareConfig, source: Source, held_out: Source | None, kind: str) -> None:
+    """Read the first row of each source, which says whether it is of conversations; refuse what does not go with it."""
+    ours, theirs = (next((each.conversations for _ in each), False) for each in (source, held_out or source))
+    if ours != theirs or (ours and kind == "tail"):
+        problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
+        raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
+
+
+def _clear(work: Path) -> None:
+    """Remove what an earlier command has made there, the tokenizer last."""
+    for file in (*work.glob("*/*.arrow"), *work.glob("parts/*.json")):
+        file.unlink()
+    shutil.rmtree(work / "tokenizer")
+
+
+def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
+    kind, share = _kind_of_validation(config)
+    if not (work / "tokenizer").exists():
+        said = (chat.content_of(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
+        with folder_written_atomically(work / "tokenizer") as folder:
+            save_tokenizer(config.tokenizer, folder, said)
+    tokenizer, facts = load_tokenizer(work / "tokenizer")
+    types = {"input_ids": pa.uint16() if facts["vocab_size"] <= 2**16 else pa.uint32()}
+    encode = partial(encode_text, tokenizer, facts["end_of_text"])
+    if source.conversations:
+        template = chat_template.ChatTemplate(chat_template.open_tokenizer(work / "tokenizer"))
+        for each in filter(None, (source, held_out)):
+            if not each.streaming:  # of a stream it is said when the first row that has such keys comes
+                _refuse_lost_keys(each, template)
+        encode, types["assistant_masks"] = partial(chat_template.encode_row, template), pa.uint8()
+
+    parts, most = [], config.max_tokens or math.inf
+    if config.streaming:  # what is done need not be downloaded again
+        while _total(parts, "tokens", ["train"]) < most and (part := _finished_part(work, len(parts))):
+            source.dataset.load_state_dict(part["state"])
+            parts.append(part)
+    documents = split_documents(source, config.validation, held_out)
+    texts = cut_parts(documents, tokenizer, share if kind == "hash" else 0.0, source)
+    with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
+        for part in _make_parts(partial(make_part, work, encode, types), len(parts), texts, config.num_workers):
+            if _total(parts, "tokens", ["train"]) >= most:
+                break
+            parts.append(part)
+            bar.update(_total([part], "bytes"))
+    for each in filter(None, (source, held_out)):
+        if each.conversations and each.unused_columns:
+            unused = ", ".join(f"{name!r} ({count:,} rows)" for name, count in sorted(each.unused_columns.items()))
+            print(f"{each.setting}: no part of a conversation, and left out: {unused}")
+    num_train, num_validation = (_total(parts, "documents", [split]) for split in SPLITS)
+    _refuse_unusable(config, source, num_train, num_validation)
+    hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
+    for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
+        (work / ahead).unlink()
+    counts = {split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS}
+    counts["validation"]["text"] = _text_hash(tokenizer, facts["end_of_text"], sorted(work.glob("validation/*.arrow")))
+    return {
+        "tokenizer": {"name": config.tokenizer, **facts},
+        **counts,
+        **({"conversations": True} if source.conversations else {}),
+        "hash": content_hash(facts["hash"], hashes),
+        "files": {file: {"bytes": (work / file).stat().st_size, "sha256": sha} for file, sha in hashes.items()},
+        "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
+    }
+
+
+def _text_hash(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str | None:
+    """Of the bytes of all documents in the files, the same for every byte-level tokenizer; None for another one."""
+    of_token = token_bytes(tokenizer, end_of_text)
+    if of_token is None:
+        return None
+    of_token[end_of_text], hashed = b"\0", blake2b(digest_size=16)  # with which documents begin; in no text is one
+    for file in files:
+        tokens = np.from_dlpack(open_columns(file)[0].values)
+        for start in range(0, len(tokens), PIECE):
+            hashed.update(b"".join(map(of_token.__getitem__, tokens[start : start + PIECE].tolist())))
+    return hashed.hexdigest()
+
+
+def _refuse_unusable(config: PrepareConfig, source: Source, num_train: int, num_validation: int) -> None:
+    """Raises ConfigError where a corpus of so many documents is not what was asked for, or cannot be used."""
+    has_txt = any(file_kind(file) == ".txt" for file in source.files)
+    all_was_read = config.max_tokens is None
+    if has_txt and source.separator and all_was_read and not source.has_separators:
+        problem = f"document_separator: {config.document_separator!r} stands nowhere in {config.source!r}"
+        raise ConfigError(f"{problem}; leave it out for one document a file")
+    if num_train == 0:
+        rest = f" is left for training: all {num_validation:,} documents are for validation" if num_validation else ""
+        raise ConfigError(f"source: {config.source!r}: no text{rest}")
+    if num_validation == 0 and _kind_of_validation(config) != ("hash", 0.0):
+        problem = f"validation: {config.validation!r} keeps none of the {num_train:,} documents"
+        remedy = "use hash:0.1, or tail:0.1 for the end of each, or hash:0.0 for no validation"
+        raise ConfigError(f"{problem}; {remedy}")
+
+
+def _refuse_lost_keys(source: Source, template: chat_template.ChatTemplate) -> None:
+    """Read all rows for keys that the template does not write; raises ConfigError with how many rows have which."""
+    rows, having = 0, Counter()
+    for document, _ in source:
+        rows += 1
+        having.update(template.keys_not_written(json.loads(document)))
+    if having:
+        named = [f"{key!r} (of {count:,} of the {rows:,} rows)" for key, count in sorted(having.items())]
+        raise ConfigError(f"{source.setting}: {source.name!r}: {chat_template.keys_lost(named)}")
+
+
+def _make_parts(make: Callable, first: int, texts: Iterable[Part], num_workers: int) -> Iterator[dict]:
+    pending: deque[Future] = deque()
+    with ThreadPoolExecutor(num_workers) as pool:
+        for index, part in enumerate(texts, start=first):
+            pending.append(pool.submit(make, index, part))
+            if len(pending) > num_workers:  # so many parts are encoded at once, and the next one waits
+                yield pending.popleft().result()
+        yield from (future.result() for future in pending)
+
+
+def _total(parts: list[dict], name: str, splits: Iterable[str] = SPLITS) -> int:
+    return sum(part[split].get(name, 0) for part in parts for split in splits)
+
+
+def cli() -> int:
+    """Run from the command line; returns the exit code."""
+    ignore_failed_prints()
+    try:
+        config = parse_tool(PrepareConfig, "python -m data.prepare", positional=False)
+        # In a thread, for Python hears Ctrl-C in the main one alone, and not while that one learns a tokenizer.
+        metadata = ThreadPoolExecutor(1).submit(prepare, config).result()
+    except (ConfigError, OSError) as error:
+        print(f"prepare: error: {printable_lines(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nprepare: interrupted; the same command goes on from what is done", file=sys.stderr, flush=True)
+        os._exit(130)  # threads in the middle of a part would be waited for
+    learnt = f"train:{metadata['tokenizer']['vocab_size']}"
+    if config.tokenizer != learnt and re.fullmatch(r"train:\d+", config.tokenizer):
+        print(f"tokenizer: {config.tokenizer} became {learnt}: the source has no more pairs of tokens to join")
+    for split in SPLITS:
+        print(f"{config.out}/{split}: " + ", ".join(f"{metadata[split][n]:,} {n.replace('_', ' ')}" for n in COUNTS))
+    return 0

@@ -1,0 +1,191 @@
+"""The text that a corpus is made of: files and data sets, read as documents in a fixed order."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from glob import escape, glob
+from pathlib import Path
+
+import pyarrow.parquet
+
+from config.errors import ConfigError
+from data import chat
+from data.prepare.encoding import checked, open_text
+
+CHUNK = 2**19  # characters of a txt file that are read at once
+
+
+@dataclass
+class Source:
+    """The documents of files or a data set in their order, as pairs (text, whether the document ends with it).
+
+    A conversation is a text, too: its messages as JSON.
+
+    Args: as data.prepare explains them; and `setting`, what messages call it.
+
+    Raises:
+        ConfigError: there is no such source, or it cannot be read as text.
+    """
+
+    name: str
+    text_column: str = "text"
+    document_separator: str | None = None
+    invalid_utf8: str = "replace"
+    streaming: bool = False
+    setting: str = "source"
+    conversations: bool | None = field(default=None, init=False)
+    """Whether all documents are conversations; None before the first is read."""
+
+    has_separators: bool = field(default=False, init=False)
+    """Whether the last reading has found one that divides a file."""
+    unused_columns: Counter = field(default_factory=Counter, init=False)
+    """The columns beside conversations that are no part of them, and how many rows of the last reading have each."""
+
+    def __post_init__(self) -> None:
+        self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so no shell has done it
+        separator = (self.document_separator or "").replace("\\r", "\r").replace("\\n", "\n")
+        self.separator = separator.replace("\r\n", "\n").replace("\r", "\n")  # as the line ends of the files become
+        self.errors = "strict" if self.invalid_utf8 == "refuse" else "replace"
+        # A name with brackets in it is a file before it is a pattern.
+        self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
+        for file in self.files:
+            if file_kind(file) not in (".txt", ".jsonl", ".parquet"):
+                raise self._refusal(f"{file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
+            if self.streaming:
+                raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
+        self.dataset, self.dataset_files, self.slices = (None, [], []) if self.files else self._load()
+        self.stamps = {file: source_stamp(file) for file in [*self.files, *self.dataset_files]}
+
+    def __iter__(self) -> Iterator[tuple[str, bool]]:
+        self.unused_columns.clear()
+        self.has_separators = False
+        for place in self.files or [self.name]:
+            number = 1
+            try:
+                for text, ends in self._txt(place) if file_kind(place) == ".txt" else self._rows(place):
+                    yield text, ends
+                    number += ends
+                changed = [f for f in ([place] if self.files else self.stamps) if source_stamp(f) != self.stamps[f]]
+            except Exception as error:  # as many kinds as there are formats, file systems and networks
+                raise self._refusal(f"{place!r}, document {number}: {type(error).__name__}: {error}") from None
+            if changed:
+                raise self._refusal(f"{changed[0]!r} changed while it was read; start again when it is complete")
+
+    def shared_with(self, other: "Source") -> str | None:
+        """A file, or a data set, that is in both; by whatever name, as through a link. None if there is none."""
+        if self.dataset is not None and self.name == other.name:
+            return self.name
+        of_a_split = [(a, b) for a in self.slices for b in other.slices if a.splitname == b.splitname]
+        if of_a_split and all(a.to <= b.from_ or b.to <= a.from_ for a, b in of_a_split):
+            return None  # as train[:90%] and train[90%:]
+        ours = {_identity(file) for file in self.files or self.dataset_files}
+        return next((file for file in other.files or other.dataset_files if _identity(file) in ours), None)
+
+    def _refusal(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.setting}: {problem}")
+
+    def _load(self) -> tuple[Iterable[dict], list[str], list]:
+        """The data set, and the files of its split: on this machine, or as names that hold a revision of the Hub; and
+        which rows of which splits it is, where it does not stream."""
+        import datasets  # slow, and not needed for files
+
+        path, configuration, split = [*self.name.split(":", 2), "", ""][:3]
+        split = split or "train"
+        try:
+            builder = datasets.load_dataset_builder(path, configuration or None)
+            files = builder.config.data_files or {}
+            files = [str(file) for name in re.split(r"\+|\[.*?\]", split) for file in files.get(name, [])]
+            if self.streaming:
+                return builder.as_streaming_dataset(split=split), files, []
+            if builder.name == "text" and any(map(os.path.exists, files)):
+                raise ValueError(f"each line of its txt files would be a document; use '{path}/*.txt', of whole files")
+            builder.download_and_prepare()
+            rows = {name: facts.num_examples for name, facts in builder.info.splits.items()}
+            return builder.as_dataset(split=split), files, datasets.ReadInstruction.from_spec(split).to_absolute(rows)
+        except Exception as error:  # as many kinds as there are ways to fail at a download
+            problem = f"there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
+            remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
+            if configuration and self.name.count(":") == 1:
+                remedy = f"A split without a configuration comes after two colons: {path}::{configuration}\n{remedy}"
+            raise self._refusal(f"{problem}: {error!r}\n{remedy}") from None
+
+    def _all_are(self, conversations: bool) -> None:
+        if self.conversations is (not conversations):
+            raise ValueError("conversations and texts are in one source; take them apart")
+        self.conversations = conversations
+
+    def _txt(self, file: str) -> Iterator[tuple[str, bool]]:
+        separator, rest = self.separator, ""
+        self._all_are(conversations=False)
+        with open_text(file, self.errors) as text:
+            for chunk in checked(iter(partial(text.read, CHUNK), ""), file):
+                if separator:
+                    *documents, rest = (rest + chunk).split(separator)
+                    self.has_separators |= bool(documents)
+                    yield from ((document, True) for document in documents)
+                    settled = max(len(rest) - len(separator) + 1, 0)  # what follows may begin a separator
+                    chunk, rest = rest[:settled], rest[settled:]
+                yield chunk, False
+        yield rest, True
+
+    def _rows(self, place: str) -> Iterator[tuple[str, bool]]:
+        for row in self._records(place):
+            text, is_conversation, unused = chat.document_in(row, self.text_column)
+            self._all_are(is_conversation)
+            self.unused_columns.update(unused)
+            # Half of a surrogate pair is valid in JSON, but no text.
+            yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
+
+    def _records(self, place: str) -> Iterator[dict]:
+        if self.dataset is not None:
+            yield from self.dataset
+        elif file_kind(place) == ".jsonl":
+            with open_text(place, self.errors) as lines:
+                yield from (json.loads(line) for line in checked(lines, place) if not line.isspace())
+        else:
+            with pyarrow.parquet.ParquetFile(place) as file:
+                there = file.schema_arrow.names
+                names = [name for name in there if name in (self.text_column, *chat.COLUMNS)]
+                self.unused_columns.update(dict.fromkeys({*there} - {*names}, file.metadata.num_rows))
+                for batch in file.iter_batches(256, columns=names or None):
+                    yield from batch.to_pylist()
+
+
+def find_files(pattern: str) -> list[str]:
+    """The files that a pattern matches in the order of their names, each once, however many links lead to it."""
+    shortest_last = sorted(filter(os.path.isfile, _expand(pattern)), key=lambda file: (len(file), file), reverse=True)
+    return sorted({_identity(file): file for file in shortest_last}.values())
+
+
+def source_stamp(file: str) -> list[int] | None:
+    """Size and time of a file on this machine; None for one of the Hub, whose name holds its revision."""
+    return None if "://" in file else [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    """As glob, but `**` enters every folder once: links may lead back to a folder above, and glob follows them."""
+    if not (match := re.fullmatch(r"((?:.*?/)?)\*\*(?:/(.*))?", pattern, re.DOTALL)):
+        yield from glob(pattern)
+        return
+    head, tail = match[1], match[2] or "*"
+    entered = set()
+    for top in glob(head) if head else ["."]:
+        for folder, folders, _ in os.walk(top, followlinks=True):
+            known = (identity := _identity(folder)) in entered
+            entered.add(identity)
+            folders[:] = [] if known else sorted(name for name in folders if not name.startswith("."))
+            if not known:
+                yield from _expand(os.path.join(escape(folder if head else folder[2:]), tail))
+
+
+def _identity(file: str) -> tuple[int, int] | str:
+    return file if "://" in file else ((stat := os.stat(file)).st_dev, stat.st_ino)
+
+
+def file_kind(file: str) -> str:
+    """The ending of a file's name, but for that of a compression."""
+    return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix

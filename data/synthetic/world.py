@@ -1,0 +1,66 @@
+"""A world that stories may speak of: facts that a reader can only know by having read them before.
+
+Each is an animal and what it does, as "Coco the red fox likes | kites". How often a fact is told falls with its rank by
+Zipf's law; its answer is a fixed function of the seed, which nothing in the words gives away. So the probability of a
+text stays exact for a reader who knows the world, and a model comes near that floor as fast as it learns facts. With
+probabilities i ** -z the excess that is left after reading D of them falls as D ** -((z - 1) / z) (Hutter 2021,
+arXiv:2102.04074), and that of a model with room for N as N ** -(z - 1) (Michaud et al. 2023, arXiv:2303.13506).
+"""
+
+import re
+
+import numpy as np
+
+from data.sampler import permute
+from model.seeds import derive_seed
+
+NAMES = """
+Spot Coco Biscuit Pepper Fluffy Ginger Bubbles Lucky Pip Nutmeg Pebble Dusty Mango Olive Rusty Sunny
+Waffle Ziggy Button Clover Domino Ember Freckle Gizmo Hopper Jasper Kiwi Lemon Muffin Noodle Peanut Whisker
+"""
+LOOKS = "red blue green yellow purple orange silver golden brown black white grey pink spotted striped tiny"
+ANIMALS = """
+fox crow squirrel monkey raccoon bear puppy kitten parrot pony rabbit duck goat hamster owl mouse
+turtle frog hedgehog badger otter beaver lamb calf goose swan penguin lizard camel donkey panda tiger
+"""
+VERBS = "likes hides sells draws"
+THINGS = """
+kites balls drums dolls hats scarves books flutes baskets clocks crowns robots marbles boots gloves crayons
+beads skates ladders lanterns puppets whistles wagons necklaces boats bells candles carpets chairs coins cups feathers
+flags forks hammers keys knives lamps leaves letters maps masks mirrors nails nuts paints pans pencils
+pillows plates pots ribbons rings ropes shells shoes spoons stamps stars stones tables tents towels wheels
+"""
+NAMES, LOOKS, ANIMALS, VERBS, THINGS = (words.split() for words in (NAMES, LOOKS, ANIMALS, VERBS, THINGS))
+MOST_FACTS = len(NAMES) * len(LOOKS) * len(ANIMALS) * len(VERBS)  # 65,536
+SHARES = 2**32  # of the first fact; how often others are told is rounded to whole ones, the same on every machine
+
+_TOLD = re.compile(r"\b([A-Z][a-z]+ the [a-z]+ [a-z]+ (?:%s)) ([a-z]+)" % "|".join(VERBS))  # noqa: UP031 (has braces)
+
+
+class World:
+    """The first `num_facts` facts of a seed, by their ranks: those of a larger world begin with the same ones.
+
+    `facts` are entries of a grammar's table, whose form "answer" is what one must know, and `weights` how often each is
+    told.
+    """
+
+    def __init__(self, num_facts: int, zipf: float, seed: int):
+        keys = permute(np.arange(num_facts), MOST_FACTS, derive_seed(seed, "facts"))
+        answers = permute(keys, MOST_FACTS, derive_seed(seed, "answers")) % len(THINGS)
+        sizes = tuple(map(len, (NAMES, LOOKS, ANIMALS, VERBS)))
+        self.facts = [
+            {"": f"{NAMES[name]} the {LOOKS[look]} {ANIMALS[animal]} {VERBS[verb]}", "answer": THINGS[answer]}
+            for name, look, animal, verb, answer in zip(*np.unravel_index(keys, sizes), answers, strict=True)
+        ]
+        self.weights = [max(1, round(SHARES * rank**-zipf)) for rank in range(1, num_facts + 1)]
+        self._answers = {fact[""]: fact["answer"] for fact in self.facts}
+
+    def told(self, text: str) -> list[tuple[str, str | None]]:
+        """What a text tells in the form of a fact, and the answer to it; None if that is not true of anybody.
+
+        Each is (what is told, what would be true), equal where it is a fact.
+        """
+        return [
+            (f"{key} {answer}", f"{key} {self._answers[key]}" if key in self._answers else None)
+            for key, answer in _TOLD.findall(text)
+        ]

@@ -1,0 +1,148 @@
+"""Whether these settings may go on with a run or a checkpoint that others began, which settings are said by name."""
+
+from dataclasses import asdict, fields, replace
+from itertools import product
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import yaml
+
+from checkpoint.manifest import Manifest
+from config.errors import ConfigError
+from config.schema import ScheduleConfig, TrainConfig, flat_settings
+from config.yaml_files import read_yaml
+from training.schedule import SCHEDULES, at_step
+
+# What may change when a run goes on: nothing here moves the trajectory by more than rounding. Those of schedules are
+# compared by what these gave so far; data.path and the paths of data.mix by data.hash, if there is one, init_from by
+# init_hash.
+OF_SCHEDULES = {"steps", *(f"schedule.{name}" for name in ("name", "warmup_steps", "decay_steps", "min_lr_ratio"))}
+FREE_SETTINGS = OF_SCHEDULES | {
+    *("name", "out_dir", "resume", "branch_from", "compile", "on_nonfinite"),
+    *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
+    *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
+}
+# But this of them: what the optimizer keeps depends on it.
+FIXED_SETTINGS = {"evaluation.average"}
+# Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
+RETIRED_SETTINGS: dict[str, Any] = {}
+# Settings that had no name of their own: a run that does not know one was begun with the value of the other.
+SPLIT_FROM = {"data.seed": "seed"}
+# Filled in at a start where they are null.
+RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
+
+
+def complete_settings(stored: dict[str, Any]) -> dict[str, Any]:
+    """The flat settings of a stored run, as this version means them.
+
+    A setting that the run does not know has its default of today: that is what it did without it. Or it has the value
+    of the setting that it was once a part of.
+    """
+    flat = {key: value for key, value in flat_settings(stored).items() if RETIRED_SETTINGS.get(key, ...) != value}
+    parts = {key: flat[whole] for key, whole in SPLIT_FROM.items() if whole in flat}
+    return flat_settings(asdict(TrainConfig())) | parts | flat
+
+
+def read_settings(file: Path, remedy: str = "; --resume never moves that run aside") -> dict[str, Any] | None:
+    """The flat settings of the run whose config.yaml this is; None if there is none.
+
+    Raises:
+        ConfigError: the file is damaged; the `remedy` is that of a training that would go on with the run.
+    """
+    try:
+        if not isinstance(stored := read_yaml(file.read_text()), dict):
+            raise ValueError("it is empty" if stored is None else "it holds no settings")
+        settings = complete_settings(stored)
+        counts = ("steps", "seq_len", "global_batch_size")
+        kinds = dict.fromkeys(counts, {int}) | {"data.seed": {int}, "resume": {str}}
+        kinds |= dict.fromkeys(("schedule.batch_warmup_from", "schedule.batch_warmup_steps"), {int, NoneType})
+        wrong = [name for name, kind in kinds.items() if type(settings[name]) not in kind]
+        if wrong := wrong or [name for name in counts if settings[name] < 1]:
+            raise ValueError(f"{wrong[0]} is none")
+        if settings["resume"] not in ("auto", "never"):
+            settings["branch_from"] = settings["resume"]  # its older name
+    except FileNotFoundError:
+        return None
+    except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is damaged ({error}){remedy}") from None
+    return settings
+
+
+def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
+    """What going on with `config` would change of the trajectory of a run with the settings `before`, a line each."""
+    now = flat_settings(asdict(config))
+    yet_unknown = {key for key in RESOLVED_AT_START if now[key] is None}
+    if config.init_from is None:
+        yet_unknown.discard("init_hash")  # that there is none is known
+    free = set(FREE_SETTINGS)
+    if before["data.hash"] is None:
+        free.discard("data.path")  # a source without a hash, as a fork's may be, is known by its path alone
+    elif _same_shares(before["data.mix"], now["data.mix"]):
+        free.add("data.mix")  # its keys are paths
+    lines = []
+    for key in sorted((before.keys() | now.keys()) - yet_unknown):
+        section = key.split(".")[0]
+        is_free = key not in FIXED_SETTINGS and not free.isdisjoint((key, section))
+        if key not in now:
+            if not is_free:
+                lines.append(f"{key}: {before[key]} there, and no setting any more")
+        elif before[key] != now[key] and not is_free:
+            lines.append(f"{key}: {before[key]} there, {now[key]} now")
+    return lines
+
+
+def _same_shares(one: Any, other: Any) -> bool:
+    """Whether both are mixtures of corpora with the same weights, in the same order."""
+    return isinstance(one, dict) and isinstance(other, dict) and [*one.values()] == [*other.values()]
+
+
+def copy_model_settings(config: TrainConfig, before: dict[str, Any]) -> None:
+    """Give settings with `init_from` the model of the run that they go on with, but for what the user gave."""
+    for name in vars(config.model).keys() - config.given:
+        setattr(config.model, name, before[f"model.{name}"])
+
+
+def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
+    """Refuse settings by which the updates until the checkpoint at `path` of the run itself would have been others.
+
+    Raises:
+        ConfigError: with those settings, with the first step of which a schedule says otherwise now, or if more steps
+            are done.
+    """
+    before = complete_settings(manifest.config)
+    if different := differences(before, config):  # config.yaml is gone, or was edited
+        raise ConfigError("\n  ".join([f"{path} is of other settings, which going on would change:", *different]))
+    old_schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
+    is_unchanged = old_schedule == config.schedule and before["steps"] == config.steps
+    to_compare = 0 if is_unchanged else min(manifest.step, config.steps)  # of millions it takes seconds
+    then = replace(config, schedule=old_schedule, steps=before["steps"])
+    values = {name: before[key] for key in before for name in SCHEDULES if key.endswith(f".{name}")}
+    for step, (name, value) in product(range(to_compare), values.items()):
+        old, new = at_step(name, value, then, step), at_step(name, value, config, step)
+        if old != new:
+            what = "learning rate" if name == "lr" else name
+            raise ConfigError(
+                f"steps: {config.steps} (before: {before['steps']}) and schedule: {asdict(config.schedule)} would have "
+                f"given step {step} of this run the {what} {new}, but it had {old}; a run can be extended only until "
+                "its decay begins (schedule.name: constant or wsd), or be continued as a new one: --name NEW "
+                f"--branch_from {path}"
+            )
+    if config.steps < manifest.step:
+        raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} that {path} has already done")
+
+
+def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
+    """Refuse to begin a new run with the weights and moments of a checkpoint that do not fit it.
+
+    Raises:
+        ConfigError: it is of another model or optimizer, or leaves nothing to do.
+    """
+    fixed = ("model.", "optimizer.name:", *(f"{name}:" for name in FIXED_SETTINGS))
+    if different := [
+        line for line in differences(complete_settings(manifest.config), config) if line.startswith(fixed)
+    ]:
+        what = "\n  ".join(different)
+        raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {what}")
+    if config.steps <= manifest.step:
+        raise ConfigError(f"steps: {config.steps} leaves nothing to do after the {manifest.step} of {path}")

@@ -1,0 +1,458 @@
+"""A damaged checkpoint is passed over by name, none is ever half there, and the right ones are kept."""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+
+from checkpoint import storage
+from checkpoint.manifest import (
+    MANIFEST,
+    File,
+    InvalidCheckpoint,
+    Manifest,
+    newest_valid,
+    read_manifest,
+    rotate,
+    step_directory,
+    validate,
+)
+from checkpoint.saver import Saver
+from config.errors import ConfigError
+from config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
+from data.files import sha256
+from data.integrity import Verification
+from distributed.state_hash import digests, state_digests
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from run.load import find_checkpoint
+from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
+from training.optimizer import build_optimizer
+
+STEPS = 4
+SHORT = [*TINY_STORIES, "--steps", STEPS, "--evaluation.every", 0]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a finished run with the checkpoints of all its steps."""
+    out_dir = tmp_path_factory.mktemp("finished")
+    train(*SHORT, "--out_dir", out_dir, "--name", "run")
+    return out_dir / "run"
+
+
+@pytest.fixture
+def run(finished, runs):
+    shutil.copytree(finished, runs / "run")
+    return runs / "run"
+
+
+def flip_a_bit(checkpoint):
+    file = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(checkpoint):
+    file = next(checkpoint.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def remove_a_file(checkpoint):
+    next(checkpoint.glob("*.safetensors")).unlink()
+
+
+def empty_the_manifest(checkpoint):
+    (checkpoint / MANIFEST).write_text("")
+
+
+def make_the_manifest_a_list(checkpoint):
+    (checkpoint / MANIFEST).write_text("[]")
+
+
+def nest_the_manifest(checkpoint):
+    (checkpoint / MANIFEST).write_text('{"a":' * 10**5)
+
+
+def remove_the_manifest(checkpoint):
+    (checkpoint / MANIFEST).unlink()
+
+
+def plant_a_shard(checkpoint):
+    shutil.copy(next(checkpoint.glob("*.safetensors")), checkpoint / "shard-00002-model-00001-of-00001.safetensors")
+
+
+def name_files(checkpoint, rename):
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["files"] = {new: facts for name, facts in manifest["files"].items() for new in rename(name)}
+    manifest["digest"] = manifest_digest(manifest)
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+
+
+def point_outside(checkpoint):
+    name_files(checkpoint, lambda name: [f"../{checkpoint.name}/{name}"])
+
+
+def point_to_nothing(checkpoint):
+    name_files(checkpoint, lambda name: [])
+
+
+DAMAGES = [
+    (flip_a_bit, "checksum"),
+    (truncate, "bytes instead of"),
+    (remove_a_file, "missing"),
+    (empty_the_manifest, "manifest"),
+    (make_the_manifest_a_list, "no JSON object, but list"),
+    (nest_the_manifest, "nested too deeply"),
+    (remove_the_manifest, "manifest"),
+    (plant_a_shard, "shard-00002"),
+    (point_outside, "../step-00000004"),
+    (point_to_nothing, "names no files"),
+]
+
+
+@pytest.mark.parametrize("damage, reason", DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_a_damaged_checkpoint_is_passed_over_by_name(run, damage, reason):
+    newest = run / "checkpoints" / f"step-{STEPS:08d}"
+    assert newest_valid(run / "checkpoints")[0] == newest
+    damage(newest)
+    with pytest.raises(InvalidCheckpoint, match="step-00000004") as error:
+        validate(newest)
+    assert reason in str(error.value)
+    path, manifest, rejected = newest_valid(run / "checkpoints")
+    assert (path.name, manifest.step, len(rejected)) == ("step-00000003", 3, 1)
+
+
+def test_a_run_goes_on_from_the_newest_valid_one(run, finished):
+    flip_a_bit(run / "checkpoints" / "step-00000004")
+    truncate(run / "checkpoints" / "step-00000003")
+    (run / "checkpoints" / ".writing-step-00000005").mkdir()
+    done = train(*SHORT, "--out_dir", run.parent, "--name", "run")
+    assert "step-00000004" in done.stdout and "step-00000003" in done.stdout and "resumed at step 2" in done.stdout
+    assert_same_run(run, finished, STEPS)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_deleted_checkpoints_are_missed_each_time(run):
+    shutil.rmtree(run / "checkpoints")
+    for _ in range(2):
+        done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
+        assert "no valid checkpoint" in done.stderr and "--resume never" in done.stderr
+    assert metrics(run)
+
+
+def test_a_killed_run_that_once_went_on_misses_its_deleted_checkpoints(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "status.json").write_text('{"state": "running", "step": 1}')
+    with open(run / "starts.jsonl", "a") as starts:
+        starts.write('{"step": 1}\n')
+    done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
+    assert "no valid checkpoint" in done.stderr and metrics(run)
+
+
+def test_no_valid_checkpoint_left_is_said_and_nothing_starts_from_scratch(run):
+    for checkpoint in (run / "checkpoints").iterdir():
+        empty_the_manifest(checkpoint)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
+    assert "no valid checkpoint" in done.stderr and "--resume never" in done.stderr
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert {path.name for path in after if after[path] != before.get(path)} == {"status.json"}
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", STEPS) and "no valid checkpoint" in status["reason"]
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_reads_it(run):
+    """Written by one process, read by two; and back, written by two and read by one."""
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    train(*SHORT, "--out_dir", run.parent, "--name", "run", processes=2)
+    assert len(list((run / "checkpoints" / "step-00000004").glob("*.safetensors"))) == 2
+    done = train(*SHORT, "--steps", 6, "--schedule.name", "constant", "--out_dir", run.parent, "--name", "longer",
+                 "--branch_from", run / "checkpoints" / "step-00000004")  # fmt: skip
+    assert "resumed at step 4" in done.stdout
+    assert [row["step"] for row in metrics(run.parent / "longer")] == [5, 6]
+
+
+def test_files_are_plain_safetensors_with_the_documented_names(finished):
+    names = tensors(finished, STEPS)
+    assert {name.split(".")[0] for name in names} == {"model", "optimizer"}
+    weights = [name.removeprefix("model.") for name in names if name.startswith("model.")]
+    assert "blocks.0.attention.q_proj.weight" in weights
+    for weight in weights:
+        assert names[f"optimizer.state.{weight}.exp_avg"].shape == names[f"model.{weight}"].shape
+        assert names[f"optimizer.state.{weight}.step"] == STEPS
+    assert {path.suffix for path in (finished / "checkpoints").rglob("*") if path.is_file()} == {
+        ".safetensors",
+        ".json",
+    }
+
+
+def checkpoint_of(directory, step, loss=None, num_samples=500):
+    """A checkpoint without tensors, evaluated on so many sequences."""
+    path = step_directory(directory, step)
+    path.mkdir()
+    save_file({}, path / "a.safetensors")
+    file = File((path / "a.safetensors").stat().st_size, sha256(path / "a.safetensors"))
+    metrics = {} if loss is None else {"val/loss": loss}
+    config = {"evaluation": {"num_samples": num_samples}}
+    Manifest(step, (0, 0), metrics, config, "no", {"a.safetensors": file}).write(path)
+    return path
+
+
+def left_in(directory):
+    return sorted(int(path.name[-1]) for path in directory.iterdir())
+
+
+def test_who_reads_the_manifest_reads_the_weights(finished):
+    checkpoint = finished / "checkpoints" / "step-00000001"
+    assert len({file.stat().st_mode for file in checkpoint.iterdir()}) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was in use")
+def test_writing_takes_no_memory_of_its_own(tmp_path):
+    """A copy would also stop training while it is made: that takes one call, during which no Python runs."""
+    weights = {f"model.{i}": torch.ones(2**20) for i in range(32)}
+
+    def resident_mib(name):
+        return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**10
+
+    storage.write(tmp_path, {"model.0": weights["model.0"]}, None)  # which imports
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_mib("VmRSS")
+    storage.write(tmp_path, weights, None)
+    assert resident_mib("VmHWM") - before < 64, "MiB, of 128"
+
+
+def trained(seed, steps, share=False):
+    torch.manual_seed(seed)
+    network = GPTModel(GPTConfig(vocab_size=16, d_model=8, n_heads=2, d_ff=16, n_layers=2, dropout=0.0))
+    if share:
+        network.blocks[1] = network.blocks[0]
+    optimizer = build_optimizer(network, OptimizerConfig())
+    train_on(network, optimizer, steps)
+    return network, optimizer
+
+
+def train_on(network, optimizer, steps):
+    for tokens in torch.randint(16, (steps, 2, 8)):
+        network(tokens, labels=tokens)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), storage.write
+
+    def write_later(*arguments):
+        assert may_write.wait(20), "training waits for the checkpoint"
+        write(*arguments)
+
+    monkeypatch.setattr(storage, "write", write_later)
+    state, totals = trained(0, steps=2), SimpleNamespace(skipped=0, skipped_in_a_row=0)
+    config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
+    for step in (2, 3):
+        saved = str(state_digests(*state))
+        saver.save(step, *state, {}, totals)
+        assert not saver.failed
+        train_on(*state, 1)
+        assert newest_valid(tmp_path)[0] != step_directory(tmp_path, step)
+        may_write.set()
+        saver.wait()
+        may_write.clear()
+        [file] = step_directory(tmp_path, step).glob("*.safetensors")
+        assert str(digests(load_file(file))) == saved != str(state_digests(*state)), "of its step, and not of a later"
+    assert left_in(tmp_path) == [3]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_threads_beside_training_take_only_what_it_leaves_of_the_cores(tmp_path):
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before, of_verification = priority(), []
+    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None)
+    facts = {"files": {"a": {"bytes": 0}}, "tokenizer": {"hash": ""}, "hash": ""}
+    verification = Verification([SimpleNamespace(path=tmp_path, metadata=facts)])
+    verification._hash = lambda *_: of_verification.append(priority()) or ""
+    verification._run()
+    assert saver.executor.submit(priority).result() == 19 and set(of_verification) == {19}
+    assert priority() == before, "the thread that trains keeps its own"
+
+
+def test_blocks_may_share_their_weights(tmp_path):
+    """As a fork's that is one block several times: each name has its tensor in the file, moments are there once."""
+    network, optimizer = trained(0, steps=2, share=True)
+    storage.write(tmp_path, storage.state_tensors(network, optimizer), None)
+    [file] = tmp_path.iterdir()
+    stored = load_file(file)
+    assert torch.equal(stored["model.blocks.1.mlp.up_proj.weight"], stored["model.blocks.0.mlp.up_proj.weight"])
+    assert str(digests(stored)) == str(state_digests(network, optimizer))
+    other = trained(1, steps=1, share=True)
+    storage.read(tmp_path, *other)
+    assert other[0].blocks[1] is other[0].blocks[0]
+    assert str(state_digests(*other)) == str(state_digests(network, optimizer))
+    with pytest.raises(ConfigError, match="resume: .*gone cannot be read: FileNotFoundError"):
+        storage.read(tmp_path / "gone", *other)
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path):
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5)]:
+        checkpoint_of(tmp_path, step, loss)
+    (tmp_path / "step-00000006").mkdir()  # damaged: what was just written is the checkpoint of step 5
+    (tmp_path / "step-00000006" / MANIFEST).write_text('{"metrics": {}}')
+    rotate(tmp_path, 5, CheckpointConfig(keep=2))
+    assert left_in(tmp_path) == [2, 4, 5, 6]
+    rotate(tmp_path, 5, CheckpointConfig(keep=1, keep_every=4))
+    assert left_in(tmp_path) == [2, 4, 5, 6], "the 4th is kept for good"
+    flip = tmp_path / "step-00000005" / "a.safetensors"
+    flip.write_bytes(b"damaged")
+    with pytest.raises(InvalidCheckpoint):
+        rotate(tmp_path, 5, CheckpointConfig(keep=1))
+    assert left_in(tmp_path) == [2, 4, 5, 6]
+
+
+def test_losses_of_different_validation_sets_are_not_compared(tmp_path, capsys):
+    """Seven sequences were easier than a hundred. Of neither the best is deleted, and the best is of the newest's."""
+    losses = [(1, 0.5, 7), (2, 0.6, 7), (3, 2.0, 100), (4, 1.0, 100), (5, 1.5, 100), (6, None, 100)]
+    (tmp_path / "checkpoints").mkdir()
+    for step, loss, num_samples in losses:
+        checkpoint_of(tmp_path / "checkpoints", step, loss, num_samples)
+    assert find_checkpoint(tmp_path, "best")[1].step == 4
+    other = step_directory(tmp_path / "checkpoints", 1)
+    said = f"Checkpoint passed over: {other}: its loss is of another validation set than the newest's\n"
+    assert capsys.readouterr().err == said
+    rotate(tmp_path / "checkpoints", 6, CheckpointConfig(keep=1))
+    assert left_in(tmp_path / "checkpoints") == [1, 4, 6]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_never_the_best(loss, tmp_path):
+    for step, value in [(1, 1.0), (2, loss), (3, 2.0), (4, loss)]:
+        checkpoint_of(tmp_path, step, value)
+    rotate(tmp_path, 4, CheckpointConfig(keep=1))
+    assert left_in(tmp_path) == [1, 4]
+
+
+def test_rotation_and_resume_know_the_order_of_steps_above_a_hundred_million(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        checkpoint_of(tmp_path, step)
+    assert newest_valid(tmp_path)[1].step == 100_000_000
+    rotate(tmp_path, 100_000_000, CheckpointConfig(keep=1))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-100000000"]
+
+
+def test_no_byte_of_a_manifest_can_be_changed(tmp_path):
+    """Each byte gets another value in turn: the checkpoint is then as it was or passed over by name, and neither a save
+    of a healthy run nor a start ends in another error because of it."""
+    older, newest = checkpoint_of(tmp_path, 4, 1.5), checkpoint_of(tmp_path, 5, 2.5)
+    manifest, before = newest / MANIFEST, validate(newest)
+    content = manifest.read_bytes()
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= (1, 2, 32)[position % 3]
+        manifest.write_bytes(damaged)
+        path, found, rejected = newest_valid(tmp_path)
+        if path == newest:
+            assert found == before and not rejected, f"byte {position} changes what is resumed"
+        else:
+            assert path == older and len(rejected) == 1 and str(newest) in rejected[0]
+        rotate(tmp_path, 5, CheckpointConfig(keep=2))
+    assert left_in(tmp_path) == [4, 5]
+
+
+@pytest.mark.parametrize("missing", ["step", "skipped", "metrics", "config", "files", "mixed_precision", "digest"])
+def test_a_manifest_with_anything_missing_is_damaged_also_of_an_older_checkpoint(missing, tmp_path):
+    older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 5)
+    facts = {key: value for key, value in json.loads((older / MANIFEST).read_text()).items() if key != missing}
+    facts |= {} if missing == "digest" else {"digest": manifest_digest(facts)}
+    (older / MANIFEST).write_text(json.dumps(facts))
+    with pytest.raises(InvalidCheckpoint, match="step-00000004"):
+        validate(older)
+    rotate(tmp_path, 5, CheckpointConfig(keep=1))
+    assert left_in(tmp_path) == [4, 5], "what is damaged is left for the user to look at"
+    assert newest_valid(tmp_path)[0] == newest
+
+
+def manifest_digest(facts):
+    """As the format says it: SHA-256 of the manifest without its digest, keys in order, without blanks."""
+    facts = {key: value for key, value in facts.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def test_a_manifest_of_another_step_than_its_directory_is_damaged(tmp_path):
+    checkpoint_of(tmp_path, 4)
+    os.rename(tmp_path / "step-00000004", tmp_path / "step-00000005")
+    assert "it is of step 4" in newest_valid(tmp_path)[2][0]
+
+
+def test_a_disk_that_cannot_be_read_passes_a_checkpoint_over(tmp_path, monkeypatch):
+    older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 5)
+
+    def broken(path):
+        if path.parent == newest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return sha256(path)
+
+    monkeypatch.setattr("checkpoint.manifest.sha256", broken)
+    path, _, rejected = newest_valid(tmp_path)
+    assert path == older and "Input/output error" in rejected[0] and "step-00000005" in rejected[0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]", pickle.dumps([1])], ids=repr
+)
+def test_a_header_that_does_not_describe_its_file_is_refused_before_anything_is_read_by_it(content, tmp_path):
+    checkpoint = checkpoint_of(tmp_path, 4)
+    file = checkpoint / "a.safetensors"
+    file.write_bytes(content)
+    replace(read_manifest(checkpoint), files={file.name: File(len(content), sha256(file))}).write(checkpoint)
+    with pytest.raises(InvalidCheckpoint, match="step-00000004"):
+        validate(checkpoint)
+
+
+def test_settings_that_change_the_trajectory_are_refused(run):
+    before = (run / "config.yaml").read_text()
+    arguments = [*SHORT, "--out_dir", run.parent, "--name", "run"]
+    done = train(*arguments, "--optimizer.lr", 0.02, "--seed", 5, exit_code=2)
+    assert "optimizer.lr: 0.01 there, 0.02 now" in done.stderr and "seed: 0 there, 5 now" in done.stderr
+    assert "--resume never" in done.stderr
+    done = train(*arguments, "--steps", 6, exit_code=2)  # the cosine would have been another
+    assert "steps: 6 (before: 4)" in done.stderr and "the learning rate" in done.stderr
+    assert (run / "config.yaml").read_text() == before
+    done = train(*arguments, exit_code=2, ACCELERATE_MIXED_PRECISION="bf16")
+    assert "mixed_precision: bf16" in done.stderr and "trained with no" in done.stderr
+    (run / "status.json").write_text('{"state": "running", "step": 4, "reason": ""}')  # killed just before the end
+    done = train(*arguments, "--checkpoint.keep", 3, "--tracking.log_every", 2, pictures=True)
+    assert json.loads((run / "status.json").read_text())["state"] == "finished" and (run / "loss.png").exists()
+    assert "complete: all 4 steps are done" in done.stdout and done.stdout.endswith("Training finished.\n")
+
+
+def test_a_constant_schedule_may_be_extended_and_never_starts_afresh(runs):
+    arguments = [*SHORT, "--schedule.name", "constant", "--out_dir", runs, "--name", "run"]
+    train(*arguments, "--steps", 2)
+    train(*arguments, "--steps", 4)
+    extended, rows = tensors(runs / "run", 4), metrics(runs / "run")
+    done = train(*arguments, "--steps", 4, "--resume", "never")
+    assert f"moved to {runs / 'run.old-1'}" in done.stdout
+    assert "resume: auto" in (runs / "run" / "config.yaml").read_text(), "the file starts nothing afresh again"
+    assert_same_bits(tensors(runs / "run", 4), extended)
+    assert metrics(runs / "run")[-1]["train/loss"] == rows[-1]["train/loss"]
+    assert (runs / "run.old-1" / "checkpoints" / "step-00000004" / MANIFEST).exists()

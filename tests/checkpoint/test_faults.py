@@ -1,0 +1,270 @@
+"""What goes wrong, and how the run ends: with the bits of one that was left alone, or with a message that says why."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from checkpoint.manifest import File, newest_valid, read_manifest
+from data.files import sha256
+from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
+
+STEPS = 8
+TINY = [*TINY_STORIES, "--name", "run"]
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory):
+    """The directory of a run on two processes that nothing happened to."""
+    out_dir = tmp_path_factory.mktemp("left_alone")
+    train(*TINY, "--out_dir", out_dir, processes=2)
+    return out_dir / "run"
+
+
+def status(run):
+    return json.loads((run / "status.json").read_text())
+
+
+def assert_ends_like(run, left_alone):
+    assert_same_run(run, left_alone, STEPS)
+    assert status(run) == {"state": "finished", "step": STEPS, "reason": ""}
+
+
+@pytest.mark.slow  # tests/distributed/test_signals.py has a launcher restart and end with the same bits, too
+def test_killed_processes_are_restarted_by_the_launcher(runs, left_alone):
+    done = train(*TINY, "--out_dir", runs, processes=2, max_restarts=1, faults="kill:1:3")
+    assert done.stdout.count("resumed at step") == 1, done.stdout
+    assert "lost the others in" in done.stderr
+    assert_ends_like(runs / "run", left_alone)
+
+
+def test_a_save_that_is_killed_is_none(runs, left_alone):
+    """One process while it writes a checkpoint, and one when only the rename is missing; the next start goes on."""
+    for kind, rank, step in (("kill_after_shards", 1, 5), ("kill_before_rename", 0, 6)):
+        train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults=f"{kind}:{rank}:{step}")
+        saved = newest_valid(runs / "run" / "checkpoints")[1].step
+        assert saved in (step - 2, step - 1), "what was being written is that of this step or of the one before"
+    done = train(*TINY, "--out_dir", runs, processes=2)
+    assert f"resumed at step {saved}" in done.stdout
+    assert_ends_like(runs / "run", left_alone)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_noticed_within_the_timeout(runs, left_alone):
+    """It does not even react to the launcher's SIGTERM; after 30 s the launcher kills it."""
+    arguments = [*TINY, "--out_dir", runs, "--timeout_seconds", 4]
+    done = train(*arguments, processes=2, max_restarts=1, faults="hang:1:4")
+    error = next(line for line in done.stderr.splitlines() if "train.py: error: process 0 lost the others in" in line)
+    assert "backward" in error
+    assert "Timed out waiting 4000ms" in error or "Application timeout caused pair closure" in error
+    assert_ends_like(runs / "run", left_alone)
+
+
+def test_the_background_changes_no_bit_of_a_checkpoint(runs, left_alone):
+    train(*TINY, "--out_dir", runs, "--checkpoint.asynchronous", "false", processes=2)
+    for step in range(1, STEPS + 1):
+        assert_same_bits(tensors(runs / "run", step), tensors(left_alone, step))
+    assert_ends_like(runs / "run", left_alone)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A function that gives a file system of so many bytes, and another size when called again."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+
+    def resize(num_bytes):
+        remount = "remount," if os.path.ismount(directory) else ""
+        command = ["mount", "-t", "tmpfs", "-o", f"{remount}size={num_bytes}", "tmpfs", directory]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no small file system can be mounted here: {error}")
+        return directory
+
+    yield resize
+    if os.path.ismount(directory):
+        subprocess.run(["umount", directory], check=True)
+
+
+@pytest.mark.parametrize("lie", [pytest.param({}, marks=pytest.mark.slow), {"LIE_ABOUT_FREE_SPACE": "1"}], ids=str)
+def test_a_full_disk_stops_the_run_and_loses_nothing(lie, small_disk, left_alone):
+    """Found by the check before writing; or, where that is deceived, in the middle of writing."""
+    disk = small_disk(1_000_000 if lie else 2_100_000)
+    arguments = [*TINY, "--out_dir", disk]
+    done = train(*arguments, processes=2, exit_code=1, faults="none:0:0", **lie)
+    assert done.stderr.count("train.py: error: cannot write the checkpoint") == 1, done.stderr
+    assert ("No space left on device" if lie else "MB are needed, but") in done.stderr
+    assert "Older checkpoints are untouched; mend it or choose another out_dir, and start again" in done.stderr
+    assert 'Traceback (most recent call last):\n  File "/' not in done.stderr.partition("train.py: error")[0]
+    for needed, free in re.findall(r"([\d.]+) MB are needed, but ([\d.]+) MB are free", done.stderr):
+        assert float(needed) >= float(free)
+    run = disk / "run"
+    assert status(run)["state"] == "failed" and "cannot write the checkpoint" in status(run)["reason"]
+    path, manifest, rejected = newest_valid(run / "checkpoints")
+    assert 1 <= manifest.step < STEPS and not rejected
+    assert not list((run / "checkpoints").glob(".*"))
+    small_disk(50_000_000)
+    done = train(*arguments, processes=2)
+    assert f"resumed at step {manifest.step}" in done.stdout
+    assert_ends_like(run, left_alone)
+
+
+@pytest.mark.slow
+def test_a_full_disk_may_be_lived_through(small_disk, left_alone):
+    disk = small_disk(3_000_000)
+    (disk / "ballast").write_bytes(bytes(1_800_000))
+    arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
+    done = train(*arguments, "--checkpoint.asynchronous", "false", processes=2, exit_code=1)
+    assert "Training goes on without a checkpoint: cannot write the checkpoint" in done.stderr
+    assert status(disk / "run")["state"] == "failed", "the last checkpoint is the result of the run"
+    done = train(*arguments, processes=2, faults="free:0:6", BALLAST=str(disk / "ballast"))
+    assert "Training goes on without a checkpoint: cannot write the checkpoint" in done.stderr
+    assert_ends_like(disk / "run", left_alone)
+
+
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_a_disk_filled_to_the_last_byte_loses_nothing(asynchronous, small_disk, left_alone):
+    """Not even the status has room for a second file; once the disk is freed, the run goes on as if nothing was."""
+    disk = small_disk(3_000_000)
+    arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
+    arguments += ["--checkpoint.asynchronous", asynchronous]
+    ballast = str(disk / "ballast")
+    done = train(*arguments, processes=2, exit_code=1, faults="fill:0:4", BALLAST=ballast, LIE_ABOUT_FREE_SPACE="1")
+    assert done.stderr.count("train.py: error: cannot write the checkpoint") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert status(disk / "run")["state"] == "failed" and "cannot write the checkpoint" in status(disk / "run")["reason"]
+    path, manifest, rejected = newest_valid(disk / "run" / "checkpoints")
+    assert manifest.step in (2, 3) and not rejected
+    (disk / "ballast").unlink()
+    shutil.rmtree(path)
+    done = train(*arguments, processes=2, exit_code=0, faults="fill:0:3,6", BALLAST=ballast)
+    said = [line for line in done.stderr.splitlines() if "Training goes on without a checkpoint" in line]
+    assert said and len(said) == len(set(said)) and "Traceback" not in done.stderr, "once, and not by each process"
+    assert_ends_like(disk / "run", left_alone)
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_directory_that_is_deleted_under_its_run_is_said_once(on_failure, runs):
+    arguments = [*TINY, "--out_dir", runs, "--checkpoint.on_failure", on_failure]
+    done = train(*arguments, exit_code=1, faults="gone:0:4", RUN=str(runs / "run"))
+    assert done.stderr.count("train.py: error:") == 1, done.stderr
+    error = next(line for line in done.stderr.splitlines() if line.startswith("train.py: error:"))
+    assert "cannot write the checkpoint" in error and "The directory of the run is gone" in error
+    assert "Traceback" not in done.stderr and not [*(runs / "run").rglob("step-*")], "nor is half of a run made anew"
+
+
+def test_a_directory_that_is_mounted_read_only_is_refused(small_disk):
+    disk = small_disk(3_000_000)
+    train(*TINY, "--steps", 2, "--out_dir", disk)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    done = train(*TINY, "--steps", 2, "--out_dir", disk, exit_code=2)
+    assert "out_dir" in done.stderr and "Read-only file system" in done.stderr and "Traceback" not in done.stderr
+
+
+class Malicious:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_hostile_checkpoint_runs_no_code(runs, left_alone, tmp_path):
+    marker = tmp_path / "code_was_run"
+    payload = pickle.dumps(Malicious(marker))
+    run = runs / "run"
+    shutil.copytree(left_alone, run)
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
+    newest = run / "checkpoints" / f"step-{STEPS - 1:08d}"
+    for name in (".metadata", "random_states_0.pkl", "optimizer.bin", "model.pt", "shard-00003.pickle"):
+        (newest / name).write_bytes(payload)
+    train(*TINY, "--out_dir", runs)  # one process reads what two wrote
+    assert not marker.exists() and status(run)["state"] == "finished"
+
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
+    victim = sorted(newest.glob("*.safetensors"))[0]
+    victim.write_bytes(payload)
+    manifest = read_manifest(newest)
+    replace(manifest, files=manifest.files | {victim.name: File(len(payload), sha256(victim))}).write(newest)
+    done = train(*TINY, "--out_dir", runs)
+    assert f"Checkpoint passed over: {newest}" in done.stdout and not marker.exists()
+    pickle.loads(payload)
+    assert marker.exists(), "the payload is one that works"
+
+
+SKIP = [*TINY, "--on_nonfinite", "skip", "--evaluation.every", 0]
+
+
+def test_a_non_finite_update_is_skipped_on_all_processes_together(runs):
+    done = train(*SKIP, "--out_dir", runs, processes=2, faults="nan:1:3,4")
+    run = runs / "run"
+    assert "skipped = 2" in done.stdout
+    rows = metrics(run)
+    assert [row["train/skipped"] for row in rows] == [0, 0, 1, 2, 2, 2, 2, 2]
+    assert [row["step"] for row in rows if row["train/loss"] is None] == [3, 4]
+    for step in (3, 4):
+        assert_same_bits(tensors(run, step), tensors(run, 2))
+    after = tensors(run, STEPS)
+    assert after["optimizer.state.lm_head.weight.step"] == STEPS - 2
+
+    for step in range(5, STEPS + 1):  # the number of skipped updates is state, and is resumed
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    train(*SKIP, "--out_dir", runs, processes=2)
+    assert_same_bits(tensors(run, STEPS), after)
+    assert metrics(run) == rows
+
+
+@pytest.mark.slow
+def test_a_save_before_the_first_update_changes_nothing_and_is_resumed(runs):
+    """There are no moments yet, and none must be made: torch makes them by a step, which AdamW would count."""
+    nan = {"processes": 2, "faults": "nan:1:1,2"}
+    train(*SKIP, "--out_dir", runs, **nan)
+    train(*SKIP, "--out_dir", runs / "unsaved", "--checkpoint.every", STEPS, **nan)
+    run = runs / "run"
+    after = tensors(run, STEPS)
+    assert_same_bits(after, tensors(runs / "unsaved" / "run", STEPS))
+    assert all(name.startswith("model.") for name in tensors(run, 2))
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    train(*SKIP, "--out_dir", runs, processes=2)
+    assert_same_bits(tensors(run, STEPS), after)
+
+
+@pytest.mark.slow
+def test_too_many_skipped_in_a_row_stop_the_run_also_across_a_restart(runs):
+    arguments = [*SKIP, "--out_dir", runs, "--max_skipped_in_a_row", 1]
+    for steps_with_nan in ("2,4,5", "5"):  # one between two good ones is none in a row
+        done = train(*arguments, processes=2, exit_code=1, faults=f"nan:1:{steps_with_nan}")
+        assert "step 5: loss = nan, gradient norm = nan, 2 times in a row, on process(es) [1]" in done.stderr
+        assert newest_valid(runs / "run" / "checkpoints")[1].step == 4
+
+
+def test_replicas_that_drift_apart_stop_the_run(runs):
+    """One bit of one weight of process 1, in step 3; compared every second step."""
+    arguments = [*TINY, "--out_dir", runs, "--check_replicas_every", 2, "--checkpoint.every", 100]
+    done = train(*arguments, processes=3, exit_code=1, faults="flip:1:3")
+    error = next(line for line in done.stderr.splitlines() if "train.py: error" in line)
+    assert "step 4: the state differs between processes, in 1 of " in error
+    assert "first in model.blocks.1.mlp.down_proj.weight: process(es) [1] from process(es) [0, 2]" in error
+    assert status(runs / "run")["state"] == "failed" and not list((runs / "run" / "checkpoints").iterdir())
+
+
+def test_replicas_that_drift_apart_are_not_saved_by_a_signal(runs):
+    done = train(
+        *TINY, "--out_dir", runs, "--checkpoint.every", 100, processes=2, exit_code=1, faults="flip_and_stop:1:3"
+    )
+    assert "step 3: the state differs between processes" in done.stderr
+    assert not list((runs / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_replicas_that_drift_apart_are_not_saved(runs):
+    done = train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults="flip:1:2")
+    assert "step 2: the state differs" in done.stderr
+    assert [path.name for path in (runs / "run" / "checkpoints").iterdir()] == ["step-00000001"]

@@ -1,0 +1,158 @@
+"""Precision and code are part of what a run is: whoever goes on with it, trains it again or counts it says so."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from checkpoint.identity import ROOT, code_hash, lasting_starts, other_arrangement, other_facts, training_sources
+from checkpoint.manifest import read_manifest
+from tests.conftest import TINY_STORIES, metrics, python, train
+
+RECIPE = [*TINY_STORIES, "--evaluation.every", 0, "--steps"]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the code, outside git."""
+    names = ["*.py", "*/*.py", "data/*/*.py", "configs/*", "accelerate_configs/*", "README.md", "tests/*.yaml"]
+    for file in {file for name in names for file in ROOT.glob(name)}:
+        copy = tmp_path / "tree" / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+    return tmp_path / "tree"
+
+
+@pytest.mark.parametrize(
+    "file", "train.py config/schema.py run/load.py model/gpt.py data/sampler.py training/block_stats.py".split()
+)
+def test_another_line_of_what_trains_is_another_code(file, tree):
+    before = code_hash(tree)
+    assert before == code_hash() and len(before) == 12
+    (tree / file).write_text((tree / file).read_text() + "\nX = 1\n")
+    assert code_hash(tree) != before
+
+
+def test_pages_tests_benchmarks_and_pictures_train_nothing(tree):
+    before = code_hash(tree)
+    for file in ("README.md", "tests/conftest.py", "benchmarks/bits.py", "plot.py", "compare.py"):
+        (tree / file).write_text("changed")
+    (tree / "plotting" / "style.py").write_text("changed")
+    (tree / "verify.py").write_text("changed")
+    (tree / "audit" / "audit.py").unlink()
+    (tree / "notes.py").write_text("import train")
+    assert code_hash(tree) == before
+
+
+def test_what_a_fork_imports_is_a_part_of_its_code(tree):
+    """A module at the root and a package in folders, which nobody listed, imported from inside a function."""
+    with open(tree / "model" / "gpt.py", "a") as file:
+        file.write("\n\ndef mine():\n    import kernels.fast\n")
+    (tree / "kernels" / "cpu").mkdir(parents=True)
+    (tree / "kernels" / "fast.py").write_text("from tricks import trick\n")
+    (tree / "kernels" / "cpu" / "own.py").write_text("")
+    (tree / "tricks.py").write_text("")
+    names = {str(path.relative_to(tree)) for path in training_sources(tree)}
+    assert {"kernels/fast.py", "kernels/cpu/own.py", "tricks.py"} <= names
+    before = code_hash(tree)
+    (tree / "tricks.py").rename(tree / "trick.py")
+    assert code_hash(tree) != before
+
+
+def test_what_is_not_known_is_no_other():
+    assert other_facts({"code": "a", "mixed_precision": "no"}, {"code": "b", "mixed_precision": "no"}) == ["code"]
+    assert other_facts({"mixed_precision": "no"}, {"code": "b", "mixed_precision": "bf16"}) == ["mixed_precision"]
+    assert other_facts({}, {"code": "b"}) == []
+    then, now = {"processes": 1, "threads": 2, "shards": None}, {"processes": 2, "threads": 2, "shards": 1}
+    assert other_arrangement(then, now, exact=False) == ["processes"] and other_arrangement(then, now, exact=True) == []
+
+
+def test_of_starts_only_the_steps_that_are_there_count():
+    def steps(*begins, until):
+        return [start["step"] for start in lasting_starts([{"step": begin} for begin in begins], until)]
+
+    assert steps(0, 4, 8, until=8) == [0, 4], "a start of a complete run trains nothing"
+    assert steps(0, 4, 2, until=8) == [0, 2], "steps 3 and 4 were trained again"
+    assert steps(0, 0, until=8) == [0] and steps(0, until=0) == [0] and steps(until=3) == []
+
+
+# A start and a replay under other code, which here is written into what a run of this code left.
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("finished")
+    train(*RECIPE, 4, "--out_dir", out_dir, "--name", "run", "--schedule.name", "constant")
+    return out_dir / "run"
+
+
+@pytest.fixture
+def run(finished, runs):
+    shutil.copytree(finished, runs / "run")
+    return runs / "run"
+
+
+def under_code(run, code):
+    """As if another code had trained it; None: an older version, which did not write it down."""
+    for checkpoint in (run / "checkpoints").iterdir():
+        manifest = read_manifest(checkpoint)
+        facts = {name: fact for name, fact in manifest.provenance.items() if name != "code"}
+        replace(manifest, provenance=facts | ({"code": code} if code else {})).write(checkpoint)
+    rows = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    rows = [
+        {name: fact for name, fact in row.items() if name != "code"} | ({"code": code} if code else {}) for row in rows
+    ]
+    (run / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_start_and_a_checkpoint_know_their_code(finished):
+    (start,) = map(json.loads, (finished / "starts.jsonl").read_text().splitlines())
+    manifest = read_manifest(finished / "checkpoints" / "step-00000004")
+    assert start["code"] == manifest.provenance["code"] == code_hash()
+
+
+@pytest.mark.parametrize("code", ["0123456789ab", None, ...], ids=["other", "unknown", "same"])
+def test_going_on_under_other_code_is_said_in_one_line(code, run):
+    if code is not ...:
+        under_code(run, code)
+    command = [*RECIPE, 5, "--schedule.name", "constant", "--out_dir", run.parent]
+    checkpoint = run / "checkpoints" / "step-00000004"
+    for words in (["--name", "run"], ["--name", "branch", "--branch_from", checkpoint]):
+        done = train(*command, *words)
+        said = [line for line in done.stdout.splitlines() if line.startswith("Other code: ")]
+        assert (
+            len(said) == (code == "0123456789ab") and [row["step"] for row in metrics(run.parent / words[1])][-1] == 5
+        )
+        if said:
+            assert said[0].startswith(f"Other code: {checkpoint} was trained by {code}") and code_hash() in said[0]
+
+
+@pytest.mark.parametrize("code", ["0123456789ab", None], ids=["other", "unknown"])
+def test_a_replay_says_that_other_code_trained(code, run):
+    under_code(run, code)
+    shown = python(f"python replay.py {run} --audit 1").stdout
+    assert shown.count(f"Other code: {run} was trained by 0123456789ab") == (code is not None)
+    assert "bit for bit" in shown
+
+
+@pytest.mark.slow
+def test_a_branch_of_the_code_is_another_recipe_in_all_programs(tree, tmp_path):
+    """A line of the model is changed, and no setting; the two codes take turns with the same seeds."""
+    model = tree / "model" / "gpt.py"
+    words = [*TINY_STORIES, "--steps", 4, "--out_dir", tmp_path / "runs", "--tracking.wandb", "disabled"]
+    line = "std=0.02"
+    assert model.read_text().count(line) >= 1
+    for seed in (0, 1):
+        train(*words, "--seed", seed, "--name", f"main-{seed}")
+    model.write_text(model.read_text().replace(line, "std=0.03"))
+    for seed in (0, 1):
+        train(*words, "--seed", seed, "--name", f"branch-{seed}", cwd=tree)
+    paths = " ".join(str(tmp_path / "runs" / name) for name in ("main-0", "main-1", "branch-0", "branch-1"))
+    shown = python(f"python compare.py {paths} --out null").stdout
+    codes = [code_hash(), code_hash(tree)]
+    assert f"code: {codes[0]} in main-0, main-1; {codes[1]} in branch-0, branch-1" in shown
+    recipes = [line for line in shown.splitlines() if line.startswith("code ")]
+    assert len(recipes) == 2 and all(code in " ".join(recipes) for code in codes)
+    done = train(*words, "--seed", 0, "--name", "main-0", cwd=tree)
+    assert "Other code: " in done.stdout and "is complete" in done.stdout

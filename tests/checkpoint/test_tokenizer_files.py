@@ -1,0 +1,130 @@
+"""A run keeps its tokenizer: whoever reads it checks it, and a start makes a damaged one anew."""
+
+import json
+import shutil
+from dataclasses import replace
+from hashlib import sha256
+
+import pytest
+import yaml
+
+from audit.audit import Run, saved_problem
+from checkpoint.manifest import read_manifest
+from config.errors import ConfigError
+from run.load import load_run
+from tests import forked
+from tests.conftest import environment, train
+from tests.data.prepare.test_prepare import content, make, make_documents, write_jsonl
+from tests.data.test_text import TINY
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A corpus with a trained tokenizer, and a run of two steps on it."""
+    folder = tmp_path_factory.mktemp("made")
+    recipe = TINY | {"schedule": {"name": "constant"}, "evaluation": {"every": 0}}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    make(write_jsonl(folder / "texts.jsonl", make_documents(30)), folder / "corpus", "train:300", validation="hash:0.2")
+    go_on(folder, 2)
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """A copy, whose run knows the corpus of the copy."""
+    folder = shutil.copytree(made, tmp_path / "copy")
+    manifest = read_manifest(folder / "run" / "checkpoints" / "step-00000002")
+    manifest.config["data"]["path"] = str(folder / "corpus")
+    manifest.write(folder / "run" / "checkpoints" / "step-00000002")
+    return folder
+
+
+def go_on(folder, steps):
+    words = ["--config", folder / "tiny.yaml", "--data.path", folder / "corpus", "--out_dir", folder, "--name", "run"]
+    return train(*words, "--steps", steps)
+
+
+def permute(tokenizer):
+    """Two tokens of the vocabulary change places."""
+    file = tokenizer / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    vocabulary = stored["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(stored))
+
+
+def cut(tokenizer):
+    file = tokenizer / "tokenizer.json"
+    file.write_text(file.read_text()[:500])
+
+
+DAMAGES = {
+    "permuted": (permute, "tokenizer.json"),
+    "cut": (cut, "tokenizer.json"),
+    "lacks": (lambda tokenizer: (tokenizer / "tokenizer_config.json").unlink(), "tokenizer_config.json"),
+    "new": (lambda tokenizer: (tokenizer / "chat_template.jinja").write_text("x"), "chat_template.jinja"),
+}
+
+
+def use(folder, exit_code=0):
+    """What sample.py prints on both streams."""
+    words = [str(folder / "run"), "--max_new_tokens", "2", "--prompt", "a"]
+    done = forked.run("sample.py", words, 0, environment())
+    assert done.returncode == exit_code and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stderr
+
+
+def audited(folder):
+    """What an audit finds wrong with the newest checkpoint before it trains again."""
+    run = Run(folder / "run")
+    return saved_problem(run, *next(iter(run.manifests.items())))
+
+
+def test_a_checkpoint_has_the_hash_of_every_file(made):
+    kept = read_manifest(made / "run" / "checkpoints" / "step-00000002").tokenizer
+    files = (made / "corpus" / "tokenizer").iterdir()
+    assert kept == {file.name: sha256(file.read_bytes()).hexdigest() for file in files} and len(kept) >= 2
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_tokenizer_is_used_by_nobody_and_made_anew_by_a_start(damage, folder):
+    do, file = DAMAGES[damage]
+    do(folder / "run" / "tokenizer")
+    damaged = content(folder / "run" / "tokenizer")
+    assert audited(folder).endswith(f"tokenizer is not what it was trained with ({file})")
+    assert f"Tokenizer passed over: {folder / 'run' / 'tokenizer'} is not what it was trained with ({file})" in use(
+        folder
+    )
+    (folder / "corpus").rename(folder / "elsewhere")
+    refused = use(folder, exit_code=2)
+    assert "the run makes its tokenizer anew from the corpus" in refused and f"trained with ({file})" in refused
+    (folder / "elsewhere").rename(folder / "corpus")
+    said = go_on(folder, 3).stdout
+    assert said.count(f"{folder / 'run' / 'tokenizer'} was damaged ({file}), and is made anew") == 1
+    assert content(folder / "run" / "tokenizer") == content(folder / "corpus" / "tokenizer")
+    assert content(folder / "run" / "tokenizer.old-1") == damaged, "nothing is lost"
+    assert "passed over" not in use(folder) and audited(folder) == ""
+    assert "made anew" not in go_on(folder, 4).stdout
+
+
+def test_where_the_corpus_has_another_a_start_says_so_and_later_checkpoints_do_not_vouch_for_it(folder):
+    expected = read_manifest(folder / "run" / "checkpoints" / "step-00000002").tokenizer
+    for tokenizer in (folder / "run" / "tokenizer", folder / "corpus" / "tokenizer"):
+        (tokenizer / "chat_template.jinja").write_text(str(tokenizer))
+    said = go_on(folder, 3).stdout
+    assert "cannot be made anew" in said and said.count("(chat_template.jinja)") == 2
+    assert read_manifest(folder / "run" / "checkpoints" / "step-00000003").tokenizer == expected
+    use(folder, exit_code=2)
+    (folder / "run" / "tokenizer" / "chat_template.jinja").unlink()
+    assert "passed over" not in use(folder)
+
+
+def test_a_run_of_an_older_version_is_read_as_before_and_a_cut_file_is_one_message(folder):
+    checkpoint = folder / "run" / "checkpoints" / "step-00000002"
+    replace(read_manifest(checkpoint), tokenizer=None).write(checkpoint)
+    (folder / "run" / "tokenizer" / "chat_template.jinja").write_text("x")
+    assert load_run(checkpoint).tokenizer.chat_template == "x"
+    cut(folder / "run" / "tokenizer")
+    shutil.rmtree(folder / "corpus")
+    with pytest.raises(ConfigError, match="tokenizer cannot be read: "):
+        load_run(checkpoint)

@@ -1,0 +1,156 @@
+"""A wrong backward is found, whatever it is of, and a right one passes."""
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import training.prepare_model
+from checks.gradients import gradient_errors
+from config.parser import parse_config
+from data.corpus import load_corpus
+from model import gpt, kernels
+from model.loss import loss_of_chunk, next_token_loss
+from tests.conftest import TINY_STORIES
+
+QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false"
+KINDS = [
+    "",
+    QWEN3,
+    f"{QWEN3} --model.n_kv_heads 1 --model.softcap 2",
+    "--model.tie_embeddings true --model.zero_init true --model.window 96",
+    "--data.source random --model.vocab_size 11 --seq_len 2",
+]
+
+
+def errors_of(*words, precision="no"):
+    config = parse_config([*TINY_STORIES, *words])
+    corpus = load_corpus(config)
+    config.model.vocab_size = corpus.vocab_size
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16) if precision == "bf16" else nullcontext
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=1, mixed_precision=precision, autocast=autocast
+    )
+    return gradient_errors(config, corpus.train, accelerator)
+
+
+def wrong(errors):
+    """Where the gradient is, or ""."""
+    assert not any(map(math.isnan, errors.values()))
+    worst = max(errors, key=errors.get)
+    return worst if errors[worst] > 1e-3 else ""
+
+
+@pytest.mark.parametrize("words", KINDS)
+def test_a_right_gradient_passes(words):
+    errors = errors_of(*words.split())
+    assert max(errors.values()) < 1e-5
+    assert len({name.partition(", ")[2] for name in errors}) == 3
+
+
+@pytest.mark.parametrize("words", KINDS)
+def test_bf16_is_as_near_as_its_digits(words):
+    assert 1e-4 < max(errors_of(*words.split(), precision="bf16").values()) < 5e-2
+
+
+@pytest.mark.slow
+def test_a_compiled_gradient_passes():
+    assert max(errors_of("--compile", "true").values()) < 1e-5
+
+
+def change_gradients(function, change, monkeypatch):
+    """Let `change` have the gradients that a torch.autograd.Function gives back."""
+    backward = function.backward
+    monkeypatch.setattr(function, "backward", staticmethod(lambda ctx, *given: change(*backward(ctx, *given))))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_wrong_sign_in_the_attention_is_found(precision, monkeypatch):
+    change_gradients(gpt.PlainAttention, lambda q, k, v, _: (q, -k, v, None), monkeypatch)
+    errors = errors_of(precision=precision)
+    worst = wrong(errors)
+    assert "attention.k_proj.weight, " in worst and errors[worst] > 0.2
+
+
+def test_wrong_products_are_found(monkeypatch):
+    change_gradients(kernels.OneDNNLinear, lambda x, weight, bias: (x, 2 * weight, bias), monkeypatch)
+    assert ".weight, with " in wrong(errors_of())
+
+
+CAP = 2.0
+
+
+def capped(logits):
+    return CAP * torch.tanh(logits / CAP)
+
+
+def capped_chunk(with_derivative, logits, *settings, **named_settings):
+    sums, gradient = loss_of_chunk(capped(logits), *settings, **named_settings)
+    if with_derivative:
+        gradient = gradient * (1 - (capped(logits) / CAP) ** 2)
+    return sums, gradient
+
+
+def capped_loss(hidden, weight, labels, num_items_in_batch=None, chunked=None, of_chunk=None, softcap=None):
+    if chunked:
+        return next_token_loss(hidden, weight, labels, num_items_in_batch, True, of_chunk=of_chunk)
+    logits, targets = capped(hidden[:, :-1] @ weight.t()).flatten(0, 1), labels[:, 1:].flatten()
+    loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    return loss / num_items_in_batch, {}
+
+
+@pytest.mark.parametrize("with_derivative", [True, False])
+def test_a_derivative_that_is_left_out_of_the_loss_in_chunks_is_found(with_derivative, monkeypatch):
+    monkeypatch.setattr(gpt, "next_token_loss", capped_loss)
+    monkeypatch.setattr(training.prepare_model, "loss_of_chunk", partial(capped_chunk, with_derivative))
+    where = wrong(errors_of())
+    assert where == "" if with_derivative else where.endswith(", with the loss in chunks")
+
+
+def test_what_the_loss_in_chunks_does_not_have_is_found(monkeypatch):
+    monkeypatch.setattr(gpt, "next_token_loss", capped_loss)
+    assert wrong(errors_of()).endswith(", with the loss in chunks")
+
+
+def test_what_a_setting_is_refused_with_is_not_tried(monkeypatch):
+    monkeypatch.setattr(gpt, "next_token_loss", capped_loss)
+    problems = training.prepare_model.TrainConfig.problems
+    refuse = lambda self, processes: problems(self, processes) + ["no"] * bool(self.chunked_loss)  # noqa: E731
+    monkeypatch.setattr(training.prepare_model.TrainConfig, "problems", refuse)
+    assert not wrong(errors_of())
+
+
+def test_blocks_that_are_recomputed_otherwise_are_found(monkeypatch):
+    def recomputed(forward):
+        return lambda x, *inputs: training.prepare_model.checkpoint(forward, 1.01 * x, *inputs, use_reentrant=False)
+
+    monkeypatch.setattr(training.prepare_model, "recomputed", recomputed)
+    assert wrong(errors_of()).endswith(", with blocks recomputed")
+
+
+class Cube(torch.autograd.Function):
+    """Of a fork."""
+
+    factor = 1
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Cube.factor * gradient * 3 * ctx.saved_tensors[0] ** 2
+
+
+@pytest.mark.parametrize("factor", [1, 0.9])
+def test_a_function_of_a_fork_is_held_against_differences(factor, monkeypatch):
+    monkeypatch.setattr(Cube, "factor", factor)
+    forward = gpt.MLP.forward
+    monkeypatch.setattr(gpt.MLP, "forward", lambda self, x: forward(self, x + 0.1 * Cube.apply(x)))
+    errors = errors_of()
+    assert any("against differences of the loss, with Cube" in name for name in errors)
+    assert bool(wrong(errors)) is (factor != 1), max(errors.values())

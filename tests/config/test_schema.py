@@ -1,0 +1,319 @@
+"""Bad settings end with one clear message and exit code 2, before anything is written; good ones mean what they say."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+
+import pytest
+import torch
+import yaml
+
+from config.errors import ConfigError
+from config.parser import parse_config
+from config.schema import CheckpointConfig, DataConfig, OptimizerConfig, ScheduleConfig, TrackingConfig, TrainConfig
+from data.corpus import load_corpus
+from model.config import GPTConfig
+from model.gpt import MLP, GPTModel, make_norm
+from run import trackers
+from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
+from training.optimizer import build_optimizer
+from training.schedule import lr_scale
+
+RANDOM_TOKENS = ["--config", str(ROOT / "configs" / "random_tokens.yaml")]
+
+GROWS = ["--schedule.batch_warmup_from", "16", "--schedule.batch_warmup_steps"]
+
+
+def refusal(*arguments, num_processes=1):
+    with pytest.raises(ConfigError) as error:
+        parse_config([*RANDOM_TOKENS, *arguments], num_processes)
+    return str(error.value)
+
+
+def test_later_settings_win(tmp_path):
+    recipe = tmp_path / "wider.yaml"
+    recipe.write_text("model: {d_model: 256}\nsteps: 7\n")
+    config = parse_config([*RANDOM_TOKENS, "--config", str(recipe), "--steps", "9"])
+    assert (config.model.d_model, config.steps, config.model.n_layers) == (256, 9, 2)
+    assert config.name == "wider"
+    assert parse_config([*RANDOM_TOKENS, "--steps", "9", "--config", str(recipe)]).steps == 7
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    {
+        "--steps 0": "steps: 0 must be a whole number above 0",
+        "--seed -1": "seed: -1 must be a whole number of at least 0",
+        "--model.dropout x": "model.dropout: x must be a number",
+        "--compile maybe": "compile: maybe must be true or false",
+        "--data.documents foo": "data.documents: foo must be one of 'concat', 'isolated', 'padded'",
+        "--evaluation.num_samples -1": "evaluation.num_samples: -1 must be a whole number above 0 or null",
+        "--profile 3": "profile: 3 must be tuple [a whole number above 0, a whole number above 0] or null",
+        "--resume maybe": "resume: 'maybe' must be auto or never; to begin with a checkpoint is branch_from",
+        "--config /nowhere.yaml": "config: File does not exist: '/nowhere.yaml'",
+    }.items(),
+)
+def test_a_refusal_says_setting_value_and_what_would_be_right(words, message):
+    assert refusal(*words.split()) == message
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    {
+        "": "no lines of the form `setting: value` are in it",
+        "# nothing yet": "no lines of the form `setting: value` are in it",
+        "steps: many": "steps: many must be a whole number above 0",
+        "stepz: 3": "stepz is no setting; --help lists all",
+        "optimizer: {learning_rate: 3}": "optimizer.learning_rate is no setting; --help lists all",
+    }.items(),
+)
+def test_a_refusal_names_the_config_file(content, message, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(content)
+    assert refusal("--config", str(file), "--steps", "9") == refusal(f"--config={file}") == f"{file}: {message}"
+
+
+def test_without_a_config_file_it_is_stories():
+    config = parse_config([])
+    assert (config.name, config.data.source) == ("stories", "stories")
+
+
+def test_print_config_is_a_config(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse_config([*RANDOM_TOKENS, "--steps", "9", "--print_config"])
+    assert exit.value.code == 0
+    recipe = tmp_path / "random_tokens.yaml"
+    recipe.write_text(capsys.readouterr().out)
+    assert asdict(parse_config(["--config", str(recipe)])) == asdict(parse_config([*RANDOM_TOKENS, "--steps", "9"]))
+
+
+def test_every_setting_is_documented(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    for section, value in asdict(parse_config([])).items():
+        for name in value if isinstance(value, dict) else [None]:
+            option = f"--{section}.{name} " if name else f"--{section} "
+            documented = help_text[help_text.rindex(option) :].split("(type:")[0]
+            assert len(documented.split()) > 4, f"{option} has no description in --help"
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--model.n_layer", "3"], ["model.n_layer"]),
+        (["--model.n_layers", "three"], ["model.n_layers", "three"]),
+        (["--optimizer.name", "sdg"], ["optimizer.name", "sdg", "adamw"]),
+        (["--steps", "0"], ["steps", "0"]),
+        (["--optimizer.lr", "-1"], ["optimizer.lr", "-1"]),
+        (["--optimizer.lr", "nan"], ["optimizer.lr", "nan"]),
+        (["--optimizer.betas", "[0.9, 1.0]"], ["optimizer.betas", "1.0"]),
+        (["--model.d_model", "130"], ["model.d_model", "130", "128", "132"]),
+        (["--seq_len", "256"], ["seq_len", "256", "model.max_position_embeddings", "128"]),
+        (["--seq_len", "1"], ["seq_len", "1"]),
+        (["--global_batch_size", "20"], ["global_batch_size", "20", "16", "24"]),
+        (["--checkpoint.every", "10", "--checkpoint.keep_every", "25"], ["checkpoint.keep_every", "25", "10"]),
+        (["--schedule.warmup_steps", "51"], ["schedule.warmup_steps", "51", "50"]),
+        (["--schedule.batch_warmup_from", "8"], ["schedule.batch_warmup_from: 8 needs schedule.batch_warmup_steps"]),
+        (["--schedule.batch_warmup_steps", "9"], ["schedule.batch_warmup_steps: 9 needs schedule.batch_warmup_from"]),
+        ([*GROWS, "51"], ["schedule.batch_warmup_steps: 51: more than steps: 50"]),
+        ([*GROWS, "9", "--global_batch_size", "8"], ["schedule.batch_warmup_from: 16", "global_batch_size: 8"]),
+        (
+            [*GROWS, "9", "--global_batch_size", "40"],
+            ["global_batch_size: 40 is not a multiple of schedule.batch_warmup_from: 16", "32 or 48"],
+        ),
+        (
+            [*GROWS, "9", "--global_batch_size", "48", "--micro_batch_size", "3"],
+            ["schedule.batch_warmup_from: 16 is not a multiple of micro_batch_size * processes = 3 * 1", "15 or 18"],
+        ),
+        (["--model.vocab_size", "null"], ["model.vocab_size", "random"]),
+        (["--name", "a/b"], ["name", "a/b", "out_dir"]),
+        (["--name", ".."], ["name", "..", "out_dir"]),
+        (["--name", ""], ["name", "''", "out_dir"]),
+        (["--seed", str(2**63)], ["seed", str(2**63)]),
+        (["--schedule.decay_steps", "0"], ["schedule.decay_steps", "0"]),
+        (["--config", "missing.yaml"], ["missing.yaml"]),
+        (["--config", "seed: 7"], ["config", "YAML file"]),
+        (["--name", "~"], ["name", "'~'"]),
+        (["--name", "a\nb"], ["name", "printed"]),
+        (["--schedule.min_lr_ratio", "1.5"], ["schedule.min_lr_ratio", "1.5", "1"]),
+        (["--global_batch_size", str(10**12)], ["global_batch_size", str(10**12), "GB"]),
+        (["--model.vocab_size", str(10**14)], ["vocab_size", str(10**14), "GB"]),
+        (["--evaluation.num_samples", str(10**14)], ["evaluation.num_samples", str(10**14), "GB"]),
+        (["--evaluation.num_samples", "null"], ["evaluation.num_samples", "null", "random has no end"]),
+        (["--out_dir", "~nouser/x"], ["out_dir", "~nouser/x"]),
+        (["--evaluation.num_samples_shown", "1001"], ["evaluation.num_samples_shown", "1001", "at most 1000"]),
+        (["--evaluation.num_story_samples", "100001"], ["evaluation.num_story_samples", "at most 100000"]),
+        (["--data.num_workers", "257"], ["data.num_workers", "257", "at most 256"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_remedy(arguments, named):
+    message = refusal(*arguments)
+    assert all(word in message for word in named), message
+
+
+def test_a_typo_in_a_file_is_named(tmp_path):
+    recipe = tmp_path / "typo.yaml"
+    for text, key in [("modle: {n_layers: 3}", "modle"), ("model: {n_layer: 3}", "n_layer"), ("stpes: 3", "stpes")]:
+        recipe.write_text(text)
+        assert key in refusal("--config", str(recipe))
+    recipe.write_text("steps: [1")
+    assert "line 1" in refusal("--config", str(recipe))
+    recipe.write_bytes(b"name: \xff")
+    assert "UTF-8" in refusal("--config", str(recipe))
+
+
+def test_what_is_set_twice_is_refused_and_nothing_is_set_silently(tmp_path):
+    recipe = tmp_path / "twice.yaml"
+    for text, key in [("steps: 3\nseed: 1\nsteps: 4\n", "steps"), ("model: {n_layers: 3, n_layers: 4}", "n_layers")]:
+        recipe.write_text(text)
+        assert f"{key!r} is set twice" in refusal("--config", str(recipe))
+    recipe.write_text("steps:\nmodel: {dropout: null}\ndata: {source: ~}\nname: null")
+    message = refusal("--config", str(recipe))
+    assert (
+        all(f"{name}: null" in message for name in ("steps", "model.dropout", "data.source")) and "name" not in message
+    )
+    recipe.write_text("model: &itself [*itself]")
+    assert "the alias *itself in line 1 is not read" in refusal("--config", str(recipe))
+    assert parse_config([*RANDOM_TOKENS, "--name", "#x"]).name == "#x", "YAML takes it for a comment"
+
+
+def test_a_section_in_which_nothing_stands_is_refused(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {}\noptimizer:\n  # lr: 1.0e-3\ntracking:\nsteps: 5")
+    message = refusal("--config", str(recipe))
+    assert "optimizer: null" in message and "tracking: null" in message and "model" not in message
+
+
+@pytest.mark.parametrize("setting", ["model", "data", "optimizer", "schedule", "data.mix", "name", "steps", "profile"])
+def test_no_setting_imports_anything(setting, tmp_path, monkeypatch):
+    (tmp_path / "imported_by_a_setting.py").write_text("class Code: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = "{class_path: imported_by_a_setting.Code, init_args: {}}"
+    recipe = tmp_path / "hostile.yaml"
+    keys = setting.split(".")
+    recipe.write_text("".join(f"{'  ' * depth}{key}:\n" for depth, key in enumerate(keys)).rstrip() + f" {spec}\n")
+    for arguments in (
+        [f"--{setting}", spec],
+        [f"--{setting}", "imported_by_a_setting.Code"],
+        ["--config", str(recipe)],
+    ):
+        with suppress(ConfigError):
+            parse_config([*RANDOM_TOKENS, *arguments])
+        assert "imported_by_a_setting" not in sys.modules, arguments
+
+
+def test_the_weights_that_are_counted_before_they_are_there_are_those_of_the_model():
+    for settings in (
+        {},
+        {"position": "rope", "mlp": "swiglu", "n_kv_heads": 2, "tie_embeddings": True, "head_dim": 10},
+    ):
+        config = GPTConfig(vocab_size=50, **settings)
+        assert config.num_weights == sum(p.numel() for p in GPTModel(config).parameters() if p.dim() > 1)
+
+
+def test_a_source_of_a_fork_may_read_files():
+    files = {"path": "a.csv", "hash": "0123", "documents": "isolated"}
+    assert DataConfig(source="csv", **files).problems() == []
+    assert [problem.partition(":")[0] for problem in DataConfig(**files).problems()] == [f"data.{n}" for n in files]
+
+
+CHOICES = {
+    "data.source": lambda: load_corpus(TrainConfig(data=DataConfig(source="new"))),
+    "schedule.name": lambda: lr_scale(ScheduleConfig(name="new"), 0, 10),
+    "optimizer.name": lambda: build_optimizer(GPTModel(GPTConfig(8)), OptimizerConfig(name="new")),
+    "tracking.tracker": lambda: trackers.check(TrainConfig(tracking=TrackingConfig(tracker="new"))),
+    "on_nonfinite": lambda: TrainConfig(on_nonfinite="new").max_skipped,
+    "checkpoint.on_failure": lambda: CheckpointConfig(on_failure="new").stops_on_failure,
+    "model.norm": lambda: make_norm(GPTConfig(8, norm="new")),
+    "model.mlp": lambda: MLP(GPTConfig(8, mlp="new"))(torch.zeros(1, 1, 128)),
+    "model.position": lambda: GPTModel(unchecked(GPTConfig(8, position="new"))),
+}
+
+
+def unchecked(config):
+    """As a config is whose `Literal` has got a choice more."""
+    config.problems = list
+    return config
+
+
+@pytest.mark.parametrize("setting", CHOICES)
+def test_a_choice_without_code_is_named(setting):
+    with pytest.raises(ValueError, match=f"{setting}: 'new' is a choice without code"):
+        CHOICES[setting]()
+
+
+def test_all_inconsistencies_are_reported_together():
+    message = refusal("--model.d_model", "130", "--seq_len", "256", "--global_batch_size", "20")
+    assert all(setting in message for setting in ("model.d_model", "seq_len", "global_batch_size"))
+
+
+def test_the_batch_must_divide_over_the_processes():
+    message = refusal("--global_batch_size", "24", num_processes=2)
+    assert "16 or 32" in message and "numbers of processes that can split it: 1, 3" in message
+    assert parse_config([*RANDOM_TOKENS, "--global_batch_size", "24"], num_processes=3).global_batch_size == 24
+
+
+def test_resuming_from_nowhere_is_refused(runs):
+    done = train(*RANDOM_TOKENS, "--branch_from", "nowhere", "--out_dir", runs, exit_code=2)
+    assert "branch_from: 'nowhere' is not the directory of a checkpoint" in done.stderr
+    assert not runs.exists()
+
+
+def test_exit_code_2_one_message_nothing_written(runs):
+    done = train(*RANDOM_TOKENS, "--model.d_model", "130", "--out_dir", runs, exit_code=2)
+    assert done.stderr.count("model.d_model") == 1 and "Traceback" not in done.stderr and not done.stdout
+    assert not runs.exists()
+
+
+def test_two_processes_print_one_message(runs):
+    wrong = [*RANDOM_TOKENS, "--global_batch_size", "20", "--out_dir", runs]
+    done = train(*wrong, processes=2, exit_code=1)
+    assert (done.stdout + done.stderr).count("the nearest that work: 16 or 32") == 1
+    assert not runs.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    done = train(*RANDOM_TOKENS, "--out_dir", tmp_path / "file" / "runs", exit_code=2)
+    assert "out_dir" in done.stderr and str(tmp_path / "file") in done.stderr
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_too_short_sequences_for_stories_are_refused(runs):
+    done = train(*TINY_STORIES, "--seq_len", "50", "--out_dir", runs, exit_code=2)
+    assert "seq_len" in done.stderr and "50" in done.stderr
+    assert not runs.exists()
+
+
+LAUNCH_FILE = yaml.safe_load((ROOT / "accelerate_configs" / "cpu.yaml").read_text())
+
+
+@pytest.mark.slow  # tests/distributed/test_launch_checks.py has one process
+def test_a_launch_file_that_cannot_be_honoured_is_refused(tmp_path, runs):
+    """All that is wrong with it in one message."""
+    launch_file = tmp_path / "launch.yaml"
+    changes = {
+        "mixed_precision": "fp16",
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_version": 1, "fsdp_verison": 2},
+        "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+    }
+    launch_file.write_text(yaml.safe_dump(LAUNCH_FILE | changes))
+    done = train(*RANDOM_TOKENS, "--out_dir", runs, processes=2, launch_file=launch_file, exit_code=1)
+    assert done.stderr.count("train.py: error:") == 1 and not runs.exists()
+    assert done.stderr.count("exitcode: 2") + done.stderr.count("exitcode  : 2") >= 1  # the launcher itself returns 1
+    message = done.stderr.partition("train.py: error:")[2].splitlines()[:5]
+    for words in (
+        ["fsdp_config.fsdp_verison"],
+        ["mixed_precision", "fp16", "on_nonfinite: skip"],
+        ["dynamo_backend", "INDUCTOR", "--compile"],
+        ["fsdp_version", "1", "2"],
+    ):
+        assert any(all(word in line for word in words) for line in message), (words, done.stderr)
+
+
+def test_help_needs_no_model_or_device():
+    done = subprocess.run(train_command("--help"), cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "--model.n_layers" in done.stdout

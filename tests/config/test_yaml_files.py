@@ -1,0 +1,168 @@
+"""A settings file means what the command line means, comes back as it was written, and cannot blow up."""
+
+import random
+from dataclasses import asdict
+from itertools import pairwise
+
+import pytest
+import yaml
+
+from config.errors import ConfigError
+from config.parser import parse_config, parse_tool
+from config.schema import TrainConfig, flat_settings
+from evaluate import EvaluateConfig
+from run.resume import read_settings
+from sample import SampleConfig
+from tests.conftest import TINY_STORIES, train
+
+WORDS = "010 1:30 1e3 1.0 1e-3 12e5 1_000 0x10 +5 .5 010.5 yes True off .inf nan 1e999 2020-01-01 = <<".split()
+ODD = ["~a", "null", "a: b", "a #b", "#a", "'a", '"', "- a", "[1]", "{a", "*a", "&a", "%"]
+SETTINGS = {
+    "steps": "steps: {}",
+    "model.n_layers": "model: {{n_layers: {}}}",
+    "optimizer.lr": "optimizer: {{lr: {}}}",
+    "name": "name: {}",
+    "tracking.project": "tracking: {{project: {}}}",
+    "compile": "compile: {}",
+}
+
+
+def outcome(*arguments):
+    """The settings, or why there are none."""
+    try:
+        return asdict(parse_config([*TINY_STORIES, "--name", "x", *arguments]))
+    except ConfigError as refused:
+        return str(refused)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_value_in_a_file_means_what_it_means_on_the_command_line(setting, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    for word in WORDS:
+        recipe.write_text(SETTINGS[setting].format(word))
+        in_file = outcome("--config", str(recipe))
+        if isinstance(in_file, str):
+            in_file = in_file.removeprefix(f"{recipe}: ")
+        assert in_file == outcome(f"--{setting}", word), word
+
+
+@pytest.mark.parametrize("word", ["1:30", "1e3", "1.0", "0x10"])
+def test_a_whole_number_is_written_in_digits(word, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"steps: {word}")
+    assert outcome("--config", str(recipe)) == f"{recipe}: steps: {word} must be a whole number above 0"
+    recipe.write_text("steps: 010")
+    assert outcome("--config", str(recipe))["steps"] == 10
+
+
+def odd_text(chance):
+    if chance.random() < 0.5:
+        return chance.choice([*WORDS, *ODD])
+    return "".join(chance.choice("aZ0-e.:_ #'\"[]{}*&!%@,ü中|>?~") for _ in range(chance.randrange(1, 8)))
+
+
+def odd_config(chance):
+    config = TrainConfig(name="n" + odd_text(chance), out_dir=odd_text(chance), seed=chance.randrange(2**63))
+    config.global_batch_size, config.data.seed, config.data.source = 8, chance.randrange(2**63), "text"
+    config.data.mix = {odd_text(chance): chance.random() * 10 ** chance.randrange(-30, 30) for _ in range(3)}
+    config.data.num_samples = chance.choice([1, 8, 10**17])
+    config.tracking.group = "g" + odd_text(chance)
+    config.tracking.tags = [odd_text(chance) for _ in range(3)]
+    config.tracking.project = odd_text(chance)
+    config.tracking.wandb = chance.choice(["disabled", "offline", "online"])
+    config.optimizer.lr = chance.choice([0.0, 1.0, 1e-5, 12e5, 1e22, 3e-320, chance.random()])
+    config.optimizer.betas = (chance.random(), chance.choice([0.0, 1e-9]))
+    config.optimizer.grad_clip = chance.choice([None, 1e-7])
+    config.profile = chance.choice([None, (8, 64)])
+    config.compile = chance.random() < 0.5
+    config.chunked_loss = chance.choice([None, True, False])
+    return config
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_run_writes_is_read_as_it_was(seed, tmp_path, monkeypatch):
+    """Odd values of every type, through `--config` and by whoever goes on with the run."""
+    from run.directory import _plain
+
+    config = odd_config(random.Random(seed))
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(_plain(config), sort_keys=False))
+    monkeypatch.setattr(TrainConfig, "problems", lambda *_: [])
+    assert asdict(parse_config(["--config", str(file)])) == asdict(config)
+    assert read_settings(file) == flat_settings(asdict(config))
+
+
+def bomb():
+    """Nine times nine times nine ... words in a few hundred characters."""
+    lists = ["a: &a [x,x,x,x,x,x,x,x,x]"]
+    lists += [f"{name}: &{name} [{','.join([f'*{below}'] * 9)}]" for below, name in pairwise("abcdefghi")]
+    return "\n".join(lists)
+
+
+IN_ONE_LINE = "[" + ", ".join(line.partition(": ")[2] for line in bomb().splitlines()) + "]"
+
+
+@pytest.mark.parametrize(
+    "text", [bomb(), f"steps: {IN_ONE_LINE}", f"compile: '{IN_ONE_LINE}'", f"model: {{n_layers: '{IN_ONE_LINE}'}}"]
+)
+def test_aliases_are_refused_in_a_few_words(text, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    message = outcome("--config", str(recipe))
+    assert "the alias *a in line" in message and str(recipe) in message and len(message) < 300
+
+
+def test_aliases_in_the_config_of_a_run_are_refused_in_a_few_words(runs):
+    (runs / "run").mkdir(parents=True)
+    (runs / "run" / "config.yaml").write_text(bomb())
+    done = train(*TINY_STORIES, "--out_dir", runs, "--name", "run", exit_code=2)
+    (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert "config.yaml is damaged (the alias *a in line 2 is not read" in line and len(line) < 400
+
+
+FLOATS = [name for name, value in flat_settings(asdict(TrainConfig())).items() if isinstance(value, float)]
+WHOLE = [
+    name
+    for name, value in flat_settings(asdict(TrainConfig())).items()
+    if isinstance(value, int) and not isinstance(value, bool)
+]
+
+
+@pytest.mark.parametrize("setting", [*FLOATS, "data.mix"])
+def test_a_number_is_finite(setting):
+    assert len(FLOATS) > 7
+    for word in ("inf", "1e39", "nan", "9" * 400):
+        value = f"{{a: {word}}}" if setting == "data.mix" else word
+        message = outcome(f"--{setting}={value}")
+        assert isinstance(message, str) and (setting in message or "more digits" in message), message
+
+
+@pytest.mark.parametrize("setting", [*WHOLE, "global_batch_size", "data.seed"])
+def test_a_whole_number_can_be_computed_with(setting):
+    assert len(WHOLE) > 20
+    for value in (2**63, 10**400):
+        assert f"{setting}: {value} is too large; use one below 2**63" in outcome(f"--{setting}", str(value))
+
+
+def test_a_timeout_is_one_that_a_clock_can_have(runs):
+    assert outcome("--timeout_seconds", "99999999999999").endswith("is too large; use at most 2147483647")
+    assert outcome("--timeout_seconds", str(2**31 - 1))["timeout_seconds"] == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    {
+        SampleConfig: ["RUN", "--temperature", "inf"],
+        EvaluateConfig: ["RUN", "--data", "corpus", "--micro_batch_size", str(2**63)],
+    }.items(),
+)
+def test_numbers_of_other_programs_too(kind, words):
+    with pytest.raises(ConfigError, match="finite|too large"):
+        parse_tool(kind, "tool.py", words)
+
+
+def test_keys_of_a_mix_are_text():
+    settings = outcome("--data.source", "text", "--data.mix", "{1: 2, true: 1, 1e3: 3, 010: 4}")
+    assert settings["data"]["mix"] == {"1": 2, "true": 1, "1e3": 3, "010": 4}
+    for keys in ("{[1]: 2}", "{null: 1}", "{{a: 1}: 2}"):
+        assert outcome("--data.source", "text", "--data.mix", keys).startswith("data.mix: ")

@@ -1,0 +1,879 @@
+"""A corpus holds exactly the text of its source, however it was made, and is never half there."""
+
+import glob
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+import data.prepare.prepare
+from config.errors import ConfigError
+from data.prepare.prepare import PrepareConfig, cut_point, in_validation, prepare
+from data.prepare.sources import Source, find_files
+from data.tokenizer import load_tokenizer, save_tokenizer
+from tests import forked
+from tests.conftest import ROOT, environment
+
+END = 256  # the end-of-text token of the byte tokenizer
+WORDS = "the a cat's dog’s 猫 食べる zoë 12345 3.14 x=y; \n\n \t  don't über 😀👍🏽 Ωμέγα { } // \r\n é́".split(" ")
+
+
+def make_text(characters, seed=0):
+    """Text in several scripts, with whitespace, digits and punctuation of all kinds."""
+    generator = random.Random(seed)
+    words = []
+    while characters > 0:
+        words.append(generator.choice(WORDS) + generator.choice(["", " ", " ", " ", "  ", "\n"]))
+        characters -= len(words[-1])
+    return "".join(words)
+
+
+def make_documents(count, seed=0):
+    return [make_text(50 + 7 * i % 90, seed=(seed, i).__hash__()) for i in range(count)]
+
+
+def write_jsonl(path, documents, key="text"):
+    path.write_text("".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(documents)))
+    return path
+
+
+def make(source, out, tokenizer="byte", **settings):
+    return prepare(
+        PrepareConfig(str(source), tokenizer, str(out), **{"num_workers": 1, "validation": "hash:0.0", **settings})
+    )
+
+
+def rows(out, split="train"):
+    """The rows of a split as lists of tokens, read with pyarrow alone."""
+    files = sorted((Path(out) / split).glob("*.arrow"))
+    tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
+    return [row for table in tables for row in table["input_ids"].to_pylist()]
+
+
+def texts(out, split="train"):
+    """The documents of a split of a corpus of bytes: what lies between its end-of-text tokens."""
+    stream = [token for row in rows(out, split) for token in row]
+    assert not stream or stream[0] == END
+    starts = [i for i, token in enumerate(stream) if token == END]
+    return [bytes(stream[i + 1 : j]).decode() for i, j in zip(starts, [*starts[1:], len(stream)], strict=False)]
+
+
+def content(folder):
+    """Every file below a folder, byte for byte."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+
+
+def tokens_of(out):
+    return {name: data for name, data in content(out).items() if name.endswith(".arrow")}
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Many files and many pieces of a document, in a text that a test can wait for."""
+    monkeypatch.setattr(data.prepare.prepare, "PIECE", 2000)
+    monkeypatch.setattr(data.prepare.sources, "CHUNK", 2000)
+    monkeypatch.setattr(data.prepare.prepare, "PART", 3000)
+
+
+def refusal(*arguments, **settings):
+    with pytest.raises(ConfigError) as error:
+        make(*arguments, **settings)
+    return str(error.value)
+
+
+def run(*arguments, exit_code=0, preamble=""):
+    """The command in a process of its own, a fork; `preamble` is code that runs in it before."""
+    code = f"import sys, data.prepare.prepare as p\n{preamble}\nsys.exit(p.cli())"
+    done = forked.run("-c", [code, *map(str, arguments)], 0, environment())
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done
+
+
+# What is in a corpus
+
+
+def test_every_document_is_in_one_split_and_none_is_moved_by_another(tmp_path):
+    documents = make_documents(60)
+    metadata = make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "a", validation="hash:0.3")
+    train, validation = texts(tmp_path / "a"), texts(tmp_path / "a", "validation")
+    assert train == [text for text in documents if text not in validation]
+    assert sorted(train + validation) == sorted(documents) and 8 < len(validation) < 30
+    for split, there in (("train", train), ("validation", validation)):
+        counts = metadata[split]
+        assert counts["documents"] == len(there)
+        assert counts["bytes"] == sum(len(text.encode()) for text in there) == counts["tokens"] - len(there)
+    more = [*make_documents(40, seed=1), *documents, documents[0]]
+    make(write_jsonl(tmp_path / "b.jsonl", more), tmp_path / "b", validation="hash:0.3")
+    assert set(validation) == set(texts(tmp_path / "b", "validation")) & set(documents)
+    assert not set(texts(tmp_path / "b")) & set(texts(tmp_path / "b", "validation"))
+
+
+def test_the_share_of_the_hash_is_kept():
+    share = sum(in_validation(f"document {i}", 0.05) for i in range(20_000)) / 20_000
+    assert abs(share - 0.05) < 0.007  # standard error 0.0015
+
+
+def test_all_kinds_of_sources_give_the_same_tokens(tmp_path, small_parts, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    documents = make_documents(50)
+    documents = [text.replace("\r\n", "\n").replace("\r", "\n") for text in documents]  # txt has one kind of line end
+    txt = "<|end|>\n".join(documents).encode()
+    (tmp_path / "plain.txt").write_bytes(txt)
+    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + txt.replace(b"\n", b"\r\n"))
+    with gzip.open(tmp_path / "zipped.txt.gz", "wb") as file:
+        file.write(txt)
+    with pa.CompressedOutputStream(str(tmp_path / "zipped.txt.zst"), "zstd") as file:
+        file.write(txt)
+    jsonl = write_jsonl(tmp_path / "rows.jsonl", documents)
+    with pa.CompressedOutputStream(str(tmp_path / "rows.jsonl.zst"), "zstd") as file:
+        file.write(jsonl.read_bytes())
+    pa.parquet.write_table(pa.table({"text": documents, "n": range(50)}), tmp_path / "rows.parquet")
+    (tmp_path / "like_the_hub").mkdir()  # what load_dataset reads by the same code as a repository of the Hub
+    write_jsonl(tmp_path / "like_the_hub" / "first.jsonl", documents[:30])
+    write_jsonl(tmp_path / "like_the_hub" / "second.jsonl", documents[30:])
+    (tmp_path / "like_the_hub" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: tiny\n  data_files:\n"
+        "  - split: pages\n    path: ['first.jsonl', 'second.jsonl']\n---\n"
+    )
+    hub = f"{tmp_path / 'like_the_hub'}:tiny:pages"
+    sources = ["plain.txt", "windows.txt", "zipped.txt.gz", "zipped.txt.zst", "rows.jsonl", "rows.jsonl.zst"]
+    made = {}
+    for source in [*(tmp_path / name for name in [*sources, "rows.parquet"]), tmp_path / "like_the_hub/*.jsonl", hub]:
+        out = tmp_path / f"out{len(made)}"
+        make(source, out, document_separator=r"<|end|>\n", validation="hash:0.2")
+        made[str(source)] = tokens_of(out)
+    make(hub, tmp_path / "streamed", validation="hash:0.2", streaming=True)
+    made["streamed"] = tokens_of(tmp_path / "streamed")
+    assert texts(tmp_path / "out0") == [text for text in documents if not in_validation(text, 0.2)]
+    assert len(made) == 10 and len(made["streamed"]) > 2
+    for source, tokens in made.items():
+        assert tokens == made[str(tmp_path / "plain.txt")], source
+
+
+@pytest.mark.parametrize("piece", range(1, 30))
+def test_a_separator_is_found_wherever_the_reading_stops(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(data.prepare.sources, "CHUNK", piece)
+    documents = ["one", "", "two <|en", "|end|>", "last"]
+    (tmp_path / "a.txt").write_text("<|end|>".join(documents))
+    found = [""]
+    path = str(tmp_path / "a.txt")
+    for text, ends in Source(path, document_separator="<|end|>"):
+        found[-1] += text
+        found.extend([""] * ends)
+    assert found[:-1] == documents
+
+
+def test_a_txt_file_is_one_document_and_several_are_several(tmp_path):
+    (tmp_path / "b.txt").write_text("second\n\n")
+    (tmp_path / "a.txt").write_text("first")
+    make(tmp_path / "*.txt", tmp_path / "out")
+    assert texts(tmp_path / "out") + texts(tmp_path / "out", "validation") == ["first", "second\n\n"]
+
+
+def test_a_validation_set_of_its_own(tmp_path):
+    (tmp_path / "train.txt").write_text("to learn")
+    (tmp_path / "val.txt").write_text("to judge")
+    make(tmp_path / "train.txt", tmp_path / "out", validation=str(tmp_path / "val.txt"))
+    assert texts(tmp_path / "out") == ["to learn"] and texts(tmp_path / "out", "validation") == ["to judge"]
+
+
+def test_a_validation_set_may_be_in_another_format(tmp_path):
+    (tmp_path / "val.txt").write_text("to judge")
+    write_jsonl(tmp_path / "train.jsonl", ["to learn"])
+    for source, held_out in (("train.jsonl", "val.txt"), ("val.txt", "train.jsonl")):
+        out = tmp_path / f"out-{source}"
+        make(tmp_path / source, out, validation=str(tmp_path / held_out))
+        assert sorted(texts(out) + texts(out, "validation")) == ["to judge", "to learn"]
+
+
+def test_a_split_of_a_data_set_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    of = {"train": ["to learn"], "validation": ["to judge"]}
+    splits = {name: datasets.Dataset.from_dict({"text": said}) for name, said in of.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
+    source = tmp_path / "set"
+    message = refusal(source, tmp_path / "out", validation=f"{source}:validation")
+    assert f"two colons: {source}::validation\n" in message
+    make(source, tmp_path / "out", validation=f"{source}::validation")
+    assert texts(tmp_path / "out") == ["to learn"] and texts(tmp_path / "out", "validation") == ["to judge"]
+
+
+def test_max_tokens_leaves_a_validation_set_of_its_own_whole(tmp_path, small_parts):
+    write_jsonl(tmp_path / "train.jsonl", make_documents(100))
+    held_out = make_documents(60, seed=1)
+    write_jsonl(tmp_path / "val.jsonl", held_out)
+    metadata = make(tmp_path / "train.jsonl", tmp_path / "out", validation=str(tmp_path / "val.jsonl"), max_tokens=50)
+    assert texts(tmp_path / "out", "validation") == held_out
+    assert 50 <= metadata["train"]["tokens"] < 50 + 3500 and metadata["validation"]["documents"] == 60
+
+
+@pytest.mark.parametrize("length", [2, 10, 999, 1000, 4000, 4001, 30_000])
+def test_the_tail_is_the_last_tenth_of_the_characters(tmp_path, small_parts, length):
+    text = make_text(length)[:length].replace("\r", " ")
+    (tmp_path / "a.txt").write_text(text)
+    make(tmp_path / "a.txt", tmp_path / "out", validation="tail:0.1")
+    cut = int(length * 0.9)
+    assert "".join(texts(tmp_path / "out")) == text[:cut]
+    assert "".join(texts(tmp_path / "out", "validation")) == text[cut:]
+
+
+def test_the_tail_of_each_document(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["0123456789", "", "abcdefghijklmnopqrst"])
+    make(tmp_path / "a.jsonl", tmp_path / "out", validation="tail:0.1")
+    assert texts(tmp_path / "out") == ["012345678", "abcdefghijklmnopqr"]
+    assert texts(tmp_path / "out", "validation") == ["9", "st"]
+
+
+def test_a_file_is_read_once_however_many_links_lead_to_it(tmp_path, monkeypatch):
+    """Through two links back, glob finds a file under 2**40 names."""
+    (tmp_path / "texts" / "deep" / ".hidden").mkdir(parents=True)
+    for name in ("a.txt", "deep/b.txt", "deep/.hidden/c.txt"):
+        (tmp_path / "texts" / name).write_text(name)
+    for link in ("back", "again", "deep/up"):
+        (tmp_path / "texts" / link).symlink_to(tmp_path / "texts")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "d.txt").write_text("d.txt")
+    (tmp_path / "texts" / "out").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "texts" / "other_name.txt").symlink_to("a.txt")
+    monkeypatch.chdir(tmp_path)
+    expected = ["texts/a.txt", "texts/deep/b.txt", "texts/out/d.txt"]
+    for pattern in ("texts/**/*.txt", "texts/**", "t*/**/**/?.txt"):
+        assert find_files(pattern) == expected, pattern
+    assert find_files("**/deep/*.txt") == find_files("texts/*/b.txt") == ["texts/deep/b.txt"]
+    assert find_files(f"{glob.escape(str(tmp_path))}/**/a.txt") == [str(tmp_path / "texts" / "a.txt")]
+
+
+def test_a_file_is_never_in_both_splits(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        write_jsonl(tmp_path / "texts" / f"{name}.jsonl", [name])
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "texts" / "b.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "texts" / "b.jsonl")
+    texts = tmp_path / "texts"
+    for validation in (texts / "b*", tmp_path / "link.jsonl", tmp_path / "hard.jsonl", texts):
+        message = refusal(texts / "*.jsonl", tmp_path / "out", validation=str(validation))
+        assert "in common" in message and "validation" in message and "source" in message, message
+    assert "in common" in refusal(texts, tmp_path / "out", validation=str(texts))
+    for overlapping in ("train[1:]", "train[:1]+train[1:]", "train"):
+        message = refusal(f"{texts}::train[-50%:]", tmp_path / "out", validation=f"{texts}::{overlapping}")
+        assert "in common" in message, message
+    metadata = make(f"{texts}::train[:50%]", tmp_path / "out", validation=f"{texts}::train[50%:]")
+    assert metadata["train"]["documents"] == metadata["validation"]["documents"] == 1
+
+
+def test_a_folder_of_txt_files_is_not_taken_line_by_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one\ndocument")
+    message = refusal(tmp_path / "texts", tmp_path / "out")
+    assert "line" in message and f"{tmp_path / 'texts'}/*.txt" in message, message
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make("~/texts/*.txt", tmp_path / "out", validation="hash:0.0")
+    assert texts(tmp_path / "out") == ["one\ndocument"]
+
+
+def test_no_text_can_end_a_document(tmp_path):
+    documents = ["before <|endoftext|> after", "another"]
+    make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "out", tokenizer="train:300", validation="hash:0.0")
+    tokenizer, facts = load_tokenizer(tmp_path / "out" / "tokenizer")
+    made = rows(tmp_path / "out")
+    assert [row.count(facts["end_of_text"]) for row in made] == [1, 1]
+    assert [tokenizer.decode(row[1:]) for row in made] == documents
+
+
+def test_empty_documents_are_left_out_and_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": ""}\n\n{"text": null}\n{"text": "b"}\n')
+    metadata = make(path, tmp_path / "out", validation="hash:0.0")
+    assert texts(tmp_path / "out") == ["a", "b"]
+    assert metadata["train"]["documents"] == 2
+    assert metadata["train"]["empty_documents"] + metadata["validation"]["empty_documents"] == 2
+
+
+def test_the_corpus_opens_in_datasets(tmp_path):
+    from datasets import load_dataset
+
+    documents = make_documents(20)
+    make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "out", validation="hash:0.2")
+    files = str(tmp_path / "out" / "train" / "*.arrow")
+    opened = load_dataset("arrow", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert opened["input_ids"][:] == rows(tmp_path / "out")
+
+
+@pytest.mark.parametrize("separator", [r"<|end|>\r\n", r"<|end|>\r", "<|end|>\r\n", r"<|end|>\n", "<|end|>"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_a_separator_divides_a_text_of_whatever_line_ends(tmp_path, separator, line_end):
+    (tmp_path / "a.txt").write_bytes(f"one<|end|>{line_end}two<|end|>{line_end}three".encode())
+    make(tmp_path / "a.txt", tmp_path / "out", document_separator=separator)
+    assert [text.strip("\n") for text in texts(tmp_path / "out")] == ["one", "two", "three"]
+
+
+def test_a_separator_that_stands_nowhere_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one<|end|>two")
+    message = refusal(tmp_path / "a.txt", tmp_path / "out", document_separator=r"<|end|>\t")
+    assert r"document_separator: '<|end|>\\t' stands nowhere in" in message and "leave it out" in message
+    make(tmp_path / "a.txt", tmp_path / "out", document_separator="<|end|>")
+
+
+@pytest.mark.parametrize(
+    "documents, validation, named",
+    [
+        ([], "hash:0.5", ["source: ", "no text"]),
+        (["", ""], "hash:0.5", ["source: ", "no text"]),
+        (["a"], "tail:0.5", ["all 1 documents are for validation"]),
+        (["a", "b", "c"], "hash:0.00001", ["'hash:0.00001' keeps none of the 3 documents", "hash:0.1", "tail:0.1"]),
+        (["a", "b"], "nothing", ["keeps none of the 2 documents"]),
+    ],
+)
+def test_a_corpus_that_nothing_can_be_done_with_is_refused(tmp_path, documents, validation, named):
+    """And is not in the way of the next command."""
+    source = write_jsonl(tmp_path / "a.jsonl", documents)
+    if validation == "nothing":
+        validation = tmp_path / "nothing.txt"
+        validation.write_text("")
+    command = ["--source", source, "--tokenizer", "byte", "--out", tmp_path / "out"]
+    done = run(*command, "--validation", validation, exit_code=2)
+    assert all(word in done.stderr for word in named) and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
+    write_jsonl(source, ["one", "two"])
+    make(source, tmp_path / "out")
+    assert texts(tmp_path / "out") == ["one", "two"] and not (tmp_path / "out.partial").exists()
+
+
+def test_one_document_is_not_chosen_among_many_before_it_is_encoded(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    message = refusal(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.005")
+    assert "validation: 'hash:0.005' chooses among documents, and" in message and "tail:0.1" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+# Tokenizers and pieces
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A byte-level BPE, with the pre-tokenizer of GPT-2, of text like that of the tests."""
+    folder = tmp_path_factory.mktemp("bpe")
+    save_tokenizer("train:700", folder, [make_text(100_000, seed=9)])
+    return folder
+
+
+@pytest.mark.parametrize("asked, learnt", [(400, 263), (260, 260)])
+def test_a_tokenizer_that_finds_less_to_learn_says_so(asked, learnt, tmp_path, monkeypatch, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", ["the cat" * 9] * 20)
+    words = ["--source", source, "--tokenizer", f"train:{asked}", "--out", tmp_path / "out", "--num_workers", 1]
+    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words), "--validation", "hash:0.0"])
+    assert data.prepare.prepare.cli() == 0
+    vocab_size = load_tokenizer(tmp_path / "out" / "tokenizer")[1]["vocab_size"]
+    said = capsys.readouterr().out.count(f"train:{asked} became train:{vocab_size}: ")
+    assert (vocab_size, said) == (learnt, asked != learnt)
+
+
+def test_a_byte_is_its_own_token(tmp_path):
+    save_tokenizer("byte", tmp_path, [])
+    tokenizer, facts = load_tokenizer(tmp_path)
+    text = "".join(map(chr, range(256))) + "漢字 😀\r\n\x00"
+    assert tokenizer.encode(text).ids == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
+    assert (facts["vocab_size"], facts["end_of_text"]) == (257, END)
+
+
+def test_a_learnt_tokenizer_is_lossless_and_the_same_every_time(tmp_path, bpe):
+    env = {**environment(), "RAYON_NUM_THREADS": "1" if os.cpu_count() > 1 else "2"}
+    (tmp_path / "text").write_bytes(make_text(100_000, seed=9).encode())
+    code = (
+        "import sys; from pathlib import Path; from data.tokenizer import save_tokenizer; folder = Path(sys.argv[1]);"
+        "save_tokenizer('train:700', folder, [(folder / 'text').read_bytes().decode()])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=env, check=True)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (bpe / "tokenizer.json").read_bytes()
+    tokenizer, facts = load_tokenizer(bpe)
+    assert facts["vocab_size"] == 700
+    text = make_text(20_000)
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert len(tokenizer.encode(text).ids) < len(text.encode()) / 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, small_parts, bpe, seed):
+    document = make_text(40_000, seed)
+    make(write_jsonl(tmp_path / "a.jsonl", [document, "next"]), tmp_path / "out", str(bpe), validation="hash:0.0")
+    tokenizer, facts = load_tokenizer(bpe)
+    made = rows(tmp_path / "out")
+    starts = [i for i, row in enumerate(made) if row[0] == facts["end_of_text"]]
+    assert len(starts) == 2 and starts[1] > 10, "the document is cut into many pieces, of which the first begins it"
+    whole = [facts["end_of_text"], *tokenizer.encode(document).ids]
+    assert sum(made[: starts[1]], []) == whole
+    assert max(map(len, made)) <= 2 * data.prepare.prepare.PIECE
+
+
+def test_the_cut_is_where_the_tokenizer_does_not_care(bpe):
+    tokenizer, _ = load_tokenizer(bpe)
+    for seed in range(60):
+        text = make_text(6000, seed)
+        cut = cut_point(text, tokenizer, limit=4000)
+        assert 3000 < cut <= 4000
+        ids = [tokenizer.encode(part).ids for part in (text[:cut], text[cut:], text)]
+        assert ids[0] + ids[1] == ids[2]
+    assert cut_point("a" * 6000, tokenizer, limit=4000) <= 4000
+
+
+def test_a_tokenizer_from_a_folder_is_that_tokenizer(tmp_path, bpe):
+    make(write_jsonl(tmp_path / "a.jsonl", ["hello there"]), tmp_path / "out", str(bpe), validation="hash:0.0")
+    kept = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer" / "tokenizer.json"))
+    assert kept.get_vocab() == Tokenizer.from_file(str(bpe / "tokenizer.json")).get_vocab()
+    assert rows(tmp_path / "out")[0][1:] == kept.encode("hello there").ids
+
+
+def test_a_tokenizer_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: pytest.fail(f"asked for {name}"))
+    source = write_jsonl(tmp_path / "a.jsonl", ["hello there"])
+    message = refusal(source, tmp_path / "out", f"{tmp_path}/english", validation="hash:0.0")
+    assert message.startswith(f"tokenizer: '{tmp_path}/english' is no directory, and '{tmp_path}' is one; use byte, ")
+    assert list(tmp_path.iterdir()) == [source], "nothing is written"
+
+
+# The same bytes, whatever happens
+
+
+def test_any_number_of_workers_makes_the_same_files(tmp_path, small_parts):
+    source = write_jsonl(tmp_path / "a.jsonl", [*make_documents(80), make_text(50_000)])
+    for workers in (1, 3):
+        make(source, tmp_path / str(workers), "train:400", validation="hash:0.1", num_workers=workers)
+    assert content(tmp_path / "1") == content(tmp_path / "3")
+    assert len(tokens_of(tmp_path / "1")) > 20
+
+
+SMALL_PARTS = "p.PART, p.PIECE = 20_000, 2000"
+KILLED_AT_THE_THIRD_PART = """
+def update(bar, num_bytes, parts=[]):
+    parts.append(num_bytes)
+    if len(parts) == 3:
+        p.os.kill(p.os.getpid(), 9)
+p.tqdm.update = update
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_after_a_kill_the_same_command_goes_on(tmp_path, streaming):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", make_documents(900))
+    write_jsonl(folder / "b.jsonl", [*make_documents(900, seed=2), make_text(10_000)])
+    arguments = ["--source", folder if streaming else folder / "*.jsonl", "--tokenizer", "byte"]
+    arguments += ["--validation", "hash:0.1", "--num_workers", 2, *["--streaming"] * streaming]
+    out, whole, work = tmp_path / "out", tmp_path / "whole", tmp_path / "out.partial"
+    run(*arguments, "--out", whole, preamble=SMALL_PARTS)
+    command = [*arguments, "--out", out]
+    run(*command, preamble=SMALL_PARTS + KILLED_AT_THE_THIRD_PART, exit_code=-signal.SIGKILL)
+    assert not out.exists() and len(list((work / "parts").glob("*.json"))) >= 3
+    run(*command, preamble=SMALL_PARTS)
+    assert tokens_of(out) == tokens_of(whole) and len(tokens_of(out)) > 10
+    assert not work.exists() and content(out).keys() == content(whole).keys()
+
+
+CTRL_C_IN_THE_SECOND_PART = """
+import os, signal, threading, time
+make_part = p.make_part
+def stop(folder, encode, types, index, texts):
+    if index == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        time.sleep(30)  # as long as a part of the thread's, or of the tokenizer's learning
+    return make_part(folder, encode, types, index, texts)
+p.make_part = stop
+"""
+
+
+def test_ctrl_c_stops_at_once_and_the_same_command_goes_on(tmp_path):
+    source, out = write_jsonl(tmp_path / "a.jsonl", make_documents(400)), tmp_path / "out"
+    command = ["--source", source, "--tokenizer", "byte", "--num_workers", 1, "--out", out, "--validation", "hash:0.1"]
+    begin = time.monotonic()
+    stopped = run(*command, preamble=SMALL_PARTS + CTRL_C_IN_THE_SECOND_PART, exit_code=130)
+    assert time.monotonic() - begin < 20 and "Traceback" not in stopped.stderr
+    assert stopped.stderr.endswith("prepare: interrupted; the same command goes on from what is done\n")
+    first = tmp_path / "out.partial" / "parts" / "000000.json"
+    assert first.exists() and not out.exists()
+    run(*command, preamble=SMALL_PARTS)
+    assert "".join(texts(out)) and not first.exists()
+
+
+def test_what_is_done_is_not_done_again(tmp_path, small_parts, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
+    make(source, tmp_path / "whole")
+    monkeypatch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)  # as if it died just before the end
+    with pytest.raises(ZeroDivisionError):
+        make(source, tmp_path / "out")
+    monkeypatch.undo()
+    monkeypatch.setattr(data.prepare.prepare, "PIECE", 2000)
+    monkeypatch.setattr(data.prepare.prepare, "PART", 3000)
+    work = tmp_path / "out.partial"
+    lost = sorted((work / "parts").iterdir())[1]
+    lost.unlink()
+    times = {path.name: path.stat().st_mtime_ns for path in work.glob("train/*.arrow")}
+    assert not (tmp_path / "out").exists() and len(times) > 3
+    make(source, tmp_path / "out")
+    again = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("train/*.arrow")}
+    assert {name for name in times if times[name] != again[name]} == {lost.stem + ".arrow"}
+    assert tokens_of(tmp_path / "out") == tokens_of(tmp_path / "whole")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    make(source, tmp_path / "out")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_max_tokens_stops_and_is_the_same_for_any_number_of_workers(tmp_path, small_parts, workers):
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(200))
+    make(source, tmp_path / "all")
+    metadata = make(source, tmp_path / "out", max_tokens=9000, num_workers=workers)
+    some, everything = tokens_of(tmp_path / "out"), tokens_of(tmp_path / "all")
+    assert 9000 <= metadata["train"]["tokens"] < 9000 + 3500 and some.items() < everything.items()
+    for split in ("train", "validation"):
+        assert metadata[split]["tokens"] == sum(len(row) for row in rows(tmp_path / "out", split))
+
+
+# What can be wrong
+
+
+def test_bytes_that_are_no_text_are_replaced_and_counted_or_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good \xff\xfe bad \xe4\xb8")
+    metadata = make(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.0")
+    assert texts(tmp_path / "out") == ["good \ufffd\ufffd bad \ufffd"]
+    assert metadata["train"]["replacement_characters"] == 3
+    message = refusal(tmp_path / "a.txt", tmp_path / "refused", invalid_utf8="refuse")
+    assert str(tmp_path / "a.txt") in message and "0xff in position 5" in message
+    (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d of a pair"}\n')
+    assert make(tmp_path / "a.jsonl", tmp_path / "surrogate")["train"]["replacement_characters"] > 0
+    assert "0xed in position 5" in refusal(tmp_path / "a.jsonl", tmp_path / "other", invalid_utf8="refuse")
+    assert not (tmp_path / "refused").exists()
+
+
+GERMAN = "Größe, Übermut und süße Äpfel: so fängt der schöne Tag für müde Schüler an.\n" * 40
+RUSSIAN = "Все счастливые семьи похожи друг на друга, каждая несчастливая по-своему.\n" * 40
+CHINESE = "人之初，性本善。性相近，习相远。\n" * 40
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8"])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "txt.gz"])
+def test_a_mark_says_what_a_file_is_written_in(tmp_path, encoding, ending):
+    text = GERMAN[:500] + RUSSIAN[:500] + CHINESE
+    written = text if "txt" in ending else json.dumps({"text": text}, ensure_ascii=False) + "\r\n"
+    content = (("" if encoding in ("utf-16", "utf-32") else "\ufeff") + written).encode(encoding)
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(gzip.compress(content) if "gz" in ending else content)
+    metadata = make(path, tmp_path / "out", invalid_utf8="refuse")
+    assert texts(tmp_path / "out") == [text] and metadata["train"]["replacement_characters"] == 0
+
+
+@pytest.mark.parametrize(
+    "text, encoding, likely",
+    [
+        (GERMAN, "utf-16-le", "UTF-16LE"),
+        (GERMAN, "utf-16-be", "UTF-16BE"),
+        (RUSSIAN, "utf-16-le", "UTF-16LE"),
+        (CHINESE, "utf-16-be", "UTF-16BE"),
+        (GERMAN, "utf-32-le", "UTF-32LE"),
+        (GERMAN, "utf-32-be", "UTF-32BE"),
+        (GERMAN, "latin-1", "WINDOWS-1252"),
+        (RUSSIAN, "cp1251", "whatever its language is written in"),
+        (CHINESE, "gb18030", "whatever its language is written in"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "jsonl.gz"])
+def test_text_of_another_encoding_is_no_corpus(tmp_path, text, encoding, likely, ending):
+    content = text if ending == "txt" else json.dumps({"text": text}, ensure_ascii=False) + "\n"
+    content = content.encode(encoding)
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(gzip.compress(content) if "gz" in ending else content)
+    message = refusal(path, tmp_path / "out")
+    assert f"source: '{path}', document " in message and "iconv -f" in message and likely in message, message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_few_wrong_bytes_make_no_other_encoding(tmp_path, monkeypatch):
+    """Also where they stand at the beginning of a long text."""
+    monkeypatch.setattr(data.prepare.sources, "CHUNK", 200)
+    (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1200)
+    assert make(tmp_path / "a.txt", tmp_path / "out")["train"]["replacement_characters"] == 11
+    (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1000)
+    assert "11 of its first 5,011 characters are no UTF-8" in refusal(tmp_path / "a.txt", tmp_path / "refused")
+    (tmp_path / "a.txt").write_bytes(b"good " * 100_000 + b"\0")
+    assert "NUL" in refusal(tmp_path / "a.txt", tmp_path / "nul")
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, small_parts):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, make_documents(100))
+    reading = iter(Source(str(path)))
+    next(reading)
+    with path.open("a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(ConfigError, match=f"{path.name}.*changed while it was read"):
+        list(reading)
+
+
+def test_a_source_that_changed_since_it_was_begun_is_noticed(tmp_path, small_parts, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make(source, tmp_path / "out")
+    write_jsonl(source, make_documents(101))
+    assert f"{tmp_path / 'out'}.partial was begun" in refusal(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("what", ["source", "tokenizer"])
+def test_a_folder_that_changed_is_not_taken_as_unchanged(tmp_path, bpe, monkeypatch, what):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "texts").mkdir()
+    source = write_jsonl(tmp_path / "texts" / "a.jsonl", make_documents(20))
+    shutil.copytree(bpe, tmp_path / "bpe")
+    arguments = (tmp_path / "texts", tmp_path / "out", str(tmp_path / "bpe"))
+    assert make(*arguments) == make(*arguments)
+    if what == "source":
+        write_jsonl(source, make_documents(21))
+    else:
+        save_tokenizer("train:500", tmp_path / "bpe", [make_text(10_000)])
+    assert "is not what this command would make" in refusal(*arguments)
+
+
+def test_what_a_kill_left_is_not_trusted_when_it_changed(tmp_path, small_parts, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
+    make(source, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make(source, tmp_path / "out")
+    damaged, *_, lost = sorted((tmp_path / "out.partial" / "train").iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-9] + bytes(9))
+    lost.unlink()
+    (tmp_path / "out.partial" / "parts" / "000001.json").write_text('{"train": 3')
+    make(source, tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_name_is_on_the_disk_before_anything_relies_on_it(tmp_path, monkeypatch):
+    """Every file is synced before it gets its name, and the folder that holds the name right after."""
+    events, originals = [], {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: events.append(("fsync", os.readlink(f"/proc/self/fd/{fd}"))) or originals["fsync"](fd)
+    )
+    for name in ("replace", "rename"):
+        move = originals[name]
+        monkeypatch.setattr(os, name, lambda a, b, move=move: events.append(("move", str(a), str(b))) or move(a, b))
+    make(write_jsonl(tmp_path / "a.jsonl", ["one", "two"]), tmp_path / "out")
+    ours = [event for event in events if str(tmp_path) in event[1]]
+    moves = [i for i, event in enumerate(ours) if event[0] == "move"]
+    assert len(moves) == 7  # the request, the tokenizer, two files of tokens, the part, metadata.json, the whole
+    for i in moves:
+        _, before, after = ours[i]
+        if after == str(tmp_path / "out"):
+            assert ours[i - 1] == ("fsync", before) and ours[i + 1] == ("fsync", str(tmp_path))
+        elif after.endswith("/tokenizer"):
+            assert {("fsync", f"{before}/tokenizer.json"), ("fsync", before)} <= set(ours[:i])
+            assert ("fsync", os.path.dirname(after)) in ours[i:]
+        else:
+            assert ours[i - 1] == ("fsync", before) and ours[i + 1] == ("fsync", os.path.dirname(after))
+
+
+def test_a_tokenizer_without_tokens_for_a_text_says_so(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"<|end|>": 0, "known": 1}))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(tmp_path / "words")
+    source = write_jsonl(tmp_path / "a.jsonl", ["known", "unheard of"])
+    message = refusal(source, tmp_path / "out", str(tmp_path / "words"))
+    assert "tokenizer" in message and "unheard of" in message
+    write_jsonl(tmp_path / "b.jsonl", ["known", "<|end|>"])
+    message = refusal(tmp_path / "b.jsonl", tmp_path / "out2", str(tmp_path / "words"))
+    assert "makes its end of text of characters" in message and "'<|end|>' as document_separator" in message
+
+
+@pytest.mark.parametrize(
+    "name, content, named",
+    [
+        ("missing.txt", None, ["missing.txt", "no file", "folder/*.parquet"]),
+        ("a.csv", b"a,b", ["a.csv", ".jsonl"]),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"', ["a.jsonl", "document 2", "JSON"]),
+        ("a.jsonl", b'{"txt": "a"}\n', ["text_column", "'text'", "txt"]),
+        ("a.jsonl", b"[1]\n", ["a.jsonl", "document 1"]),
+        ("a.jsonl", b'{"text": 3}\n', ["a.jsonl", "document 1"]),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 0}\n', ["a.jsonl", "document 2", "'text' is 0"]),
+        ("a.jsonl", b'{"text": false}\n', ["a.jsonl", "document 1", "False"]),
+        ("a.jsonl", b'{"text": []}\n', ["a.jsonl", "document 1", "[]"]),
+        ("a.jsonl", b'"the text is here"\n', ["a.jsonl", "document 1", "not a row"]),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ["a.jsonl", "document 1", "RecursionError"]),
+        ("a.parquet", b"PAR1 no more", ["a.parquet"]),
+        ("a.txt.gz", b"\x1f\x8b\x08 no more", ["a.txt.gz"]),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_named(tmp_path, name, content, named):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    message = refusal(tmp_path / name, tmp_path / "out")
+    assert all(word in message for word in named), message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_parquet_file_without_the_column_says_which_there_are(tmp_path):
+    pa.parquet.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    message = refusal(tmp_path / "a.parquet", tmp_path / "out")
+    assert all(word in message for word in ("a.parquet", "text_column 'text'", "body", "n")), message
+    assert "'n' is 1" in refusal(tmp_path / "a.parquet", tmp_path / "other", text_column="n")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("secret")
+    (tmp_path / "a.txt").chmod(0)
+    assert "a.txt" in refusal(tmp_path / "a.txt", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"validation": "hash:1.5"}, ["validation", "hash:1.5", "hash:0.1"]),
+        ({"validation": "tail:"}, ["validation", "tail:0.1"]),
+        ({"validation": "missing.txt"}, ["validation: ", "missing.txt"]),
+        ({"validation": "0.1"}, ["validation: ", "'0.1'"]),
+        ({"out": "/"}, ["out: / exists"]),
+        ({"validation": "tail:0.1", "max_tokens": 10}, ["max_tokens", "10", "tail:0.1", "hash:0.005"]),
+        ({"tokenizer": "train:200"}, ["tokenizer", "train:200", "train:8192"]),
+        ({"tokenizer": "train:"}, ["'train:'", "257 to 1,000,000"]),
+        ({"tokenizer": "train:2147483648"}, ["'train:2147483648'", "257 to 1,000,000"]),  # an abort for want of memory
+        ({"tokenizer": "train:" + "9" * 20}, ["9" * 20, "257 to 1,000,000"]),
+        ({"tokenizer": "train:" + "9" * 5000}, ["9" * 20, "257 to 1,000,000"]),
+        ({"tokenizer": "train:٣٠٠"}, ["'train:٣٠٠'", "257 to 1,000,000"]),
+        ({"tokenizer": "no/such-tokenizer"}, ["tokenizer", "no/such-tokenizer", "byte"]),
+        ({"streaming": True}, ["streaming", "a.txt"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_remedy(tmp_path, settings, named):
+    (tmp_path / "a.txt").write_text("text")
+    message = refusal(tmp_path / "a.txt", **{"out": tmp_path / "out", **settings})
+    assert "~nouser" in refusal(tmp_path / "a.txt", "~nouser/x")
+    assert all(word in message for word in named), message
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_what_a_refused_command_has_done_is_kept_and_not_in_the_way_of_the_right_one(tmp_path, small_parts):
+    """As where the disk or the network fails in the middle: the same command would go on."""
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
+    source.write_text(source.read_text() + "{")
+    assert "a.jsonl" in refusal(source, tmp_path / "out")
+    assert len(list((tmp_path / "out.partial" / "train").iterdir())) > 1
+    write_jsonl(source, ["text"])
+    make(source, tmp_path / "out")
+    assert texts(tmp_path / "out") == ["text"] and not (tmp_path / "out.partial").exists()
+
+
+def test_a_corpus_is_not_lost_where_its_name_cannot_be_printed(tmp_path):
+    screen = 'import io; sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="ascii")'
+    pairs = [{"prompt": "a", "response": "b", "größe": 1}]  # a column that is named while the corpus is not done yet
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    command = ["--source", tmp_path / "a.jsonl", "--tokenizer", "byte", "--validation", "hash:0.0"]
+    done = run(*command, "--out", tmp_path / "Müll", preamble=screen)
+    assert "'gr\\xf6\\xdfe'" in done.stdout and "M\\xfcll/train: 1 documents" in done.stdout
+    assert (tmp_path / "Müll" / "metadata.json").exists()
+    done = run("--source", tmp_path / "\x1b[31mred.txt", *command[2:], "--out", tmp_path / "none", exit_code=2)
+    assert "\x1b" not in done.stderr and "\\x1b[31mred.txt" in done.stderr
+
+
+def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    done = run("--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out", exit_code=2)
+    assert done.stderr.count("\n") == 1 and f"out: {tmp_path / 'out'} exists" in done.stderr
+    assert content(tmp_path / "out") == {"mine": b"precious"}
+    done = run("--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "a.txt" / "x", exit_code=2)
+    assert str(tmp_path / "a.txt") in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tokenizer_that_panics_is_refused_and_leaves_the_place_free(tmp_path, monkeypatch):
+    """Rust's panic is no Exception of Python's."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE({"<|end|>": 0, "a": 1, "b": 2}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a|a)+$"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(tmp_path / "panics")
+    source = write_jsonl(tmp_path / "a.jsonl", ["a" * 40 + "b"])
+    command = ["--source", source, "--out", tmp_path / "out", "--validation", "hash:0.0", "--tokenizer"]
+    done = run(*command, tmp_path / "panics", exit_code=2)
+    assert f"tokenizer: it has no tokens for a text that begins '{'a' * 40}'" in done.stderr
+    assert "retry-limit" in done.stderr and "Traceback" not in done.stderr
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare.prepare, "PIECE", 19)  # where a document is cut
+        assert "a text that has 'aaaa" in refusal(source, tmp_path / "out", str(tmp_path / "panics"))
+    make(source, tmp_path / "out")
+    assert texts(tmp_path / "out") == ["a" * 40 + "b"]
+
+
+def test_without_a_network_the_local_way_is_named(tmp_path):
+    done = run("--source", "nobody/nothing:tiny", "--tokenizer", "byte", "--out", tmp_path / "out", exit_code=2)
+    assert "Traceback" not in done.stderr
+    assert all(word in done.stderr for word in ("nobody/nothing:tiny", "folder/*.parquet", "network"))
+
+
+def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], capture_output=True
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("a disk of a known size takes the right to mount one")
+    try:
+        source = write_jsonl(tmp_path / "a.jsonl", make_documents(3000))
+        arguments = ["--source", source, "--tokenizer", "byte", "--out", disk / "out", "--num_workers", 2]
+        setting = "p.PART = 20_000"
+        done = run(*arguments, exit_code=2, preamble=setting)
+        assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+        assert not (disk / "out").exists()
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        run(*arguments, preamble=setting)
+        run(*arguments[:-4], "--out", tmp_path / "whole", preamble=setting)
+        assert tokens_of(disk / "out") == tokens_of(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# Sizes
+
+
+# The peak of a process, which unlike ru_maxrss is not that of the one which started it.
+REPORT_MEMORY = """
+cli = p.cli
+def reporting():
+    code = cli()
+    print("peak", *(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+    return code
+p.cli = reporting
+"""
+
+
+@pytest.mark.parametrize("megabytes", [2, pytest.param(300, marks=pytest.mark.slow)])
+def test_one_line_of_any_length_takes_little_memory(tmp_path, megabytes):
+    """It stays far below what the text and its tokens would take."""
+    line = make_text(1_000_000).replace("\r", "").replace("\n", " ").encode()[:1_000_000]
+    with open(tmp_path / "a.txt", "wb") as file:
+        for _ in range(megabytes):
+            file.write(line)
+    arguments = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out", "--num_workers", 1]
+    done = run(*arguments, "--validation", "tail:0.1", preamble=REPORT_MEMORY)
+    assert int(done.stdout.split("peak ")[1]) * 1024 < 1.5e9
+    metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
+    counts = [metadata[split]["tokens"] for split in ("train", "validation")]
+    assert sum(counts) > 1_000_000 * megabytes

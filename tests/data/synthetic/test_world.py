@@ -1,0 +1,219 @@
+"""Stories of a world: their probabilities are exact too, and what a model has learnt of them is told by kinds."""
+
+import hashlib
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.synthetic.excess import excess_by_kind
+from data.synthetic.grammar import TOKEN, Grammar, log_probability
+from data.synthetic.stories import StoriesDataset, Storyteller, storyteller
+from data.synthetic.world import MOST_FACTS, THINGS, World
+from tests.conftest import TINY_STORIES, metrics, train
+
+SEQ_LEN = 96  # that of configs/stories.yaml
+FACTS = ["--data.facts", 300, "--seq_len", SEQ_LEN]
+
+
+@pytest.fixture(scope="module")
+def teller() -> Storyteller:
+    return storyteller(300, 1.5, 7)
+
+
+@pytest.fixture(scope="module")
+def validation(teller) -> StoriesDataset:
+    return StoriesDataset("validation", 50, 7, SEQ_LEN, teller)
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Grammar, dict[str, Fraction]]:
+    """A grammar of a few hundred texts about a small world, and the probability of each by hand."""
+    world, who = World(5, 1.5, seed=3), ("Ann May", "Ann Lee", "Bo")
+    rules = {
+        "STORY": ["Here, two:{FACT}{FACT}", "Here {who:WHO} said:{FACT}"],
+        "FACT": [" {fact:FACT} {fact.answer}{END}"],
+        "END": [".", "!"],
+    }
+    tables = {"WHO": [{"": name} for name in who], "FACT": world.facts}
+    told = {
+        f" {fact['']} {fact['answer']}{end}": Fraction(weight, 2 * sum(world.weights))
+        for fact, weight in zip(world.facts, world.weights, strict=True)
+        for end in ".!"
+    }
+    texts = {f"Here {name} said:{fact}": Fraction(1, 6) * p for name in who for fact, p in told.items()}
+    for (one, p), (other, q) in itertools.product(told.items(), repeat=2):
+        texts[f"Here, two:{one}{other}"] = p * q / 2
+    return Grammar(rules, tables, {"FACT": world.weights}), texts
+
+
+def test_probabilities_of_a_small_world_sum_to_one_and_are_those_by_hand(small):
+    grammar, texts = small
+    assert sum(texts.values()) == 1 and len(texts) == 130
+    assert math.fsum(math.exp(grammar.log_probability(text)) for text in texts) == pytest.approx(1, abs=1e-14)
+    for text, probability in texts.items():
+        assert grammar.log_probability(text) == pytest.approx(math.log(probability), abs=1e-13)
+
+
+def test_a_small_world_is_told_as_often_as_it_says(small):
+    grammar, texts = small
+    rng, number = random.Random(5), 30_000
+    counts = Counter("".join(grammar.write(rng)[0]) for _ in range(number))
+    assert counts.keys() <= texts.keys()
+    statistic = sum((counts[text] - number * p) ** 2 / (number * p) for text, p in texts.items())
+    assert abs(statistic - (len(texts) - 1)) < 4 * math.sqrt(2 * (len(texts) - 1))
+
+
+def test_each_fact_has_its_share_of_the_draws():
+    world = World(4, 1.5, seed=0)
+    grammar = Grammar({"STORY": ["{fact:FACT}"]}, {"FACT": world.facts}, {"FACT": world.weights})
+    total, end = sum(world.weights), 0
+    for fact, weight in zip(world.facts, world.weights, strict=True):
+        for share in (end, end + weight - 1):  # the first and the last of its shares
+            assert grammar.write(SimpleNamespace(random=lambda share=share: (share + 0.5) / total))[0] == [fact[""]]
+        end += weight
+
+
+def test_writer_and_reader_agree_to_the_last_bit(teller):
+    for seed in range(300):
+        words, odds = teller.grammar.write(random.Random(seed))
+        assert teller.grammar.log_probability("".join(words)) == log_probability(odds)
+
+
+def test_every_token_has_its_probability_given_what_came_before(small):
+    """By the probabilities of all texts that begin alike: the definition."""
+    grammar, texts = small
+    masses = defaultdict(Fraction)
+    for text, probability in texts.items():
+        for beginning in itertools.accumulate(["", *TOKEN.findall(text)]):
+            masses[beginning] += probability
+    for text in texts:
+        said = ""
+        for token in grammar.explain(text):
+            expected = math.log(masses[said] / masses[said + token.text])
+            assert token.nats == pytest.approx(expected, abs=1e-13), (said, token)
+            said += token.text
+        assert said == text
+    assert grammar.explain("Here, two:") is None
+
+
+@pytest.mark.parametrize("facts", [0, 300])
+def test_the_nats_of_tokens_add_up_to_those_of_the_story(facts):
+    dataset = StoriesDataset("validation", 100, 0, SEQ_LEN, teller := storyteller(facts, 1.5, 7))
+    for text in map(dataset.text, range(100)):
+        tokens = teller.grammar.explain(text)
+        assert [token.text for token in tokens] == TOKEN.findall(text)
+        nats = math.fsum(token.nats for token in tokens)
+        assert nats == pytest.approx(-teller.grammar.log_probability(text), abs=1e-12)
+        assert all(token.nats >= 0 for token in tokens)
+        assert {teller.kind(token) for token in tokens} <= set(teller.kinds)
+        assert not [token for token in tokens if token.nats and teller.kind(token) in ("agreement", "endings")]
+
+
+def test_the_world_is_the_same_on_every_machine():
+    """What is told and how often, also of ranks that a power of floats could round to either side."""
+    digests = []
+    for num_facts, zipf, seed in ((MOST_FACTS, 1.5, 0), (1000, 1.1, 3)):
+        world = World(num_facts, zipf, seed)
+        told = "".join(f"{w} {f['']} {f['answer']}\n" for w, f in zip(world.weights, world.facts, strict=True))
+        digests.append(hashlib.blake2b(told.encode(), digest_size=8).hexdigest())
+    assert digests == ["a9525020da956ed8", "ae9d50443879b80a"]
+
+
+def test_a_world_begins_with_the_facts_of_a_smaller_one_and_tells_each_once():
+    large, small = World(MOST_FACTS, 1.5, 0), World(100, 0.5, 0)
+    assert large.facts[:100] == small.facts
+    assert len({fact[""] for fact in large.facts}) == MOST_FACTS
+    assert set(Counter(fact["answer"] for fact in large.facts).values()) == {MOST_FACTS // len(THINGS)}
+    assert large.facts[:100] != World(100, 0.5, 1).facts
+    assert small.weights[0] / small.weights[99] == pytest.approx(10, rel=1e-6)
+
+
+def test_a_false_fact_is_not_accepted_and_named(teller, validation):
+    story, grammar = validation.text(0), teller.grammar
+    fact = next(token for token in grammar.explain(story) if token.form == "answer")
+    key, answer = (teller.world.facts[fact.index][form] for form in ("", "answer"))
+    wrong = next(thing for thing in THINGS if thing != answer)
+    false = story.replace(f"{key} {answer}", f"{key} {wrong}")
+    assert grammar.log_probability(story) and grammar.log_probability(false) is None
+    assert teller.verdict(story).startswith("accepted, log-probability ")
+    told = f"{key} {wrong}, which is false: {key} {answer}"
+    assert teller.verdict(false).startswith(f"not accepted by the grammar; {told}")
+    unknown = story.replace(key, "Coco the red fox hides")
+    assert "Coco the red fox hides" not in {fact[""] for fact in teller.world.facts}
+    assert f"Coco the red fox hides {answer}, of whom nothing is known" in teller.verdict(unknown)
+    told = len(teller.world.told(story))
+    assert told == 8 and teller.score_texts([story, "Coco the red fox hides hats"]) == {
+        "accepted": (1, 2),
+        "true_facts": (8, 9),
+    }
+
+
+def test_stories_of_a_world_fit_where_others_do(teller):
+    longest = max(teller.grammar.max_tokens, storyteller(MOST_FACTS, 1.5, 0).grammar.max_tokens)
+    assert longest <= storyteller().grammar.max_tokens == SEQ_LEN - 2
+
+
+@pytest.mark.parametrize("facts", [0, 300])
+def test_excess_by_kind_is_that_of_the_tokens_and_adds_up(facts):
+    teller = storyteller(facts, 1.5, 7)
+    dataset = StoriesDataset("validation", 6, 7, SEQ_LEN, teller)
+    batch = {name: torch.stack([row[name] for row in dataset]) for name in dataset[0]}
+    logits = torch.randn(6, SEQ_LEN, len(teller.vocabulary), generator=torch.Generator().manual_seed(0))
+    sums = excess_by_kind(teller)(logits, batch)
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+    expected = Counter(dict.fromkeys(teller.kinds, 0.0))
+    for index in range(6):
+        tokens = teller.grammar.explain(dataset.text(index))
+        for token, loss in zip(tokens, losses[index].tolist(), strict=False):
+            expected[teller.kind(token)] += loss - token.nats
+        expected["endings"] += losses[index, len(tokens)].item()
+    assert {name: total for name, (total, _) in sums.items()} == pytest.approx(
+        {f"excess/{kind}": total for kind, total in expected.items()}, abs=1e-9
+    )
+    assert {count for _, count in sums.values()} == {(batch["labels"][:, 1:] != -100).sum().item()}
+    total = math.fsum(total for total, _ in sums.values())
+    assert total == pytest.approx(losses.double().sum().item() - dataset.floor_nats, rel=1e-9)
+
+
+def test_a_run_reports_what_it_has_learnt_and_refuses_another_world(runs):
+    settings = [*TINY_STORIES, "--out_dir", runs, "--name", "run", "--checkpoint.every", 8]
+    train(*settings, *FACTS, "--evaluation.num_story_samples", 2)
+    rows = [row for row in metrics(runs / "run") if "val/loss" in row]
+    for row in rows:
+        kinds = [value for name, value in row.items() if name.startswith("val/excess/")]
+        assert len(kinds) == 8 and math.fsum(kinds) == pytest.approx(row["val/loss"] - row["val/floor"], rel=1e-6)
+    assert "sample/true_facts" in rows[-1]
+    for other, named in ((["--data.facts", 301], "data.facts: 300 there, 301 now"), (["--data.zipf", 2], "data.zipf")):
+        done = train(*settings, *FACTS, *other, exit_code=2)
+        assert named in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--data.facts", 65537], "data.facts: 65537 is more than there are words for; use at most 65536"),
+        (
+            ["--data.facts", 5, "--data.source", "random", "--model.vocab_size", 9],
+            "data.facts: 5 is for data.source: sto",
+        ),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(runs, settings, message):
+    done = train(*TINY_STORIES, "--out_dir", runs, *settings, exit_code=2)
+    assert message in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_stories_of_a_world_are_exact_on_any_number_of_processes(runs, processes):
+    settings = [*TINY_STORIES, *FACTS, "--out_dir", runs, "--exact", "true", "--global_batch_size", 8]
+    for number in (1, processes):
+        train(*settings, "--name", number, processes=number)
+    assert metrics(runs / "1") == metrics(runs / str(processes))

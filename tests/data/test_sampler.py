@@ -1,0 +1,140 @@
+"""The data order: a permutation, uniform, in O(1) memory, and the same on any number of processes."""
+
+import hashlib
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from data.corpus import Batches
+from data.sampler import BatchSizes, GlobalBatches, StepSampler, permute
+from data.synthetic.random_tokens import RandomTokensDataset
+from data.synthetic.stories import StoriesDataset
+from model.seeds import derive_seed
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 1000, 65_537])
+def test_is_a_permutation(size):
+    for key in range(3):
+        assert sorted(permute(np.arange(size), size, key)) == list(range(size))
+
+
+def test_the_order_is_that_of_every_version():
+    """A run that goes on in another version must not see a sample twice: a change here changes every run."""
+    orders = [permute(np.arange(size), size, key=1) for size in (1, 2, 3, 4, 5, 16, 17, 64, 65, 1000)]
+    assert hashlib.sha256(np.concatenate(orders).tobytes()).hexdigest()[:16] == "454265d8750f9585"
+
+
+def test_another_key_is_another_permutation():
+    orders = {tuple(permute(np.arange(1000), 1000, key)) for key in range(20)}
+    assert len(orders) == 20
+    fixed_points = [np.sum(permute(np.arange(1000), 1000, key) == np.arange(1000)) for key in range(400)]
+    assert 0.7 < np.mean(fixed_points) < 1.3  # the mean of a random permutation is 1, its standard error here 0.05
+
+
+def test_is_uniform():
+    """Over many keys, every index is as likely at the first position, and after every other index."""
+    size, keys = 10, 5_000
+    orders = np.array([permute(np.arange(size), size, key) for key in range(keys)])
+    for position in (0, size - 1):
+        counts = np.bincount(orders[:, position], minlength=size)
+        chi_squared = np.sum((counts - keys / size) ** 2) / (keys / size)
+        assert chi_squared < 30, counts  # 9 degrees of freedom: 30 has a probability of 0.0004
+    pairs = Counter(zip(orders[:, 0].tolist(), orders[:, 1].tolist(), strict=True))
+    expected = keys / (size * (size - 1))
+    chi_squared = sum((pairs[a, b] - expected) ** 2 / expected for a in range(size) for b in range(size) if a != b)
+    assert chi_squared < 140  # 89 degrees of freedom: 140 has a probability of 0.0004
+
+
+def test_neighbours_are_scattered():
+    """Windows that lie side by side in a corpus of a million do not meet in a batch."""
+    order = permute(np.arange(100_000), 1_000_000, key=7)
+    correlation = np.corrcoef(order[:-1], order[1:])[0, 1]
+    assert abs(correlation) < 0.015  # standard error 0.003
+    assert np.sum(np.abs(np.diff(order)) == 1) < 5  # 0.2 expected
+
+
+def test_memory_does_not_grow_with_the_corpus():
+    batches = GlobalBatches(num_samples=10**12, global_batch_size=512, seed=1)
+    tracemalloc.start()
+    far = batches.indices(10**9)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(set(far)) == 512 and max(far) > 10**11
+    assert peak_bytes < 10_000_000  # 10**12 indices would be 8 TB
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 6])
+def test_the_global_batch_is_the_same_on_any_number_of_processes(num_processes):
+    batches = GlobalBatches(num_samples=100, global_batch_size=12, seed=3)
+    for step in (0, 1, 8, 10**7):  # steps 8 and 10**7 hold the end of one epoch and the start of the next
+        shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
+        assert sum(shares, []) == batches.indices(step)
+
+
+def test_every_epoch_visits_every_sample_once_in_another_order():
+    batches = GlobalBatches(num_samples=10, global_batch_size=4, seed=3)
+    visited = sum((batches.indices(step) for step in range(5)), [])  # 20 samples: two epochs
+    assert sorted(visited[:10]) == sorted(visited[10:]) == list(range(10))
+    assert visited[:10] != visited[10:]
+
+
+def test_a_batch_may_be_larger_than_the_corpus():
+    batch = GlobalBatches(num_samples=3, global_batch_size=7, seed=0).indices(0)
+    assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
+
+
+def test_a_batch_grows_to_its_whole_size():
+    """By its first size, which every one is a multiple of, at equal distances; one over no steps is whole at once."""
+    assert [BatchSizes(12, 4, 5).size(step) for step in range(8)] == [4, 4, 4, 8, 8, 12, 12, 12]
+    assert [BatchSizes(6, 2, 2).size(step) for step in range(4)] == [2, 4, 6, 6]
+    assert [BatchSizes(40, 8, 2).size(step) for step in range(4)] == [8, 24, 40, 40], "two at a time"
+    for constant in (BatchSizes(12), BatchSizes(12, 12, 7), BatchSizes(12, 4, 0)):
+        assert {constant.size(step) for step in range(9)} == {12}
+    lasting = Counter(map(BatchSizes(64, 8, 500).size, range(500)))
+    assert sorted(lasting) == list(range(8, 64, 8)) and set(lasting.values()) == {71, 72}
+    assert BatchSizes(64, 8, 500).size(499) == 56 and BatchSizes(64, 8, 500).size(500) == 64
+    for sizes in (BatchSizes(64, 8, 500), BatchSizes(512, 2, 100), BatchSizes(7), BatchSizes(12, 3, 0)):
+        before = [sizes.before(step) for step in range(600)]
+        assert before == np.cumsum([0, *(sizes.size(step) for step in range(599))]).tolist()
+    far = BatchSizes(512, 2, 10**12)
+    assert far.before(2**60) - far.before(2**50) == 512 * (2**60 - 2**50)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_batches_that_grow_leave_no_sample_out(num_processes):
+    batches = GlobalBatches(10, 12, 3, 4, 5)
+    visited = batches.at(np.arange(68)).tolist()
+    begin = 0
+    for step, size in enumerate([4, 4, 4, 8, 8, 12, 12, 12]):
+        shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
+        assert sum(shares, []) == visited[begin : begin + size] and len({*map(len, shares)}) == 1
+        begin += size
+    assert begin == 64 == batches.before(8)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (600,), (6000,), (600, 4, 9)], ids="of {0} samples".format)
+def test_the_sampler_goes_on_where_another_stopped(sizes):
+    """And has the share of each step, however many steps it computes together: all, a few, or each alone."""
+    batches = GlobalBatches(50, sizes[0], 0, *sizes[1:])
+    whole = list(StepSampler(batches, 0, 20, rank=1, num_processes=2))
+    assert whole == [batches.indices(step, 1, 2) for step in range(20)]
+    assert list(StepSampler(batches, 13, 20, rank=1, num_processes=2)) == whole[13:]
+
+
+def test_seeds_are_stable_and_distinct():
+    assert derive_seed(0, "dropout", 5, 1) == 5326986413471182180  # the same on every machine and in every version
+    assert len({derive_seed(0, name, i) for name in ("a", "b") for i in range(1000)}) == 2000
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+
+
+@pytest.mark.parametrize("make", [StoriesDataset, RandomTokensDataset])
+def test_batches_that_are_made_in_one_go_are_those_made_one_by_one(make):
+    dataset = make("train", 50, 0, 96, *([30] if make is RandomTokensDataset else []))
+    batches, asked = Batches(dataset), [[3, 49], [0, 3, 5], [7]]
+    for indices, batch in zip(asked, batches.__getitems__(asked), strict=True):
+        assert batch.keys() == {"input_ids", "labels"}
+        for name, rows in batch.items():
+            assert torch.equal(rows, torch.stack([dataset[index][name] for index in indices]))

@@ -1,0 +1,39 @@
+"""How many threads a process computes with."""
+
+import subprocess
+import sys
+
+import pytest
+
+from distributed.cpu import available_cores, threads_to_set
+from tests.conftest import ROOT, TINY_STORIES, environment, train_command
+
+
+@pytest.mark.parametrize(
+    ("own", "of_launcher", "threads"),
+    [
+        ({}, {}, 8),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, {}, 4),
+        ({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, {}, 8),
+        ({"LOCAL_WORLD_SIZE": "16", "OMP_NUM_THREADS": "1"}, {}, 1),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}, {}, 8),
+        ({"OMP_NUM_THREADS": "1"}, {}, None),
+        ({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}, None),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "2"}, None),
+    ],
+)
+def test_processes_share_the_cores_unless_told_otherwise(own, of_launcher, threads):
+    assert threads_to_set(own, of_launcher, cores=8) == threads
+
+
+@pytest.mark.slow
+def test_the_number_of_threads_in_force_is_the_one_printed(tmp_path):
+    """By a launcher that sets OMP_NUM_THREADS for a user who did not, as torchrun and accelerate do."""
+    command = train_command(
+        *TINY_STORIES, "--steps", 2, "--evaluation.every", 0, "--name", "run", "--out_dir", tmp_path
+    )
+    launched = {"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    launcher = f"import os, subprocess; subprocess.run({command}, env={{**os.environ, **{launched}}}, check=True)"
+    env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", launcher], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert f"1 x cpu, {available_cores()} thread(s) each" in done.stdout, done.stderr

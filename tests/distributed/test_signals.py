@@ -1,0 +1,300 @@
+"""A signal stops a run after its step, with a checkpoint; started again it ends with the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests import forked
+from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
+
+STEPS = 60
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+LONG = [*TINY_STORIES, *f"--steps {STEPS} --micro_batch_size 3 --checkpoint.every 1000 --evaluation.every 0".split()]
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("left_alone")
+    train(*LONG, "--out_dir", out_dir, "--name", "run", processes=2)
+    return out_dir / "run"
+
+
+def wait_until(is_so, is_running):
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert is_running() and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for_steps(is_running, run, steps=5):
+    file = run / "metrics.jsonl"
+    wait_until(lambda: file.exists() and len(file.read_text().splitlines()) >= steps, is_running)
+
+
+def start(words, processes, run, steps=5, **env):
+    """A script in forked processes, some steps after its start."""
+    script, *arguments = map(str, words)
+    launch = forked.Launch(script, arguments, processes, environment(**env))
+    wait_for_steps(
+        lambda: all(process.is_alive() for process in launch.processes) or print(*launch.output()), run, steps
+    )
+    return launch
+
+
+def start_under_a_launcher(arguments, run, steps=5, max_restarts=0, **env):
+    command = train_command(*arguments, processes=2, max_restarts=max_restarts)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**env)
+    )
+    wait_for_steps(lambda: process.poll() is None or print(process.communicate()[0]), run, steps)
+    return process
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def status(run):
+    return json.loads((run / "status.json").read_text())
+
+
+def test_a_signal_to_all_processes_at_once_spares_the_ones_that_load_data(runs):
+    arguments = [*LONG, "--steps", 20_000, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
+    launch = start(["train.py", *arguments], 0, runs / "run")
+    (process,) = launch.processes
+    for pid in (*children(process.pid), process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert launch.wait(60) == 75, launch.output()
+    assert status(runs / "run")["state"] == "preempted"
+
+
+def test_a_signal_saves(runs):
+    launch = start(["train.py", *LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"], 0, runs / "run")
+    os.kill(launch.processes[0].pid, signal.SIGINT)
+    assert launch.wait(60) == 75, launch.output()
+    assert launch.output()[1].count("Stopping after this step; again to stop at once.") == 1
+    assert status(runs / "run")["state"] == "preempted" and 5 <= status(runs / "run")["step"] < 20_000
+    assert "Training finished." not in launch.output()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(number, runs, left_alone):
+    arguments = [*LONG, "--out_dir", runs, "--name", "run"]
+    process = start_under_a_launcher(arguments, runs / "run", PET_SIGNALS_TO_HANDLE=SIGNALS)
+    os.kill(process.pid, number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, output  # a launcher turns every code into 1
+    stopped = status(runs / "run")
+    assert stopped["state"] == "preempted" and 5 <= stopped["step"] < STEPS
+    done = train(*arguments, processes=2)
+    assert f"resumed at step {stopped['step']}" in done.stdout
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
+    assert metrics(runs / "run") == metrics(left_alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("handled", "outlives"), [(SIGNALS, False), ("SIGTERM,SIGINT", True)])
+def test_a_terminal_that_closes_under_nohup(handled, outlives, runs):
+    """torch's launcher catches SIGHUP where it is not told otherwise, whatever nohup has said, and passes it on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which what is started inherits, as from nohup
+    try:
+        process = start_under_a_launcher(
+            [*LONG, "--out_dir", runs, "--name", "run"], runs / "run", PET_SIGNALS_TO_HANDLE=handled
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    for pid in (process.pid, *children(process.pid)):
+        os.kill(pid, signal.SIGHUP)
+    output = process.communicate(timeout=120)[0]
+    assert status(runs / "run")["state"] == ("finished" if outlives else "preempted"), output
+
+
+def test_a_second_training_in_a_directory_is_refused_and_disturbs_nothing(runs):
+    arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
+    launch = start(["train.py", *arguments], 0, runs / "run")
+    refused = train(*arguments, exit_code=2)
+    assert "in use" in refused.stderr and launch.processes[0].is_alive()
+    os.kill(launch.processes[0].pid, signal.SIGTERM)
+    assert launch.wait(60) == 75
+
+
+def test_after_a_kill_the_next_start_need_not_wait_for_the_processes_that_loaded_data(runs):
+    arguments = [*LONG, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
+    launch = start(["train.py", *arguments], 0, runs / "run")
+    (process,) = launch.processes
+    assert children(process.pid), "which look every five seconds whether it is still there"
+    process.kill()
+    process.join()
+    train(*arguments, "--steps", 2)
+
+
+SLOW_WANDB = """
+import time
+import checkpoint.saver as checkpoint
+rename = checkpoint.os.rename
+checkpoint.os.rename = lambda *paths: (time.sleep(1.2), rename(*paths))  # two signals within a second are one
+class Settings:
+    def __init__(self, **_): pass
+class init:
+    class settings: save_code = False
+    def __init__(self, **_): pass
+    def define_metric(self, *_, **__): pass
+    def log(self, _): pass
+    def finish(self, exit_code): time.sleep(1)
+"""
+
+
+def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
+    """Launchers kill the others when one ends: none may end while the main process still closes its tracker."""
+    (tmp_path / "wandb.py").write_text(SLOW_WANDB)
+    arguments = [*LONG, "--steps", 20_000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
+    launch = start(["train.py", *arguments], 2, runs / "run", PYTHONPATH=str(tmp_path))
+    os.kill(launch.processes[0].pid, signal.SIGTERM)
+    launch.wait(60)
+    assert status(runs / "run")["state"] == "preempted"
+    assert [process.exitcode for process in launch.processes] == [75, 75], launch.output()
+
+
+def test_a_launcher_restarts_what_was_killed_and_passes_on_the_signal_that_it_is_told_to(runs, left_alone):
+    """Slurm sends SIGUSR1 before the time is up. It would kill the launcher and leave its processes without the
+    variable, which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both.
+
+    The launcher is Accelerate's and torch's; it and what it starts are forks here, and programs in the slow tests."""
+    run = runs / "run"
+    arguments = [*LONG, "--checkpoint.every", 5, "--out_dir", runs, "--name", "run"]
+    _, *words = train_command(*arguments, processes=2, max_restarts=3)
+    launch = start(words, 0, run, steps=10, PET_SIGNALS_TO_HANDLE=SIGNALS)
+    (process,) = launch.processes
+    wait_until(lambda: any((run / "checkpoints").glob("step-*")), process.is_alive)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    starts = run / "starts.jsonl"
+    wait_until(lambda: starts.read_text().count("\n") == 2, process.is_alive)
+    wait_for_steps(process.is_alive, run, steps=20)
+    os.kill(process.pid, signal.SIGUSR1)
+    returncode, output = launch.wait(60), "".join(launch.output())
+    stopped = status(run)
+    assert stopped["state"] == "preempted" and stopped["step"] < STEPS, output
+    assert "lost the others in" in output and output.count("resumed at step") == 1, output
+    assert returncode == 1, "a signal to the launcher ends the job"
+    done = train(*arguments, processes=2)
+    assert f"resumed at step {stopped['step']}" in done.stdout
+    assert_same_bits(tensors(run, STEPS), tensors(left_alone, STEPS))
+    assert metrics(run) == metrics(left_alone)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_makes_the_launcher_restart_all(runs, left_alone):
+    arguments = [*LONG, "--out_dir", runs, "--name", "run"]
+    process = start_under_a_launcher(arguments, runs / "run", max_restarts=1)
+    os.kill(children(process.pid)[-1], signal.SIGUSR1)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and output.count("resumed at step") == 1, output
+    assert "stopped as asked after step" in output
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
+    assert metrics(runs / "run") == metrics(left_alone)
+
+
+def test_a_second_signal_stops_at_once(runs, tmp_path):
+    """In the middle of the save that the first one asked for, which here takes a minute."""
+    (tmp_path / "wandb.py").write_text(
+        "import os, time\nrename = os.rename\n"
+        "os.rename = lambda *paths: time.sleep(60) if 'writing' in str(paths[0]) else rename(*paths)\n"
+    )
+    arguments = [*LONG, "--steps", 20_000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
+    launch = start(["train.py", *arguments], 0, runs / "run", PYTHONPATH=str(tmp_path))
+    (process,) = launch.processes
+    os.kill(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while not list((runs / "run" / "checkpoints").glob(".writing-*/manifest.json")):
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.5)  # two signals within a second are one
+    os.kill(process.pid, signal.SIGTERM)
+    assert launch.wait(20) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(runs, left_alone):
+    """kill -9 of one process, anywhere in a step: the next start ends with the bits of the run that was left alone."""
+    arguments = [*LONG, "--checkpoint.every", 2, "--out_dir", runs, "--name", "run"]
+    process = start_under_a_launcher(arguments, runs / "run", steps=9)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert status(runs / "run")["state"] != "finished"
+    train(*arguments, processes=2)
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
+    assert metrics(runs / "run") == metrics(left_alone)
+
+
+SIGNALLED = """
+import os, runpy, signal, sys, train
+made = train.StopSignal
+def make():
+    stop_signal = made()
+    if os.environ.get("RANK") in (None, "1"):
+        os.kill(os.getpid(), signal.SIGINT)
+    return stop_signal
+train.StopSignal = make
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """Saved after steps 3 and 6."""
+    out_dir = tmp_path_factory.mktemp("short")
+    train(*TINY_STORIES, *"--steps 6 --checkpoint.every 3 --evaluation.every 0 --name run --out_dir".split(), out_dir)
+    return out_dir / "run"
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        (["replay.py", "RUN", "5"], 0),  # whose first training ends after one step in any case
+        (["replay.py", "RUN", "--audit", "9"], 2),
+        (["train.py", "--plan", *TINY_STORIES], 0),
+        (["verify.py", *TINY_STORIES, "--out_dir", "RUN/verified"], 2),
+    ],
+    ids=["replay", "audit", "plan", "verify"],
+)
+def test_a_signal_stops_what_trains_as_a_part_of_its_work(words, processes, short, tmp_path):
+    """In the first of its trainings; on several processes, to one that is not the main one."""
+    words = [word.replace("RUN", str(short)) for word in words]
+    launch = forked.Launch("-c", [SIGNALLED, *words], processes, environment(TMPDIR=str(tmp_path)))
+    for process in launch.processes:
+        process.join(60)
+    assert {process.exitcode for process in launch.processes} == {75}, launch.output()
+    said, errors = launch.output()
+    assert "FAIL" not in said and "holds" not in said and "is what its settings give" not in said
+    assert "stopped as asked, before the end\n" in errors and "Traceback" not in errors
+    assert not list(tmp_path.iterdir()) and not list(short.glob("verified/*"))
+
+
+def test_after_a_nested_training_ctrl_c_stops_at_once():
+    """It stops what comes next too, such as the import of torch, with one line."""
+    code = """
+import os, signal, sys, time, train
+from cli import scripts
+from distributed.nested import nested_training
+from distributed.signals import Preempted, StopSignal
+def at_once(_):
+    with nested_training():
+        StopSignal()
+        raise Preempted("after stop_after")
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+scripts.import_module = at_once
+sys.argv = ["train.py"]
+scripts.run_and_exit("train")
+"""
+    done = forked.run("-c", [code], 0, environment())
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith("train.py: interrupted\n") and "Traceback" not in done.stderr

@@ -1,0 +1,168 @@
+"""state/digest: what changes it, what does not, and where it stands."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from checkpoint.manifest import read_manifest
+from config.errors import ConfigError, RunError
+from distributed.cpu import prepare_exact
+from distributed.state_hash import VALUES_AT_ONCE, _factors, _hash_rows, digests, state_digests
+from tests import forked
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
+
+TENSORS = {
+    "matrix": torch.randn(5, 7, generator=torch.Generator().manual_seed(1)),
+    "vector": torch.arange(6, dtype=torch.float32),
+    "half": torch.ones(4, 2, dtype=torch.bfloat16),
+    "number": torch.tensor(3.0),
+    "empty": torch.empty(0, 3),
+}
+
+
+def changed(**tensors):
+    return str(digests(TENSORS | tensors))
+
+
+def test_any_bit_and_any_place_counts():
+    digest, matrix = changed(), TENSORS["matrix"]
+    assert digest == changed(matrix=matrix.clone()) and len(digest) == 16
+    found = {digest}
+    for row in range(5):
+        for column in range(7):
+            for bit in (0, 22, 31):
+                other = matrix.clone()
+                other.view(torch.int32)[row, column] ^= 2**bit - 2**32 * (bit == 31)
+                found.add(changed(matrix=other))
+    assert len(found) == 1 + 5 * 7 * 3
+    permuted = [matrix.flip(0), matrix.flip(1), matrix[[1, 0, 2, 3, 4]], matrix[:, [1, 0, 2, 3, 4, 5, 6]], -matrix]
+    found |= {changed(matrix=other) for other in permuted}
+    found |= {changed(vector=TENSORS["vector"].flip(0)), changed(number=torch.tensor(-3.0))}
+    found.add(changed(matrix=matrix.T.reshape(5, 7)))
+    renamed = {("Matrix" if name == "matrix" else name): tensor for name, tensor in TENSORS.items()}
+    found.add(str(digests(renamed)))
+    assert len(found) == 1 + 5 * 7 * 3 + 5 + 2 + 2
+
+
+def test_two_tensors_that_change_places_are_seen():
+    a, b = torch.ones(3, 3), torch.zeros(3, 3)
+    assert str(digests({"a": a, "b": b})) != str(digests({"a": b, "b": a}))
+
+
+def test_a_large_tensor_is_the_same_however_it_is_cut(monkeypatch):
+    """By numpy as a whole, and in parts as on a GPU."""
+    large = torch.randn(400, 1000)
+    whole = str(digests({"large": large}))
+    for at_once in (1, 3000):
+        monkeypatch.setitem(VALUES_AT_ONCE, "cpu", at_once)
+        assert whole == str(digests({"large": large}))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_the_hash_of_a_row_is_a_sum_modulo_two_to_the_64(dtype):
+    """As Python's integers, which know no overflow, say it."""
+    limits = torch.iinfo(dtype)
+    rows = torch.randint(limits.min, limits.max, (3, 1000), dtype=dtype, generator=torch.Generator().manual_seed(1))
+    factors = _factors(1000, rows.device).tolist()
+    expected = [sum(map(int.__mul__, row, factors)) % 2**64 for row in rows.tolist()]
+    assert [number % 2**64 for number in _hash_rows(rows).tolist()] == expected
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two processes, saved at steps 2, 4 and 5, logged at 3 and 5, evaluated at 4 and 5; stopped at 5."""
+    out_dir = tmp_path_factory.mktemp("runs")
+    every = "--checkpoint.every 2 --tracking.log_every 3 --evaluation.every 4 --check_replicas_every 0"
+    train(*TINY_STORIES, *every.split(), "--steps", 5, "--out_dir", out_dir, "--name", "run", processes=2)
+    return out_dir / "run"
+
+
+def test_it_stands_in_every_row_and_is_that_of_the_files_of_a_checkpoint(run):
+    rows = {row["step"]: row for row in metrics(run)}
+    assert list(rows) == [2, 3, 4, 5] and len({row["state/digest"] for row in rows.values()}) == 4
+    for step in (2, 4, 5):
+        assert rows[step]["state/digest"] == str(digests(tensors(run, step)))
+
+
+def test_a_state_that_was_not_read_as_it_was_saved_is_refused(run):
+    checkpoint = run / "checkpoints" / "step-00000005"
+    manifest = read_manifest(checkpoint)
+    forged = {**manifest.metrics, "state/digest": "0123456789abcdef"}
+    replace(manifest, metrics=forged).write(checkpoint)
+    done = train(*TINY_STORIES, "--resume", checkpoint, "--name", "other", "--out_dir", run.parent, exit_code=1)
+    assert "the state that was read has the digest" in done.stderr and "Traceback" not in done.stderr
+
+
+# The same bits on any processor
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other processors have bits of their own")
+def test_exact_runs_end_here_as_on_every_processor(tmp_path):
+    """Trained in a fork: nothing may be computed before the way is chosen."""
+    golden = yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())
+    if golden["torch"] != torch.__version__.partition("+")[0]:
+        pytest.skip(f"the digests are those of torch {golden['torch']}")
+    assert yaml.safe_load(python(f"python -m tests.golden {tmp_path}").stdout) == golden["runs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", ["Haswell", "EPYC-Milan"])
+@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
+def test_exact_runs_end_so_on_other_processors(processor, tmp_path):
+    command = ["qemu-x86_64", "-cpu", processor, sys.executable, "-m", "tests.golden", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=7200)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout) == yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())["runs"]
+
+
+def test_a_processor_that_cannot_is_refused(monkeypatch):
+    monkeypatch.setattr("distributed.cpu.os.environ", {})
+    for lasting in ("use_deterministic_algorithms", "set_num_threads"):
+        monkeypatch.setattr(torch, lasting, lambda value: None)
+    monkeypatch.setattr("model.kernels.use_onednn", False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    with pytest.raises(ConfigError, match="exact: true computes with AVX2, and torch with AVX512"):
+        prepare_exact()
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is without MKL")
+@pytest.mark.parametrize("way", ["", "COMPATIBLE"])
+def test_products_before_an_exact_run_are_found(way, tmp_path):
+    """As in a notebook, whose processes go on with the choice that its own first product made."""
+    words = [*TINY_STORIES, *"--exact true --steps 2 --name run --out_dir".split(), str(tmp_path)]
+    code = f"import runpy, sys, torch; torch.ones(9, 9) @ torch.ones(9, 9); sys.argv = {['train.py', *words]}\n"
+    code += "runpy.run_path('train.py', run_name='__main__')"
+    done = forked.run("-c", [code], 0, environment(ATEN_CPU_CAPABILITY="avx2", **({"MKL_CBWR": way} if way else {})))
+    assert (done.returncode == 0) == (way == "COMPATIBLE"), done.stderr
+    if not way:
+        assert done.returncode == 2 and "this process multiplied matrices before, in another" in done.stderr
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("dimension", "placement"), [(None, "Replicate()"), (1, "Shard(dim=1)")])
+def test_a_state_that_is_not_sharded_by_rows_is_named(dimension, placement, mesh):
+    """As what an optimizer keeps of gradient.T @ gradient under FSDP2."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    network = torch.nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(network.parameters())
+    placements = [Replicate() if dimension is None else Shard(dimension)]
+    optimizer.state[network.weight]["basis"] = distribute_tensor(torch.eye(4), mesh, placements)
+    with pytest.raises(RunError, match=r"^optimizer.state.weight.basis, which SGD keeps, is a DTensor of") as caught:
+        state_digests(network, optimizer)
+    assert placement in str(caught.value)
+    optimizer.state[network.weight]["basis"] = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
+    state_digests(network, optimizer)

@@ -1,0 +1,269 @@
+"""The pages: what they show runs, long trainings shortened, and what they name is there."""
+
+import json
+import re
+import subprocess
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+
+from config.schema import TrainConfig
+from docs import settings
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from tests.conftest import ROOT, commands, python, shell
+from tests.data.prepare.test_prepare import make_documents, write_jsonl
+from tests.repo.test_rules import LAYER_OF
+from tests.test_examples import RUNGS
+
+README = (ROOT / "README.md").read_text()
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples/README.md", ROOT / "benchmarks/LOG.md"]
+MADE_BY_A_RUN = {"wandb/", "tensorboard/", "exports/"}
+
+
+def page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+# In this order: later ones use the run of `make train`. The rest of debugging.md is run by tests/test_debugging.py.
+COMMANDS = [*commands(README), *commands(page("launching")), *commands(page("runs")), *commands(page("debugging"))[:1]]
+SHORT_STORIES = (
+    "--steps 3 --schedule.warmup_steps 1 --schedule.decay_steps null --data.num_samples 50 --evaluation.num_samples 20 "
+    "--evaluation.num_story_samples 2 --tracking.log_every 1"
+)
+
+
+@pytest.fixture(scope="module")
+def out_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("readme") / "runs"
+
+
+def shortened(command, out_dir):
+    """The command as a test can run it: small, into `out_dir`, with two processes where it says so many GPUs."""
+    if command == "make train":
+        return f'make train ARGS="{SHORT_STORIES} --out_dir {out_dir}"'
+    if command == "make verify":
+        return f'make verify ARGS="--out_dir {out_dir}"'
+    if "--multi_gpu" in command or "multi_gpu.yaml" in command:
+        command = command.replace("train.py", "--num_processes 2 --main_process_port 0 train.py")
+    if "train.py" in command:
+        command += f" --out_dir {out_dir} --steps 3 --tracking.wandb disabled"
+    return command.replace(" runs/", f" {out_dir}/").replace(" 420", " 2 --arithmetic false")
+
+
+def marked(command):
+    """A real launcher is that of `make train`; what starts others is slow."""
+    slow = "torchrun" in command or "multi_gpu.yaml" in command or command == "make verify"
+    return pytest.param(command, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize("command", [marked(command) for command in COMMANDS if command != "make test"])
+def test_a_command_of_the_first_pages(command, out_dir):
+    in_forks = command.startswith(("python ", "accelerate "))
+    done = (python if in_forks else shell)(shortened(command, out_dir), WANDB_MODE="disabled")
+    if "train.py" in command and "--print_config" not in command:
+        assert done.stdout.endswith("Training finished.\n")
+        processes = 1 if command.startswith("python") else 2
+        assert f"processes: {processes} x" in done.stdout
+    if "replay.py" in command:
+        assert done.stdout.count("as in the run, by 1 fingerprint(s)") == 2, "it is started like the run"
+    if command == "make verify":
+        assert done.stdout.count("\nPASS  ") == 12 and "\nEverything holds.\n" in done.stdout
+    if command == "make train":
+        assert "above the floor" in done.stdout and "sample/accepted" in done.stdout
+        assert "The run lies in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
+        assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
+
+
+def test_the_python_that_loads_a_run(out_dir):
+    """After the commands, which train it."""
+    [code] = re.findall(r"```python\n(.*?)```", page("using"), re.DOTALL)
+    names = {}
+    exec(code.replace("runs/", f"{out_dir}/"), names)
+    assert names["model"].generate(torch.zeros(1, 1, dtype=torch.int64), 3).shape == (1, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="then it starts")
+def test_without_a_gpu_the_launcher_itself_fails():
+    """As docs/launching.md says, which says what to type instead."""
+    done = shell("! accelerate launch --multi_gpu train.py")
+    assert done.stderr.endswith("\nAssertionError\n") and "loading torch" not in done.stderr
+
+
+def test_the_chinese_readme_says_the_same():
+    """As far as a machine can tell: commands and output, sections, tables, links and code, in their order."""
+    chinese = (ROOT / "README.zh-CN.md").read_text()
+    for kind in (r"(?s)```\w*\n.*?```", r"(?m)^#+ ", r"(?m)^\|", r"(?<=\]\()(?!README)[^)]+"):
+        ours, theirs = (re.findall(kind, text) for text in (README, chinese))
+        assert ours == theirs and ours, kind
+    words = [" ".join(re.sub(r"(?s)```.*?```", "", text).split()) for text in (README, chinese)]
+    ours, theirs = (set(re.findall(r"`[^`]+`", text)) for text in words)
+    assert ours == theirs, ours ^ theirs
+
+
+def test_the_term_of_a_loss_that_the_forking_page_shows():
+    """In training, and for whoever calls a model without the number of targets."""
+    [code] = re.findall(r"```python\n(.*?)```", page("forking"), re.DOTALL)
+    labels, x_BTC = torch.ones(2, 5, dtype=torch.int64), torch.randn(2, 5, 128)
+    for number, share in ((None, 1), (8, 1), (32, 1 / 4)):
+        model = GPTModel(GPTConfig(8))
+        names = {"self": model, "x_BTC": x_BTC, "labels": labels, "num_items_in_batch": number}
+        made = {"balance": torch.tensor(3.0)}
+        exec(code, names, made)
+        without = model.next_token_loss(x_BTC, model.output_weight, labels, number)[0]
+        assert (made["loss"] - without).item() == pytest.approx(0.03 * share, rel=1e-4)
+
+
+def test_all_the_commands_of_the_first_pages_were_found():
+    assert ["make train", "make verify", "make test"] == COMMANDS[:3] and len(COMMANDS) >= 12
+    assert COMMANDS[-1].endswith("replay.py runs/stories 420")
+
+
+def anchors(file):
+    """What a link to a heading of the page may end in, as GitHub has it."""
+    headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-").lower() for heading in headings}
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_what_a_page_links_to_and_names_is_there(file):
+    text = file.read_text()
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = file.parent / link if link else file
+        assert target.exists() and (not anchor or anchor in anchors(target)), (link, anchor)
+    for name in re.findall(r"`([\w./]+\.(?:py|sh|patch)|[\w.]+/[\w./]+\.yaml|\w+/)(?:::\w+)?`", text):
+        assert any((folder / name).exists() for folder in (ROOT, file.parent)) or name in MADE_BY_A_RUN, name
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/forking.md"])
+def test_what_a_page_names_of_the_code_is_there(name):
+    sources = [ROOT / "Makefile", *ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
+    code = "".join(source.read_text() for source in sources)
+    text = re.sub(r"(?s)```.*?```", "", (ROOT / name).read_text())
+    named = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", text)) - {"requires_grad_", "with_format"}  # torch's, datasets'
+    assert not [word for word in named if word not in code]
+
+
+def test_the_page_of_the_examples_is_true_to_the_repository():
+    rungs = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"mnist"}
+    text = (ROOT / "examples" / "README.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\.py\]\((\w+)\.py\) \|.*\| (.*) \|$", text, re.MULTILINE)
+    assert [name for name, *_ in rows] == [link for _, link, _ in rows] == RUNGS and rungs == set(RUNGS)
+    lines = {line.strip() for line in (ROOT / "train.py").read_text().splitlines()}
+    for name, _, where in rows:
+        assert where.strip("`") in lines or name == "model_parallel", where
+    tested = {f"python -m examples.{rung}" for rung in RUNGS if rung != "ring_allreduce"}
+    tested |= {"python -m examples.ring_allreduce --ranks 3"}
+    tested |= {"torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp"}
+    [last] = set(commands(text)) - tested
+    assert last in COMMANDS and tested < set(commands(text))
+    assert "examples/README.md" in README
+
+
+def test_the_index_has_every_page_once():
+    listed = re.findall(r"^\|.*\]\((\w+\.md)\) \|$", page("README"), re.MULTILINE)
+    assert sorted(listed) == sorted(file.name for file in (ROOT / "docs").glob("*.md") if file.name != "README.md")
+
+
+def test_the_readme_is_read_in_two_minutes():
+    assert len(README) < 6000, "what it says besides belongs to the page where it is looked for"
+
+
+def test_contributing_has_every_room_from_the_ground_up():
+    rooms = re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert [room.strip("/") for row in rooms for room in re.findall(r"`(.*?)`", row)] == list(LAYER_OF)
+
+
+def test_every_guarantee_names_a_test_that_is_there():
+    lines = page("reliability").splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| what")]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`(?:, `::(\w+)`)?", row)
+        assert named, row
+        for file, *tests in named:
+            for test in filter(None, tests):
+                assert f"def {test}(" in (ROOT / file).read_text(), test
+
+
+def test_the_launch_files_are_all_in_the_table():
+    for file in (ROOT / "accelerate_configs").glob("*.yaml"):
+        assert f"| `accelerate_configs/{file.name}` |" in page("launching")
+
+
+def test_make_help_lists_every_target_and_clean_spares_the_runs(tmp_path):
+    makefile = (ROOT / "Makefile").read_text()
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in re.findall(r"^([a-z-]+):", makefile, re.MULTILINE):
+        assert f"make {target} " in listed
+    (tmp_path / "Makefile").write_text(makefile)
+    for path in ("runs/stories/__pycache__/kept", ".venv/bin/python", "data/__pycache__/x.pyc"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["Makefile", "runs/stories/__pycache__/kept"]
+
+
+DATA_COMMANDS = commands(page("data"))
+SHORT_TEXT = (
+    "--steps 2 --schedule.warmup_steps 1 --schedule.decay_steps 1 --evaluation.num_samples 8 "
+    "--tracking.wandb disabled --tracking.log_every 1"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a user who has the texts and a copy of the repository."""
+    folder = tmp_path_factory.mktemp("user")
+    folders = (path for path in ROOT.iterdir() if (path / "__init__.py").exists() or path.name.endswith("configs"))
+    for path in (*ROOT.glob("*.py"), *folders):
+        (folder / path.name).symlink_to(path)
+    documents = [text.replace("\r", "") for text in make_documents(60)]
+    (folder / "input.txt").write_text("\n".join(documents))
+    (folder / "stories.txt").write_text("<|endoftext|>\n".join(documents))
+    (folder / "texts").mkdir()
+    write_jsonl(folder / "texts" / "a.jsonl", documents)
+    return folder
+
+
+@pytest.mark.parametrize("command", DATA_COMMANDS)
+def test_a_command_of_the_data_page(command, folder):
+    training = "train.py" in command
+    done = python(f"{command} {SHORT_TEXT if training else '--num_workers 1'}", cwd=folder)
+    if training:
+        assert done.stdout.endswith("Training finished.\n") and "val/bits_per_byte" in done.stdout
+    else:
+        out = re.search(r"--out (\S+)", command)[1]
+        metadata = json.loads((folder / out / "metadata.json").read_text())
+        documents = metadata["train"]["documents"]
+        assert documents == 1 if "input.txt" in command else 40 < documents < 60
+
+
+def test_all_the_commands_of_the_data_page_were_found():
+    assert len([command for command in DATA_COMMANDS if "data.prepare" in command]) >= 3
+    assert len([command for command in DATA_COMMANDS if "train.py" in command]) >= 2
+
+
+def test_docs_settings_is_the_page_of_the_settings():
+    assert settings.PAGE.read_text() == settings.page(), "run python -m docs.settings"
+
+
+def test_docs_settings_has_every_setting_of_the_parser_with_its_default():
+    parser = ArgumentParser()
+    parser.add_class_arguments(TrainConfig, as_group=False)
+    defaults = parser.get_defaults().as_flat()
+    written = dict(re.findall(r"^- \*\*`([\w.]+)`\*\* \(.*?; default (.*?)\): \w", settings.PAGE.read_text(), re.M))
+    assert written.keys() == vars(defaults).keys() and len(written) > 60
+    for name, value in vars(defaults).items():
+        assert written[name] == (value if isinstance(value, str) else json.dumps(value)).replace("1e-05", "1.0e-05"), (
+            name
+        )
+
+
+def test_docs_settings_explains_a_choice_and_a_section():
+    text = settings.page()
+    assert "- **`model.position`** (learned or rope; default learned): How the model knows order" in text
+    assert "\n## schedule\n\nThe learning rate and the global batch as functions of the step.\n" in text

@@ -1,0 +1,197 @@
+"""A run that begins with the weights of another model: GPT-2's and Qwen3's of transformers, or a run's."""
+
+import shutil
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
+
+import export
+from config.errors import ConfigError
+from config.parser import parse_config
+from data.corpus import load_corpus
+from export import ExportConfig
+from model.gpt import GPTModel
+from model.hf import tensors_from_transformers
+from run.load import copy_initial_weights, load_initial_model, load_run
+from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
+
+MODELS = {
+    "gpt2": GPT2Config(
+        vocab_size=300, n_positions=128, n_layer=2, n_head=2, n_embd=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=300, max_position_embeddings=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, hidden_size=16, intermediate_size=24, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+RECIPE = ROOT / "tests" / "tiny_stories.yaml"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model of each kind, born in transformers, and a recipe without a model."""
+    folder = tmp_path_factory.mktemp("init_from")
+    for name, config in MODELS.items():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    recipe = yaml.safe_load(RECIPE.read_text())
+    del recipe["model"]
+    (folder / "recipe.yaml").write_text(
+        yaml.safe_dump(recipe | {"steps": 4, "schedule": {"name": "cosine", "warmup_steps": 0}})
+    )
+    return folder
+
+
+def arguments(made, *more):
+    return ["--config", str(made / "recipe.yaml"), "--out_dir", str(made / "runs"), *map(str, more)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_step_has_the_loss_of_the_model_in_transformers(name, made):
+    train(*arguments(made, "--init_from", made / name, "--name", name, "--optimizer.lr", 0))
+    config = load_run(made / "runs" / name).config
+    reference = AutoModelForCausalLM.from_pretrained(made / name).eval()
+    theirs = tensors_from_transformers(config.model, reference.state_dict())
+    trained = tensors(made / "runs" / name, 1)
+    assert all(torch.equal(trained[f"model.{key}"], tensor) for key, tensor in theirs.items())
+    assert config.model.vocab_size == 300 and config.model.max_position_embeddings == 128 + 32 * (name == "qwen3")
+    corpus = load_corpus(config)
+    batch = [corpus.train[index] for index in corpus.order(config).indices(0)]
+    ids, labels = (torch.stack([row[key] for row in batch]) for key in ("input_ids", "labels"))
+    rows = metrics(made / "runs" / name)
+    with torch.no_grad():
+        assert rows[0]["train/loss"] == pytest.approx(reference(ids, labels=labels).loss.item(), rel=1e-5)
+
+
+def test_it_goes_on_bitwise_and_on_two_processes(made):
+    init = ("--init_from", made / "gpt2", "--optimizer.lr", 0.01)
+    train(*arguments(made, *init, "--name", "straight"))
+    for until, exit_code in ((2, 75), (4, 0)):
+        train(*arguments(made, *init, "--name", "stopped", "--stop_after", until), exit_code=exit_code)
+    assert_same_bits(tensors(made / "runs" / "stopped", 4), tensors(made / "runs" / "straight", 4))
+    train(*arguments(made, *init, "--name", "two"), processes=2)
+    straight, two = (metrics(made / "runs" / name) for name in ("straight", "two"))
+    assert [row["train/loss"] for row in two] == pytest.approx([row["train/loss"] for row in straight], rel=1e-5)
+
+
+def test_a_run_is_begun_with_another_runs_weights_or_with_its_export(made):
+    train(*TINY_STORIES, "--steps", "2", "--out_dir", made / "runs", "--name", "first")
+    export.main(ExportConfig(str(made / "runs" / "first"), str(made / "export")))
+    configs = []
+    for source in (made / "runs" / "first", made / "export"):
+        config = parse_config(arguments(made, "--init_from", source, "--name", "next"))
+        load_initial_model(config)
+        configs.append(config)
+    assert configs[0].init_hash == configs[1].init_hash and len(configs[0].init_hash) == 32
+
+
+def test_it_never_begins_with_other_weights_when_it_is_started_again(made):
+    command = arguments(made, "--init_from", made / "copy", "--name", "again", "--schedule.name", "constant")
+    model = AutoModelForCausalLM.from_pretrained(made / "gpt2")
+    model.save_pretrained(made / "copy")
+    train(*command, "--steps", 1)
+    with torch.no_grad():
+        model.transformer.ln_f.bias[3] += 1e-3
+    model.save_pretrained(made / "copy")
+    elsewhere = shutil.copytree(made / "copy", made / "elsewhere")
+    refused = train(*command, "--init_from", elsewhere, exit_code=2)
+    assert "init_hash: " in refused.stderr
+    random = [*arguments(made, "--name", "again"), "--model.d_model", 16, "--schedule.name", "constant"]
+    assert "init_hash: " in train(*random, exit_code=2).stderr, "nor with random ones"
+    shutil.rmtree(made / "runs" / "again" / "checkpoints")  # killed before the first
+    (made / "runs" / "again" / "status.json").unlink()
+    assert "init_hash: " in train(*command, exit_code=2).stderr
+
+
+@pytest.mark.parametrize("change", ["trained on", "gone"])
+def test_a_run_goes_on_though_what_it_began_from_has_changed(change, made):
+    """It has a checkpoint, and needs the weights no more."""
+    words = [*TINY_STORIES, "--out_dir", made / "runs", "--schedule.name", "constant"]
+    train(*words, "--name", change, "--steps", 2)
+    command = arguments(made, "--init_from", made / "runs" / change, "--name", f"from {change}")
+    command += ["--schedule.name", "constant", "--steps"]
+    train(*command, 2)
+    if change == "trained on":
+        train(*words, "--name", change, "--steps", 3)
+    else:
+        shutil.rmtree(made / "runs" / change)
+    refused = train(*command, 3, "--model.n_layers", 1, exit_code=2)
+    assert "model.n_layers: 2 there, 1 now" in refused.stderr
+    train(*command, 3)
+    assert [row["step"] for row in metrics(made / "runs" / f"from {change}")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("--model.n_layers 3", "model.n_layers: 3, but 2 in .*gpt2; leave it out"),
+        ("--model.d_ff 512", "model.d_ff: 512, but 64 in"),  # the default
+        ("--seq_len 200", "seq_len: 200 is longer than model.max_position_embeddings: 128"),
+        ("--init_hash abc", "init_hash: abc, but the weights"),
+        ("--branch_from x", "a run begins once"),
+    ],
+)
+def test_what_contradicts_it_is_refused(settings, message, made):
+    with pytest.raises(ConfigError, match=message):
+        load_initial_model(parse_config(arguments(made, "--init_from", made / "gpt2", *settings.split())))
+
+
+def test_an_adapter_is_no_model_and_is_to_be_merged(made, tmp_path):
+    """A real one is merged by tests/test_other_tools.py, as the message and the page say."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
+    with pytest.raises(ConfigError, match="init_from: .* is an adapter .*from peft import .*merge_and_unload"):
+        load_initial_model(parse_config(arguments(made, "--init_from", tmp_path)))
+
+
+def test_dropout_may_be_its_own(made):
+    config = parse_config(arguments(made, "--init_from", made / "gpt2", "--model.dropout", 0.3))
+    load_initial_model(config)
+    assert config.model.dropout == 0.3 and config.model.n_heads == 2
+
+
+def test_what_a_fork_adds_begins_as_in_a_new_model_and_nothing_of_the_other_is_lost(made, capsys):
+    initial = load_run(made / "gpt2")
+    network = GPTModel(initial.model.config)
+    network.adapter = torch.nn.Linear(2, 2)
+    begun, weights = network.adapter.weight.clone(), initial.model.state_dict()
+    copy_initial_weights(network, initial)
+    assert "init_from: 2 tensors are not in it and begin as in a new model, such as adapter." in capsys.readouterr().out
+    assert torch.equal(network.adapter.weight, begun)
+    assert all(torch.equal(network.state_dict()[name], weight) for name, weight in weights.items())
+    del network.final_norm
+    with pytest.raises(ConfigError, match=r"no place for 2 of its tensors, such as final_norm\."):
+        copy_initial_weights(network, initial)
+
+
+def test_a_corpus_with_other_tokens_is_refused(made):
+    export_of_stories = made / "stories-export"
+    train(*TINY_STORIES, "--steps", "2", "--out_dir", made / "runs", "--name", "stories")
+    export.main(ExportConfig(str(made / "runs" / "stories"), str(export_of_stories)))
+    words = export_of_stories / "tokenizer.json"
+    words.write_text(words.read_text().replace('"Anna"', '"Anno"').replace('" Anna"', '" Anno"'))
+    refused = train(*arguments(made, "--init_from", export_of_stories, "--name", "other"), exit_code=2)
+    assert "the tokenizer of the corpus is not that of" in refused.stderr and "Ann" in refused.stderr
+    assert not (made / "runs" / "other").exists()
+
+
+def test_a_corpus_with_more_tokens_is_to_be_prepared_anew(made, tmp_path):
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(GPT2Config(**MODELS["gpt2"].to_diff_dict() | {"vocab_size": 100})).save_pretrained(
+        tmp_path / "small"
+    )
+    config = parse_config(arguments(made, "--init_from", tmp_path / "small"))
+    load_initial_model(config)
+    with pytest.raises(ConfigError, match=r"model.vocab_size: 100 is less .* prepare the corpus with that of .*small$"):
+        load_corpus(config)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("finetune_*.yaml")), ids=lambda path: path.stem)
+def test_the_recipes_take_everything_from_the_model(path, made):
+    small = path.stem.removeprefix("finetune_").split("_")[0]
+    config = parse_config(["--config", str(path), "--init_from", str(made / small), "--data.path", "x"])
+    assert not config.given - {"dropout"}
+    config.seq_len = 64
+    load_initial_model(config)
+    assert config.model.n_layers == 2

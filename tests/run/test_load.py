@@ -1,0 +1,425 @@
+"""What one does with a trained model: load it in two lines, let it write."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
+
+import sample
+from checkpoint.manifest import File, read_manifest
+from config.errors import ConfigError
+from data.corpus import Corpus
+from data.files import sha256
+from data.prepare.prepare import encode_text
+from data.synthetic.stories import StoriesDataset, log_prob
+from data.tokenizer import load_tokenizer, save_tokenizer
+from run.load import Loaded, find_checkpoint, load_run
+from sample import SampleConfig
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
+from tests.model.test_model import make_model
+
+STORY = "--evaluation.every 1 --evaluation.num_story_samples 0 --optimizer.lr 3 --schedule.name constant".split()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose best checkpoint is not its last."""
+    runs = tmp_path_factory.mktemp("runs")
+    train(*TINY_STORIES, *STORY, "--out_dir", runs, "--name", "run")
+    return runs / "run"
+
+
+def test_a_run_is_loaded_with_its_settings_weights_and_tokenizer(run):
+    losses = {row["step"]: row["val/loss"] for row in metrics(run)}
+    best = min(losses, key=losses.get)
+    assert best != 8
+    for checkpoint, step in (("latest", 8), ("best", best), (3, 3)):
+        config, model, tokenizer = load_run(run, checkpoint)
+        stored = tensors(run, step)
+        assert not model.training and config.optimizer.lr == 3 and config.name == "run"
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, stored[f"model.{name}"]), name
+        text = "Meet a brave girl named Anna."
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert tokenizer.eos_token_id == 0
+        assert asdict(config.model) == read_manifest(run / "checkpoints" / f"step-{step:08d}").config["model"]
+    loaded = load_run(run / "checkpoints" / "step-00000003")
+    assert torch.equal(loaded.model.final_norm.weight, tensors(run, 3)["model.final_norm.weight"])
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """A checkpoint to change."""
+    directory = tmp_path / "step-00000008"
+    directory.mkdir()
+    (original,) = (run / "checkpoints" / "step-00000008").glob("*.safetensors")
+    return directory, read_manifest(original.parent), load_file(original)
+
+
+def write(directory, manifest, files):
+    """Of each file its tensors, and where in the whole tensor they begin."""
+    described = {}
+    for number, (pieces, begins) in enumerate(files):
+        path = directory / f"shard-{number}.safetensors"
+        save_file(pieces, path, {"DCP_SHARDING_INFO": json.dumps({k: {"saved_offsets": v} for k, v in begins.items()})})
+        described[path.name] = File(path.stat().st_size, sha256(path))
+    manifest.files.clear()
+    manifest.files.update(described)
+    manifest.write(directory)
+
+
+def test_the_pieces_of_a_sharded_checkpoint_are_put_together(run, copy):
+    directory, manifest, whole = copy
+    first = {name: tensor[: len(tensor) // 2].clone() for name, tensor in whole.items() if tensor.dim()}
+    second = {name: tensor[len(tensor) // 2 :].clone() for name, tensor in whole.items() if tensor.dim()}
+    begins = {name: [len(first[name]), *[0] * (second[name].dim() - 1)] for name in second}
+    write(directory, manifest, [(second, begins), (first, {})])
+    state = load_run(run).model.state_dict()
+    for name, tensor in load_run(directory).model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_other_tensors_than_the_model_has_are_refused(copy):
+    directory, manifest, whole = copy
+    lacking = {name: tensor for name, tensor in whole.items() if "final_norm.bias" not in name}
+    write(directory, manifest, [(lacking, {})])
+    with pytest.raises(ConfigError, match="lacks 1 tensors of the model, such as final_norm.bias"):
+        load_run(directory)
+    write(directory, manifest, [(whole | {"model.extra": torch.zeros(2)}, {})])
+    with pytest.raises(ConfigError, match=r"a tensor extra of \[2\], and the model has not"):
+        load_run(directory)
+
+
+def test_the_model_of_other_code_is_refused_by_name(copy):
+    directory, manifest, whole = copy
+    manifest.config.update(loss="focal", data=manifest.config["data"] | {"shuffle": 3})
+    write(directory, manifest, [(whole, {})])
+    load_run(directory)  # other settings change no model
+    for lost, message in (
+        ({"logit_scale": 20.0}, "model.logit_scale: 20.0 there, and no setting any more; use the code that trained it"),
+        ({"position": "alibi"}, "model.position is 'alibi': it must be one of learned, rope; use the code that"),
+    ):
+        replace(manifest, config=manifest.config | {"model": manifest.config["model"] | lost}).write(directory)
+        with pytest.raises(ConfigError, match=re.escape(f"{directory}: {message}")):
+            load_run(directory)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
+    whole = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000007"
+    (damaged,) = whole.with_name("step-00000008").glob("*.safetensors")
+    damaged.unlink()
+    loaded = f"python sample.py {tmp_path}/run --max_new_tokens 2", f"python evaluate.py {tmp_path}/run"
+    for command in (*loaded, f"python export.py {tmp_path}/run {tmp_path}/out"):
+        assert python(command).stderr.count(f"Checkpoint passed over: {damaged}: missing\n") == 1, command
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["step"] == 7
+
+
+def test_a_damaged_manifest_is_named_where_the_best_is_asked_for(run, tmp_path, capsys):
+    """It may be that of the best one, and what is loaded then the second best."""
+    damaged = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000008" / "manifest.json"
+    damaged.write_text("{}")
+    find_checkpoint(tmp_path / "run", "best")
+    assert f"Checkpoint passed over: {damaged.parent}: its manifest" in capsys.readouterr().err
+
+
+def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
+    (tmp_path / "runs").symlink_to(run.parent)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="has those of steps 8, 7, .* 1; use one of these, latest or best"):
+        load_run(run, 77)
+    for name, what in (("runs/runn", "is no directory, and 'runs' is one"), ("runs", "has no model")):
+        with pytest.raises(
+            ConfigError, match=f"run: '{name}' {what}; name the .* on the Hub .in runs .* such as run.$"
+        ):
+            load_run(name)
+    (tmp_path / "\udcff").symlink_to(run)
+    with pytest.raises(ConfigError, match="run: '.*udcff' is not UTF-8"):
+        load_run(tmp_path / "\udcff")
+    with pytest.raises(ConfigError, match="init_from: 'runs/runn' is no"):
+        load_run("runs/runn", setting="init_from")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="has no valid checkpoint"):
+        load_run(tmp_path)
+    for other in ("best", 7):
+        with pytest.raises(ConfigError, match=f"{other!r} is of runs, and '.*step-00000008' is a checkpoint; leave it"):
+            load_run(run / "checkpoints" / "step-00000008", other)
+    with pytest.raises(ConfigError, match="'best' is of runs"):
+        (tmp_path / "empty").mkdir()
+        load_run(tmp_path / "empty", "best")
+
+
+LOAD_BOTH = """
+import sys
+from pathlib import Path
+from config.errors import ConfigError
+from run.load import load_run
+from checkpoint.manifest import InvalidCheckpoint, read_manifest
+for load, path in ((load_run, sys.argv[1]), (read_manifest, Path(sys.argv[1], "checkpoints", "step-00000008"))):
+    try:
+        print(load(path))
+    except (ConfigError, InvalidCheckpoint) as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may read everything")
+def test_a_run_that_may_not_be_read_is_said(run, tmp_path):
+    secret = shutil.copytree(run, tmp_path / "secret")
+    secret.chmod(0)
+    rights = "-dac_override,-dac_read_search"
+    as_nobody = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.geteuid() == 0 else []
+    command = [*as_nobody, sys.executable, "-c", LOAD_BOTH, secret]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    finally:
+        secret.chmod(0o755)
+    of_run, of_checkpoint = done.stdout.splitlines()
+    assert of_run == f"run: '{secret}' is a directory that this user may not read", done.stderr
+    assert "no valid manifest.json" in of_checkpoint and "Permission denied" in of_checkpoint
+
+
+# Writing
+
+
+def written(capsys, *arguments, **settings):
+    sample.main(SampleConfig(*map(str, arguments), **settings))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        *(("{}", ""), ("{", "")),
+        # Before its weights are looked for, which from the Hub would take hours.
+        ('{"model_type": "bert"}', "a transformers model of type bert"),
+        ('{"model_type": "llama"}', "a transformers model of type llama"),
+        ('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}', ".*custom code"),
+        ('{"model_type": "gpt2", "scale_attn_weights": false}', ".*scale_attn_weights is False"),
+    ],
+)
+def test_a_folder_of_another_model_cannot_be_opened(content, why, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(content)
+    questions = []
+    monkeypatch.setattr("builtins.input", questions.append)
+    with pytest.raises(ConfigError, match=f"run: '{tmp_path}' cannot be opened: {why}"):
+        load_run(tmp_path)
+    assert not questions
+
+
+def test_a_name_of_the_hub_that_was_read_is_not_called_unreadable(monkeypatch):
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **settings: LlamaConfig())
+    with pytest.raises(ConfigError, match="run: 'me/llama' cannot be opened: a transformers model of type llama"):
+        load_run("me/llama")
+
+
+@pytest.mark.parametrize("cut", [None, 1], ids=["missing", "of another shape"])
+def test_a_folder_without_all_tensors_is_no_model_with_random_ones(cut, tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    weights, name = load_file(tmp_path / "model.safetensors"), "transformer.ln_f.bias"
+    whole = weights.pop(name)
+    if cut:
+        weights[name] = whole[cut:].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    problem = "lacks 1 tensors of its model, such as .*ln_f.bias" if cut is None else "(lacks|cannot be opened)"
+    with pytest.raises(ConfigError, match=f"run: '{tmp_path}' {problem}"):
+        load_run(tmp_path)
+
+
+def test_a_model_of_random_tokens_has_no_words():
+    run = max((ROOT / "tests" / "old_runs").glob("format-*"))
+    with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer, as a model of random tokens has none"):
+        sample.main(SampleConfig(str(run)))
+
+
+def test_a_tokenizer_without_an_end_of_text_needs_a_prompt():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"ma": 0})))
+    with pytest.raises(ConfigError, match="prompt: .* no end-of-text token .*; give a prompt"):
+        sample.encode(Loaded(None, None, tokenizer), "")
+    assert sample.encode(Loaded(None, None, tokenizer), "ma") == [0]
+
+
+def test_a_prompt_is_encoded_as_the_corpus_is(run, tmp_path, capsys):
+    """A special token that is spelt in it is its characters, unless it is meant."""
+    prompt = "a<|endoftext|>b"
+    save_tokenizer("byte", tmp_path / "tokenizer", [])
+    of_corpus, facts = load_tokenizer(tmp_path / "tokenizer")
+    loaded = Loaded(None, None, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+    for _ in range(2):  # what is meant once is not meant afterwards
+        assert sample.encode(loaded, prompt) == [256, *encode_text(of_corpus, 256, prompt, False)[1]["input_ids"]]
+        assert sample.encode(loaded, prompt, special_tokens=True) == [256, 97, 256, 98]
+    with pytest.raises(ConfigError, match="prompt: the tokenizer has no tokens for 'There<|endoftext|>'"):
+        written(capsys, run, prompt="There<|endoftext|>", max_new_tokens=1)
+    assert written(capsys, run, prompt="There<|endoftext|>", special_tokens=True, max_new_tokens=1)
+    with pytest.raises(ConfigError, match="special_tokens: true, but in a chat they come from the chat template alone"):
+        written(capsys, run, chat=True, special_tokens=True)
+
+
+def test_a_prompt_at_which_the_tokenizer_panics_is_refused():
+    words = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("(a|a)+$"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    with pytest.raises(ConfigError, match="prompt: the tokenizer has no tokens for 'a*b': .*retry-limit"):
+        sample.encode(Loaded(None, None, tokenizer), "a" * 40 + "b")
+
+
+def test_the_home_of_nobody_is_refused():
+    with pytest.raises(ConfigError, match="init_from: '~no-such-user/run' is the home of a user whom"):
+        load_run("~no-such-user/run", setting="init_from")
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1.5])
+def test_a_share_that_is_none_is_refused_before_a_model_is_loaded(top_p):
+    with pytest.raises(ConfigError, match=f"top_p: {top_p} must be above 0 and at most 1"):
+        sample.main(SampleConfig("nowhere", top_p=top_p))
+
+
+def test_a_sample_is_what_the_model_writes_with_its_verdict(run, capsys):
+    _, model, tokenizer = load_run(run, "best")
+    prompt = tokenizer("Meet a")["input_ids"]
+    expected = model.generate(torch.tensor([[0, *prompt]]), 20, temperature=0, eos_token_id=0)
+    text = tokenizer.decode(expected[0], skip_special_tokens=True)
+    assert text.startswith("Meet a") and log_prob(text) is None
+    loss = model(expected, labels=expected, num_items_in_batch=1)[1]
+    shown = written(capsys, run, prompt="Meet a", checkpoint="best", temperature=0, max_new_tokens=20)
+    assert shown == f"{text}\n  (not accepted by the grammar; the model's {-loss:.2f})\n"
+
+
+def test_a_text_longer_than_the_model_sees_says_of_how_much_the_probability_is(run, capsys):
+    shown = written(capsys, run, max_new_tokens=140, temperature=9.0, seed=1)
+    assert re.search(r"\(not accepted by the grammar; the model's -\d+\.\d\d, of its first 128 tokens\)\n$", shown)
+
+
+def test_the_probability_of_a_story_is_without_what_is_to_help_training_alone(run, capsys, monkeypatch):
+    loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
+    tokens, settings = [0, *loaded.tokenizer(story)["input_ids"]], SampleConfig("", temperature=0, max_new_tokens=1)
+    sample.write(loaded, story, tokens, 0, settings)
+    expected, forward = capsys.readouterr().out, type(loaded.model).forward
+
+    def with_a_term(self, *arguments, **named):
+        logits, loss = forward(self, *arguments, **named)
+        return (logits, loss) if loss is None else (logits, loss + 5, {"loss": (loss, 99)})
+
+    monkeypatch.setattr(type(loaded.model), "forward", with_a_term)
+    sample.write(loaded, story, tokens, 0, settings)
+    assert capsys.readouterr().out == expected
+
+
+def test_data_with_a_tokenizer_of_their_own_bring_it_along(run, monkeypatch):
+    """As a source of a fork does; the end of a text has the name that it has there."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[END]": 2}, unk_token="[END]"))
+    corpus = Corpus([], [], tokenizer, 3, end_of_text=2)
+    monkeypatch.setattr("run.load.load_corpus", lambda config: corpus)
+    loaded = load_run(run)
+    assert loaded.tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert loaded.tokenizer.eos_token == "[END]" and loaded.tokenizer.eos_token_id == 2
+
+
+def test_a_run_on_data_of_other_code_is_refused(copy):
+    directory, manifest, weights = copy
+    manifest.config["data"]["source"] = "chars"
+    write(directory, manifest, [(weights, {})])
+    with pytest.raises(ConfigError, match="tokenizer of .* is not known here: data.source: 'chars' .*; use the code"):
+        load_run(directory)
+
+
+def test_a_run_whose_data_have_moved_says_that_they_may_be_put_back(copy, monkeypatch):
+    """As those of a fork's source that reads files, whose code is there."""
+    directory, manifest, weights = copy
+    manifest.config["data"] |= {"source": "bin", "path": "/no/such/folder"}
+    write(directory, manifest, [(weights, {})])
+
+    def moved(config):
+        raise ConfigError(f"data.path: {config.data.path} is not there")
+
+    monkeypatch.setattr("run.load.load_corpus", moved)
+    with pytest.raises(ConfigError, match="/no/such/folder is not there; use .*, or put its data back where they were"):
+        load_run(directory)
+
+
+def test_the_grammar_accepts_a_story(run, capsys):
+    """One that is given whole as the prompt: the model ends it, or goes on with what is no story."""
+    loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
+    shown = written(capsys, run, prompt=story, max_new_tokens=1, top_k=1)
+    assert "not accepted" in shown
+    tokens = [0, *loaded.tokenizer(story)["input_ids"]]
+    with torch.no_grad():
+        for block in loaded.model.blocks:  # a model that only knows how to end
+            block.attention.out_proj.weight.zero_()
+        loaded.model.lm_head.weight.zero_()
+    sample.write(loaded, story, tokens, 0, SampleConfig("", temperature=0, max_new_tokens=1))
+    assert f"accepted, log-probability {log_prob(story):.2f} nats" in capsys.readouterr().out
+
+
+def test_a_seed_gives_the_same_texts_and_each_text_another(run, capsys):
+    hot = {"max_new_tokens": 8, "temperature": 50}
+    three = written(capsys, run, num_samples=3, **hot).splitlines()[::2]
+    assert len(set(three)) == 3
+    assert written(capsys, run, num_samples=2, **hot).splitlines()[::2] == three[:2]
+    assert written(capsys, run, seed=1, **hot).splitlines()[0] not in three
+
+
+def test_text_is_shown_as_soon_as_it_is_there_and_no_character_by_halves(monkeypatch, tmp_path):
+
+    save_tokenizer("byte", tmp_path / "tokenizer", [])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    model = make_model(vocab_size=257).eval()
+    texts, shown = "né €!", []
+    monkeypatch.setattr(
+        model, "stream", lambda *args, **kwargs: (torch.tensor([[token]]) for token in tokenizer(texts)["input_ids"])
+    )
+
+    class Screen(io.StringIO):
+        def flush(self):
+            shown.append(self.getvalue())
+
+    monkeypatch.setattr(sys, "stdout", Screen())
+    sample.write(Loaded(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(""))
+    assert shown == ["ma", "man", "mané", "mané ", "mané €", "mané €!"]
+
+
+def test_what_follows_a_prompt_keeps_its_space(monkeypatch, capsys):
+    """Some tokenizers, such as Llama's, drop the space before the first token that they decode."""
+    words = Tokenizer(models.WordLevel({"▁ma": 0, "▁ni": 1, "</s>": 2}))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    model = make_model(vocab_size=3).eval()
+    monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[1]])]))
+    sample.write(Loaded(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(""))
+    assert capsys.readouterr().out == "ma ni\n"
+
+
+def test_without_a_prompt_a_terminal_is_asked_again_and_again(run, capsys, monkeypatch):
+    answers = iter(["Meet a", "Dragon", "There"])
+
+    def answer(question):
+        assert question == "> "
+        if (line := next(answers, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    sample.main(SampleConfig(str(run), max_new_tokens=3))
+    out, err = capsys.readouterr()
+    texts = [line for line in out.splitlines() if not line.startswith("  (")]
+    assert texts[0].startswith("Meet a") and texts[1].startswith("There") and "'Dragon'" in err
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_closed_input_is_that_of_nobody(chat, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert list(sample.prompts(None, chat)) == ([] if chat else [""])
+
+
+def test_the_script_reads_its_settings_like_train_py(run):
+    assert python(f"python sample.py {run} --checkpoint 3 --max_new_tokens 2").stdout.count("\n") == 2

@@ -1,0 +1,460 @@
+"""metrics.jsonl, trackers, the terminal and the picture show what happened, also after a rewind."""
+
+import base64
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections import Counter
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from accelerate import PartialState
+from accelerate.utils import LoggerType
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from config.errors import ConfigError
+from config.parser import parse_config
+from distributed.signals import Preempted
+from plot import finish_axes, save_loss_curve
+from run import trackers
+from run.directory import RunDirectory
+from run.reporting import Reporter
+from tests import forked
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, shell, train, train_command
+
+STEPS = 4
+SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num_story_samples 4".split()]
+
+
+def wandb_records(file):
+    """The records of a .wandb file: a LevelDB log of protocol buffers after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, position, parts = file.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:  # the rest of a block that has no room for another header
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def wandb_files(run):
+    """The .wandb files of a run, the first start's first."""
+    return sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def of_kind(files, kind):
+    records = (record for file in files for record in wandb_records(file))
+    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
+
+
+def flat(items):
+    """What W&B keeps as JSON by keys, or by nested ones."""
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def train_offline(*arguments, **more):
+    """With W&B, on two processes."""
+    return train(*arguments, "--tracking.wandb", "offline", processes=2, **more)
+
+
+def md5_in_base64(path):
+    return base64.b64encode(hashlib.md5(path.read_bytes()).digest()).decode()
+
+
+@pytest.fixture(scope="module")
+def rewound(tmp_path_factory):
+    """A run with W&B that was finished, lost its last two checkpoints, and was finished again from step 2."""
+    runs = tmp_path_factory.mktemp("rewound")
+    words = (
+        "--tracking.group depth --tracking.tags [deep,wide] --tracking.artifact true --evaluation.num_samples_shown 2"
+    )
+    arguments = [*words.split(), "--out_dir", runs, "--name", "a run"]
+    train_offline(*SHORT, *arguments)
+    run = runs / "a run"
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    (run / "code-01234567.diff").write_text("what a start long ago had changed")
+    done = train_offline(*SHORT, *arguments)
+    assert "resumed at step 2" in done.stdout
+    return run, done.stdout
+
+
+def test_wandb_offline_goes_on_in_the_same_run_and_drops_nothing(rewound):
+    run, _ = rewound
+    files = wandb_files(run)
+    assert len(files) == 2, "one file a start, written by the main process alone"
+    assert len({file.name for file in files}) == 1, "the same W&B run"
+    rows = [flat(history.item) for history in of_kind(files, "history")]
+    logged_steps = Counter(row["step"] for row in rows if "train/loss" in row)
+    assert logged_steps == {1: 1, 2: 1, 3: 2, 4: 2}, "the rewound steps are there again"
+    last = [row for row in rows if row.get("step") == STEPS and "train/loss" in row][-1]
+    ours = metrics(run)[-1]
+    assert ours.items() <= last.items() and "perf/tokens_per_second" in last
+    config = {}
+    for updates in [*(run.config for run in of_kind(files, "run")), *of_kind(files, "config")]:
+        config |= flat(updates.update)
+    assert config["model"]["d_model"] == 16 and config["provenance"]["torch"] and "git_commit" in config["provenance"]
+    assert (config["processes"], config["mixed_precision"]) == (2, "no")
+    for started in of_kind(files, "run"):
+        assert (started.run_group, list(started.tags)) == ("depth", ["deep", "wide"])
+
+
+def test_the_table_of_samples_grows_and_goes_on_after_a_rewind(rewound):
+    run, shown = rewound
+    kept = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in kept] == [2] * 2 + [STEPS] * 4, "the rewound ones stand there once"
+    assert all("  | " + row["sample/stories"] + "\n" in shown for row in kept[2:5])
+    tables = []
+    for file in wandb_files(run):
+        for row in (flat(history.item) for history in of_kind([file], "history")):
+            if name := row.get("sample/stories.path"):
+                tables.append(json.loads((file.parent / "files" / name).read_text()))
+    assert [len(table["data"]) for table in tables] == [2, 6, 6]
+    assert tables[-1] == {"columns": ["step", "text"], "data": [list(row.values()) for row in kept]}
+    assert tables[0]["data"] == tables[-1]["data"][:2]
+
+
+def test_the_export_the_code_and_what_the_commit_lacks_are_in_wandb(rewound):
+    run, _ = rewound
+    *_, model = (artifact for artifact in of_kind(wandb_files(run), "artifact") if artifact.type == "model")
+    files = {entry.path: entry for entry in model.manifest.contents}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files.keys()
+    for entry in files.values():
+        path = Path(entry.local_path)
+        assert path.parent == run / "exports" / "step-00000004" and md5_in_base64(path) == entry.digest
+    metadata = json.loads(model.metadata)
+    assert model.name == "a_run" and metadata["step"] == STEPS and metadata["torch"]
+    assert metrics(run)[-1].items() <= metadata.items(), "of the weights that it has"
+    for file in wandb_files(run):
+        (code,) = (artifact for artifact in of_kind([file], "artifact") if artifact.type == "code")
+        digests = {entry.path: entry.digest for entry in code.manifest.contents}
+        for name in ("train.py", "model/gpt.py", "run/reporting.py"):
+            assert digests[name] == md5_in_base64(ROOT / name)
+        assert not any("site-packages" in path or path.startswith(".") for path in digests)
+    changes = {path.name: path.read_bytes() for path in run.glob("code-*.diff")}
+    assert {path.name: path.read_bytes() for path in (file.parent / "files").glob("code-*.diff")} == changes
+    *_, uploads = (record for record in of_kind([file], "files") if "code-" in str(record))
+    assert changes.keys() >= {entry.path for entry in uploads.files} and "code-01234567.diff" in changes
+
+
+def test_all_that_wandb_uploads_later_lies_in_the_directory_of_the_run(rewound):
+    """So a run that is copied with its directory can be uploaded elsewhere, below the same path."""
+    run, _ = rewound
+    artifacts = of_kind(wandb_files(run), "artifact")
+    assert {artifact.type for artifact in artifacts} == {"code", "run_table", "model"}
+    for entry in (entry for artifact in artifacts for entry in artifact.manifest.contents):
+        assert Path(entry.local_path).is_relative_to(run.resolve()) and Path(entry.local_path).exists()
+
+
+def test_the_page_has_the_command_that_uploads_a_run(rewound):
+    """From the repository, whose own folder wandb/ there is none of."""
+    run, _ = rewound
+    [command] = re.findall(r"`(wandb sync [^`]+)`", (ROOT / "docs" / "runs.md").read_text())
+    done = shell(command.replace("runs/stories", f"'{run}'").replace("sync", "sync --dry-run", 1), run.parent)
+    assert "Would sync 2 run(s)" in done.stdout + done.stderr
+
+
+def test_wandb_is_not_given_the_square_of_the_texts(tracked, monkeypatch):
+    wandb_run = MagicMock()
+    monkeypatch.setattr("wandb.init", lambda **options: wandb_run)
+    monkeypatch.setattr("wandb.Table", lambda columns, rows: rows)
+    with tracked("--tracking.wandb", "offline") as tracker:
+        for step in range(3, 303):
+            tracker.log_texts(step, "sample/stories", ["a text", "another"])
+    tables = [call.args[0]["sample/stories"] for call in wandb_run.log.call_args_list]
+    assert [len(table) for table in tables[:50]] == [*range(2, 102, 2)], "after every evaluation while they are short"
+    assert tables[-1][-2:] == [[302, "a text"], [302, "another"]] and len(tables[-1]) == 600
+    assert sum(map(len, tables)) < 51 * 600
+
+
+def test_without_a_network_at_the_end_no_other_process_waits_too_long(tracked, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("wandb.init", lambda **options: asked.update(options) or MagicMock())
+    with tracked("--tracking.wandb", "offline", "--timeout_seconds", "30"):
+        pass
+    assert 0 < asked["settings"].finish_timeout < 30 and asked["settings"].finish_timeout_raises
+
+
+def test_a_loss_that_is_no_number_raises_an_alert(runs):
+    arguments = [*SHORT, "--tracking.artifact", "true", "--out_dir", runs, "--name", "run"]
+    failed = train_offline(*arguments, exit_code=1, faults="nan:1:3")
+    (alert,) = of_kind(wandb_files(runs / "run"), "alert")
+    assert (alert.level, alert.title) == ("ERROR", "run: the loss is no number")
+    assert alert.text.startswith("step 3: loss = nan") and alert.text in failed.stderr
+    assert alert.text.endswith(f"python replay.py {runs / 'run'} 3"), "how to see what happened"
+    assert not [a for a in of_kind(wandb_files(runs / "run"), "artifact") if a.type == "model"]
+
+
+@pytest.fixture
+def tracked(tmp_path):
+    """Makes the tracker of a run's second start, after step 2, in this process."""
+
+    def start(*words, started_after=(0, 2)):
+        config = parse_config([*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run", *words])
+        trackers.check(config)
+        run = RunDirectory(str(tmp_path), "run")
+        run.path.mkdir(exist_ok=True)
+        with_what = {"processes": 2, "shards": 1, "threads": 1, "mixed_precision": "bf16"}
+        rows = [json.dumps({"step": step, **with_what}) + "\n" for step in started_after]
+        (run.path / "starts.jsonl").write_text("".join(rows))
+        return Reporter(config, run, 2, PartialState(cpu=True))
+
+    yield start
+    PartialState._reset_state()
+
+
+def test_tensorboard_shows_every_step_once_after_a_rewind(runs):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    arguments = [*SHORT, "--tracking.tracker", "tensorboard", "--out_dir", runs, "--name", "run"]
+    train(*arguments, processes=2)
+    for step in (3, 4):
+        shutil.rmtree(runs / "run" / "checkpoints" / f"step-0000000{step}")
+    train(*arguments, processes=2)
+    events = EventAccumulator(str(runs / "run" / "tensorboard")).Reload()
+    rows = metrics(runs / "run")
+    for name in ("train/loss", "train/grad_norm", "val/loss", "sample/accepted"):
+        ours = [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
+        assert [(event.step, event.value) for event in events.Scalars(name)] == ours
+    assert not (runs / "run" / "wandb").exists() and "state/digest" not in events.Tags()["scalars"]
+    shown, settings = events.Tensors("sample/stories/text_summary"), events.Tensors("settings/text_summary")
+    kept = [json.loads(line) for line in (runs / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {event.step for event in shown} == {row["step"] for row in kept}
+    for event in shown:
+        text = event.tensor_proto.string_val[0].decode()
+        assert all("    " + row["sample/stories"] in text for row in kept if row["step"] == event.step)
+    assert '"d_model": 16' in (said := settings[-1].tensor_proto.string_val[0].decode()) and '"processes": 2' in said
+
+
+@pytest.mark.parametrize(("started_after", "resume"), [((0, 2), "allow"), ((2,), "never")], ids=["again", "branch"])
+def test_trackio_gets_numbers_at_their_steps_and_goes_on(started_after, resume, tracked, monkeypatch):
+    """Of trackio itself only the names are here, as Accelerate calls them. A branch that begins after step 2 is no
+    older run of its name."""
+    calls = []
+    run = SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish"))
+    fake = SimpleNamespace(init=lambda **options: calls.append(options) or run, Table=lambda *table: table)
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TRACKIO])
+    with tracked("--tracking.tracker", "trackio", started_after=started_after) as tracker:
+        tracker.log(3, {"train/loss": 1.5, "state/digest": "0123456789abcdef"})
+        tracker.log_texts(3, "sample/stories", ["a text"])
+        tracker.log(4, {"train/loss": 1.25})
+    options = calls.pop(0)
+    assert (options["project"], options["name"], options["resume"]) == ("mini-gpt", "run", resume)
+    assert options["config"]["model"]["d_model"] == 16
+    assert (options["config"]["processes"], options["config"]["mixed_precision"]) == (2, "bf16")
+    texts = {"sample/stories": (["text"], [["a text"]])}
+    assert calls == [(3, {"train/loss": 1.5}), (3, texts), (4, {"train/loss": 1.25}), "finish"]
+
+
+def test_a_tracker_of_ones_own_asks_for_no_package(tracked, tmp_path, monkeypatch):
+    class Lines(trackers.TrackerRun):
+        def _start(self, step):
+            self.run = open(tmp_path / "lines", "w")
+
+        def log(self, step, metrics):
+            self._try(lambda: print(step, metrics["train/loss"], file=self.run))
+
+        def finish(self, failure):
+            self._try(lambda: self.run.close())
+
+    monkeypatch.setattr(trackers, "kind_of", lambda tracker: Lines)
+    monkeypatch.setattr(trackers, "get_available_trackers", list)
+    with tracked("--tracking.tracker", "tensorboard") as tracker:
+        tracker.log(3, {"train/loss": 1.5})
+    assert (tmp_path / "lines").read_text() == "3 1.5\n"
+
+
+def test_a_tracker_that_fails_stops_no_run(tracked, tmp_path, monkeypatch, capsys):
+    def fail(**options):
+        raise OSError("no such server")
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=fail))
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TRACKIO])
+    with tracked("--tracking.tracker", "trackio") as tracker:
+        tracker.log(3, {"train/loss": 1.5})
+        tracker.log(4, {"train/loss": 1.25})
+    assert capsys.readouterr().out.count("trackio has failed, metrics go to metrics.jsonl only: OSError") == 1
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("failure", [None, Preempted("stopped as asked")])
+def test_only_the_end_is_exported_and_an_export_that_fails_fails_no_run(failure, tracked, monkeypatch, capsys):
+    """Here there is no checkpoint to export, which is said where one was tried."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with suppress(Preempted), tracked("--tracking.wandb", "offline", "--tracking.artifact", "true"):
+        if failure:
+            raise failure
+    assert ("The model is not logged: " in capsys.readouterr().out) == (failure is None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("group", "g"), ("tags", "[a]"), ("artifact", "true"), ("wandb", "online")]
+)
+def test_what_only_wandb_has_is_refused_with_another_tracker(setting, value):
+    with pytest.raises(ConfigError, match=f"tracking.{setting}: .* tracking.tracker is tensorboard"):
+        parse_config([*map(str, SHORT), "--tracking.tracker", "tensorboard", f"--tracking.{setting}", value])
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+def test_a_tracker_that_is_not_installed_is_refused(tracker, tracked, monkeypatch):
+    monkeypatch.setattr(trackers, "get_available_trackers", list)
+    with pytest.raises(ConfigError, match=f"tracking.tracker: {tracker} .*pip install {tracker}"):
+        tracked("--tracking.tracker", tracker)
+
+
+def test_an_artifact_of_a_model_that_cannot_be_exported_is_refused_before_training(runs):
+    words = "--tracking.artifact true --model.mlp relu2"
+    refused = train(*SHORT, *words.split(), "--out_dir", runs, exit_code=2)
+    assert "tracking.artifact: true" in refused.stderr and "model.mlp is relu2" in refused.stderr
+    assert not runs.exists()
+
+
+def test_without_wandb_installed_the_run_works_and_says_so_once(runs, tmp_path):
+    (tmp_path / "wandb.py").write_text("raise ImportError('not installed')")
+    done = train(
+        *[*SHORT, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"],
+        PYTHONPATH=str(tmp_path),
+        processes=2,
+    )
+    assert (done.stdout + done.stderr).count("wandb is not installed") == 1
+    assert len(metrics(runs / "run")) == STEPS
+
+
+def test_online_without_an_account_asks_nothing(runs, tmp_path):
+    environment_without_key = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
+    done = train(*SHORT, "--tracking.wandb", "online", "--out_dir", runs, exit_code=2, **environment_without_key)
+    assert "tracking.wandb: online" in done.stderr and "wandb login" in done.stderr
+    assert not runs.exists()
+
+
+def test_every_metric_of_the_contract_is_there(runs):
+    done = train(*SHORT, "--out_dir", runs, "--name", "run")
+    assert "tokens/s = " in done.stdout and "memory" not in done.stdout
+    rows = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
+    training = {"step", "train/loss", "train/lr", "train/grad_norm", "train/tokens", "perf/tokens_per_second"}
+    training |= {"perf/peak_memory_bytes"}
+    validation = {"val/loss", "val/perplexity", "val/bits_per_byte", "val/floor"}
+    assert all(training <= row.keys() for row in rows)
+    assert [validation <= row.keys() for row in rows] == [False, True, False, True]
+    assert ["sample/accepted" in row for row in rows] == [False, False, False, True]
+    assert rows[-1]["train/tokens"] == STEPS * 6 * 128
+    assert rows[-1]["val/loss"] > rows[-1]["val/floor"] > 0
+    stored = parse_config(["--config", str(runs / "run" / "config.yaml")])
+    filled_in = ["--model.vocab_size", str(stored.model.vocab_size), "--data.seed", str(stored.data.seed)]
+    assert stored.model.vocab_size
+    assert stored == parse_config([*map(str, SHORT), "--out_dir", str(runs), "--name", "run", *filled_in])
+
+
+def shown_on_a_terminal(runs, columns, processes):
+    """All that a run shows on a terminal that is so wide."""
+    words = [str(word) for word in (*SHORT, "--out_dir", runs, "--name", "run")]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    launch = forked.Launch("train.py", words, processes, environment(), terminal=os.ttyname(theirs))
+    threading.Thread(target=lambda: (launch.wait(120), os.close(theirs))).start()
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        shown += chunk
+    assert [process.exitcode for process in launch.processes] == [0] * processes
+    return shown.decode()
+
+
+def test_a_terminal_shows_a_progress_bar(runs):
+    text = shown_on_a_terminal(runs, columns=160, processes=2)
+    assert "loading torch" in text and "waiting for all 2 processes" in text
+    assert "4/4" in text and "tokens/s=" in text and "loss=" in text and "step/s" in text
+    assert "train/loss" not in text and "] loss =" not in text, "the lines are for where there is no terminal"
+    assert text.rstrip().endswith("Training finished.")
+    assert text.count("run: ") == 1, "only the main process prints"
+    assert re.search(r"[\r\n]Loss curve: ", text), "not at the end of the bar"
+
+
+def test_a_terminal_without_width_shows_lines(runs):
+    text = shown_on_a_terminal(runs, columns=0, processes=1)
+    assert "[step 4 / 4] loss = " in text and "step/s" not in text
+
+
+def test_the_picture_can_be_drawn_again_and_a_missing_run_is_said(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5, "val/loss": 1.6, "val/floor": 1.0}\n'
+    )
+    assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
+    for arguments, code, said in (("nowhere", 2, "nowhere"), ("", 2, "plot.py: error: "), ("--help", 0, "")):
+        command = [*train_command()[:1], "plot.py", *arguments.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
+        assert ("python plot.py" in done.stdout) == (code == 0)
+
+
+@pytest.mark.parametrize(
+    "losses", [[5.1, 0.0038], [5.0, 0.43], [11.0, 1.2], [6.5, 6.2], [10.8201, 10.8199], [5.0, 2.0, math.inf]]
+)
+def test_no_label_of_a_loss_stands_on_another_or_is_the_same(losses):
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(losses)
+    finish_axes(axes, losses)
+    FigureCanvasAgg(figure).draw()
+    low, high = axes.get_ylim()
+    labels = [label for minor in (False, True) for label in axes.get_yticklabels(minor)]
+    seen = [label for label in labels if low < label.get_position()[1] < high and label.get_text()]
+    boxes = sorted(label.get_window_extent().extents[[1, 3]].tolist() for label in seen)
+    assert len(boxes) > 2 and all(a[1] <= b[0] + 1 for a, b in pairwise(boxes))
+    assert len({label.get_text() for label in seen}) == len(seen)
+
+
+def test_a_single_training_loss_is_seen(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "train/loss": 2.0}\n')
+    image = imread(save_loss_curve(tmp_path))
+    below_the_legend = image[len(image) // 4 :, :, :3]
+    assert (below_the_legend.max(2) - below_the_legend.min(2)).max() > 0.2, "all is grey"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return -1
+
+
+def test_the_bar_moves_in_every_step_logged_or_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((80, 24)))
+    config = parse_config(
+        [*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run", "--tracking.wandb", "disabled"]
+    )
+    run = RunDirectory(str(tmp_path), "run")
+    run.path.mkdir()
+    with Reporter(config, run, 1, SimpleNamespace(is_main_process=True)) as tracker:
+        tracker.log(3, {})
+        assert tracker.bar.n == 3 and not run.metrics_file.read_text()

@@ -1,0 +1,115 @@
+"""tracking.layers: what it logs is true of the checkpoints, and no bit of the run changes."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from matplotlib.image import imread
+
+from config.parser import parse_config
+from data.corpus import load_corpus
+from model.gpt import GPTModel
+from plot import save_layers
+from tests.conftest import TINY_STORIES, metrics, tensors, train
+from training.block_stats import LayerStatistics
+
+SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 --optimizer.grad_clip null".split()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("layers")
+    for name in ("true", "false"):
+        train(*SHORT, "--tracking.layers", name, "--name", name, "--out_dir", out_dir, processes=2, pictures=True)
+    return out_dir / "true"
+
+
+def norm(tensors):
+    return torch.cat([tensor.flatten().double() for tensor in tensors]).norm().item()
+
+
+def test_no_bit_changes(run):
+    without = metrics(run.with_name("false"))
+    assert [{k: v for k, v in row.items() if not k.startswith("layers/")} for row in metrics(run)] == without
+    assert len({row["state/digest"] for row in without}) == 3
+    assert not run.with_name("false").joinpath("layers.png").exists()
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_norms_are_those_of_the_checkpoints(run, block):
+    rows, states = metrics(run), [tensors(run, step) for step in (1, 2, 3)]
+    weights = [{n: t for n, t in state.items() if n.startswith(f"model.blocks.{block}.")} for state in states]
+    moments = [t for n, t in states[0].items() if f".blocks.{block}." in n and n.endswith("exp_avg")]
+    assert rows[0][f"layers/gradient_norm/{block}"] == pytest.approx(norm(moments) / 0.1, rel=1e-4)
+    for row, before, after in zip(rows[1:], weights, weights[1:], strict=False):
+        assert row[f"layers/weight_norm/{block}"] == pytest.approx(norm(before.values()), rel=1e-5)
+        moved = norm(after[name] - before[name] for name in before) / norm(before.values())
+        assert row[f"layers/update_ratio/{block}"] == pytest.approx(moved, rel=1e-3)
+
+
+def test_activations_are_those_of_the_global_batch(run):
+    config = parse_config([*map(str, SHORT)])
+    corpus = load_corpus(config)
+    config.model.vocab_size = corpus.vocab_size
+    model = GPTModel(config.model)
+    model.load_state_dict({n.removeprefix("model."): t for n, t in tensors(run, 1).items() if n.startswith("model.")})
+    outputs = {}
+    for index, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda _, inputs, output, index=index: outputs.update({index: output}))
+    rows = [corpus.train[i]["input_ids"] for i in corpus.order(config).indices(1)]
+    model(torch.stack(rows))
+    for index, output in outputs.items():
+        expected = output.double().square().mean().sqrt().item()
+        assert metrics(run)[1][f"layers/activation_rms/{index}"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_with_exact_they_are_the_same_on_any_number_of_processes(tmp_path):
+    exact = [*SHORT, "--exact", "true", "--global_batch_size", 12, "--tracking.layers", "true", "--out_dir", tmp_path]
+    for processes in (0, 2, 4):
+        train(*exact, "--name", processes, processes=processes)
+    assert metrics(tmp_path / "0") == metrics(tmp_path / "2") == metrics(tmp_path / "4")
+
+
+def test_the_picture_shows_them(run):
+    drawn = (run / "layers.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG") and save_layers(run).read_bytes() == drawn
+
+
+@pytest.mark.parametrize(("steps", "blocks"), [((10, 20), 1), ((10,), 2), ((10,), 1)])
+def test_one_block_and_one_step_are_seen(steps, blocks, tmp_path):
+    rows = [{"step": step, **{f"layers/update_ratio/{block}": 0.1 for block in range(blocks)}} for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    image = imread(save_layers(tmp_path))
+    assert image[len(image) // 2, len(image[0]) // 3, :3].min() < 0.9, "white in the middle"
+
+
+def test_of_a_block_that_returns_more_the_first_is_its_output():
+    """As one with a term of the loss of its own does."""
+    block = torch.nn.Identity()
+    statistics = LayerStatistics([block], None)
+    for statistics.noting in (False, True):  # not in steps that are not logged
+        block((torch.tensor([3.0, -3.0]), torch.tensor(99.0)))
+    assert [mean_square.item() for mean_square in statistics.mean_squares[0]] == [9.0]
+
+
+def test_a_block_in_two_places_and_one_that_was_left_out():
+    """As where blocks share weights, and under stochastic depth."""
+    shared, left_out = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    statistics = LayerStatistics([shared, left_out, shared], Accelerator(cpu=True))
+    statistics.noting = True
+    for weight, bias, left_out_now in ((1.0, 1.0, False), (1.0, 2.0, True)):  # from 1 to 2 and 3, then to 3 and 5
+        torch.nn.init.constant_(shared.weight, weight), torch.nn.init.constant_(shared.bias, bias)
+        outputs = [shared(torch.ones(1))]
+        outputs.append(shared(outputs[0]))
+        if not left_out_now:
+            left_out(torch.ones(1))
+        for parameter in [*shared.parameters(), *left_out.parameters()]:
+            parameter.grad = torch.zeros_like(parameter)
+        with statistics.watch():
+            pass
+        expected = torch.cat(outputs).square().mean().sqrt().item()
+        seen = [statistics.metrics[f"layers/activation_rms/{block}"] for block in range(3)]
+        assert seen[0] == seen[2] == pytest.approx(expected)
+        assert (seen[1] == 0) is left_out_now

@@ -1,0 +1,135 @@
+"""An average of the weights is what is evaluated, exported and written with, and the training is what it was."""
+
+import json
+
+import pytest
+import torch
+
+from run.load import load_run
+from tests.conftest import TINY_STORIES, assert_same_bits, metrics, python, tensors, train
+from tests.distributed.test_sharding import sharded
+
+AVERAGE = 0.7  # the first seven averages keep less
+RUN = [*TINY_STORIES, "--name", "run", "--evaluation.every", "2"]
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """A run of 8 steps with an average, saved at each."""
+    out_dir = tmp_path_factory.mktemp("averaged")
+    train(*RUN, "--evaluation.average", AVERAGE, "--out_dir", out_dir)
+    return out_dir / "run"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The same without."""
+    out_dir = tmp_path_factory.mktemp("plain")
+    train(*RUN, "--out_dir", out_dir)
+    return out_dir / "run"
+
+
+def average_by_hand(run, step):
+    """From the weights that the checkpoints have, in float64: step s, from 0, keeps (1 + s) / (10 + s)."""
+    mean = None
+    for s in range(step):
+        kept = min(AVERAGE, (1 + s) / (10 + s)) if s else 0
+        trained = {n.removeprefix("model."): t.double() for n, t in tensors(run, s + 1).items() if n[:6] == "model."}
+        mean = {name: kept * (mean[name] if s else 0) + (1 - kept) * weight for name, weight in trained.items()}
+    return mean
+
+
+@pytest.mark.parametrize("step", [1, 5, 8])
+def test_the_model_of_a_run_is_the_average(step, averaged):
+    by_hand = average_by_hand(averaged, step)
+    found, trained = load_run(averaged, step).model, load_run(averaged, step, weights="trained").model
+    assert by_hand.keys() == found.state_dict().keys()
+    for name, weight in found.state_dict().items():
+        torch.testing.assert_close(weight, by_hand[name].float(), rtol=1e-5, atol=1e-7)
+        assert torch.equal(trained.state_dict()[name], tensors(averaged, step)[f"model.{name}"])
+
+
+def test_the_training_is_what_it_is_without(averaged, plain):
+    """Though the weights were exchanged at every evaluation."""
+    for step in (2, 8):
+        kept = {name: tensor for name, tensor in tensors(averaged, step).items() if not name.endswith(".average")}
+        assert_same_bits(kept, tensors(plain, step))
+    assert [row["train/loss"] for row in metrics(averaged)] == [row["train/loss"] for row in metrics(plain)]
+
+
+def test_what_is_evaluated_is_the_average(averaged, plain, tmp_path):
+    losses = {row["step"]: row["val/loss"] for row in metrics(averaged) if "val/loss" in row}
+    for words, run in {"": averaged, "--weights trained": plain}.items():
+        python(f"python evaluate.py {averaged} --micro_batch_size 2 --out {tmp_path} {words}")
+        assert json.loads((tmp_path / "evaluation.json").read_text())["val/loss"] == metrics(run)[-1]["val/loss"]
+    best = min(losses, key=losses.get)
+    assert_same_bits(load_run(averaged, "best").model.state_dict(), load_run(averaged, best).model.state_dict())
+
+
+def test_what_is_exported_and_what_writes_is_the_average(averaged, plain, tmp_path):
+    for words, run in {"": averaged, "--weights trained": plain}.items():
+        folder = tmp_path / f"export{words}".replace(" ", "")
+        python(f"python export.py {averaged} {folder} {words}")
+        assert_same_bits(load_run(folder).model.state_dict(), load_run(run).model.state_dict())
+        says = (folder / "README.md").read_text()
+        assert ("an exponential average of the weights" in says) == (words == "")
+    texts = [python(f"python sample.py {averaged} --seed 3 {words}").stdout for words in ("", "--weights trained")]
+    assert texts[1] == python(f"python sample.py {plain} --seed 3").stdout != texts[0]
+
+
+def test_it_goes_on_to_the_same_bits(averaged, tmp_path):
+    words = [*RUN, "--evaluation.average", AVERAGE, "--out_dir", tmp_path]
+    train(*words, "--stop_after", 5, exit_code=75)
+    train(*words)
+    assert_same_bits(tensors(tmp_path / "run", 8), tensors(averaged, 8))
+    assert metrics(tmp_path / "run") == metrics(averaged)
+
+
+@pytest.mark.parametrize("words", [["--evaluation.average", "0.9"], []], ids=["another", "none"])
+def test_another_average_is_another_run(words, averaged, tmp_path):
+    before = tensors(averaged, 8)
+    done = train(*RUN, *words, "--out_dir", averaged.parent, "--steps", 9, exit_code=2)
+    assert "evaluation.average: 0.7 there" in done.stderr and "Traceback" not in done.stderr
+    branch = averaged / "checkpoints" / "step-00000004"
+    done = train(*RUN, *words, "--out_dir", tmp_path, "--branch_from", branch, exit_code=2)
+    assert "evaluation.average: 0.7 there" in done.stderr and "Traceback" not in done.stderr
+    assert_same_bits(tensors(averaged, 8), before)
+
+
+def test_weights_are_back_after_an_evaluation_that_fails(tmp_path):
+    """What is saved then, or looked at, is what was trained."""
+    from training.ema import averaged_weights, keep_average
+
+    layer = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    keep_average(optimizer, AVERAGE)
+    for _ in range(3):
+        layer(torch.ones(3)).sum().backward()
+        optimizer.step()
+    trained = layer.weight.clone()
+    with pytest.raises(KeyError), averaged_weights(optimizer):
+        assert not torch.equal(layer.weight, trained)
+        raise KeyError
+    assert torch.equal(layer.weight, trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
+def test_sharded_it_is_the_same_but_for_rounding(kind, averaged, tmp_path):
+    processes = 2 if kind == "fsdp2" else 4
+    rest = "--global_batch_size 8 --data.num_samples 24".split()
+    words = [*RUN, *rest, "--evaluation.average", AVERAGE]
+    train(*words, "--out_dir", tmp_path / "whole")
+    sharded(kind, processes, *words, "--out_dir", tmp_path / "sharded", "--stop_after", 4, exit_code=1)
+    sharded(kind, processes, *words, "--out_dir", tmp_path / "sharded")
+    whole, parts = (load_run(tmp_path / name / "run").model.state_dict() for name in ("whole", "sharded"))
+    for name, weight in whole.items():
+        torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=1e-5)
+    ours, theirs = metrics(tmp_path / "whole" / "run")[-1], metrics(tmp_path / "sharded" / "run")[-1]
+    assert ours["val/loss"] == pytest.approx(theirs["val/loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_verify_holds_with_it():
+    said = python("python verify.py --evaluation.average 0.9 --optimizer.name muon").stdout
+    assert "Everything holds" in said

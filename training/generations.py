@@ -1,0 +1,77 @@
+"""Texts that the trained model writes, scored as its corpus says."""
+
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from config.schema import TrainConfig
+from data.corpus import Corpus
+from data.tokenizer import END_OF_TEXT
+from distributed.sharding import full_tensor, is_sharded
+from model.gpt import GPTModel
+from model.seeds import derive_seed
+from training.metrics import average
+
+TEXTS_PER_BATCH = 50
+LogTexts = Callable[[int, str, list[str]], None]  # takes the step, the name of the metric and the texts
+MOST_TOKENS = 128  # of a text, which is to be looked at
+
+
+def unsharded(network: GPTModel) -> GPTModel:
+    """The network, or a whole copy of one that is sharded: processes that generate call it unequally often."""
+    state = network.state_dict()
+    if not any(map(is_sharded, state.values())):
+        return network
+    with torch.device("meta"):
+        whole = GPTModel(network.config)
+    whole.load_state_dict({name: full_tensor(tensor) for name, tensor in state.items()}, assign=True)
+    return whole
+
+
+def sample_texts(
+    model, corpus: Corpus, config: TrainConfig, accelerator: Accelerator, step: int, log_texts: LogTexts
+) -> dict[str, float]:
+    """Sample texts from the model, give some to `log_texts`, and score all if it is the trained one; called by all
+    processes.
+
+    Returns:
+        Nothing before the last step, where the corpus scores no texts, and of conversations. Otherwise `sample/NAME`
+        of what it scores, `sample/distinct`, and `sample/in_training_set` where that has texts: shares of the samples,
+        which are the same ones on any number of processes.
+    """
+    scored = corpus.score_texts is not None and step == config.steps
+    num_texts = config.evaluation.num_story_samples if scored else config.evaluation.num_samples_shown
+    has_texts = corpus.tokenizer is not None and not corpus.conversations  # an answer needs a question
+    if num_texts == 0 or not has_texts:
+        return {}
+    rank, num_processes = accelerator.process_index, accelerator.num_processes
+    network = unsharded(accelerator.unwrap_model(model)).eval()
+    end_of_text = corpus.tokenizer.token_to_id(END_OF_TEXT) if corpus.end_of_text is None else corpus.end_of_text
+    numbered = []
+    for first in range(rank * TEXTS_PER_BATCH, num_texts, num_processes * TEXTS_PER_BATCH):
+        count = min(TEXTS_PER_BATCH, num_texts - first)
+        generator = torch.Generator(accelerator.device).manual_seed(derive_seed(config.seed, "samples", first))
+        with accelerator.autocast():
+            rows = network.generate(
+                torch.full((count, 1), end_of_text, device=accelerator.device),
+                max_new_tokens=min(config.seq_len, MOST_TOKENS) - 1,
+                temperature=config.evaluation.temperature,
+                generator=generator,
+                eos_token_id=end_of_text,
+            )
+        numbered += enumerate(corpus.tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
+    network.train()
+    texts = [text for _, text in sorted(gather_object(numbered))]
+    shown = [f"{text} ({corpus.verdict(text)})" for text in texts] if corpus.verdict else texts
+    log_texts(step, f"sample/{config.data.source}", shown)
+    if not scored:
+        return {}
+    distinct = set(texts)
+    sums = corpus.score_texts(texts) | {"distinct": (len(distinct), num_texts)}
+    if hasattr(corpus.train, "text"):
+        trained_on = (corpus.train.text(i) for i in range(rank, len(corpus.train), num_processes))
+        seen = set(gather_object(sorted(distinct.intersection(trained_on))))
+        sums["in_training_set"] = (sum(text in seen for text in texts), num_texts)
+    return {f"sample/{name}": average([float(total)], [float(count)]) for name, (total, count) in sums.items()}
