@@ -23,7 +23,7 @@ class EvaluateConfig:
     """Of a run: latest, best (by validation loss), or a step."""
 
     weights: Literal["evaluated", "trained"] = "evaluated"
-    """Of a run with evaluation.average: its average, which val/loss is of, or the weights that are trained."""
+    """Of a run with evaluation.ema_decay: its average, which val/loss is of, or the weights that are trained."""
 
     seq_len: PositiveInt | None = None
     """Tokens in a window. null: the run's; of a model that is none, all positions that it has, but 1,024 at most."""
@@ -120,8 +120,8 @@ def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
         if config.data is None:
             raise ConfigError(f"data: {config.run!r} is no run here, so name a corpus made by data.prepare")
         settings = settings or TrainConfig(seq_len=min(limit, 1024))
-        of_run = settings.data.documents  # a model that never saw two documents together is not measured so
-        settings = replace(settings, data=DataConfig(source="text", path=config.data, documents=of_run))
+        of_run = settings.data.packing  # a model that never saw two documents together is not measured so
+        settings = replace(settings, data=DataConfig(source="text", path=config.data, packing=of_run))
     settings.seq_len = config.seq_len or settings.seq_len
     if not 2 <= settings.seq_len <= limit:
         raise ConfigError(f"seq_len: {settings.seq_len} must be from 2 to the {limit} positions that the model has")
@@ -140,7 +140,7 @@ def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
 def data_facts(data: DataConfig) -> dict[str, Any]:
     """The settings that say which data these are, once the corpus is loaded."""
     if data.source == "text":
-        names = ("source", "path", "mix", "hash", "documents")
+        names = ("source", "path", "mix", "hash", "packing")
     else:
         names = ("source", "seed", *(("facts", "zipf") if data.facts else ()))
     return {name: getattr(data, name) for name in names if getattr(data, name) is not None}

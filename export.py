@@ -23,7 +23,7 @@ class ExportConfig:
     """Of a run: latest, best (by validation loss), or a step."""
 
     weights: Literal["evaluated", "trained"] = "evaluated"
-    """Of a run with evaluation.average: its average, which val/loss is of, or the weights that are trained."""
+    """Of a run with evaluation.ema_decay: its average, which val/loss is of, or the weights that are trained."""
 
     average: PositiveInt = 1
     """The mean of the weights of so many checkpoints, the newest ones, in place of one."""
@@ -215,7 +215,7 @@ def card(
     if sources:
         origin = f"trained with Accelerate; the weights are those of step {steps}" + ", averaged" * (len(sources) > 1)
         if loaded.config and averages(loaded.config, weights):
-            origin += ", each an exponential average of the weights that were trained (evaluation.average)"
+            origin += ", each an exponential average of the weights that were trained (evaluation.ema_decay)"
     lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
     if loaded.config is None:
         return lines[0]

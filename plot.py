@@ -1,5 +1,5 @@
 """Draws runs from their metrics.jsonl: python plot.py RUN... [--x tokens] writes loss.png into each run, excess.png if
-it tells its excess over the floor by kind, and layers.png if it has `tracking.layers`. comparison/report.py draws
+it tells its excess over the floor by kind, and layers.png if it has `tracking.block_stats`. comparison/report.py draws
 several runs over each other.
 """
 
@@ -52,7 +52,7 @@ def save_loss_curve(run_directory: Path, picture: Path | None = None, x: str = "
 
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
-    training, validation, floors = curve("train/loss"), curve("val/loss"), curve("val/floor")[1]
+    training, validation, floors = curve("train/loss"), curve("val/loss"), curve("val/entropy")[1]
     marker = "o" if len(training[0]) == 1 else None  # of one point there is no line
     axes.plot(*training, color=COLORS[0], **THIN, label="training (thin)", marker=marker, markersize=3)
     if validation[0]:
@@ -70,7 +70,7 @@ def save_loss_curve(run_directory: Path, picture: Path | None = None, x: str = "
 
 def save_loss_by_position(losses: list[float], metrics: dict[str, Any], name: str, picture: Path) -> None:
     """Write a picture of the loss at each position of a sequence, in nats; `metrics` have the mean as val/loss and, if
-    it is known, val/floor.
+    it is known, val/entropy.
 
     Raises:
         OSError: it cannot be written.
@@ -79,7 +79,7 @@ def save_loss_by_position(losses: list[float], metrics: dict[str, Any], name: st
     axes = figure.add_subplot(xscale="log", xlabel="tokens before it in the sequence", ylabel="loss (nats per token)")
     axes.plot(range(1, len(losses) + 1), losses, color=COLORS[0], **THICK, label="at this position")
     axes.axhline(metrics["val/loss"], color="black", linestyle="--", label=f"mean = {metrics['val/loss']:.4f}")
-    if (floor := metrics.get("val/floor")) is not None:
+    if (floor := metrics.get("val/entropy")) is not None:
         axes.axhline(floor, **FLOOR, label=f"floor = {floor:.4f}")
     axes.set_title(drawable(name))
     label_round(axes.xaxis, *axes.get_xlim())
@@ -124,14 +124,14 @@ def save_layers(run_directory: Path) -> Path | None:
 
 def save_excess(run_directory: Path) -> Path | None:
     """Write `<run_directory>/excess.png`: how far above the floor each kind of token is, so when it is learnt, as told
-    by `val/excess/KIND`; None without any, or without one above it.
+    by `val/excess_loss/KIND`; None without any, or without one above it.
 
     Raises:
         OSError: there is no metrics.jsonl, or the picture cannot be written.
     """
-    rows = [row for row in read_rows(run_directory / "metrics.jsonl") if isinstance(row.get("val/floor"), float)]
-    names = [name for name in (rows[-1] if rows else ()) if name.startswith("val/excess/")]
-    curves = {"all": [row["val/loss"] - row["val/floor"] if row["val/loss"] else math.nan for row in rows]}
+    rows = [row for row in read_rows(run_directory / "metrics.jsonl") if isinstance(row.get("val/entropy"), float)]
+    names = [name for name in (rows[-1] if rows else ()) if name.startswith("val/excess_loss/")]
+    curves = {"all": [row["val/loss"] - row["val/entropy"] if row["val/loss"] else math.nan for row in rows]}
     curves |= {name.rpartition("/")[2].replace("_", " "): [row.get(name) or math.nan for row in rows] for name in names}
     seen = [value for values in curves.values() for value in values if value > 0]
     if not (names and seen):
@@ -164,7 +164,7 @@ def save_excess(run_directory: Path) -> Path | None:
 
 @dataclass
 class PlotConfig:
-    """Draws runs: python plot.py RUN... writes loss.png into each, and layers.png if it has tracking.layers."""
+    """Draws runs: python plot.py RUN... writes loss.png into each, and layers.png if it has tracking.block_stats."""
 
     runs: list[str]
     """The directories of the runs."""

@@ -34,7 +34,7 @@ class SampleConfig:
     """Of a run: latest, best (by validation loss), or a step."""
 
     weights: Literal["evaluated", "trained"] = "evaluated"
-    """Of a run with evaluation.average: its average, which val/loss is of, or the weights that are trained."""
+    """Of a run with evaluation.ema_decay: its average, which val/loss is of, or the weights that are trained."""
 
     num_samples: PositiveInt = 1
     """Texts for each prompt."""

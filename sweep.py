@@ -151,7 +151,7 @@ def differing_facts(path: Path, now: dict[str, str | None]) -> list[str]:
     status = read_status(path / "status.json")
     done = status.step if status else 0
     try:
-        starts = list(read_rows(path / "starts.jsonl")) if (path / "starts.jsonl").exists() else []
+        starts = list(read_rows(path / "sessions.jsonl")) if (path / "sessions.jsonl").exists() else []
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     trained = [start for start in lasting_starts(starts, done) if start["step"] < done]

@@ -105,8 +105,8 @@ def train(
     if initial:
         copy_initial_weights(network, initial)
     prepare_network(network, config, device)
-    layers = LayerStatistics(network.blocks if config.tracking.layers else [], accelerator)
-    optimizer = build_optimizer(network, config.optimizer, config.evaluation.average)
+    layers = LayerStatistics(network.blocks if config.tracking.block_stats else [], accelerator)
+    optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)
     if config.exact:
         # Accelerate does not wrap a model in DDP that is only to be evaluated. So each process keeps its own gradients,
         # which the tree adds up. The model stays in train mode all the same.

@@ -12,8 +12,9 @@ not known.
 
 from argparse import ArgumentParser
 
-SHORT = """--check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_story_samples 0 --tracking.log_every 1
-    --evaluation.num_samples_shown 0 --resume auto --schedule.name constant --checkpoint.every 1 --checkpoint.keep 1
+SHORT = """--check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_scored_generations 0
+    --tracking.log_every 1 --evaluation.num_logged_generations 0 --resume auto --schedule.name constant
+    --checkpoint.every 1 --checkpoint.keep 1
     --init_from null --schedule.warmup_steps 0 --schedule.decay_steps null --schedule.batch_warmup_steps 0
     --tracking.tracker wandb --tracking.wandb disabled""".split()
 
@@ -183,7 +184,7 @@ class Verification:
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
         network = GPTModel(self.config.model).to(self.device)
-        return network, build_optimizer(network, self.config.optimizer, self.config.evaluation.average)
+        return network, build_optimizer(network, self.config.optimizer, self.config.evaluation.ema_decay)
 
     def train_by_hand(self, all_reduce: bool, in_a_tree: bool = False) -> Trained:
         """The loop that train.py is held against: no DDP, no preparation; as one process, or with an all-reduce."""

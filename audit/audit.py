@@ -54,7 +54,7 @@ ROUNDING = 1e-3  # relative; what other processors and numbers of processes make
 
 @dataclass(frozen=True)
 class StartFacts:
-    """What a line of starts.jsonl says of how the steps after it were computed; those of older versions say less."""
+    """What a line of sessions.jsonl says of how the steps after it were computed; those of older versions say less."""
 
     processes: int | None = None
     shards: int | None = None
@@ -78,7 +78,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def texts_of(file: Path) -> dict[int, list[dict[str, Any]]]:
-    """The rows of a samples.jsonl, by their step."""
+    """The rows of a generations.jsonl, by their step."""
     texts = defaultdict(list)
     for row in rows_of(file):
         texts[row["step"]].append(row)
@@ -97,12 +97,12 @@ class Run:
         logged = rows_of(path / "metrics.jsonl")
         self.logged_steps, self.rows = [row["step"] for row in logged], {row["step"]: row for row in logged}
         self.logged_names, self.never_logged = {name for row in logged for name in row}, set()
-        self.texts, self.starts = texts_of(path / "samples.jsonl"), rows_of(path / "starts.jsonl")
+        self.texts, self.starts = texts_of(path / "generations.jsonl"), rows_of(path / "sessions.jsonl")
         try:
             for start in self.starts:
                 typed(start, StartFacts, "start")
         except ValueError as error:
-            raise ConfigError(f"run: {path / 'starts.jsonl'} is damaged: {error}") from None
+            raise ConfigError(f"run: {path / 'sessions.jsonl'} is damaged: {error}") from None
         self.origin: dict[Path, Manifest] = {}  # of a branch: the checkpoint that it began from, if it is still there
         if self.config.branch_from is not None:
             with contextlib.suppress(InvalidCheckpoint):
@@ -137,7 +137,7 @@ class Run:
         due, ignored = config.due(step), ["step", "perf/"]
         if not due.log:
             ignored += ["train/", "layers/"]
-        if not config.tracking.layers:
+        if not config.tracking.block_stats:
             ignored.append("layers/")
         if not any(due):
             ignored.append("state/")
@@ -232,7 +232,7 @@ class Run:
             except RunError as error:
                 failure = error
         path = folder / config.name
-        logged = (rows_of(path / "metrics.jsonl"), texts_of(path / "samples.jsonl")) if is_main_process() else None
+        logged = (rows_of(path / "metrics.jsonl"), texts_of(path / "generations.jsonl")) if is_main_process() else None
         rows, texts = broadcast_from_main(logged)
         rows = {row["step"]: row for row in rows}
         if failure is None and until not in rows:
@@ -249,7 +249,7 @@ class Retrained:
     rows: dict[int, dict]
     """Of metrics.jsonl, one for each of its steps."""
     texts: dict[int, list[dict]]
-    """Rows of samples.jsonl, by their step."""
+    """Rows of generations.jsonl, by their step."""
     failure: RunError | None
     """Why it ended before its last step."""
 
@@ -266,11 +266,11 @@ class Retrained:
                 if name.startswith("perf/") or theirs == again:
                     continue
                 # What is sampled may turn at a rounding.
-                if why and (name.startswith(("state/", "sample/")) or is_near(theirs, again)):
+                if why and (name.startswith(("state/", "generation/")) or is_near(theirs, again)):
                     continue
                 return f"step {step}: {name} is {theirs} in the run, and {again} trained again"
             if not why and run.texts.get(step) != self.texts.get(step):
-                return f"samples.jsonl has other texts of step {step} than training again writes"
+                return f"generations.jsonl has other texts of step {step} than training again writes"
         return ""
 
 

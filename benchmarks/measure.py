@@ -186,7 +186,7 @@ def train(settings: dict, processes: int = 0, folder: Path | None = None, config
     first line, in which it warms up, and the peak of its memory in training."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary)
-        fixed = {"out_dir": folder, "name": "run", "evaluation.num_story_samples": 0}
+        fixed = {"out_dir": folder, "name": "run", "evaluation.num_scored_generations": 0}
         run(launch(settings | fixed, processes, config_file=config_file), **env)
         logged = [row for row in read_rows(folder / "run" / "metrics.jsonl") if "perf/tokens_per_second" in row]
     last, speeds = logged[-1], [row["perf/tokens_per_second"] for row in logged]

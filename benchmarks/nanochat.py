@@ -204,8 +204,8 @@ def our_settings(shape: Shape, folder: Path) -> dict:
         **{"config": "configs/shakespeare_cpu.yaml", "out_dir": folder, "steps": shape.steps, "seq_len": shape.context},
         **{"micro_batch_size": shape.batch, "global_batch_size": shape.batch, "schedule.warmup_steps": 0},
         **{f"model.{name}": value for name, value in model.items()},
-        **{"data.path": folder / "corpus", "data.documents": "padded", "schedule.decay_steps": 3 * shape.steps // 4},
-        **{"evaluation.num_samples_shown": 0, "tracking.wandb": "disabled"},
+        **{"data.path": folder / "corpus", "data.packing": "padded", "schedule.decay_steps": 3 * shape.steps // 4},
+        **{"evaluation.num_logged_generations": 0, "tracking.wandb": "disabled"},
     }
 
 

@@ -46,7 +46,7 @@ def random_tokens(seq_len: int, batch: int, steps: int, every: int, **sizes: int
 
 def endless(settings: dict, folder: str, name: str = "run") -> dict:
     """A training that does not end, and does nothing else but log."""
-    never = {"steps": 10**6, "checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_story_samples": 0}
+    never = {"steps": 10**6, "checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_scored_generations": 0}
     return settings | never | {"out_dir": folder, "name": name, "resume": "never"}
 
 

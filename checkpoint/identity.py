@@ -1,7 +1,7 @@
 """What makes a run another run besides its settings: the precision of the launch, and the code that trains.
 
 Whoever goes on with a run, trains it again or counts it among others asks here. A start writes these facts into
-starts.jsonl, and into every checkpoint. A run of an older version does not know its code: what is not known is never
+sessions.jsonl, and into every checkpoint. A run of an older version does not know its code: what is not known is never
 called another.
 """
 
@@ -66,7 +66,7 @@ def other_arrangement(then: Mapping[str, Any], now: Mapping[str, Any], exact: bo
 
 
 def lasting_starts(starts: list[dict[str, Any]], until: int) -> list[dict[str, Any]]:
-    """The rows of starts.jsonl whose steps are still there in a run that has come to step `until`.
+    """The rows of sessions.jsonl whose steps are still there in a run that has come to step `until`.
 
     The steps after that of a later start were trained again, and a start of a complete run has trained none.
     """

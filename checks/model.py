@@ -17,7 +17,7 @@ from model.hf import FAMILIES, to_transformers
 
 def with_windows_within(config: GPTConfig, length: int) -> GPTConfig:
     """The same with windows, where it has any, that hide something of so few positions, however few layers are left."""
-    return replace(config, window=config.window and min(config.window, max(1, length // 3)), window_layers="S")
+    return replace(config, window=config.window and min(config.window, max(1, length // 3)), window_pattern="S")
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def moved_from_its_start(config: GPTConfig) -> GPTModel:
 @torch.no_grad()
 def logits_equal(family: str, config: GPTConfig) -> tuple[bool | None, str]:
     """This config's sizes in the architecture of a family of transformers', on two rows, of which one is padded."""
-    lacking = ("softcap", *(("n_kv_heads", "head_dim", "window") if family == "gpt2" else ()))
+    lacking = ("logit_softcap", *(("n_kv_heads", "head_dim", "window") if family == "gpt2" else ()))
     own = FAMILIES[family] | dict.fromkeys(lacking)
     length = min(24, config.max_position_embeddings)
     config = with_windows_within(config, length)

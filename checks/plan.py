@@ -91,7 +91,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
     """Of the tensors at the peak of a step on one device that holds the whole model, by part; and of the moments. An
     evaluation that `scores` keeps its logits.
 
-    Left out: samples, and the masks of data.documents: isolated and of windows.
+    Left out: samples, and the masks of data.packing: isolated and of windows.
     """
     device = accelerator.device
     config = replace(config, model=replace(config.model, window=None))
@@ -101,7 +101,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
         compiled = config.compile and not no_compiler(device)
         chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
         prepare_network(network, replace(config, compile=False, chunked_loss=chunked), device)
-        optimizer = build_optimizer(network, config.optimizer, config.evaluation.average)
+        optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)
         live.label = "gradients"
         for parameter in trainable_parameters(network):
             parameter.grad = torch.zeros_like(parameter)
@@ -195,7 +195,7 @@ def torch_itself(config: TrainConfig, accelerator: Accelerator) -> int:
     small = replace(config, micro_batch_size=1, global_batch_size=accelerator.num_processes, steps=1)
     small.model = replace(config.model, n_layers=1, d_model=16, n_heads=1, n_kv_heads=None, head_dim=None, d_ff=16)
     small.evaluation = replace(
-        config.evaluation, num_samples=2, micro_batch_size=1, num_story_samples=9, num_samples_shown=0
+        config.evaluation, num_samples=2, micro_batch_size=1, num_scored_generations=9, num_logged_generations=0
     )
     if not several_machines():
         burst(small, accelerator, 1)

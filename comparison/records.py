@@ -27,7 +27,13 @@ from run.status import Status, read_status
 SEEDS = ("seed", "data.seed")
 # What two runs of one recipe may have different: where they lie, and what moves no loss by more than rounding.
 NOT_OF_A_RECIPE = FREE_SETTINGS - OF_SCHEDULES - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
-WHEN_EVALUATED = ("every", "micro_batch_size", "num_story_samples", "num_samples_shown", "temperature")  # not on what
+WHEN_EVALUATED = (
+    "every",
+    "micro_batch_size",
+    "num_scored_generations",
+    "num_logged_generations",
+    "temperature",
+)  # not on what
 NOT_OF_A_RECIPE |= {f"evaluation.{name}" for name in WHEN_EVALUATED}
 
 
@@ -43,7 +49,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class StartRow:
-    """What is read of a row of starts.jsonl; older versions wrote less."""
+    """What is read of a row of sessions.jsonl; older versions wrote less."""
 
     step: int
     config: dict[str, Any] | None = None
@@ -85,7 +91,7 @@ class Record:
     """Of a branch: the run that it left, where that is at hand."""
     label: str = ""
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of starts.jsonl whose steps are still there."""
+    """The rows of sessions.jsonl whose steps are still there."""
 
     def code(self, after: int = 0) -> str | None:
         """The hash of the code that trained the steps after `after`; of several codes, also from which step on. None
@@ -199,7 +205,7 @@ class Record:
 
     def above_floor(self) -> float | None:
         """The newest validation loss less the lowest possible one; None where that is not known."""
-        loss, floor = self.curve("val/loss", whole=True), dict(self.curve("val/floor", whole=True))
+        loss, floor = self.curve("val/loss", whole=True), dict(self.curve("val/entropy", whole=True))
         return loss[-1][1] - floor[loss[-1][0]] if loss and loss[-1][0] in floor else None
 
     def peak_memory_bytes(self) -> float | None:
@@ -253,7 +259,7 @@ def read_record(path: Path) -> Record:
     if settings is None:
         raise ConfigError(f"{path} is no run: it has no config.yaml")
     try:
-        metrics, starts = path / "metrics.jsonl", path / "starts.jsonl"
+        metrics, starts = path / "metrics.jsonl", path / "sessions.jsonl"
         rows = {row["step"]: row for row in read_rows(metrics)} if metrics.exists() else {}
         all_starts = list(read_rows(starts)) if starts.exists() else []
         begins = [typed(row, StartRow, f"{starts}: a start").branched_from for row in all_starts]

@@ -32,7 +32,7 @@ PAGE = Path(__file__).with_name("report.html")
 NUM_POINTS_DRAWN = 1000  # of a line, in a page
 NUM_ROWS, NUM_KEYS = 24, 4  # of a legend in a column, and what it explains besides the names
 LEGEND_LETTERS = 70  # of a line, beside one panel
-SHOWN = ("train/", "val/", "perf/", "sample/")
+SHOWN = ("train/", "val/", "perf/", "generation/")
 ABOVE_FLOOR = "val/loss above the floor"
 
 Line = list[tuple[float, ...]]
@@ -92,7 +92,7 @@ def curves_of(record: Record) -> dict[str, dict[int, float]]:
     for metric in names:
         if metric.startswith(SHOWN) and (own := record.curve(metric)):
             curves[metric] = dict(record.curve(metric, whole=True)[-len(own) - 1 :])
-    floors = curves.get("val/floor", {})
+    floors = curves.get("val/entropy", {})
     above = {step: loss - floors[step] for step, loss in curves.get("val/loss", {}).items() if step in floors}
     return curves | ({ABOVE_FLOOR: above} if above else {})
 
@@ -119,7 +119,7 @@ def save_picture(title: str, curves: list[Curves], path: Path, x: str = "steps")
             draw_lines(axes, each.metrics.get(metric, []), thick, index)
         marked = marks(index, 1) if "val/loss" in each.metrics else {}
         key.append(Line2D([], [], **thick, **marked, label=wrapped(each.label, room, num_lines)))
-    floors = sorted({float(f"{floor:.5g}") for each in curves for floor in each.values("val/floor")[-1:]})
+    floors = sorted({float(f"{floor:.5g}") for each in curves for floor in each.values("val/entropy")[-1:]})
     for floor in floors:
         key.append(panels[0].axhline(floor, **FLOOR, label=f"floor = {floor:.4f}"))
     for kind, style, words in (

@@ -18,7 +18,7 @@ SIGNIFICANT = 0.05
 NUM_COLUMNS, NUM_NAMED = 6, 4  # settings that have a column or are in a label; runs that are named one by one
 LOSSES = ("train/loss", "val/loss")
 # Settings that say on which sequences of its data a validation loss is measured.
-MEASURE = ("evaluation.num_samples", "seq_len", "data.documents")
+MEASURE = ("evaluation.num_samples", "seq_len", "data.packing")
 Recipes = dict[str, list[Record]]  # by their labels
 
 
@@ -125,7 +125,7 @@ def runs(group: Group, loss: float | None) -> Table:
         loss = max((best for record in finished if (best := record.best_loss()) is not None), default=0.0)
     first, names = records[0], differing(records)
     names = names if len(names) <= NUM_COLUMNS else []
-    floor = ["above floor"] if any(record.curve("val/floor", whole=True) for record in records) else []
+    floor = ["above floor"] if any(record.curve("val/entropy", whole=True) for record in records) else []
     titles = ["run", *names, "state", "step", "train/loss", "val/loss", *floor, "best", f"tokens to {loss:.4f}"]
     table = Table([titles + (["digest parts", "loss parts"] if len(records) > 1 else [])])
     for record in sorted(records, key=by_loss):

@@ -17,8 +17,8 @@ LARGEST_INT = 2**63 - 1  # of int64
 AT_MOST = {  # of more a machine would do nothing else for hours, and answer nobody
     "data.num_workers": 256,
     "num_workers": 1024,  # of data.prepare, which has a thread for each core
-    "evaluation.num_samples_shown": 1000,
-    "evaluation.num_story_samples": 100_000,
+    "evaluation.num_logged_generations": 1000,
+    "evaluation.num_scored_generations": 100_000,
     "timeout_seconds": 2**31 - 1,  # some 68 years: clocks that count nanoseconds overflow soon after
 }
 
@@ -55,7 +55,7 @@ class DataConfig:
     """source text: several prepared corpora instead of one path, as {PATH: WEIGHT}. Each gives its share of every 1,000
     training sequences, in whole numbers, and of evaluation.num_samples; without that all validation sequences count."""
 
-    documents: Literal["concat", "isolated", "padded"] = "concat"
+    packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: what a sequence is. concat: a window of the stream of documents; isolated: the same, but attention
     does not cross the boundary of a document and positions begin again there; padded: one document, cut off at seq_len
     or padded to it. Of a corpus of conversations a sequence is as many whole ones as fit, isolated (which concat then
@@ -99,7 +99,7 @@ class DataConfig:
             return []
         of_text = {"path": self.path, "mix": self.mix, "hash": self.hash}
         given = {name: value for name, value in of_text.items() if value is not None}
-        given |= {"documents": self.documents} if self.documents != "concat" else {}
+        given |= {"packing": self.packing} if self.packing != "concat" else {}
         return [
             f"data.{name}: {value} is for data.source: text, but data.source is {self.source}; change one of the two"
             for name, value in given.items()
@@ -208,15 +208,15 @@ class EvaluationConfig:
     micro_batch_size: PositiveInt = 50
     """Sequences in a forward pass of an evaluation."""
 
-    average: OpenUnitInterval | None = None
+    ema_decay: OpenUnitInterval | None = None
     """Which weights are evaluated, exported and let write: an exponential average of them, of which this share stays at
     every update (0.999; less in the beginning). null: those that are trained."""
 
-    num_story_samples: NonNegativeInt = 200
+    num_scored_generations: NonNegativeInt = 200
     """Stories sampled at the end of a stories run, to report the share that the grammar accepts; at most 100,000. 0:
     none."""
 
-    num_samples_shown: NonNegativeInt = 2
+    num_logged_generations: NonNegativeInt = 2
     """Texts of up to 128 tokens sampled at every evaluation, to be looked at; at most 1,000. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
@@ -243,19 +243,19 @@ class TrackingConfig:
     tags: list[str] | None = None
     """Tags of the run in W&B, as [baseline, wide]."""
 
-    artifact: bool = False
+    log_model: bool = False
     """At the end export the model (export.py) below the run directory and log it as a W&B artifact of type model."""
 
     log_every: PositiveInt = 10
     """Steps between log lines."""
 
-    layers: bool = False
+    block_stats: bool = False
     """Log for every block the norms of its weights, gradients and activations, and the share of the weights that an
     update changes, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
 
     def problems(self) -> list[str]:
         """Every setting that the tracker does not have."""
-        of_wandb = {"group": self.group, "tags": self.tags, "artifact": self.artifact}
+        of_wandb = {"group": self.group, "tags": self.tags, "log_model": self.log_model}
         of_wandb |= {"wandb": self.wandb == "online" and "online"}
         return [
             f"tracking.{name}: {value} is for tracking.tracker: wandb, but tracking.tracker is {self.tracker}; change "

@@ -77,7 +77,7 @@ class Corpus:
     conversations: str = ""
     """How the conversations that it has became training samples, for whoever starts a run."""
     score_texts: Callable[[list[str]], Sums] | None = None
-    """What texts are scored by that the trained model writes between two end-of-text tokens, as sample/NAME."""
+    """What texts are scored by that the trained model writes between two end-of-text tokens, as generation/NAME."""
 
     def order(self, config: TrainConfig) -> GlobalBatches:
         """Which training samples, and how many, every global batch has."""
@@ -136,15 +136,15 @@ def _load_text(config: TrainConfig) -> Corpus:
     data.hash = content_hash
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
         raise ConfigError(f"data.mix: {', '.join(data.mix)} were made with different tokenizers")
-    if any(corpus.has_conversations for corpus in corpora) and data.documents == "concat":
-        data.documents = "isolated"
+    if any(corpus.has_conversations for corpus in corpora) and data.packing == "concat":
+        data.packing = "isolated"
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
     num_samples = _validation_samples(config, quotas)
-    train = [TextDataset(corpus, "train", config.seq_len, data.documents) for corpus in corpora]
+    train = [TextDataset(corpus, "train", config.seq_len, data.packing) for corpus in corpora]
     validation = [
-        TextDataset(corpus, "validation", config.seq_len, data.documents, number)
+        TextDataset(corpus, "validation", config.seq_len, data.packing, number)
         for corpus, number in zip(corpora, num_samples, strict=False)
     ]
     vocab_size = _checked_vocab_size(config, corpora[0].vocab_size)

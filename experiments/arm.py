@@ -135,7 +135,7 @@ class Side:
         for training, row in rows:
             if row["step"] != training.steps or not isinstance(row.get(metric), float):
                 raise RunError(f"{training.directory} has no {metric} of its last step")
-        return [row[metric] - (row.get("val/floor", 0.0) if metric == "val/loss" else 0.0) for _, row in rows]
+        return [row[metric] - (row.get("val/entropy", 0.0) if metric == "val/loss" else 0.0) for _, row in rows]
 
     def validation_text(self) -> str | None:
         """The hash of the text that it is evaluated on, whatever tokenizer cuts it; None where that is not known."""
@@ -153,7 +153,11 @@ class Side:
         warmup = min(self.settings["schedule.warmup_steps"], steps)
         changes = {"steps": steps, "evaluation.every": steps, "schedule.warmup_steps": warmup}
         changes["evaluation.num_samples"] = max(2, len(self.corpora))
-        changes |= {"evaluation.num_story_samples": 0, "evaluation.num_samples_shown": 0, "schedule.decay_steps": None}
+        changes |= {
+            "evaluation.num_scored_generations": 0,
+            "evaluation.num_logged_generations": 0,
+            "schedule.decay_steps": None,
+        }
         if "schedule.batch_warmup_from" in self.settings:
             changes |= {"schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None}
         changes |= {"tracking.log_every": max(1, steps // LOGS_OF_SHORT), "tracking.wandb": "disabled"}

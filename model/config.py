@@ -58,7 +58,7 @@ class GPTConfig:
     """In layers with a window, how many positions attention sees: each its own and the window - 1 before it (Jiang et
     al. 2023, "Mistral 7B", arXiv:2310.06825). At most max_position_embeddings. Default null: all before it."""
 
-    window_layers: str = "SSL"
+    window_pattern: str = "SSL"
     """Which layers have the window: S (short) has it, L (long) sees all before it. The letters repeat over the layers,
     and the last layer is long whatever they say, as nanochat's --window-pattern has it; SL is Gemma 2's alternation
     (arXiv:2408.00118). Only read with a window."""
@@ -75,9 +75,9 @@ class GPTConfig:
     bias: bool = True
     """Whether linear layers and layernorms have a bias. The output projection never has one."""
 
-    softcap: float | None = None
-    """What logits stay below in size: each becomes softcap x tanh(logit / softcap), in training and after it (Gemma 2,
-    arXiv:2408.00118, with 30). Default null: no bound."""
+    logit_softcap: float | None = None
+    """Bound on the absolute value of the logits: each becomes logit_softcap x tanh(logit / logit_softcap), in training
+    and inference (Gemma 2, arXiv:2408.00118, with 30). Default null: no bound."""
 
     tie_embeddings: bool = False
     """Whether the output projection is the token embedding itself, as in the published GPT-2: fewer parameters.
@@ -100,7 +100,7 @@ class GPTConfig:
     @property
     def windows(self) -> list[int | None]:
         """The window of each layer, in positions; None: all before it."""
-        letters = (self.window_layers * self.n_layers)[: self.n_layers - 1] + "L"
+        letters = (self.window_pattern * self.n_layers)[: self.n_layers - 1] + "L"
         return [self.window if letter == "S" else None for letter in letters]
 
     @property
@@ -122,7 +122,7 @@ class GPTConfig:
             if value is not None and value < 1:
                 problems.append(f"model.{name} is {value}: it must be at least 1")
         sizes_are_positive = not problems
-        for name in ("rope_theta", "norm_eps", "softcap"):
+        for name in ("rope_theta", "norm_eps", "logit_softcap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 problems.append(f"model.{name} is {value}: it must be finite and greater than 0")
@@ -155,10 +155,10 @@ class GPTConfig:
                 f"model.window is {self.window}: it must be at most model.max_position_embeddings "
                 f"{self.max_position_embeddings}, or null for none"
             )
-        if not self.window_layers or set(self.window_layers) - {"S", "L"}:
+        if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             problems.append(
-                f"model.window_layers is {self.window_layers!r}: it must be letters S (with the window) and L (without)"
-                ", such as SSL"
+                f"model.window_pattern is {self.window_pattern!r}: it must be letters S (with the window) and L "
+                "(without), such as SSL"
             )
         if self.n_heads % self.kv_heads:
             divisors = [str(n) for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]

@@ -227,7 +227,7 @@ class GPTModel(Generation, nn.Module):
         self.config = config
         self.windows = config.windows
         # How it is computed, training/prepare_model.py chooses.
-        self.next_token_loss = functools.partial(next_token_loss, softcap=config.softcap)
+        self.next_token_loss = functools.partial(next_token_loss, softcap=config.logit_softcap)
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
@@ -339,7 +339,7 @@ class GPTModel(Generation, nn.Module):
         if labels is not None:
             loss, _ = self.next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch)
         if labels is None or logits_to_keep is not None:
-            logits = capped(linear(x_BTC[:, -(logits_to_keep or 0) :], self.output_weight), self.config.softcap)
+            logits = capped(linear(x_BTC[:, -(logits_to_keep or 0) :], self.output_weight), self.config.logit_softcap)
         return logits, loss
 
     def masks(

@@ -35,7 +35,7 @@ NAMES = {
     | dict(d_ff="intermediate_size", dropout="attention_dropout", norm_eps="rms_norm_eps"),
 }  # fmt: skip
 # What else is understood: how weights begin is no part of a model, and what is named of attention is looked at below.
-HANDLED_SEPARATELY = {"zero_init", "rope_theta", "n_kv_heads", "head_dim", "window", "window_layers"}
+HANDLED_SEPARATELY = {"zero_init", "rope_theta", "n_kv_heads", "head_dim", "window", "window_pattern"}
 
 
 def family_of(config: GPTConfig) -> str:
@@ -72,7 +72,7 @@ def layer_types(config: GPTConfig) -> list[str]:
     return ["sliding_attention" if window else "full_attention" for window in config.windows]
 
 
-def window_layers(layer_types: list[str]) -> str:
+def window_pattern(layer_types: list[str]) -> str:
     """The inverse of layer_types, with no more letters than are repeated."""
     letters = "".join("S" if kind == "sliding_attention" else "L" for kind in layer_types)
     count = len(letters)
@@ -128,7 +128,7 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
         required = {"hidden_act": ("silu",), "attention_bias": (False,), "rope_type": ("default",)}
         if "sliding_attention" in hf_config.layer_types:
             settings["window"] = min(hf_config.sliding_window, hf_config.max_position_embeddings)
-            settings["window_layers"] = window_layers(hf_config.layer_types)
+            settings["window_pattern"] = window_pattern(hf_config.layer_types)
         required["layer_types"] = (layer_types(GPTConfig(**settings)),)
     misfits = [
         f"{name} is {there[name]}, not {' or '.join(map(str, allowed))}"

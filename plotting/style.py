@@ -152,7 +152,7 @@ def places_on(x: str, run_directory: Path) -> Callable[[float], float]:
 def flops_per_token(run_directory: Path) -> int:
     """Of a training of the run's model on one token: as its starts wrote down or, of an older version, as its settings
     say."""
-    starts = run_directory / "starts.jsonl"
+    starts = run_directory / "sessions.jsonl"
     known = [row["flops_per_token"] for row in read_rows(starts) if "flops_per_token" in row] if starts.exists() else []
     if known:
         return known[-1]

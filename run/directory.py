@@ -47,7 +47,7 @@ class RunDirectory:
     def __init__(self, out_dir: str, name: str):
         self.path = Path(out_dir).expanduser() / name
         self.checkpoints = self.path / "checkpoints"
-        self.metrics_file, self.samples_file = self.path / "metrics.jsonl", self.path / "samples.jsonl"
+        self.metrics_file, self.samples_file = self.path / "metrics.jsonl", self.path / "generations.jsonl"
         self.status_file = self.path / "status.json"
         self.is_open = False
         self._lock_file: TextIO | None = None
@@ -204,7 +204,7 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         forget_after(self.metrics_file, start.step, one_each=True)
         forget_after(self.samples_file, start.step)
-        forget_after(self.path / "starts.jsonl", config.steps)  # half a line, of a start that had no room for it
+        forget_after(self.path / "sessions.jsonl", config.steps)  # half a line, of a start that had no room for it
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
         now |= network_size(config)
         if config.data.source == "text":
@@ -219,7 +219,7 @@ class RunDirectory:
         return start
 
     def _record_start(self, start: Start, now: dict[str, Any]) -> None:
-        """Keep what this start computes, and with what: a line of starts.jsonl, and what the commit there lacks.
+        """Keep what this start computes, and with what: a line of sessions.jsonl, and what the commit there lacks.
 
         Of a branch also where it begins, for the checkpoint that branch_from names may be moved or deleted.
         """
@@ -231,7 +231,7 @@ class RunDirectory:
         if start.checkpoint and start.checkpoint.parent != self.checkpoints:
             parent = str(start.checkpoint.resolve().parent.parent)
             row["branched_from"] = {"run": parent, "step": start.step, "digest": start.metrics.get("state/digest")}
-        with open(self.path / "starts.jsonl", "a") as file:
+        with open(self.path / "sessions.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
     def _choose_start(self, config: TrainConfig, now: dict[str, Any]) -> Start:
@@ -266,7 +266,7 @@ class RunDirectory:
 
     def _had_saved(self) -> bool:
         """Whether a checkpoint was there for certain; a run that was killed may have been saving its first one."""
-        starts, status = self.path / "starts.jsonl", read_status(self.status_file)
+        starts, status = self.path / "sessions.jsonl", read_status(self.status_file)
         begins = {row["step"] for row in read_rows(starts)} if starts.exists() else set()
         if len(begins) > 1:
             return True  # one of these starts went on from a checkpoint

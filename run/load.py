@@ -54,7 +54,7 @@ PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 CAN_BE_OPENED = "the directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub"
 
 # Of a run that needs other code.
-REMEDY = "use the code that trained it, whose commit starts.jsonl of the run names"
+REMEDY = "use the code that trained it, whose commit sessions.jsonl of the run names"
 
 # A folder with a tokenizer has at least one; an older one of GPT-2 has no tokenizer.json.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
@@ -87,7 +87,7 @@ def load_run(
         path: the directory of a run or of a checkpoint; else a folder or a name that transformers can open.
         checkpoint: of a run: latest, best (by validation loss), or a step.
         setting: what messages call the path.
-        weights: evaluated: those that `val/loss` is of, which are the average with `evaluation.average`; or trained.
+        weights: evaluated: those that `val/loss` is of, which are the average with `evaluation.ema_decay`; or trained.
 
     Raises:
         ConfigError: there is no such model, it cannot be read, or it has settings that this one lacks.
@@ -127,7 +127,7 @@ def load_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "eva
 
 def averages(config: TrainConfig, weights: Weights) -> bool:
     """Whether these weights of a run are an average of those that it trained."""
-    return weights == "evaluated" and config.evaluation.average is not None
+    return weights == "evaluated" and config.evaluation.ema_decay is not None
 
 
 def is_run(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: JSON objects with a step, in the order of the steps."""
+"""metrics.jsonl and generations.jsonl: JSON objects with a step, in the order of the steps."""
 
 import errno
 import json

@@ -15,7 +15,12 @@ from run.trackers import ExportNewest, start_tracker
 
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # what has a line of its own
-NOT_SHOWN = (*TRAINING, "state/", "layers/", "val/excess/")  # in the other one: nor digests, and what a picture shows
+NOT_SHOWN = (
+    *TRAINING,
+    "state/",
+    "layers/",
+    "val/excess_loss/",
+)  # in the other one: nor digests, and what a picture shows
 # How the screen shows what is no number like a loss.
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
@@ -41,7 +46,7 @@ class Reporter(AbstractContextManager):
         accelerator: Accelerator,
         export_newest: ExportNewest | None = None,
     ):
-        """`step` are done; `export_newest` is that of export.py, for `tracking.artifact`."""
+        """`step` are done; `export_newest` is that of export.py, for `tracking.log_model`."""
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
         if not self.is_main_process:
             return
@@ -74,7 +79,7 @@ class Reporter(AbstractContextManager):
             self._show_training(step, training)
         words = [f"{name} = {shown(name, value)}" for name, value in metrics.items() if not name.startswith(NOT_SHOWN)]
         if words:
-            if (floor := metrics.get("val/floor")) == 0:
+            if (floor := metrics.get("val/entropy")) == 0:
                 words.append(f"({metrics['val/loss']:.4f} nats above the floor)")
             elif floor is not None:
                 words.append(f"({metrics['val/loss'] / floor - 1:.1%} above the floor)")
@@ -90,7 +95,7 @@ class Reporter(AbstractContextManager):
             self.metrics_file.sync()
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Show the first sampled texts, and keep all in samples.jsonl and the tracker."""
+        """Show the first sampled texts, and keep all in generations.jsonl and the tracker."""
         if not self.is_main_process:
             return
         for text in texts[:NUM_TEXTS_SHOWN]:
@@ -99,7 +104,7 @@ class Reporter(AbstractContextManager):
             with closing(MetricsFile(self.samples_file)) as file:
                 file.append(*({"step": step, name: text} for text in texts))
         except OSError as error:
-            self.say(f"samples.jsonl cannot be written ({error.strerror}).")
+            self.say(f"generations.jsonl cannot be written ({error.strerror}).")
         if self.remote is not None:
             self.remote.log_texts(step, name, texts)
 

@@ -24,7 +24,7 @@ FREE_SETTINGS = OF_SCHEDULES | {
     *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
 # But this of them: what the optimizer keeps depends on it.
-FIXED_SETTINGS = {"evaluation.average"}
+FIXED_SETTINGS = {"evaluation.ema_decay"}
 # Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
 RETIRED_SETTINGS: dict[str, Any] = {}
 # Settings that had no name of their own: a run that does not know one was begun with the value of the other.

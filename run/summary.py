@@ -74,7 +74,7 @@ def summary(
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
         "tokens": tokens_of_run(config),
     }
-    if device.type == "cuda" and config.data.documents == "isolated" and not HAS_TRITON:
+    if device.type == "cuda" and config.data.packing == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, for there is no Triton"
     facts |= {"corpus": corpus, "conversations": conversations}
     return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items() if fact)

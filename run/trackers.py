@@ -52,11 +52,11 @@ def check(config: TrainConfig) -> None:
                     "tracking.wandb: online needs an API key: run `wandb login`, or set WANDB_API_KEY; offline needs "
                     "none"
                 )
-    if tracking.artifact:
+    if tracking.log_model:
         try:
             family_of(config.model)
         except ValueError as error:
-            raise ConfigError(f"tracking.artifact: true is an export, but {error}") from None
+            raise ConfigError(f"tracking.log_model: true is an export, but {error}") from None
 
 
 def start_tracker(
@@ -153,14 +153,14 @@ class TrackerRun:
 
     def _settings(self) -> dict[str, Any]:
         """The run's settings, and what this start computes them with."""
-        *_, start = read_rows(self.directory / "starts.jsonl")
+        *_, start = read_rows(self.directory / "sessions.jsonl")
         arrangement = {name: start[name] for name in (*ARRANGEMENT, "mixed_precision")}
         return {**asdict(self.config), **arrangement, "provenance": provenance()}
 
     def _start(self, step: int) -> None:
         name, kind = self.config.tracking.tracker, LOGGER_TYPE_TO_CLASS[self.config.tracking.tracker]
         # A branch begins after a step as well, but not in the run of its name that was moved aside.
-        goes_on = step and len(list(read_rows(self.directory / "starts.jsonl"))) > 1
+        goes_on = step and len(list(read_rows(self.directory / "sessions.jsonl"))) > 1
         options = {
             # what a start before this one has logged of the steps that are done again is not shown any more
             "tensorboard": {"logging_dir": self.directory, "purge_step": step + 1},
@@ -215,7 +215,7 @@ class WandbRun(TrackerRun):
         if isinstance(failure, NonFiniteError):
             title = f"{self.config.name}: the loss is no number"[-63:]
             self._try(lambda: self.run.alert(title, str(failure), level="ERROR"))
-        elif failure is None and self.config.tracking.artifact:
+        elif failure is None and self.config.tracking.log_model:
             self._log_model()
         self._try(lambda: self.run.finish(exit_code=int(failure is not None)))
         self._finish_in_time(self.thread.shutdown, failure)

@@ -88,10 +88,10 @@ class Rung:
     def point(self, training: Training) -> Point:
         """What it came to."""
         last = training.last()
-        answers = math.fsum(value for name, value in last.items() if name.startswith("val/excess/facts_"))
+        answers = math.fsum(value for name, value in last.items() if name.startswith("val/excess_loss/facts_"))
         tokens = last["train/tokens"]
         flops = flops_per_token(self.model, SEQ_LEN) * tokens
-        return Point(self.parameters, tokens, flops, last["val/loss"], last["val/floor"], self.seed, answers)
+        return Point(self.parameters, tokens, flops, last["val/loss"], last["val/entropy"], self.seed, answers)
 
 
 def ladder(sizes: list[int], budgets: list[int], seeds: range) -> list[Rung]:

@@ -19,13 +19,20 @@ QWEN = """--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.
 # 64 wide, so that the products are none that a library handles apart for being small.
 WIDE = "--model.d_model 64 --model.d_ff 160 --seq_len 96 --data.source random --model.vocab_size 512".split()
 KINDS = {
-    "stories": ["--evaluation.num_story_samples", "8"],
+    "stories": ["--evaluation.num_scored_generations", "8"],
     "gpt2, random tokens": WIDE,
     "qwen3, muon, chunked loss": [*QWEN, "--optimizer.name", "muon", "--chunked_loss", "true"],
     "qwen3, recomputed": [*WIDE, *QWEN, "--activation_checkpointing", "true", "--model.dropout", "0"],
-    "text, isolated documents": "--data.source text --data.documents isolated --seq_len 64 --data.path".split(),
+    "text, isolated documents": "--data.source text --data.packing isolated --seq_len 64 --data.path".split(),
 }
-OF_ANY_PROCESSOR = ("state/digest", "train/loss", "train/grad_norm", "val/loss", "sample/logprob", "sample/accepted")
+OF_ANY_PROCESSOR = (
+    "state/digest",
+    "train/loss",
+    "train/grad_norm",
+    "val/loss",
+    "generation/logprob",
+    "generation/valid",
+)
 
 
 def corpus(folder: Path) -> Path:

@@ -30,7 +30,7 @@ SLEEP = (
 
 def fake_run(path, rows, branched_from=None, state="finished", seed=0, lr=0.001, starts=(), **settings):
     """A run of 30 steps of 4 x 16 tokens, as train.py would have left it; `rows` are {step: row}, and `starts` those of
-    starts.jsonl."""
+    sessions.jsonl."""
     settings = {"steps": 30, "global_batch_size": 4, "seq_len": 16, "seed": seed, **settings}
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump({**settings, "data": {"seed": 0}, "optimizer": {"lr": lr}}))
@@ -40,12 +40,12 @@ def fake_run(path, rows, branched_from=None, state="finished", seed=0, lr=0.001,
         first, *others = starts or [{}]
         starts = [{**first, "step": branched_from["step"], "branched_from": branched_from}, *others]
     if starts:
-        (path / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+        (path / "sessions.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     return path
 
 
 def start(step=0, code="aaaaaaaaaaaa", precision="no", **facts):
-    """A row of starts.jsonl."""
+    """A row of sessions.jsonl."""
     return {"step": step, "code": code, "mixed_precision": precision, "git_commit": "1234567890" * 4, **facts}
 
 
@@ -216,7 +216,7 @@ def test_it_needs_no_torch():
 
 
 def of_no_recipe(seed):
-    return {"tracking": {"log_every": seed + 1}, "evaluation": {"every": seed + 1, "num_samples_shown": seed}}
+    return {"tracking": {"log_every": seed + 1}, "evaluation": {"every": seed + 1, "num_logged_generations": seed}}
 
 
 def recipe(tmp_path, name, losses, lr):
@@ -614,10 +614,10 @@ def test_branches_of_real_runs(runs, capsys):
     train(*recipe, *begin, "--name", "smaller", "--optimizer.weight_decay", 0.5)
     train(*recipe, *begin, "--name", "seed", "--seed", 1)
     rows = [json.loads(line) for line in (runs / "base" / "metrics.jsonl").read_text().splitlines()]
-    begun = json.loads((runs / "seed" / "starts.jsonl").read_text())
+    begun = json.loads((runs / "seed" / "sessions.jsonl").read_text())
     digest = next(row["state/digest"] for row in rows if row["step"] == 4)
     assert begun["branched_from"] == {"run": str((runs / "base").resolve()), "step": 4, "digest": digest}
-    assert "branched_from" not in json.loads((runs / "base" / "starts.jsonl").read_text())
+    assert "branched_from" not in json.loads((runs / "base" / "sessions.jsonl").read_text())
     shown = printed(capsys, runs / "base", runs / "seed", runs / "smaller")
     root, seed, smaller = tree(shown)
     assert root.startswith("base: ") and "seed (seed 0 -> 1): " in seed
@@ -633,7 +633,7 @@ def test_branches_of_real_runs(runs, capsys):
     (runs / "base" / "checkpoints").symlink_to(runs / "elsewhere")
     shutil.rmtree(runs / "elsewhere" / "step-00000008")
     train(*recipe, "--name", "base")
-    starts = (runs / "base" / "starts.jsonl").read_text().splitlines()
+    starts = (runs / "base" / "sessions.jsonl").read_text().splitlines()
     assert len(starts) == 2 and "branched_from" not in json.loads(starts[1])
 
 
@@ -755,7 +755,7 @@ console.log(JSON.stringify(out));
 def test_the_page_hovers_and_zooms(pair, capsys, tmp_path, page_alone):
     """In a document of a few lines: 800 x 400 units inside the margins."""
     fake_run(tmp_path / "c", {step: {"train/loss": step * 1e6} for step in (1000, 100_000)}, lr=0.1)
-    floor = {10: {"val/loss": 3.0, "val/floor": 1.0}, 30: {"val/loss": 2.0, "val/floor": 1.0}}
+    floor = {10: {"val/loss": 3.0, "val/entropy": 1.0}, 30: {"val/loss": 2.0, "val/entropy": 1.0}}
     worlds = [fake_run(tmp_path / f"w{seed}", floor, seed=seed, lr=0.1) for seed in range(2)]
     for run in worlds:
         config = yaml.safe_load((run / "config.yaml").read_text())

@@ -79,7 +79,7 @@ def test_a_run_is_measured_on_its_own_data(made, capsys):
     shown = json.loads(capsys.readouterr().out.partition("Loss by position")[0])
     assert shown["val/loss"] == pytest.approx(metrics(made / "run")[-1]["val/loss"], rel=1e-5)
     content = json.loads((made / "corpus" / "metadata.json").read_text())["hash"]
-    data = {"source": "text", "path": f"{made}/corpus", "hash": content, "documents": "concat"}
+    data = {"source": "text", "path": f"{made}/corpus", "hash": content, "packing": "concat"}
     assert (shown["run"], shown["step"], shown["data"]) == (str(made / "run"), 3, data)
     evaluate.main(EvaluateConfig(str(made / "run" / "checkpoints" / "step-00000003")))
     assert (made / "run" / "evaluation.json").exists(), "beside the run"
@@ -146,9 +146,9 @@ def test_the_window_of_a_model_that_is_no_run_fits_into_memory(positions, window
 
 def test_documents_are_kept_apart_where_training_did(made):
     loaded = load_run(made / "run")
-    loaded.config.data.documents = "isolated"
+    loaded.config.data.packing = "isolated"
     config = EvaluateConfig(str(made / "run"), data=str(made / "corpus"))
-    assert evaluate.settings_of(config, loaded).data.documents == "isolated"
+    assert evaluate.settings_of(config, loaded).data.packing == "isolated"
 
 
 def test_data_of_other_code_are_not_measured_on(made, tmp_path):
@@ -167,7 +167,7 @@ def test_data_of_other_code_are_not_measured_on(made, tmp_path):
 
 def test_a_text_run_shows_what_it_writes_at_every_evaluation(made, tmp_path):
     text = f"--data.source text --data.path {made}/corpus --data.num_samples 1000 --seq_len 24 --steps 4"
-    shown = "--evaluation.every 2 --evaluation.num_samples_shown 2 --evaluation.temperature 0.7"
+    shown = "--evaluation.every 2 --evaluation.num_logged_generations 2 --evaluation.temperature 0.7"
     done = train(*TINY_STORIES, *text.split(), *shown.split(), "--out_dir", tmp_path, "--name", "run", processes=2)
     expected = []
     for step in (2, 4):

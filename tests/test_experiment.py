@@ -39,7 +39,7 @@ settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len":
     "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "model.mlp": "gelu",
     "data.source": "stories", "data.num_samples": 100,
     "data.path": None, "data.mix": None, "optimizer.lr": 1.0, "evaluation.every": 10,
-    "evaluation.num_samples": 5, "evaluation.num_story_samples": 0, "evaluation.num_samples_shown": 0,
+    "evaluation.num_samples": 5, "evaluation.num_scored_generations": 0, "evaluation.num_logged_generations": 0,
     "schedule.warmup_steps": 10, "schedule.decay_steps": None, "tracking.log_every": 1, "tracking.wandb": "disabled"}
 words = [word for word in sys.argv[1:] if word != "--print_config"]
 words = [part for word in words for part in word.split("=", 1)]
@@ -70,9 +70,9 @@ excess = EFFECT / settings["steps"] * (0.9 if settings["model.mlp"] == "relu2" e
 excess *= math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10) * 64 / settings["model.d_model"]
 excess *= 1 + 0.004 * random.Random(settings["name"]).gauss(0, 1)
 state = "finished" if math.isfinite(excess) else "failed"
-row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/floor": 0.5, "perf/tokens_per_second": 100.0}
+row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/entropy": 0.5, "perf/tokens_per_second": 100.0}
 if settings["data.source"] == "text":  # tokens of so many bytes as the name of the corpus has letters
-    row |= {"val/floor": None, "val/bits_per_byte": row["val/loss"] / len(settings["data.path"] or "x") / math.log(2)}
+    row |= {"val/entropy": None, "val/bits_per_byte": row["val/loss"] / len(settings["data.path"] or "x") / math.log(2)}
 row["train/tokens"] = settings["steps"] * settings["global_batch_size"] * settings["seq_len"]
 with open(run + "/metrics.jsonl", "w") as file:
     print(json.dumps(row | {"perf/peak_memory_bytes": 2**20}), file=file)
@@ -515,7 +515,7 @@ model: {n_layers: 1, d_model: 16, n_heads: 2, d_ff: 32, dropout: 0.0}
 data: {source: stories, num_samples: 24}
 optimizer: {lr: 0.01}
 checkpoint: {every: 1000}
-evaluation: {every: 1000, num_samples: 20, micro_batch_size: 20, num_story_samples: 0, num_samples_shown: 0}
+evaluation: {every: 1000, num_samples: 20, micro_batch_size: 20, num_scored_generations: 0, num_logged_generations: 0}
 tracking: {wandb: disabled, log_every: 2}
 """
 
@@ -546,11 +546,11 @@ def test_real_runs_of_a_planted_defect(tiny, tmp_path, capsys):
     parameters, flops = found["cost"]["parameters"], found["cost"]["flops_per_token"]
     assert parameters[0] == parameters[1] > 10_000 and flops[0] > 6 * 2 * 16 * 16
     run = tmp_path / "lab" / "runs" / f"{found['candidate']}-0"
-    (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
+    (start,) = map(json.loads, (run / "sessions.jsonl").read_text().splitlines())
     assert (start["parameters"], start["flops_per_token"]) == (parameters[1], flops[1]), "from the start on"
     measured = json.loads((run / "ruler.json").read_text())
     assert measured["loss"] == pytest.approx(measured["val/loss"], rel=1e-5) and not measured["looks_ahead"]
-    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/floor"] == measured["floor"]
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/entropy"] == measured["floor"]
 
 
 @pytest.mark.parametrize(
@@ -660,7 +660,7 @@ def test_ctrl_c_stops_it_and_the_same_command_goes_on(tmp_path):
     assert not (tmp_path / "lab" / "notebook.jsonl").exists()
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["verdict"] == "worse", done.stderr
-    resumed = [len(starts.read_text().splitlines()) for starts in (tmp_path / "lab" / "runs").glob("*/starts.jsonl")]
+    resumed = [len(starts.read_text().splitlines()) for starts in (tmp_path / "lab" / "runs").glob("*/sessions.jsonl")]
     assert 2 in resumed, "what was under way went on"
 
 

@@ -169,7 +169,7 @@ def test_a_corpus_that_is_gone_is_named_all_the_same():
 
 
 def test_the_card_promises_no_tokenizer_and_no_beginning_that_is_not_known(runs, tmp_path):
-    random = "--data.source random --model.vocab_size 50 --evaluation.num_story_samples 0 --steps 2".split()
+    random = "--data.source random --model.vocab_size 50 --evaluation.num_scored_generations 0 --steps 2".split()
     train(*TINY_STORIES, *random, "--out_dir", tmp_path, "--name", "random")
     for source, opened in ((tmp_path / "random", "it has no tokenizer"), (runs / "gpt2", "pipeline(")):
         first = exported(source, tmp_path / f"{source.name}-export")

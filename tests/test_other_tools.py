@@ -162,7 +162,7 @@ def test_tensorboard_shows_a_run(folder):
 def test_trackio_keeps_and_shows_a_run(folder, environment_with):
     programs, kept = environment_with("trackio"), str(folder / "trackio")
     words = [*TINY_STORIES, "--tracking.tracker", "trackio", "--out_dir", folder / "runs", "--name", "tracked"]
-    command = [programs / "python", "train.py", *words, "--evaluation.num_samples_shown", "1"]
+    command = [programs / "python", "train.py", *words, "--evaluation.num_logged_generations", "1"]
     done = subprocess.run(
         list(map(str, command)), cwd=ROOT, env=environment(TRACKIO_DIR=kept), capture_output=True, text=True
     )

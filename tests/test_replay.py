@@ -26,7 +26,7 @@ from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, py
 
 STEPS = 6
 RECIPE = [*TINY_STORIES, *"--steps 6 --tracking.log_every 1 --evaluation.every 3 --checkpoint.every 2".split()]
-RECIPE += "--evaluation.num_samples_shown 2 --evaluation.num_story_samples 4".split()
+RECIPE += "--evaluation.num_logged_generations 2 --evaluation.num_scored_generations 4".split()
 
 
 @pytest.fixture(scope="module")
@@ -216,16 +216,16 @@ def content(run, step):
 
 
 def change_settings(run, **settings):
-    """In config.yaml, in all manifests and in starts.jsonl."""
+    """In config.yaml, in all manifests and in sessions.jsonl."""
     files = [read_manifest(path).config for path in (run / "checkpoints").iterdir()]
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    starts = [json.loads(line) for line in (run / "sessions.jsonl").read_text().splitlines()]
     whole = yaml.safe_load((run / "config.yaml").read_text())
     for config in (*files, whole, *(start["config"] for start in starts)):
         for name, value in settings.items():
             section, _, key = name.rpartition("__")
             (config[section] if section else config)[key] = value
     (run / "config.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
-    (run / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    (run / "sessions.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     for path, config in zip((run / "checkpoints").iterdir(), files, strict=True):
         replace(read_manifest(path), config=config).write(path)
 
@@ -293,13 +293,13 @@ def a_number_that_is_none(run):
 
 
 def rewrite_texts(run, change):
-    path = run / "samples.jsonl"
+    path = run / "generations.jsonl"
     rows = change([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def a_text(run):
-    rewrite_texts(run, lambda rows: [{**rows[0], "sample/stories": "Mia likes cats."}, *rows[1:]])
+    rewrite_texts(run, lambda rows: [{**rows[0], "generation/stories": "Mia likes cats."}, *rows[1:]])
 
 
 def a_text_that_is_gone(run):
@@ -311,7 +311,7 @@ def a_text_of_another_step(run):
 
 
 def all_texts(run):
-    (run / "samples.jsonl").unlink()
+    (run / "generations.jsonl").unlink()
 
 
 def a_gradient_norm_that_is_gone(run):
@@ -477,10 +477,10 @@ def test_a_number_that_stands_nowhere_is_said_to_be_unknown(run, in_process, tmp
     """By its absence alone, who removed all of it cannot be told from a version that did not know it."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     metrics = read_manifest(copy / "checkpoints" / "step-00000006").metrics
-    rewrite_rows(copy, lambda row: row.pop("sample/accepted", None) and None)
-    forge(copy, 6, metrics={name: value for name, value in metrics.items() if name != "sample/accepted"})
+    rewrite_rows(copy, lambda row: row.pop("generation/valid", None) and None)
+    forge(copy, 6, metrics={name: value for name, value in metrics.items() if name != "generation/valid"})
     audit(Run(copy), 99, tmp_path)
-    assert "SKIP  sample/accepted  the run logged it at no step" in capsys.readouterr().out
+    assert "SKIP  generation/valid  the run logged it at no step" in capsys.readouterr().out
 
 
 def logged(row):
@@ -490,8 +490,8 @@ def logged(row):
 
 @pytest.mark.parametrize("value", [None, "low", 5.0])
 def test_only_a_number_is_the_same_but_for_rounding(value):
-    again = Retrained(None, {3: {"train/loss": 5.1, "state/digest": "b", "sample/accepted": 0.5}}, {}, None)
-    row = {"state/digest": "a", "sample/accepted": 0.4, "train/loss": 5.1001}
+    again = Retrained(None, {3: {"train/loss": 5.1, "state/digest": "b", "generation/valid": 0.5}}, {}, None)
+    row = {"state/digest": "a", "generation/valid": 0.4, "train/loss": 5.1001}
     assert not again.difference(logged(row), "2 processes then and 1 now")
     row["train/loss"] = value
     assert "train/loss" in again.difference(logged(row), "2 processes then and 1 now")
@@ -588,7 +588,7 @@ def run_replay(monkeypatch, capsys, *words):
     return scripts.run_script("replay", ReplayConfig), capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl", "generations.jsonl"])
 def test_a_log_that_cannot_be_read_is_said(name, run, in_process, tmp_path, monkeypatch, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / name).unlink()
@@ -600,16 +600,16 @@ def test_a_log_that_cannot_be_read_is_said(name, run, in_process, tmp_path, monk
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"threads": "two"}, "run: {run}/starts.jsonl is damaged: start.threads is 'two'"),
-        ({"processes": [2]}, "run: {run}/starts.jsonl is damaged: start.processes is"),
-        ({"mixed_precision": 16}, "run: {run}/starts.jsonl is damaged: start.mixed_precision is"),
-        ({"config": []}, "run: {run}/starts.jsonl is damaged: start.config is"),
+        ({"threads": "two"}, "run: {run}/sessions.jsonl is damaged: start.threads is 'two'"),
+        ({"processes": [2]}, "run: {run}/sessions.jsonl is damaged: start.processes is"),
+        ({"mixed_precision": 16}, "run: {run}/sessions.jsonl is damaged: start.mixed_precision is"),
+        ({"config": []}, "run: {run}/sessions.jsonl is damaged: start.config is"),
     ],
 )
 def test_a_start_that_is_none_is_said(facts, message, run, in_process, tmp_path, monkeypatch, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    start = json.loads((copy / "starts.jsonl").read_text())
-    (copy / "starts.jsonl").write_text(json.dumps(start | facts) + "\n")
+    start = json.loads((copy / "sessions.jsonl").read_text())
+    (copy / "sessions.jsonl").write_text(json.dumps(start | facts) + "\n")
     exit_code, said = run_replay(monkeypatch, capsys, copy, "--audit", 1)
     assert exit_code == 2 and message.format(run=copy) in said and "Traceback" not in said
 
@@ -633,11 +633,11 @@ def test_what_an_older_version_did_not_log_is_not_missed(kind, in_process, tmp_p
 def test_weights_that_an_older_version_drew_are_not_drawn_again(version, run, in_process, tmp_path, capsys):
     """Its first interval cannot be audited; the others are, and pass."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    starts = (copy / "starts.jsonl").read_text()
+    starts = (copy / "sessions.jsonl").read_text()
     assert starts.count('"initial_weights": "by name", ') == 1
-    (copy / "starts.jsonl").write_text(starts.replace('"initial_weights": "by name", ', ""))
+    (copy / "sessions.jsonl").write_text(starts.replace('"initial_weights": "by name", ', ""))
     if version == "without starts":
-        (copy / "starts.jsonl").unlink()
+        (copy / "sessions.jsonl").unlink()
         for step in (2, 4, 6):
             checkpoint = copy / "checkpoints" / f"step-{step:08d}"
             manifest = read_manifest(checkpoint)

@@ -32,7 +32,8 @@ run = Path(words["--out_dir"], words["--name"])
 run.mkdir(parents=True, exist_ok=True)
 steps, told = int(words["--steps"]), json.loads(Path(__file__).with_name("losses.json").read_text())
 loss = told["losses"][words["--model.d_model"] + "/" + words["--steps"]]
-row = {"step": steps, "val/loss": loss, "val/floor": told["floor"], "val/excess/facts_from_1": loss - told["floor"]}
+row = {"step": steps, "val/loss": loss, "val/entropy": told["floor"]}
+row["val/excess_loss/facts_from_1"] = loss - told["floor"]
 row["train/tokens"] = steps * 16 * 96
 (run / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
 (run / "status.json").write_text(json.dumps(dict(state="finished", step=steps, reason="")))

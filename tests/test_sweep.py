@@ -42,7 +42,7 @@ settings = json.loads(json.dumps(asdict(config)))
 (run / "config.yaml").write_text(yaml.safe_dump(settings))
 (run / "metrics.jsonl").write_text(json.dumps({{"step": config.steps, "val/loss": config.optimizer.lr}}))
 start = {{"step": 0, "mixed_precision": "no", "code": code_hash()}}
-(run / "starts.jsonl").write_text(json.dumps(start))
+(run / "sessions.jsonl").write_text(json.dumps(start))
 if told[0] == "waits":
     signal.signal(signal.SIGTERM, lambda *_: end("preempted", 1))
     (run / "waiting").touch()
@@ -154,7 +154,7 @@ def test_runs_of_other_settings_are_not_taken_for_those_of_the_sweep(sweep):
 @pytest.mark.parametrize(("name", "there"), [("mixed_precision", "bf16"), ("code", "0123456789ab")])
 def test_runs_of_another_precision_or_code_are_not_taken_for_those_of_the_sweep(name, there, sweep):
     names = sweep("--seed", "0,1")
-    starts = sweep.directory / names[1] / "starts.jsonl"
+    starts = sweep.directory / names[1] / "sessions.jsonl"
     starts.write_text(json.dumps({**json.loads(starts.read_text()), name: there}))
     with pytest.raises(ConfigError, match=f"{names[1]} holds a run with other settings:\n  {name}: {there} there, "):
         main(SweepConfig([*TINY_STORIES, "--out_dir", str(sweep.directory), "--seed", "0,1"]))

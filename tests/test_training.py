@@ -115,16 +115,16 @@ def evaluated(tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("evaluated")
     for processes in (1, 3):
         arguments = ["--steps", 1, "--schedule.warmup_steps", 0, "--optimizer.lr", 0, "--evaluation.every", 1]
-        arguments += ["--evaluation.num_story_samples", 4]
+        arguments += ["--evaluation.num_scored_generations", 4]
         train(*TINY_STORIES, *arguments, "--out_dir", out_dir, "--name", processes, processes=processes)
     return [metrics(out_dir / str(processes))[-1] for processes in (1, 3)], out_dir / "3"
 
 
 def test_evaluation_is_the_same_number_on_any_number_of_processes(evaluated):
     rows, _ = evaluated
-    of_evaluation = [{k: v for k, v in row.items() if k.startswith(("val/", "sample/"))} for row in rows]
+    of_evaluation = [{k: v for k, v in row.items() if k.startswith(("val/", "generation/"))} for row in rows]
     assert of_evaluation[0] == of_evaluation[1]
-    expected = {"val/loss", "val/perplexity", "val/bits_per_byte", "val/floor", "sample/accepted"}
+    expected = {"val/loss", "val/perplexity", "val/bits_per_byte", "val/entropy", "generation/valid"}
     assert expected <= of_evaluation[0].keys()
 
 
@@ -143,7 +143,7 @@ def test_evaluation_weighs_every_target_once(evaluated):
     assert rows[0]["val/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     num_bytes = sum(len(dataset.text(i).encode()) for i in range(7))
     assert rows[0]["val/bits_per_byte"] == pytest.approx(sum(losses) / num_bytes / math.log(2), rel=1e-6)
-    assert rows[0]["val/floor"] == pytest.approx(dataset.floor_nats / len(losses))
+    assert rows[0]["val/entropy"] == pytest.approx(dataset.floor_nats / len(losses))
 
 
 def test_a_non_finite_loss_stops_the_run_and_is_never_saved(runs):

@@ -115,7 +115,7 @@ def test_logits_are_compared_of_a_model_of_short_sequences_too(family):
 
 
 def test_windows_are_compared_however_wide_they_are(monkeypatch):
-    config = GPTConfig(window=100, softcap=3.0)
+    config = GPTConfig(window=100, logit_softcap=3.0)
     assert model_checks.logits_equal("qwen3", config)[0] and model_checks.logits_equal("gpt2", config)[0]
     wider = lambda begin, end, window, *others: visible(begin, end, window + 1, *others)  # noqa: E731
     monkeypatch.setattr(model.gpt, "visible", wider)

@@ -19,7 +19,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
 
     Returns:
         `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of what else the model (see GPTModel.forward)
-        and the corpus report; and where the corpus knows them `val/floor` (the lowest expected `val/loss`)
+        and the corpus report; and where the corpus knows them `val/entropy` (the lowest expected `val/loss`)
         and `val/bits_per_byte`.
     """
     validation, score, batches = corpus.validation, corpus.score, Batches(corpus.validation)
@@ -44,7 +44,8 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
     metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700))
     loss_sums, target_counts = totals["loss"]
     if (floor_nats := getattr(validation, "floor_nats", None)) is not None:
-        metrics["val/floor"] = average([floor_nats], target_counts)
+        metrics["val/entropy"] = average([floor_nats], target_counts)
+        metrics["val/excess_loss"] = metrics["val/loss"] - metrics["val/entropy"]
     if num_bytes := getattr(validation, "num_bytes", None):
         metrics["val/bits_per_byte"] = average(loss_sums, [num_bytes]) / math.log(2)
     return metrics

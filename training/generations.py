@@ -37,12 +37,12 @@ def sample_texts(
     processes.
 
     Returns:
-        Nothing before the last step, where the corpus scores no texts, and of conversations. Otherwise `sample/NAME`
-        of what it scores, `sample/distinct`, and `sample/in_training_set` where that has texts: shares of the samples,
-        which are the same ones on any number of processes.
+        Nothing before the last step, where the corpus scores no texts, and for conversations. Otherwise
+        `generation/NAME` for each score of the corpus, `generation/distinct`, and `generation/memorized` where the
+        corpus has texts: fractions of the samples, which are the same on any number of processes.
     """
     scored = corpus.score_texts is not None and step == config.steps
-    num_texts = config.evaluation.num_story_samples if scored else config.evaluation.num_samples_shown
+    num_texts = config.evaluation.num_scored_generations if scored else config.evaluation.num_logged_generations
     has_texts = corpus.tokenizer is not None and not corpus.conversations  # an answer needs a question
     if num_texts == 0 or not has_texts:
         return {}
@@ -65,7 +65,7 @@ def sample_texts(
     network.train()
     texts = [text for _, text in sorted(gather_object(numbered))]
     shown = [f"{text} ({corpus.verdict(text)})" for text in texts] if corpus.verdict else texts
-    log_texts(step, f"sample/{config.data.source}", shown)
+    log_texts(step, f"generation/{config.data.source}", shown)
     if not scored:
         return {}
     distinct = set(texts)
@@ -73,5 +73,5 @@ def sample_texts(
     if hasattr(corpus.train, "text"):
         trained_on = (corpus.train.text(i) for i in range(rank, len(corpus.train), num_processes))
         seen = set(gather_object(sorted(distinct.intersection(trained_on))))
-        sums["in_training_set"] = (sum(text in seen for text in texts), num_texts)
-    return {f"sample/{name}": average([float(total)], [float(count)]) for name, (total, count) in sums.items()}
+        sums["memorized"] = (sum(text in seen for text in texts), num_texts)
+    return {f"generation/{name}": average([float(total)], [float(count)]) for name, (total, count) in sums.items()}

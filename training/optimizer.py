@@ -16,7 +16,7 @@ from training.schedule import SCHEDULES, at_step
 def build_optimizer(model: nn.Module, config: OptimizerConfig, average: float | None = None) -> torch.optim.Optimizer:
     """The optimizer that `config.name` says. Matrices decay, everything else does not.
 
-    With an `average` (evaluation.average) it keeps that of the weights too.
+    With an `average` (evaluation.ema_decay) it keeps that of the weights too.
     """
     optimizer = _of_name(model, config)
     if average is not None:

@@ -14,7 +14,7 @@ def lr(peak: float, config: TrainConfig, step: int) -> float:
 
 
 def average(most: float, config: TrainConfig, step: int) -> float:
-    """The share of an average of the weights (evaluation.average) that stays at the update of step `step`.
+    """The share of an average of the weights (evaluation.ema_decay) that stays at the update of step `step`.
 
     Less in the beginning, so that the first weights are forgotten at any length of a run: (1 + step) / (10 + step), the
     rule of TensorFlow's ExponentialMovingAverage.

@@ -177,7 +177,7 @@ class Storyteller:
     def score_texts(self, texts: list[str]) -> dict[str, tuple[int, int]]:
         """How many of the texts are stories that the grammar accepts, and how many texts there are, as `accepted`; how
         many of the facts that they tell are true, as `true_facts`."""
-        scores = {"accepted": (sum(self.grammar.log_probability(text) is not None for text in texts), len(texts))}
+        scores = {"valid": (sum(self.grammar.log_probability(text) is not None for text in texts), len(texts))}
         if self.world:
             told = [fact for text in texts for fact in self.world.told(text)]
             scores["true_facts"] = (sum(words == truth for words, truth in told), len(told))

@@ -160,7 +160,7 @@ def test_deleted_checkpoints_are_missed_each_time(run):
 def test_a_killed_run_that_once_went_on_misses_its_deleted_checkpoints(run):
     shutil.rmtree(run / "checkpoints")
     (run / "status.json").write_text('{"state": "running", "step": 1}')
-    with open(run / "starts.jsonl", "a") as starts:
+    with open(run / "sessions.jsonl", "a") as starts:
         starts.write('{"step": 1}\n')
     done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
     assert "no valid checkpoint" in done.stderr and metrics(run)

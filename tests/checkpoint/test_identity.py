@@ -99,15 +99,15 @@ def under_code(run, code):
         manifest = read_manifest(checkpoint)
         facts = {name: fact for name, fact in manifest.provenance.items() if name != "code"}
         replace(manifest, provenance=facts | ({"code": code} if code else {})).write(checkpoint)
-    rows = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "sessions.jsonl").read_text().splitlines()]
     rows = [
         {name: fact for name, fact in row.items() if name != "code"} | ({"code": code} if code else {}) for row in rows
     ]
-    (run / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "sessions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_a_start_and_a_checkpoint_know_their_code(finished):
-    (start,) = map(json.loads, (finished / "starts.jsonl").read_text().splitlines())
+    (start,) = map(json.loads, (finished / "sessions.jsonl").read_text().splitlines())
     manifest = read_manifest(finished / "checkpoints" / "step-00000004")
     assert start["code"] == manifest.provenance["code"] == code_hash()
 

@@ -20,7 +20,7 @@ QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.q
 KINDS = [
     "",
     QWEN3,
-    f"{QWEN3} --model.n_kv_heads 1 --model.softcap 2",
+    f"{QWEN3} --model.n_kv_heads 1 --model.logit_softcap 2",
     "--model.tie_embeddings true --model.zero_init true --model.window 96",
     "--data.source random --model.vocab_size 11 --seq_len 2",
 ]

@@ -197,7 +197,7 @@ RANDOM = (
 )
 MODELS = {
     "stories": "--config configs/stories.yaml --tracking.wandb disabled --steps 6 --checkpoint.every 2 "
-    "--schedule.warmup_steps 1 --evaluation.num_story_samples 8",
+    "--schedule.warmup_steps 1 --evaluation.num_scored_generations 8",
     "wide": f"--config configs/gpt2_124m.yaml {RANDOM} --schedule.warmup_steps 1 --micro_batch_size 1 "
     "--global_batch_size 1 --seq_len 256 --model.n_layers 4 --compile false",
     "accumulating": f"--config configs/shakespeare_char.yaml {RANDOM} --schedule.warmup_steps 1 --model.vocab_size 256 "

@@ -185,7 +185,7 @@ def used(in_process, tmp_path_factory):
     recipe = yaml.safe_load(RECIPE.read_text())
     recipe["data"] = {"source": "text", "path": str(folder / "corpus")}
     recipe["model"] |= {"vocab_size": None, "max_position_embeddings": 16, "dropout": 0.0}
-    recipe["evaluation"] |= {"num_samples_shown": 1}
+    recipe["evaluation"] |= {"num_logged_generations": 1}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"seq_len": 16}))
     words = ["--config", folder / "recipe.yaml", "--name", "run", "--out_dir", folder / "runs", "--checkpoint.keep", 2]
     assert run_tool("train", None, *words)[0] == 0

@@ -47,7 +47,7 @@ def test_later_settings_win(tmp_path):
         "--seed -1": "seed: -1 must be a whole number of at least 0",
         "--model.dropout x": "model.dropout: x must be a number",
         "--compile maybe": "compile: maybe must be true or false",
-        "--data.documents foo": "data.documents: foo must be one of 'concat', 'isolated', 'padded'",
+        "--data.packing foo": "data.packing: foo must be one of 'concat', 'isolated', 'padded'",
         "--evaluation.num_samples -1": "evaluation.num_samples: -1 must be a whole number above 0 or null",
         "--profile 3": "profile: 3 must be tuple [a whole number above 0, a whole number above 0] or null",
         "--resume maybe": "resume: 'maybe' must be auto or never; to begin with a checkpoint is branch_from",
@@ -143,8 +143,11 @@ def test_every_setting_is_documented(capsys):
         (["--evaluation.num_samples", str(10**14)], ["evaluation.num_samples", str(10**14), "GB"]),
         (["--evaluation.num_samples", "null"], ["evaluation.num_samples", "null", "random has no end"]),
         (["--out_dir", "~nouser/x"], ["out_dir", "~nouser/x"]),
-        (["--evaluation.num_samples_shown", "1001"], ["evaluation.num_samples_shown", "1001", "at most 1000"]),
-        (["--evaluation.num_story_samples", "100001"], ["evaluation.num_story_samples", "at most 100000"]),
+        (
+            ["--evaluation.num_logged_generations", "1001"],
+            ["evaluation.num_logged_generations", "1001", "at most 1000"],
+        ),
+        (["--evaluation.num_scored_generations", "100001"], ["evaluation.num_scored_generations", "at most 100000"]),
         (["--data.num_workers", "257"], ["data.num_workers", "257", "at most 256"]),
     ],
 )
@@ -214,7 +217,7 @@ def test_the_weights_that_are_counted_before_they_are_there_are_those_of_the_mod
 
 
 def test_a_source_of_a_fork_may_read_files():
-    files = {"path": "a.csv", "hash": "0123", "documents": "isolated"}
+    files = {"path": "a.csv", "hash": "0123", "packing": "isolated"}
     assert DataConfig(source="csv", **files).problems() == []
     assert [problem.partition(":")[0] for problem in DataConfig(**files).problems()] == [f"data.{n}" for n in files]
 

@@ -519,7 +519,7 @@ def settings_for(*arguments):
 def test_isolation_is_switched_on_and_kept(folder, tmp_path):
     config = settings_for("--data.path", folder / "chatml", "--data.num_samples", 1000)
     corpus = load_corpus(config)
-    assert config.data.documents == "isolated" and "position_ids" in corpus.train[0]
+    assert config.data.packing == "isolated" and "position_ids" in corpus.train[0]
     assert "targets are the answers alone" in corpus.conversations
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(60)), tmp_path / "text", validation="hash:0.2")
     mix = json.dumps({str(folder / "marked"): 1, str(tmp_path / "text"): 1})
@@ -582,7 +582,7 @@ def runs(folder, tmp_path_factory):
 def test_two_processes_and_a_run_that_was_stopped_end_with_the_same_bits(runs):
     assert metrics(runs / "run") == metrics(runs / "two") and len(metrics(runs / "run")) == 4
     assert_same_bits(tensors(runs / "run", 4), tensors(runs / "two", 4))
-    assert yaml.safe_load((runs / "run" / "config.yaml").read_text())["data"]["documents"] == "isolated"
+    assert yaml.safe_load((runs / "run" / "config.yaml").read_text())["data"]["packing"] == "isolated"
 
 
 def test_the_tokenizer_outlives_the_corpus(runs, folder):

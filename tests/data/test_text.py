@@ -625,7 +625,7 @@ def test_all_processes_learn_of_a_damaged_file_and_none_waits_for_ever(corpus, m
         (["--data.path", "x", "--data.mix", '{"y": 1}'], ["data.path", "data.mix"]),
         (["--data.mix", '{"y": -1}'], ["data.mix"]),
         (["--data.source", "stories"], ["evaluation.num_samples", "null"]),
-        (["--data.source", "stories", "--data.documents", "padded"], ["data.documents", "padded", "stories", "text"]),
+        (["--data.source", "stories", "--data.packing", "padded"], ["data.packing", "padded", "stories", "text"]),
         (["--data.source", "random", "--data.path", "x"], ["data.path", "x", "random", "text"]),
     ],
 )
@@ -645,7 +645,7 @@ def train_text(folder, out_dir, *arguments, **kwargs):
 @pytest.mark.parametrize("documents", ["isolated", pytest.param("padded", marks=pytest.mark.slow)])
 def test_a_mixture_trains_and_goes_on_exactly(folder, runs, documents):
     mix = json.dumps({str(folder / "a"): 2, str(folder / "b"): 1})
-    arguments = ["--data.mix", mix, "--data.documents", documents]
+    arguments = ["--data.mix", mix, "--data.packing", documents]
     train_text(folder, runs, *arguments)
     rows_before, weights = metrics(runs / "run"), tensors(runs / "run", 4)
     for path in (runs / "run" / "checkpoints" / "step-00000004").iterdir():
@@ -700,7 +700,7 @@ def test_bits_per_byte_are_of_the_text_of_the_targets(folder, runs, name):
     [row] = metrics(runs / "run")
     assert row["val/loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
     assert row["val/bits_per_byte"] == pytest.approx(sum(nats) / num_bytes / math.log(2), rel=1e-5)
-    start = json.loads((runs / "run" / "starts.jsonl").read_text())
+    start = json.loads((runs / "run" / "sessions.jsonl").read_text())
     assert start["validation_text"] == corpus.metadata["validation"]["text"]
 
 

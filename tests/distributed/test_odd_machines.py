@@ -211,5 +211,5 @@ def test_a_name_that_a_terminal_would_obey_is_spelt_out(foreign, tmp_path):
 def test_the_commit_of_a_clone_of_another_user_is_known(runs):
     """As in a container, where Git fears it."""
     train(*ONE_STEP, "--out_dir", runs, "--name", "run", GIT_TEST_ASSUME_DIFFERENT_OWNER="1")
-    start = json.loads((runs / "run" / "starts.jsonl").read_text())
+    start = json.loads((runs / "run" / "sessions.jsonl").read_text())
     assert len(start["git_commit"].removesuffix("-dirty")) == 40

@@ -26,7 +26,9 @@ from tests.conftest import (
 LAUNCH_FILES = ROOT / "accelerate_configs"
 STEPS = 8
 # Eight micro-batches a step; one batch of stories to sample, so that one process generates, and the others do not.
-WORDS = "--name run --global_batch_size 8 --checkpoint.every 2 --evaluation.num_story_samples 40 --timeout_seconds 60"
+WORDS = (
+    "--name run --global_batch_size 8 --checkpoint.every 2 --evaluation.num_scored_generations 40 --timeout_seconds 60"
+)
 RUN = [*TINY_STORIES, *WORDS.split()]
 
 
@@ -136,7 +138,7 @@ def test_hybrid_sharding_is_ddp_too_and_runs_go_on_in_every_direction(runs, ddp,
 @pytest.mark.parametrize("kind, processes", [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)])
 def test_bf16_multiplies_in_bf16_and_adds_up_in_float32(kind, processes, runs):
     words = "--checkpoint.every 1 --steps 3 --model.dropout 0 --optimizer.grad_clip null".split()
-    arguments = [*RUN, *words, "--evaluation.num_story_samples", 0, "--out_dir"]
+    arguments = [*RUN, *words, "--evaluation.num_scored_generations", 0, "--out_dir"]
     done = sharded(kind, processes, *arguments, runs / "sharded", precision="bf16")
     assert "precision: bf16, weights gathered in bf16, kept and sums of gradients in fp32\n" in done.stdout
     train(*arguments, runs / "ddp", processes=2, ACCELERATE_MIXED_PRECISION="bf16")

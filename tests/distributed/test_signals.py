@@ -173,7 +173,7 @@ def test_a_launcher_restarts_what_was_killed_and_passes_on_the_signal_that_it_is
     (process,) = launch.processes
     wait_until(lambda: any((run / "checkpoints").glob("step-*")), process.is_alive)
     os.kill(children(process.pid)[-1], signal.SIGKILL)
-    starts = run / "starts.jsonl"
+    starts = run / "sessions.jsonl"
     wait_until(lambda: starts.read_text().count("\n") == 2, process.is_alive)
     wait_for_steps(process.is_alive, run, steps=20)
     os.kill(process.pid, signal.SIGUSR1)

@@ -11,7 +11,7 @@ KINDS = {
     "learned": {},
     "learned-grouped": dict(n_kv_heads=2),
     "rope": dict(position="rope"),
-    "windows": dict(position="rope", window=4, window_layers="S", n_layers=3),
+    "windows": dict(position="rope", window=4, window_pattern="S", n_layers=3),
     "rope-grouped-normed": dict(position="rope", n_kv_heads=1, qk_norm=True, norm="rmsnorm", mlp="swiglu", bias=False),
 }
 every_kind = pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())

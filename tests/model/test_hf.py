@@ -33,7 +33,7 @@ CONFIGS = {
     "qwen3": GPTConfig(**QWEN3 | SHAPE),
     "qwen3-tied-gqa": GPTConfig(**QWEN3 | SHAPE | dict(n_kv_heads=2, tie_embeddings=True)),
     "qwen3-wide-heads": GPTConfig(**QWEN3 | SHAPE | dict(n_kv_heads=1, head_dim=22, rope_theta=1e6, norm_eps=1e-3)),
-    "qwen3-windows": GPTConfig(**QWEN3 | SHAPE | dict(n_layers=4, n_kv_heads=2, window=5, window_layers="SL")),
+    "qwen3-windows": GPTConfig(**QWEN3 | SHAPE | dict(n_layers=4, n_kv_heads=2, window=5, window_pattern="SL")),
     "qwen3-odd": GPTConfig(**QWEN3 | SHAPE | dict(n_layers=3, n_heads=3, d_model=17, head_dim=6, d_ff=29)),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -242,8 +242,10 @@ class ForkedConfig(GPTConfig):
 
 def test_what_the_mapping_does_not_know_is_refused_by_name():
     assert to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE))), "at its default, the model is what it was"
-    with pytest.raises(ValueError, match="model.softcap is 30.0, not None\nqwen3: .*model.softcap is 30.0, not None"):
-        to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {"softcap": 30.0})))
+    with pytest.raises(
+        ValueError, match="model.logit_softcap is 30.0, not None\nqwen3: .*model.logit_softcap is 30.0, not None"
+    ):
+        to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {"logit_softcap": 30.0})))
     with pytest.raises(ValueError, match="gpt2: model.parallel is True, not False\nqwen3: .*model.parallel is True"):
         to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE | {"parallel": True})))
     model = GPTModel(GPTConfig(**GPT2 | SHAPE))

@@ -79,14 +79,14 @@ def test_all_problems_are_reported_together_and_name_their_settings():
         (dict(dropout=-0.1), "model.dropout is -0.1"),
         (dict(rope_theta=0.0), "model.rope_theta is 0.0"),
         (dict(dropout=math.nan), "model.dropout is nan"),
-        (dict(softcap=0.0), "model.softcap is 0.0: it must be finite and greater than 0"),
+        (dict(logit_softcap=0.0), "model.logit_softcap is 0.0: it must be finite and greater than 0"),
         (dict(window=0), "model.window is 0: it must be at least 1"),
         (dict(window=129), "model.window is 129: it must be at most model.max_position_embeddings 128, or null"),
         (
-            dict(window=9, window_layers="SsL"),
-            "model.window_layers is 'SsL': it must be letters S (with the window) and L",
+            dict(window=9, window_pattern="SsL"),
+            "model.window_pattern is 'SsL': it must be letters S (with the window) and L",
         ),
-        (dict(window=9, window_layers=""), "model.window_layers is '': it must be letters"),
+        (dict(window=9, window_pattern=""), "model.window_pattern is '': it must be letters"),
     ],
 )
 def test_an_inconsistent_config_is_refused(settings, problem):
@@ -101,13 +101,13 @@ def test_a_consistent_config_has_no_problems(settings):
 def test_the_letters_of_the_windows_repeat_and_the_last_layer_is_long():
     of_layers = {"SSL": [9, 9, None, 9, 9, None], "LS": [None, 9, None, 9, None, None], "S": [9] * 5 + [None]}
     for letters, windows in of_layers.items():
-        assert GPTConfig(n_layers=6, window=9, window_layers=letters).windows == windows
+        assert GPTConfig(n_layers=6, window=9, window_pattern=letters).windows == windows
     assert GPTConfig(n_layers=2).windows == [None, None]
 
 
 # Parameters
 
-WINDOWS = dict(window=4, window_layers="SL")
+WINDOWS = dict(window=4, window_pattern="SL")
 SWITCHES = [
     dict(),
     dict(position="rope"),
@@ -118,7 +118,7 @@ SWITCHES = [
     dict(qk_norm=True),
     dict(bias=False),
     dict(tie_embeddings=True),
-    dict(softcap=30.0),
+    dict(logit_softcap=30.0),
     dict(n_kv_heads=1),
     WINDOWS,
     dict(head_dim=10),
@@ -317,7 +317,7 @@ def test_logits_are_there_when_asked_for():
 def test_capped_logits_are_what_is_returned_and_what_makes_the_loss():
     model, tokens = make_lively_model(), make_tokens()
     free = model(tokens)[0]
-    capped = make_lively_model(softcap=1.5)
+    capped = make_lively_model(logit_softcap=1.5)
     logits, loss = capped(tokens, labels=tokens, logits_to_keep=0)
     torch.testing.assert_close(logits, 1.5 * (1 - 2 / ((free / 0.75).exp() + 1)))
     assert free.abs().max() > 1.5 > logits.abs().max()

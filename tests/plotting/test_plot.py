@@ -30,7 +30,7 @@ def run(tmp_path):
     for step in range(10, 41, 10):
         seconds = SECONDS_PER_STEP if step <= 20 else SECONDS_PER_STEP / 2
         rows.append({"step": step, "train/loss": 40.0 / step, "train/tokens": step * TOKENS_PER_STEP})
-        rows[-1] |= {"perf/tokens_per_second": TOKENS_PER_STEP / seconds, "val/loss": 41.0 / step, "val/floor": 0.5}
+        rows[-1] |= {"perf/tokens_per_second": TOKENS_PER_STEP / seconds, "val/loss": 41.0 / step, "val/entropy": 0.5}
     (tmp_path / "a_run").mkdir()
     (tmp_path / "a_run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "a_run"
@@ -108,7 +108,7 @@ def test_recipes_over_each_other_look_as_in_the_page(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(report, "new_figure", lambda *size: figures.append(style.new_figure(*size)) or figures[-1])
     recipes = [Curves(f"run {n}", {"val/loss": [[(1, 5.0 + n), (2, 1.0 + n)]]}) for n in range(2)]
-    band = {"val/loss": [[(1, 4.0, 3.5, 4.5), (2, 0.7, 0.6, 0.8)]], "val/floor": [[(2, 0.5)]]}
+    band = {"val/loss": [[(1, 4.0, 3.5, 4.5), (2, 0.7, 0.6, 0.8)]], "val/entropy": [[(2, 0.5)]]}
     recipes.append(Curves("mean (3 seeds)", band | {ABOVE_FLOOR: [[(1, 3.5, 3.0, 4.0), (2, 0.2, 0.1, 0.3)]]}))
     save_picture("stories", recipes, tmp_path / "all.png", "tokens")
     save_page([("stories", recipes, [])], tmp_path / "all.html", "tokens")
@@ -137,7 +137,11 @@ console.log(JSON.stringify([wide, labels()]));
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is run by node")
 def test_the_page_has_the_floor_and_round_numbers(tmp_path):
-    losses = {"val/loss": [[(1, 6.0), (9, 0.45)]], "val/floor": [[(9, 0.4427)]], "train/loss": [[(1, 4.001), (9, 3.9)]]}
+    losses = {
+        "val/loss": [[(1, 6.0), (9, 0.45)]],
+        "val/entropy": [[(9, 0.4427)]],
+        "train/loss": [[(1, 4.001), (9, 3.9)]],
+    }
     save_page([("stories", [Curves("run", losses)], [])], tmp_path / "page.html")
     script = re.search(r"<script>(.*)</script>", (tmp_path / "page.html").read_text(), re.DOTALL)[1]
     (tmp_path / "page.js").write_text(DOM + script.replace('"use strict";', "") + PLAY)

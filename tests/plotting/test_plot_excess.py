@@ -14,7 +14,7 @@ def rows_of(directory, rows):
 
 
 def row(step, loss, **kinds):
-    return {"step": step, "val/loss": loss, "val/floor": 0.5} | {f"val/excess/{k}": v for k, v in kinds.items()}
+    return {"step": step, "val/loss": loss, "val/entropy": 0.5} | {f"val/excess_loss/{k}": v for k, v in kinds.items()}
 
 
 def test_kinds_are_drawn_and_a_run_without_them_has_no_picture(tmp_path):
@@ -22,7 +22,7 @@ def test_kinds_are_drawn_and_a_run_without_them_has_no_picture(tmp_path):
         tmp_path / "run", [row(1, 1.5, names=0.4, facts_from_1=0.6), row(2, 0.8, names=0.3, facts_from_1=0.0)]
     )
     assert imread(save_excess(run)).std() > 0.05
-    assert save_excess(rows_of(tmp_path / "none", [{"step": 1, "val/loss": 1.5, "val/floor": 0.5}])) is None
+    assert save_excess(rows_of(tmp_path / "none", [{"step": 1, "val/loss": 1.5, "val/entropy": 0.5}])) is None
 
 
 def test_numbers_that_are_none_or_below_the_floor_are_left_out(tmp_path):

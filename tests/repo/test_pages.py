@@ -30,7 +30,7 @@ def page(name):
 COMMANDS = [*commands(README), *commands(page("launching")), *commands(page("runs")), *commands(page("debugging"))[:1]]
 SHORT_STORIES = (
     "--steps 3 --schedule.warmup_steps 1 --schedule.decay_steps null --data.num_samples 50 --evaluation.num_samples 20 "
-    "--evaluation.num_story_samples 2 --tracking.log_every 1"
+    "--evaluation.num_scored_generations 2 --tracking.log_every 1"
 )
 
 
@@ -71,7 +71,7 @@ def test_a_command_of_the_first_pages(command, out_dir):
     if command == "make verify":
         assert done.stdout.count("\nPASS  ") == 12 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
-        assert "above the floor" in done.stdout and "sample/accepted" in done.stdout
+        assert "above the floor" in done.stdout and "generation/valid" in done.stdout
         assert "The run lies in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
         assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
 

@@ -457,7 +457,7 @@ def test_a_number_that_no_float_can_be_makes_no_row(run):
     assert file.read_bytes() == rows
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl"])
 @pytest.mark.parametrize("command", ["replay.py RUN --audit 1", "replay.py RUN 2", "compare.py RUN", "train.py"])
 def test_a_file_of_a_run_that_cannot_be_read_is_one_message(command, name, run):
     (run / name).unlink(missing_ok=True)
@@ -475,10 +475,10 @@ def test_a_file_of_a_run_that_cannot_be_read_is_one_message(command, name, run):
 
 def test_half_the_line_of_a_start_does_not_hide_the_next_one(run):
     train(*RECIPE, "--out_dir", run.parent, "--steps", 5)
-    before = (run / "starts.jsonl").read_text()
-    (run / "starts.jsonl").write_text(before + before[: len(before) // 2])
+    before = (run / "sessions.jsonl").read_text()
+    (run / "sessions.jsonl").write_text(before + before[: len(before) // 2])
     train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
-    assert [row["step"] for row in read_rows(run / "starts.jsonl")] == [4, 5]
+    assert [row["step"] for row in read_rows(run / "sessions.jsonl")] == [4, 5]
 
 
 def test_a_picture_is_drawn_of_the_rows_that_are_there(tmp_path):

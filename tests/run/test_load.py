@@ -28,7 +28,7 @@ from sample import SampleConfig
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 from tests.model.test_model import make_model
 
-STORY = "--evaluation.every 1 --evaluation.num_story_samples 0 --optimizer.lr 3 --schedule.name constant".split()
+STORY = "--evaluation.every 1 --evaluation.num_scored_generations 0 --optimizer.lr 3 --schedule.name constant".split()
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def reported(tmp_path_factory):
     out_dir, outputs = tmp_path_factory.mktemp("reported"), []
     for processes in (1, 2):
         words = f"--steps {STEPS} --evaluation.every 1 --model.dropout 0 --exact true --name {processes}".split()
-        words += ["--evaluation.num_story_samples", "3"]
+        words += ["--evaluation.num_scored_generations", "3"]
         arguments = [*TINY_STORIES, *words, "--out_dir", str(out_dir)]
         done = forked.run("tests/reporting_train.py", arguments, processes, environment())
         assert done.returncode == 0, done.stderr
@@ -101,10 +101,10 @@ def test_the_screen_shows_whatever_is_logged(reported):
 def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported):
     (output, _), (rows, _), _ = reported
     texts = [line.removeprefix("  | ").rpartition(" (")[0] for line in output.splitlines() if line.startswith("  | ")]
-    assert len(texts) == 3 and rows[-1]["sample/characters"] == pytest.approx(sum(map(len, texts)) / 3)
-    assert rows[-1]["sample/distinct"] == len(set(texts)) / 3 and rows[-1]["sample/in_training_set"] == 0
-    assert "sample/accepted" not in rows[-1], "that is the stories' own"
-    assert rows[-1]["val/floor"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the floor)" in output
+    assert len(texts) == 3 and rows[-1]["generation/characters"] == pytest.approx(sum(map(len, texts)) / 3)
+    assert rows[-1]["generation/distinct"] == len(set(texts)) / 3 and rows[-1]["generation/memorized"] == 0
+    assert "generation/valid" not in rows[-1], "that is the stories' own"
+    assert rows[-1]["val/entropy"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the floor)" in output
 
 
 def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples(monkeypatch):
@@ -168,10 +168,10 @@ def test_names_that_change_or_are_taken_are_refused(monkeypatch):
 def test_a_floor_of_zero_is_a_floor(floor, said, tmp_path, capsys):
     config = TrainConfig(steps=1, tracking=TrackingConfig(wandb="disabled"))
     with Reporter(config, RunDirectory(str(tmp_path), "."), 0, ALONE) as tracker:
-        tracker.log(1, {"val/loss": 0.25, "val/floor": floor, "val/exact_match": 0.5, "val/tiny": 1.25e-5})
+        tracker.log(1, {"val/loss": 0.25, "val/entropy": floor, "val/exact_match": 0.5, "val/tiny": 1.25e-5})
         tracker.log(1, {"state/digest": "0123456789abcdef", "layers/weight_norm/0": 1.0})
     assert [len(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [5, 3]
     lines = [
-        f"[step 1 / 1] val/loss = 0.2500 val/floor = {floor:.4f} val/exact_match = 0.5000 val/tiny = 1.25e-05 {said}"
+        f"[step 1 / 1] val/loss = 0.2500 val/entropy = {floor:.4f} val/exact_match = 0.5000 val/tiny = 1.25e-05 {said}"
     ]
     assert capsys.readouterr().out.splitlines() == lines, "digests and layers are not for the screen"

@@ -40,7 +40,7 @@ from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, shell, train, train_command
 
 STEPS = 4
-SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num_story_samples 4".split()]
+SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num_scored_generations 4".split()]
 
 
 def wandb_records(file):
@@ -88,9 +88,8 @@ def md5_in_base64(path):
 def rewound(tmp_path_factory):
     """A run with W&B that was finished, lost its last two checkpoints, and was finished again from step 2."""
     runs = tmp_path_factory.mktemp("rewound")
-    words = (
-        "--tracking.group depth --tracking.tags [deep,wide] --tracking.artifact true --evaluation.num_samples_shown 2"
-    )
+    words = "--tracking.group depth --tracking.tags [deep,wide] --tracking.log_model true"
+    words += " --evaluation.num_logged_generations 2"
     arguments = [*words.split(), "--out_dir", runs, "--name", "a run"]
     train_offline(*SHORT, *arguments)
     run = runs / "a run"
@@ -124,13 +123,13 @@ def test_wandb_offline_goes_on_in_the_same_run_and_drops_nothing(rewound):
 
 def test_the_table_of_samples_grows_and_goes_on_after_a_rewind(rewound):
     run, shown = rewound
-    kept = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    kept = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in kept] == [2] * 2 + [STEPS] * 4, "the rewound ones stand there once"
-    assert all("  | " + row["sample/stories"] + "\n" in shown for row in kept[2:5])
+    assert all("  | " + row["generation/stories"] + "\n" in shown for row in kept[2:5])
     tables = []
     for file in wandb_files(run):
         for row in (flat(history.item) for history in of_kind([file], "history")):
-            if name := row.get("sample/stories.path"):
+            if name := row.get("generation/stories.path"):
                 tables.append(json.loads((file.parent / "files" / name).read_text()))
     assert [len(table["data"]) for table in tables] == [2, 6, 6]
     assert tables[-1] == {"columns": ["step", "text"], "data": [list(row.values()) for row in kept]}
@@ -183,8 +182,8 @@ def test_wandb_is_not_given_the_square_of_the_texts(tracked, monkeypatch):
     monkeypatch.setattr("wandb.Table", lambda columns, rows: rows)
     with tracked("--tracking.wandb", "offline") as tracker:
         for step in range(3, 303):
-            tracker.log_texts(step, "sample/stories", ["a text", "another"])
-    tables = [call.args[0]["sample/stories"] for call in wandb_run.log.call_args_list]
+            tracker.log_texts(step, "generation/stories", ["a text", "another"])
+    tables = [call.args[0]["generation/stories"] for call in wandb_run.log.call_args_list]
     assert [len(table) for table in tables[:50]] == [*range(2, 102, 2)], "after every evaluation while they are short"
     assert tables[-1][-2:] == [[302, "a text"], [302, "another"]] and len(tables[-1]) == 600
     assert sum(map(len, tables)) < 51 * 600
@@ -199,7 +198,7 @@ def test_without_a_network_at_the_end_no_other_process_waits_too_long(tracked, m
 
 
 def test_a_loss_that_is_no_number_raises_an_alert(runs):
-    arguments = [*SHORT, "--tracking.artifact", "true", "--out_dir", runs, "--name", "run"]
+    arguments = [*SHORT, "--tracking.log_model", "true", "--out_dir", runs, "--name", "run"]
     failed = train_offline(*arguments, exit_code=1, faults="nan:1:3")
     (alert,) = of_kind(wandb_files(runs / "run"), "alert")
     assert (alert.level, alert.title) == ("ERROR", "run: the loss is no number")
@@ -219,7 +218,7 @@ def tracked(tmp_path):
         run.path.mkdir(exist_ok=True)
         with_what = {"processes": 2, "shards": 1, "threads": 1, "mixed_precision": "bf16"}
         rows = [json.dumps({"step": step, **with_what}) + "\n" for step in started_after]
-        (run.path / "starts.jsonl").write_text("".join(rows))
+        (run.path / "sessions.jsonl").write_text("".join(rows))
         return Reporter(config, run, 2, PartialState(cpu=True))
 
     yield start
@@ -237,16 +236,16 @@ def test_tensorboard_shows_every_step_once_after_a_rewind(runs):
     train(*arguments, processes=2)
     events = EventAccumulator(str(runs / "run" / "tensorboard")).Reload()
     rows = metrics(runs / "run")
-    for name in ("train/loss", "train/grad_norm", "val/loss", "sample/accepted"):
+    for name in ("train/loss", "train/grad_norm", "val/loss", "generation/valid"):
         ours = [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
         assert [(event.step, event.value) for event in events.Scalars(name)] == ours
     assert not (runs / "run" / "wandb").exists() and "state/digest" not in events.Tags()["scalars"]
-    shown, settings = events.Tensors("sample/stories/text_summary"), events.Tensors("settings/text_summary")
-    kept = [json.loads(line) for line in (runs / "run" / "samples.jsonl").read_text().splitlines()]
+    shown, settings = events.Tensors("generation/stories/text_summary"), events.Tensors("settings/text_summary")
+    kept = [json.loads(line) for line in (runs / "run" / "generations.jsonl").read_text().splitlines()]
     assert {event.step for event in shown} == {row["step"] for row in kept}
     for event in shown:
         text = event.tensor_proto.string_val[0].decode()
-        assert all("    " + row["sample/stories"] in text for row in kept if row["step"] == event.step)
+        assert all("    " + row["generation/stories"] in text for row in kept if row["step"] == event.step)
     assert '"d_model": 16' in (said := settings[-1].tensor_proto.string_val[0].decode()) and '"processes": 2' in said
 
 
@@ -261,13 +260,13 @@ def test_trackio_gets_numbers_at_their_steps_and_goes_on(started_after, resume, 
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TRACKIO])
     with tracked("--tracking.tracker", "trackio", started_after=started_after) as tracker:
         tracker.log(3, {"train/loss": 1.5, "state/digest": "0123456789abcdef"})
-        tracker.log_texts(3, "sample/stories", ["a text"])
+        tracker.log_texts(3, "generation/stories", ["a text"])
         tracker.log(4, {"train/loss": 1.25})
     options = calls.pop(0)
     assert (options["project"], options["name"], options["resume"]) == ("mini-gpt", "run", resume)
     assert options["config"]["model"]["d_model"] == 16
     assert (options["config"]["processes"], options["config"]["mixed_precision"]) == (2, "bf16")
-    texts = {"sample/stories": (["text"], [["a text"]])}
+    texts = {"generation/stories": (["text"], [["a text"]])}
     assert calls == [(3, {"train/loss": 1.5}), (3, texts), (4, {"train/loss": 1.25}), "finish"]
 
 
@@ -306,14 +305,14 @@ def test_a_tracker_that_fails_stops_no_run(tracked, tmp_path, monkeypatch, capsy
 def test_only_the_end_is_exported_and_an_export_that_fails_fails_no_run(failure, tracked, monkeypatch, capsys):
     """Here there is no checkpoint to export, which is said where one was tried."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with suppress(Preempted), tracked("--tracking.wandb", "offline", "--tracking.artifact", "true"):
+    with suppress(Preempted), tracked("--tracking.wandb", "offline", "--tracking.log_model", "true"):
         if failure:
             raise failure
     assert ("The model is not logged: " in capsys.readouterr().out) == (failure is None)
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("group", "g"), ("tags", "[a]"), ("artifact", "true"), ("wandb", "online")]
+    ("setting", "value"), [("group", "g"), ("tags", "[a]"), ("log_model", "true"), ("wandb", "online")]
 )
 def test_what_only_wandb_has_is_refused_with_another_tracker(setting, value):
     with pytest.raises(ConfigError, match=f"tracking.{setting}: .* tracking.tracker is tensorboard"):
@@ -328,9 +327,9 @@ def test_a_tracker_that_is_not_installed_is_refused(tracker, tracked, monkeypatc
 
 
 def test_an_artifact_of_a_model_that_cannot_be_exported_is_refused_before_training(runs):
-    words = "--tracking.artifact true --model.mlp relu2"
+    words = "--tracking.log_model true --model.mlp relu2"
     refused = train(*SHORT, *words.split(), "--out_dir", runs, exit_code=2)
-    assert "tracking.artifact: true" in refused.stderr and "model.mlp is relu2" in refused.stderr
+    assert "tracking.log_model: true" in refused.stderr and "model.mlp is relu2" in refused.stderr
     assert not runs.exists()
 
 
@@ -358,12 +357,12 @@ def test_every_metric_of_the_contract_is_there(runs):
     rows = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
     training = {"step", "train/loss", "train/lr", "train/grad_norm", "train/tokens", "perf/tokens_per_second"}
     training |= {"perf/peak_memory_bytes"}
-    validation = {"val/loss", "val/perplexity", "val/bits_per_byte", "val/floor"}
+    validation = {"val/loss", "val/perplexity", "val/bits_per_byte", "val/entropy"}
     assert all(training <= row.keys() for row in rows)
     assert [validation <= row.keys() for row in rows] == [False, True, False, True]
-    assert ["sample/accepted" in row for row in rows] == [False, False, False, True]
+    assert ["generation/valid" in row for row in rows] == [False, False, False, True]
     assert rows[-1]["train/tokens"] == STEPS * 6 * 128
-    assert rows[-1]["val/loss"] > rows[-1]["val/floor"] > 0
+    assert rows[-1]["val/loss"] > rows[-1]["val/entropy"] > 0
     stored = parse_config(["--config", str(runs / "run" / "config.yaml")])
     filled_in = ["--model.vocab_size", str(stored.model.vocab_size), "--data.seed", str(stored.data.seed)]
     assert stored.model.vocab_size
@@ -405,7 +404,7 @@ def test_a_terminal_without_width_shows_lines(runs):
 
 def test_the_picture_can_be_drawn_again_and_a_missing_run_is_said(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5, "val/loss": 1.6, "val/floor": 1.0}\n'
+        '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5, "val/loss": 1.6, "val/entropy": 1.0}\n'
     )
     assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
     for arguments, code, said in (("nowhere", 2, "nowhere"), ("", 2, "plot.py: error: "), ("--help", 0, "")):

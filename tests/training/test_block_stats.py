@@ -1,4 +1,4 @@
-"""tracking.layers: what it logs is true of the checkpoints, and no bit of the run changes."""
+"""tracking.block_stats: what it logs is true of the checkpoints, and no bit of the run changes."""
 
 import json
 
@@ -21,7 +21,7 @@ SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 
 def run(tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("layers")
     for name in ("true", "false"):
-        train(*SHORT, "--tracking.layers", name, "--name", name, "--out_dir", out_dir, processes=2, pictures=True)
+        train(*SHORT, "--tracking.block_stats", name, "--name", name, "--out_dir", out_dir, processes=2, pictures=True)
     return out_dir / "true"
 
 
@@ -66,7 +66,17 @@ def test_activations_are_those_of_the_global_batch(run):
 
 @pytest.mark.slow
 def test_with_exact_they_are_the_same_on_any_number_of_processes(tmp_path):
-    exact = [*SHORT, "--exact", "true", "--global_batch_size", 12, "--tracking.layers", "true", "--out_dir", tmp_path]
+    exact = [
+        *SHORT,
+        "--exact",
+        "true",
+        "--global_batch_size",
+        12,
+        "--tracking.block_stats",
+        "true",
+        "--out_dir",
+        tmp_path,
+    ]
     for processes in (0, 2, 4):
         train(*exact, "--name", processes, processes=processes)
     assert metrics(tmp_path / "0") == metrics(tmp_path / "2") == metrics(tmp_path / "4")

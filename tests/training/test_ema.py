@@ -17,7 +17,7 @@ RUN = [*TINY_STORIES, "--name", "run", "--evaluation.every", "2"]
 def averaged(tmp_path_factory):
     """A run of 8 steps with an average, saved at each."""
     out_dir = tmp_path_factory.mktemp("averaged")
-    train(*RUN, "--evaluation.average", AVERAGE, "--out_dir", out_dir)
+    train(*RUN, "--evaluation.ema_decay", AVERAGE, "--out_dir", out_dir)
     return out_dir / "run"
 
 
@@ -78,21 +78,21 @@ def test_what_is_exported_and_what_writes_is_the_average(averaged, plain, tmp_pa
 
 
 def test_it_goes_on_to_the_same_bits(averaged, tmp_path):
-    words = [*RUN, "--evaluation.average", AVERAGE, "--out_dir", tmp_path]
+    words = [*RUN, "--evaluation.ema_decay", AVERAGE, "--out_dir", tmp_path]
     train(*words, "--stop_after", 5, exit_code=75)
     train(*words)
     assert_same_bits(tensors(tmp_path / "run", 8), tensors(averaged, 8))
     assert metrics(tmp_path / "run") == metrics(averaged)
 
 
-@pytest.mark.parametrize("words", [["--evaluation.average", "0.9"], []], ids=["another", "none"])
+@pytest.mark.parametrize("words", [["--evaluation.ema_decay", "0.9"], []], ids=["another", "none"])
 def test_another_average_is_another_run(words, averaged, tmp_path):
     before = tensors(averaged, 8)
     done = train(*RUN, *words, "--out_dir", averaged.parent, "--steps", 9, exit_code=2)
-    assert "evaluation.average: 0.7 there" in done.stderr and "Traceback" not in done.stderr
+    assert "evaluation.ema_decay: 0.7 there" in done.stderr and "Traceback" not in done.stderr
     branch = averaged / "checkpoints" / "step-00000004"
     done = train(*RUN, *words, "--out_dir", tmp_path, "--branch_from", branch, exit_code=2)
-    assert "evaluation.average: 0.7 there" in done.stderr and "Traceback" not in done.stderr
+    assert "evaluation.ema_decay: 0.7 there" in done.stderr and "Traceback" not in done.stderr
     assert_same_bits(tensors(averaged, 8), before)
 
 
@@ -118,7 +118,7 @@ def test_weights_are_back_after_an_evaluation_that_fails(tmp_path):
 def test_sharded_it_is_the_same_but_for_rounding(kind, averaged, tmp_path):
     processes = 2 if kind == "fsdp2" else 4
     rest = "--global_batch_size 8 --data.num_samples 24".split()
-    words = [*RUN, *rest, "--evaluation.average", AVERAGE]
+    words = [*RUN, *rest, "--evaluation.ema_decay", AVERAGE]
     train(*words, "--out_dir", tmp_path / "whole")
     sharded(kind, processes, *words, "--out_dir", tmp_path / "sharded", "--stop_after", 4, exit_code=1)
     sharded(kind, processes, *words, "--out_dir", tmp_path / "sharded")
@@ -131,5 +131,5 @@ def test_sharded_it_is_the_same_but_for_rounding(kind, averaged, tmp_path):
 
 @pytest.mark.slow
 def test_verify_holds_with_it():
-    said = python("python verify.py --evaluation.average 0.9 --optimizer.name muon").stdout
+    said = python("python verify.py --evaluation.ema_decay 0.9 --optimizer.name muon").stdout
     assert "Everything holds" in said

@@ -341,7 +341,7 @@ def test_the_floor_and_the_bytes_are_those_of_the_stories(validation):
 
 def test_the_score_of_texts_is_how_many_the_grammar_accepts(validation):
     texts = [validation.text(0), validation.text(0) + " The", "", validation.text(1)]
-    assert STORIES.score_texts(texts) == {"accepted": (2, 4)}
+    assert STORIES.score_texts(texts) == {"valid": (2, 4)}
 
 
 def test_neighbouring_words_say_little(train, validation):

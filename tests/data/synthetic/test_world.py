@@ -150,7 +150,7 @@ def test_a_false_fact_is_not_accepted_and_named(teller, validation):
     assert f"Coco the red fox hides {answer}, of whom nothing is known" in teller.verdict(unknown)
     told = len(teller.world.told(story))
     assert told == 8 and teller.score_texts([story, "Coco the red fox hides hats"]) == {
-        "accepted": (1, 2),
+        "valid": (1, 2),
         "true_facts": (8, 9),
     }
 
@@ -184,12 +184,12 @@ def test_excess_by_kind_is_that_of_the_tokens_and_adds_up(facts):
 
 def test_a_run_reports_what_it_has_learnt_and_refuses_another_world(runs):
     settings = [*TINY_STORIES, "--out_dir", runs, "--name", "run", "--checkpoint.every", 8]
-    train(*settings, *FACTS, "--evaluation.num_story_samples", 2)
+    train(*settings, *FACTS, "--evaluation.num_scored_generations", 2)
     rows = [row for row in metrics(runs / "run") if "val/loss" in row]
     for row in rows:
-        kinds = [value for name, value in row.items() if name.startswith("val/excess/")]
-        assert len(kinds) == 8 and math.fsum(kinds) == pytest.approx(row["val/loss"] - row["val/floor"], rel=1e-6)
-    assert "sample/true_facts" in rows[-1]
+        kinds = [value for name, value in row.items() if name.startswith("val/excess_loss/")]
+        assert len(kinds) == 8 and math.fsum(kinds) == pytest.approx(row["val/loss"] - row["val/entropy"], rel=1e-6)
+    assert "generation/true_facts" in rows[-1]
     for other, named in ((["--data.facts", 301], "data.facts: 300 there, 301 now"), (["--data.zipf", 2], "data.zipf")):
         done = train(*settings, *FACTS, *other, exit_code=2)
         assert named in done.stderr
