@@ -60,8 +60,8 @@ from data.corpus import Corpus, Sums, load_corpus
 from data.files import write_atomically
 from data.json_objects import finite_or_null
 from distributed.launch import start_accelerator
-from plot import save_loss_by_position
-from plotting.style import drawing
+from plotting.run_plots import save_loss_by_position
+from plotting.style import report_plot_errors
 from run.corpus_check import CorpusCheck
 from run.load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
 from training.evaluation import evaluate
@@ -181,6 +181,6 @@ def save(directory: Path, name: str, metrics: dict[str, Any], losses: list[float
     write_atomically(
         directory / "evaluation.json", json.dumps(finite_or_null(metrics) | {"loss_by_position": by_position}, indent=1)
     )
-    with drawing("The loss by position"):
+    with report_plot_errors("The loss by position"):
         save_loss_by_position(losses, metrics, name, directory / "evaluation.png")
         print(f"Loss by position: {directory / 'evaluation.png'}")

@@ -52,8 +52,8 @@ from data.chat_template import ChatTemplate
 from data.files import share
 from data.integrity import read_metadata
 from model.hf import to_transformers
-from plot import save_loss_curve
-from plotting.style import drawing
+from plotting.run_plots import save_loss_curve
+from plotting.style import report_plot_errors
 from run.load import Loaded, Weights, averages, find_checkpoint, is_run, load_checkpoint, load_with_source
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def card(
         averaged = ", of the newest checkpoint alone" if len(sources) > 1 else ""
         lines.append("\n".join([f"## Numbers at step {manifest.step}{averaged}\n", "| | |", "|---|---|", *numbers, ""]))
     if (run := directory.resolve().parent.parent / "metrics.jsonl").exists():
-        with drawing("The loss curve"):
+        with report_plot_errors("The loss curve"):
             save_loss_curve(run.parent, folder / "loss.png")  # the run may be somebody else's, to be read alone
             lines.append("![Training and validation loss](loss.png)\n")
     lines.append(f"## Data\n\n{data_facts(loaded)}\n")

@@ -31,8 +31,8 @@ from distributed.tree_reduce import TreeSum
 from export import export_newest
 from model.gpt import GPTModel
 from model.seeds import derive_seed
-from plot import save_excess, save_layers, save_loss_curve
-from plotting.style import drawing
+from plotting.run_plots import save_block_stats, save_excess_loss, save_loss_curve
+from plotting.style import report_plot_errors
 from run import trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory, Start
@@ -264,9 +264,9 @@ def count_targets(batch: dict[str, Tensor]) -> Tensor:
 def draw_loss_curve(run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:
     """Draw the pictures anew; where that fails, as on a full disk, the run is no less finished."""
     if accelerator.is_main_process:
-        with drawing("The loss curve", say):
+        with report_plot_errors("The loss curve", say):
             say(f"Loss curve: {save_loss_curve(run_directory)}")
-            if path := save_excess(run_directory):
-                say(f"Excess over the floor by kind: {path}")
-            if path := save_layers(run_directory):
-                say(f"Layers: {path}")
+            if path := save_excess_loss(run_directory):
+                say(f"Excess loss by kind of token: {path}")
+            if path := save_block_stats(run_directory):
+                say(f"Block statistics: {path}")

@@ -184,7 +184,7 @@ def draw(axis: str, record: dict, path: Path) -> None:
     theory says."""
     from matplotlib.ticker import EngFormatter  # here, for where figures are only kept it is not installed
 
-    from plotting.style import COLORS, MARKS, as_written, label_round, new_figure
+    from plotting.style import COLORS, MARKERS, format_number, new_figure, set_round_log_ticks
 
     (label, curves, start), cases = PICTURES[axis], record["figures"][axis]
     points, each = list(map(int, cases)), [case | record["machine"] for case in cases.values()]
@@ -195,18 +195,18 @@ def draw(axis: str, record: dict, path: Path) -> None:
         if rounds:
             least, medians, most = np.array([np.quantile(rounds(case), (0, 0.5, 1)) for case in each]).T
             reach = [medians - least, most - medians]
-            mark = {"marker": MARKS[index], "markersize": 5}
+            mark = {"marker": MARKERS[index], "markersize": 5}
             axes.errorbar(points, medians, reach, color=COLORS[index], capsize=3, label=measured, **mark)
             scale = medians[start] / cost(points[start], each[start])
         by_theory = [scale * cost(*at) for at in zip(points, each, strict=True)]
         axes.plot(points, by_theory, "--", color=COLORS[index], label=theory.format(start=points[start], **each[0]))
     if curves is BY_FLOPS:
         axes.set_yscale("log")
-        label_round(axes.yaxis, *axes.get_ylim())
+        set_round_log_ticks(axes.yaxis, *axes.get_ylim())
     else:
         axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # with room for the legend
         axes.yaxis.set_major_formatter("{x:,g}")
-    in_short = EngFormatter(sep="") if points[-1] > 10**6 else as_written
+    in_short = EngFormatter(sep="") if points[-1] > 10**6 else format_number
     axes.set_xticks(points, list(map(in_short, points)), fontsize=7)
     axes.minorticks_off()
     axes.grid(alpha=0.3)

@@ -19,7 +19,7 @@ from config.errors import ConfigError
 from config.schema import flat_settings
 from data.json_objects import typed
 from data.sampler import BatchSizes
-from plotting.style import places_on
+from plotting.style import step_to_x
 from run.metrics_log import read_rows
 from run.resume import FREE_SETTINGS, OF_SCHEDULES, read_settings
 from run.status import Status, read_status
@@ -175,7 +175,7 @@ class Record:
             ConfigError: its files do not tell.
             OSError: they cannot be read.
         """
-        own = places_on(x, self.path)
+        own = step_to_x(x, self.path)
         if self.parent is None or x == "steps":
             return own
         begin, before = self.branch.step, self.parent.places(x)

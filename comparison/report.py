@@ -17,15 +17,15 @@ from data.files import write_atomically
 from plotting.style import (
     COLORS,
     DASHES,
-    FLOOR,
+    ENTROPY_LINE,
     THICK,
     THIN,
     X_AXES,
-    drawable,
-    finish_axes,
-    marks,
+    fit_label,
+    markers,
     new_figure,
     run_style,
+    style_loss_axes,
 )
 
 PAGE = Path(__file__).with_name("report.html")
@@ -117,25 +117,25 @@ def save_picture(title: str, curves: list[Curves], path: Path, x: str = "steps")
         thick = run_style(index) | THICK
         for axes, metric in zip(panels, ("val/loss", ABOVE_FLOOR), strict=False):
             draw_lines(axes, each.metrics.get(metric, []), thick, index)
-        marked = marks(index, 1) if "val/loss" in each.metrics else {}
+        marked = markers(index, 1) if "val/loss" in each.metrics else {}
         key.append(Line2D([], [], **thick, **marked, label=wrapped(each.label, room, num_lines)))
     floors = sorted({float(f"{floor:.5g}") for each in curves for floor in each.values("val/entropy")[-1:]})
     for floor in floors:
-        key.append(panels[0].axhline(floor, **FLOOR, label=f"floor = {floor:.4f}"))
+        key.append(panels[0].axhline(floor, **ENTROPY_LINE, label=f"floor = {floor:.4f}"))
     for kind, style, words in (
         ("train/loss", THIN, "thin: training"),
         ("val/loss", THICK, "thick: validation"),
     ):
         if any(kind in each.metrics for each in curves):
-            key.append(Line2D([], [], color=FLOOR["color"], **style, label=words))
+            key.append(Line2D([], [], color=ENTROPY_LINE["color"], **style, label=words))
     if any(len(point) > 2 for each in curves for line in each.metrics.get("val/loss", []) for point in line):
-        key.append(Patch(color=FLOOR["color"], alpha=0.25, linewidth=0, label="band: lowest to highest seed"))
+        key.append(Patch(color=ENTROPY_LINE["color"], alpha=0.25, linewidth=0, label="band: lowest to highest seed"))
     for axes, metrics in zip(panels, (("train/loss", "val/loss"), (ABOVE_FLOOR,)), strict=False):
         drawn = [value for each in curves for metric in metrics for value in each.values(metric)]
-        finish_axes(axes, [*drawn, *(floors if axes is panels[0] else ())], x)
+        style_loss_axes(axes, [*drawn, *(floors if axes is panels[0] else ())], x)
     if has_floor:
         panels[1].set_ylabel("validation loss above the floor (nats per token)")
-    figure.suptitle(drawable(title), fontsize="medium")
+    figure.suptitle(fit_label(title), fontsize="medium")
     figure.legend(
         handles=key, loc="outside right upper", fontsize="small", handlelength=4, ncols=1 + len(key) // NUM_ROWS
     )
@@ -146,18 +146,18 @@ def wrapped(name: str, room: int, num_lines: int) -> str:
     """A name in at most so many lines of `room` letters. Recipes differ anywhere in their names, sweeps at the end."""
     lines = textwrap.wrap(name, room)
     if num_lines == 1 or not lines:
-        return drawable(name, room)
+        return fit_label(name, room)
     if len(lines) > num_lines:
         begin = num_lines // 2
         lines = [*lines[: begin - 1], f"{lines[begin - 1][: room - 1]}…", *lines[begin - num_lines :]]
-    return "\n".join(drawable(line, room) for line in lines)
+    return "\n".join(fit_label(line, room) for line in lines)
 
 
 def draw_lines(axes, lines: list[Line], style: dict, index: int | None = None, shade: bool = True) -> None:
-    """A recipe's lines of one metric: evaluations, at place `index`, with marks."""
+    """A recipe's lines of one metric: evaluations, at place `index`, with markers."""
     for line in lines:
         places, values, *band = zip(*line, strict=True)
-        own = marks(index, len(line)) if index is not None else {"marker": "o"} if len(line) == 1 else {}
+        own = markers(index, len(line)) if index is not None else {"marker": "o"} if len(line) == 1 else {}
         axes.plot(places, values, **({"markersize": 3} | style | own))
         if band and shade:
             axes.fill_between(places, *band, color=style["color"], alpha=0.2, linewidth=0)

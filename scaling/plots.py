@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plotting.style import label_round, new_figure
+from plotting.style import new_figure, set_round_log_ticks
 from scaling.ladder import FACTS, FACTS_A_STORY, SEQ_LEN, ZIPF, Point
 from scaling.law import unread_mass
 from scaling.recipe import learning_rate, short
@@ -125,9 +125,9 @@ def draw_learning_rates(curves: dict[int, list[tuple[float, float]]], path: Path
     plain.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="loss above the floor (nats a token)")
     ruled.set(xscale="log", xlabel="learning rate, as a share of the rule's")
     plain.legend(fontsize="small")
-    label_round(plain.yaxis, *plain.get_ylim())
+    set_round_log_ticks(plain.yaxis, *plain.get_ylim())
     for axes in (plain, ruled):
-        label_round(axes.xaxis, *axes.get_xlim())
+        set_round_log_ticks(axes.xaxis, *axes.get_xlim())
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     return path

@@ -22,7 +22,7 @@ from config.parser import parse_config
 from evaluate import EvaluateConfig
 from export import ExportConfig
 from jobs.runner import Trainings
-from plot import save_loss_curve
+from plotting.run_plots import save_loss_curve
 from replay import ReplayConfig, with_step_named
 from sample import SampleConfig
 from sweep import SweepConfig

@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 from matplotlib.colors import to_rgb
 
-import plot
 from comparison import report
 from comparison.report import ABOVE_FLOOR, Curves, save_page, save_picture
 from config.errors import ConfigError
+from plotting import run_plots as plot
 from plotting import style
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
@@ -89,7 +89,7 @@ def test_twenty_runs_differ_in_colour_or_dashes_and_neighbours_in_both():
     ],
 )
 def test_round_numbers_stand_at_a_logarithmic_axis(low, high, ticks):
-    found = [style.as_written(tick) for tick in style.round_ticks(low, high)]
+    found = [style.format_number(tick) for tick in style.round_ticks(low, high)]
     assert set(ticks) <= set(found)
     assert not [number for number in found if len(number.strip("0.")) > 4], "3.981 is no round number"
 
@@ -97,8 +97,12 @@ def test_round_numbers_stand_at_a_logarithmic_axis(low, high, ticks):
 def test_the_curve_names_what_it_shows(run, drawn):
     plot.save_loss_curve(run)
     (axes,) = drawn
-    assert axes.get_legend_handles_labels()[1] == ["training (thin)", "validation (thick)", "floor = 0.5000"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer steps", "loss (nats per token)")
+    assert axes.get_legend_handles_labels()[1] == [
+        "training (thin)",
+        "validation (thick)",
+        "entropy of the data = 0.5000",
+    ]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer steps", "loss (nats/token)")
     training, validation = axes.get_lines()[:2]
     assert axes.get_title() == "a_run" and validation.get_linewidth() >= 2 * training.get_linewidth()
 
@@ -153,23 +157,24 @@ def test_the_page_has_the_floor_and_round_numbers(tmp_path):
 
 
 def test_what_a_step_is_in_tokens_and_seconds(run, drawn):
-    assert [style.places_on("steps", run)(step) for step in (5, 40)] == [5, 40]
-    assert [style.places_on("tokens", run)(step) for step in (0, 5, 40)] == [0, 500, 4000]
-    assert [style.places_on("seconds", run)(step) for step in (10, 20, 25, 40)] == [20, 40, 45, 60]
+    assert [style.step_to_x("steps", run)(step) for step in (5, 40)] == [5, 40]
+    assert [style.step_to_x("tokens", run)(step) for step in (0, 5, 40)] == [0, 500, 4000]
+    assert [style.step_to_x("seconds", run)(step) for step in (10, 20, 25, 40)] == [20, 40, 45, 60]
     plot.save_loss_curve(run, x="seconds")
     assert drawn[0].get_lines()[0].get_xdata().tolist() == [20, 40, 50, 60] and "seconds" in drawn[0].get_xlabel()
     (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
     with pytest.raises(ConfigError, match="x: tokens"):
-        style.places_on("tokens", run)
+        style.step_to_x("tokens", run)
 
 
-def test_flops_are_those_of_the_model(run):
-    (run / "config.yaml").write_text((ROOT / "tests" / "old_runs" / "format-2" / "config.yaml").read_text())
-    from run.load import load_run
+def test_flops_axis_reads_sessions(run):
+    (run / "sessions.jsonl").write_text('{"step": 0, "flops_per_token": 6000}\n')
+    assert style.step_to_x("flops", run)(10) == 10 * TOKENS_PER_STEP * 6000
 
-    loaded = load_run(ROOT / "tests" / "old_runs" / "format-2")
-    per_token = loaded.model.flops_per_token(loaded.config.seq_len)
-    assert style.places_on("flops", run)(10) == 10 * TOKENS_PER_STEP * per_token
+
+def test_flops_axis_without_sessions_is_refused(run):
+    with pytest.raises(ConfigError, match="x: flops: .*sessions.jsonl has no flops_per_token; use --x tokens"):
+        style.step_to_x("flops", run)
 
 
 def test_a_backend_that_only_a_notebook_has_disturbs_no_picture(run):
@@ -215,6 +220,6 @@ def test_no_error_in_drawing_ends_a_training_an_evaluation_or_an_export(tmp_path
     ):
         done = forked.run("-c", [CANNOT_DRAW, script, *words], 0, environment())
         assert done.returncode == 0, done.stderr
-        assert "cannot be drawn: no picture today" in done.stdout and "Traceback" not in done.stderr
+        assert "cannot be plotted: no picture today" in done.stdout and "Traceback" not in done.stderr
     assert status(tmp_path / "run")["state"] == "finished" and (tmp_path / "run" / "evaluation.json").exists()
     assert "loss.png" not in (tmp_path / "exported" / "README.md").read_text()

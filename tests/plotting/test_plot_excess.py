@@ -4,7 +4,7 @@ import json
 
 from matplotlib.image import imread
 
-from plot import save_excess
+from plotting.run_plots import save_excess_loss
 
 
 def rows_of(directory, rows):
@@ -14,15 +14,17 @@ def rows_of(directory, rows):
 
 
 def row(step, loss, **kinds):
-    return {"step": step, "val/loss": loss, "val/entropy": 0.5} | {f"val/excess_loss/{k}": v for k, v in kinds.items()}
+    excess = None if loss is None else loss - 0.5
+    kinds = {f"val/excess_loss/{kind}": value for kind, value in kinds.items()}
+    return {"step": step, "val/loss": loss, "val/entropy": 0.5, "val/excess_loss": excess} | kinds
 
 
 def test_kinds_are_drawn_and_a_run_without_them_has_no_picture(tmp_path):
     run = rows_of(
         tmp_path / "run", [row(1, 1.5, names=0.4, facts_from_1=0.6), row(2, 0.8, names=0.3, facts_from_1=0.0)]
     )
-    assert imread(save_excess(run)).std() > 0.05
-    assert save_excess(rows_of(tmp_path / "none", [{"step": 1, "val/loss": 1.5, "val/entropy": 0.5}])) is None
+    assert imread(save_excess_loss(run)).std() > 0.05
+    assert save_excess_loss(rows_of(tmp_path / "none", [row(1, 1.5)])) is None
 
 
 def test_numbers_that_are_none_or_below_the_floor_are_left_out(tmp_path):
@@ -30,6 +32,6 @@ def test_numbers_that_are_none_or_below_the_floor_are_left_out(tmp_path):
     run = rows_of(
         tmp_path / "run", [row(1, 0.4, names=-0.1, facts_from_1=0.0), row(2, None, names=None, facts_from_1=None)]
     )
-    assert save_excess(run) is None
+    assert save_excess_loss(run) is None
     run = rows_of(tmp_path / "two", [row(1, 0.7, names=0.3, plot=-0.1), row(2, None, names=None, plot=None)])
-    assert save_excess(run) == run / "excess.png"
+    assert save_excess_loss(run) == run / "excess.png"

@@ -25,7 +25,7 @@ from config.parser import parse_config
 from config.schema import TrainConfig
 from data.corpus import load_corpus
 from data.files import sha256
-from plot import save_loss_curve
+from plotting.run_plots import save_loss_curve
 from run import resume
 from run.directory import RunDirectory
 from run.metrics_log import MetricsFile, forget_after, read_rows

@@ -32,7 +32,8 @@ from matplotlib.image import imread
 from config.errors import ConfigError
 from config.parser import parse_config
 from distributed.signals import Preempted
-from plot import finish_axes, save_loss_curve
+from plotting.run_plots import save_loss_curve
+from plotting.style import style_loss_axes
 from run import trackers
 from run.directory import RunDirectory
 from run.reporting import Reporter
@@ -421,7 +422,7 @@ def test_no_label_of_a_loss_stands_on_another_or_is_the_same(losses):
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(losses)
-    finish_axes(axes, losses)
+    style_loss_axes(axes, losses)
     FigureCanvasAgg(figure).draw()
     low, high = axes.get_ylim()
     labels = [label for minor in (False, True) for label in axes.get_yticklabels(minor)]

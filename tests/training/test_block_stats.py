@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from config.parser import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
-from plot import save_layers
+from plotting.run_plots import save_block_stats
 from tests.conftest import TINY_STORIES, metrics, tensors, train
 from training.block_stats import LayerStatistics
 
@@ -84,14 +84,14 @@ def test_with_exact_they_are_the_same_on_any_number_of_processes(tmp_path):
 
 def test_the_picture_shows_them(run):
     drawn = (run / "layers.png").read_bytes()
-    assert drawn.startswith(b"\x89PNG") and save_layers(run).read_bytes() == drawn
+    assert drawn.startswith(b"\x89PNG") and save_block_stats(run).read_bytes() == drawn
 
 
 @pytest.mark.parametrize(("steps", "blocks"), [((10, 20), 1), ((10,), 2), ((10,), 1)])
 def test_one_block_and_one_step_are_seen(steps, blocks, tmp_path):
     rows = [{"step": step, **{f"layers/update_ratio/{block}": 0.1 for block in range(blocks)}} for step in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    image = imread(save_layers(tmp_path))
+    image = imread(save_block_stats(tmp_path))
     assert image[len(image) // 2, len(image[0]) // 3, :3].min() < 0.9, "white in the middle"
 
 
