@@ -1,72 +1,73 @@
 PYTHON ?= python3
-# uv installs in a fraction of pip's time; pip is enough.
+# uv installs in a fraction of the time that pip takes; pip is enough.
 UV := $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-# This house's own rules, pages and patches. A fork that changes them empties this line, and the rest is still tested.
-HOUSE = tests/repo
-# Two tests at a time, one file each: as much as two cores can do.
+# Tests of this repository's own rules, pages and patches. A fork that changes them empties this line; all other tests still run.
+REPO_TESTS = tests/repo
+# Two tests at a time, one file each, which keeps two cores busy.
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
-TESTS = $(if $(HOUSE),,--ignore tests/repo)
-# A lent machine has torch, but perhaps neither this environment nor what would build it.
+TESTS = $(if $(REPO_TESTS),,--ignore tests/repo)
+# The GPU tests also run where only torch, accelerate and transformers are installed; wheels/*.whl may add pure-Python packages.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
-# What such a machine lacks may be carried there as wheels of pure Python, such as jsonargparse's: they run as they are.
 EMPTY :=
 WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
-# What docs/performance.md shows but the GPU's; of a text only if one is given.
-BENCHMARKS = throughput overhead scaling memory sharding startup generation growth
-BENCHMARKS += $(if $(findstring --text,$(ARGS)),time_to_loss) $(if $(findstring --nanochat,$(ARGS)),peers)
+# The cases that docs/performance.md shows, without the GPU's; time_to_loss needs a text.
+BENCHMARKS = throughput overhead memory exact checkpoint_stall startup generation $(if $(findstring --text,$(ARGS)),time_to_loss)
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-.PHONY: help env train verify law trial test test-all test-gpu house bench lint clean
+.PHONY: help env test-env train verify law trial test test-all test-repo test-gpu bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-env: .venv/.installed ## build .venv from requirements.txt
+env: ## build .venv from requirements.txt
+	$(call install,requirements.txt)
 
-train: .venv/.installed ## train the mini-GPT on stories with 2 CPU processes; more settings: make train ARGS="--resume never"
+test-env: env ## add the tools of the tests to .venv
+	$(call install,requirements-test.txt)
+
+train: env ## train the mini-GPT on stories with 2 CPU processes; with other settings: make train ARGS="--resume never"
 	$(LAUNCH) train.py --config configs/stories.yaml $(ARGS)
 
-verify: .venv/.installed ## prove the promises on this machine; with your model: make verify ARGS="--config FILE"
-	$(LAUNCH) verify.py $(ARGS)
+verify: env ## check the guarantees on this machine; of your model: make verify ARGS="--config FILE"
+	@$(LAUNCH) verify.py $(ARGS) || (echo "make verify: a check failed; its message is above the launcher's traceback" >&2; exit 1)
 
-law: .venv/.installed ## train a ladder of sizes, fit how loss falls and predict a larger run; longer: make law ARGS="--seeds 5"
+law: env ## train a ladder of model sizes, fit a scaling law and predict a larger run; longer: make law ARGS="--seeds 5"
 	.venv/bin/python scale.py --law $(ARGS)
 
-test: .venv/.installed-test ## lint and the tests, about 4 minutes on 2 cores
-	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
-
-test-all: .venv/.installed-test ## the long tests too
-	$(PYTEST) $(TESTS) $(ARGS)
-
-house: .venv/.installed-test ## the rules, the pages and the patches of this house alone
-	$(PYTEST) -m "not slow" tests/repo $(ARGS)
-
-trial: .venv/.installed ## put a fork through: kill, resume, verify; with its settings: make trial ARGS="--model.mlp relu2"
+trial: env ## kill, resume and verify a fork; with its settings: make trial ARGS="--model.mlp relu2"
 	.venv/bin/python -m tests.fork_trial $(ARGS)
 
-test-gpu: ## on a machine with a GPU: its tests, then its benchmark; against a peer: make test-gpu ARGS="--nanogpt PATH"
+test: test-env ## run the tests, about 4 minutes on 2 cores
+	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
+
+test-all: test-env ## run the slow tests too
+	$(PYTEST) $(TESTS) $(ARGS)
+
+test-repo: test-env ## run the tests of this repository's rules, pages and patches alone
+	$(PYTEST) -m "not slow" tests/repo $(ARGS)
+
+test-gpu: ## on a machine with a GPU: run its tests, then its benchmark; with nanoGPT: make test-gpu ARGS="--nanogpt PATH"
 	@PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m pytest -m cuda $(shell grep -rl mark.cuda tests --include="test_*.py"); tests=$$?; \
 	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS) && exit $$tests
 
-bench: .venv/.installed-test ## measure speed and memory, in an hour; against a peer: make bench ARGS="--nanogpt PATH --text FILE"
+bench: test-env ## measure speed and memory, in an hour; with nanoGPT: make bench ARGS="--nanogpt PATH --text FILE"
 	@for case in $(BENCHMARKS); do .venv/bin/python -m benchmarks $$case $(ARGS) || failed="$$failed $$case"; done; \
 	test -z "$$failed" || (echo "failed:$$failed"; exit 1)
 
-lint: .venv/.installed-test ## check style
-	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+lint: test-env ## check style and types
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
 
 clean: ## remove the environment and caches, never runs/
 	rm -rf .venv .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path "./runs/*" -prune -exec rm -rf {} +
 
-.venv/.installed: requirements.txt
-	@echo "Building .venv from requirements.txt (once; torch is large) ..."
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 1)
-	$(if $(UV),$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
-	$(INSTALL) -r requirements.txt
-	@touch $@
-
-.venv/.installed-test: .venv/.installed requirements-test.txt
-	$(INSTALL) -r requirements-test.txt
-	@touch $@
+# Install what .venv lacks of a requirements file, and build .venv if there is none. A linked .venv belongs to another checkout.
+define install
+@.venv/bin/python .ci/installed.py $(1) > /dev/null 2>&1 || { \
+	if test -L .venv; then echo "make: .venv is a link to $$(readlink .venv), which lacks $$(.venv/bin/python .ci/installed.py $(1) 2>&1); run make there, or remove the link"; exit 1; fi; \
+	echo "Installing $(1) into .venv (torch is large) ..."; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 1; }; \
+	test -x .venv/bin/python || $(if $(UV),$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv) || exit 1; \
+	$(INSTALL) -r $(1); }
+endef

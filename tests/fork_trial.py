@@ -1,60 +1,87 @@
-"""What a fork is put through: `make trial`, or python -m tests.fork_trial [--verify_steps N] [SETTINGS]... here.
+"""Try a fork: `make trial`, or python -m tests.fork_trial [--verify_steps N] [SETTINGS]... in its root.
 
-20 steps on two processes in one go; the same killed half-way and resumed, to the same numbers and the same digest of
-all weights and moments; then verify.py. Exit code 0: all of it holds. The processes are forks of one (tests/forked.py),
-and this one imports no torch.
+Train 20 steps on two processes without a stop; train them again, kill both processes half-way and resume, which must
+give the same metrics and the same digest of all weights and moments; then run verify.py. The exit code is 0 if all of
+it holds; otherwise 1, and the last line says what does not. The processes are forks of one (tests/forked.py), and this
+one imports no torch.
 """
 
 import argparse
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests import forked
 
-# An evaluation after each step leaves time to kill it.
+# An evaluation after each step leaves time to kill the processes.
 TRIAL = "--config tests/tiny_stories.yaml --steps 20 --checkpoint.every 5 --evaluation.every 1".split()
 
 
-def rows(run: Path) -> list[dict]:
-    """Those of metrics.jsonl, without what depends on the clock."""
+class TrialError(Exception):
+    """A guarantee that the fork does not keep."""
+
+
+def read_rows(run: Path) -> list[dict]:
+    """Rows of metrics.jsonl without timings."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in lines]
 
 
-def run(script: str, words: list[str]) -> str:
-    """Run it on two processes to its end; what it printed."""
-    done = forked.run(script, words, 2, dict(os.environ))
-    assert done.returncode == 0, done.stdout + done.stderr
+def run_script(script: str, arguments: list[str]) -> str:
+    """Run a script on two processes to its end and return what it printed."""
+    done = forked.run(script, arguments, 2, dict(os.environ))
+    if done.returncode:
+        print(done.stdout)
+        raise TrialError(done.stderr.strip() or f"{script}: exit code {done.returncode}")
     return done.stdout
 
 
+def compare_rows(uninterrupted: list[dict], resumed: list[dict]) -> None:
+    """Raise TrialError for the first logged value that differs after a resume."""
+    for expected, row in zip(uninterrupted, resumed, strict=False):
+        for key in sorted(expected.keys() | row.keys()):
+            if expected.get(key) != row.get(key):
+                found = f"{row.get(key)} after a kill and a resume, {expected.get(key)} without"
+                raise TrialError(f"step {expected['step']}: {key} is {found}; is all state saved?")
+    if len(uninterrupted) != len(resumed):
+        raise TrialError(f"{len(resumed)} rows after a kill and a resume, {len(uninterrupted)} without")
+    if len({row["state/digest"] for row in resumed}) != 20:
+        raise TrialError("state/digest is the same at two steps; is every step an update?")
+
+
 def main(out_dir: str, verify_steps: str, settings: list[str]) -> None:
-    words = [*TRIAL, *settings, "--out_dir", out_dir]
-    unbroken, killed = (Path(out_dir, name) for name in ("unbroken", "killed"))
-    run("train.py", [*words, "--name", "unbroken"])
-    launch = forked.Launch("train.py", [*words, "--name", "killed"], 2, dict(os.environ))
-    saved = killed / "checkpoints" / "step-00000005"  # in the background, while steps go on
-    while not saved.exists() or len(rows(killed)) < 8:
-        assert all(process.is_alive() for process in launch.processes), launch.output()
+    arguments = [*TRIAL, *settings, "--out_dir", out_dir]
+    uninterrupted, killed = (Path(out_dir, name) for name in ("uninterrupted", "killed"))
+    run_script("train.py", [*arguments, "--name", "uninterrupted"])
+    launch = forked.Launch("train.py", [*arguments, "--name", "killed"], 2, dict(os.environ))
+    saved = killed / "checkpoints" / "step-00000005"  # written in the background, while training goes on
+    while not saved.exists() or len(read_rows(killed)) < 8:
+        if not all(process.is_alive() for process in launch.processes):
+            raise TrialError(f"the second training ended before it was killed\n{launch.output()}")
         time.sleep(0.02)
     for process in launch.processes:
         process.kill()
         process.join()
-    assert not (killed / "checkpoints" / "step-00000020").exists(), "it was to be killed before its end"
-    assert "resumed at step" in run("train.py", [*words, "--name", "killed"])
-    assert rows(killed) == rows(unbroken) and len({row["state/digest"] for row in rows(killed)}) == 20
-    print(json.dumps(rows(killed)[-1]))
-    shutil.rmtree(out_dir)  # verify.py makes its own runs there
-    print(run("verify.py", [*words, "--verify_steps", verify_steps]))
+    if (killed / "checkpoints" / "step-00000020").exists():
+        raise TrialError("the second training was complete before it could be killed; give settings that train longer")
+    if "resumed at step" not in run_script("train.py", [*arguments, "--name", "killed"]):
+        raise TrialError("the third training did not resume from the checkpoint of step 5 or later")
+    compare_rows(read_rows(uninterrupted), read_rows(killed))
+    print(json.dumps(read_rows(killed)[-1]))
+    shutil.rmtree(out_dir)  # verify.py makes runs of its own there
+    print(run_script("verify.py", [*arguments, "--verify_steps", verify_steps]))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Puts a fork through what breaks forks.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--verify_steps", default="6", help="steps that verify.py trains")
     own, settings = parser.parse_known_args()
     with TemporaryDirectory(prefix="trial-") as folder:
-        main(str(Path(folder, "runs")), own.verify_steps, settings)
+        try:
+            main(str(Path(folder, "runs")), own.verify_steps, settings)
+        except TrialError as error:
+            sys.exit(f"fork_trial: {error}")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 
 import pytest
 import torch
@@ -191,20 +190,6 @@ def test_every_guarantee_names_a_test_that_is_there():
 def test_the_launch_files_are_all_in_the_table():
     for file in (ROOT / "accelerate_configs").glob("*.yaml"):
         assert f"| `accelerate_configs/{file.name}` |" in page("launching")
-
-
-def test_make_help_lists_every_target_and_clean_spares_the_runs(tmp_path):
-    makefile = (ROOT / "Makefile").read_text()
-    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in re.findall(r"^([a-z-]+):", makefile, re.MULTILINE):
-        assert f"make {target} " in listed
-    (tmp_path / "Makefile").write_text(makefile)
-    for path in ("runs/stories/__pycache__/kept", ".venv/bin/python", "data/__pycache__/x.pyc"):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).touch()
-    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
-    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert left == ["Makefile", "runs/stories/__pycache__/kept"]
 
 
 DATA_COMMANDS = commands(page("data"))

@@ -1,0 +1,75 @@
+"""The Makefile, the environment that it builds, and `make trial`."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.fork_trial import TrialError, compare_rows
+
+
+def make(target, directory, **options):
+    return subprocess.run(["make", target], cwd=directory, capture_output=True, text=True, **options)
+
+
+def copy_files(directory, *names):
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, directory / name)
+
+
+def test_help_lists_every_target():
+    listed = make("help", ROOT, check=True).stdout
+    for target in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE):
+        assert f"make {target} " in listed
+
+
+def test_clean_keeps_runs(tmp_path):
+    copy_files(tmp_path, "Makefile")
+    for path in ("runs/stories/__pycache__/kept", ".venv/bin/python", "data/__pycache__/x.pyc"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    make("clean", tmp_path, check=True)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["Makefile", "runs/stories/__pycache__/kept"]
+
+
+def test_env_accepts_linked_environment(tmp_path):
+    """Linked to an environment that is complete, but older than requirements.txt."""
+    copy_files(tmp_path, "Makefile", ".ci/installed.py", "requirements.txt")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    os.utime(tmp_path / "requirements.txt", (2**32, 2**32))
+    done = make("env", tmp_path)
+    assert done.returncode == 0 and "Installing" not in done.stdout, done.stdout + done.stderr
+
+
+def test_env_names_what_linked_environment_lacks(tmp_path):
+    copy_files(tmp_path, "Makefile", ".ci/installed.py")
+    (tmp_path / "requirements.txt").write_text(f"{(ROOT / 'requirements.txt').read_text()}no-such-package==1.0\n")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    done = make("env", tmp_path)
+    assert done.returncode and "which lacks no-such-package==1.0" in done.stdout, done.stdout + done.stderr
+
+
+def test_trial_ends_with_one_message():
+    command = [sys.executable, "-m", "tests.fork_trial", "--model.mlp", "no_such_mlp"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    [message] = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and message.startswith("fork_trial: train.py: error: model.mlp: no_such_mlp")
+
+
+@pytest.mark.parametrize(
+    "resumed, message",
+    [
+        ([{"step": 1, "train/loss": 3.0}], "step 1: train/loss is 3.0 after a kill and a resume, 2.0 without"),
+        ([{"step": 1, "train/loss": 2.0, "extra": 1}], "step 1: extra is 1 after a kill and a resume, None without"),
+        ([], "0 rows after a kill and a resume, 1 without"),
+    ],
+)
+def test_trial_names_first_difference(resumed, message):
+    with pytest.raises(TrialError, match=message):
+        compare_rows([{"step": 1, "train/loss": 2.0}], resumed)
