@@ -114,8 +114,6 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
         raise ConfigError(f"step: {step} is beyond the {run.config.steps} steps of {run.path}")
     if step <= run.begin:
         raise ConfigError(f"step: {step} is of the run that {run.path} branched from after step {run.begin}; open that")
-    if before is None and run.began_otherwise:
-        say(f"No step before the first checkpoint can be trained again: {run.began_otherwise}.")
     first = read_manifest(before).step if before else 0
     check_places(config, run)  # now, and not after hours of training
     why = run.differs_here(first, step)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import train
-from checkpoint.identity import INITIAL_WEIGHTS, code_name, lasting_starts, other_arrangement, other_facts
+from checkpoint.identity import code_name, lasting_starts, other_arrangement, other_facts
 from checkpoint.manifest import (
     MANIFEST,
     InvalidCheckpoint,
@@ -172,15 +172,6 @@ class Run:
         names = " and ".join(dict.fromkeys(map(code_name, others)))
         return f"Other code: {self.path} was trained by {names}, and this is {code_name(now)}." if others else ""
 
-    @property
-    def began_otherwise(self) -> str:
-        """Why its first weights are not drawn again here, in words; "" if they are."""
-        oldest = [manifest.provenance for manifest in self.manifests.values()][-1:]
-        first = [*lasting_starts(self.starts, self.begin + 1), *oldest, {}][0]
-        if self.config.init_from is not None or first.get("initial_weights") == INITIAL_WEIGHTS:
-            return ""
-        return "an older version drew its initial weights, one after the other and not each by its name"
-
     def checkpoint_before(self, step: int) -> Path | None:
         """The newest one that is whole and older than `step`."""
         for path, manifest in (self.manifests | self.origin).items():
@@ -331,8 +322,6 @@ def audit(run: Run, count: int, folder: Path) -> None:
             verdict, found = "FAIL", problem
         elif begin is None and run.config.branch_from is not None:
             verdict, found = "SKIP", f"the checkpoint that it began from is gone: {run.config.branch_from}"
-        elif begin is None and run.began_otherwise:
-            verdict, found = "SKIP", run.began_otherwise
         elif problem := trained_problem(run, begin, before + 1, manifest, folder):
             verdict, found = "FAIL", problem
         failures += verdict == "FAIL"

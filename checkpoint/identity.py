@@ -1,8 +1,7 @@
 """What makes a run another run besides its settings: the precision of the launch, and the code that trains.
 
 Whoever goes on with a run, trains it again or counts it among others asks here. A start writes these facts into
-sessions.jsonl, and into every checkpoint. A run of an older version does not know its code: what is not known is never
-called another.
+sessions.jsonl, and into every checkpoint.
 """
 
 import re
@@ -16,8 +15,6 @@ ROOT = Path(__file__).parent.parent
 FACTS = ("mixed_precision", "code")
 # These change the order of sums, and so bits by rounding: the run is the same.
 ARRANGEMENT = ("processes", "shards", "threads")
-# How GPTModel draws what it begins with. Older versions, which did not write it down, drew one weight after the other.
-INITIAL_WEIGHTS = "by name"
 # What train.py imports, and what no weight depends on.
 NOT_TRAINING = {"export", "plot", "plotting"}
 

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from config.schema import CheckpointConfig, flat_settings
 from data.files import sha256, write_atomically
 from data.json_objects import parse_object, typed
 
-# Format 1 had no digest, processes or threads. It is still read.
-FORMAT = 2
+FORMAT = 1
 MANIFEST = "manifest.json"
 
 
@@ -50,15 +49,15 @@ class Manifest:
     """The settings of the run."""
     mixed_precision: str
     files: dict[str, File]
-    processes: int | None = None
+    processes: int
     """How many trained it."""
-    shards: int | None = None
+    shards: int
     """How many processes shared a replica."""
-    threads: int | None = None
+    threads: int | None
     """Of each process, on a CPU: how many share a sum decides its order."""
-    provenance: dict[str, Any] = field(default_factory=dict)
-    tokenizer: dict[str, str] | None = None
-    """SHA-256 of the files in `tokenizer` of the run; None without any, and of an older version."""
+    provenance: dict[str, Any]
+    tokenizer: dict[str, str] | None
+    """SHA-256 of the files in `tokenizer` of the run; None without any."""
 
     def write(self, directory: Path) -> None:
         """Write it into the directory whose files it names, with a digest of everything that it says."""
@@ -88,9 +87,9 @@ def read_manifest(path: Path) -> Manifest:
             raise InvalidCheckpoint(f"{path} is a run; name one of its checkpoints, such as {newest[0]}")
         facts = parse_object((path / MANIFEST).read_bytes())
         digest = facts.pop("digest", None)
-        if facts.get("format") not in (1, FORMAT):
+        if facts.get("format") != FORMAT:
             raise ValueError(f"format {facts.get('format')!r} instead of {FORMAT}")
-        if digest != _digest(facts) and (digest is not None or facts["format"] != 1):
+        if digest != _digest(facts):
             raise ValueError("its content does not match its digest")
         manifest = typed(facts, Manifest, "manifest")
         if path.name.startswith("step-") and path.name != step_directory(path, manifest.step).name:

@@ -8,20 +8,19 @@ import accelerate
 import torch
 from accelerate import Accelerator
 
-from checkpoint.identity import INITIAL_WEIGHTS, code_hash
+from checkpoint.identity import code_hash
 from config.schema import TrainConfig
 from model.gpt import GPTModel
 
 
 def provenance() -> dict[str, str | None]:
-    """Versions of what computes, the hash of the code that trains, how weights begin, and the commit of this
-    repository: None outside a checkout, `-dirty` after changes."""
+    """Versions of what computes, the hash of the code that trains, and the commit of this repository: None outside a
+    checkout, `-dirty` after changes."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
         "code": code_hash(),
-        "initial_weights": INITIAL_WEIGHTS,
         "git_commit": _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
     }
 

@@ -302,7 +302,7 @@ class TrainConfig:
 
     resume: str = "auto"
     """auto: go on from the newest valid checkpoint of this run, if there is one; never: start afresh, an existing run
-    directory is moved aside. The path of a checkpoint means branch_from, as it was once called."""
+    directory is moved aside."""
 
     branch_from: str | None = None
     """The path of a checkpoint, whose weights, moments and step start this run. null: it starts from none."""
@@ -362,11 +362,6 @@ class TrainConfig:
 
     given: ClassVar[frozenset[str]] = frozenset()
     """Which settings of `model` the user gave, so that they must agree with those of `init_from`."""
-
-    def __post_init__(self) -> None:
-        is_path = self.resume not in ("auto", "never", None) and Path(self.resume).name != self.resume
-        if is_path:
-            self.resume, self.branch_from = "auto", self.resume
 
     @property
     def max_skipped(self) -> int:

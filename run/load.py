@@ -56,7 +56,7 @@ CAN_BE_OPENED = "the directory of a run or of a checkpoint, a folder in transfor
 # Of a run that needs other code.
 REMEDY = "use the code that trained it, whose commit sessions.jsonl of the run names"
 
-# A folder with a tokenizer has at least one; an older one of GPT-2 has no tokenizer.json.
+# A folder with a tokenizer has at least one; that of the published GPT-2 has no tokenizer.json in some copies.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
 
 # What a model that goes on from another's weights may have for itself.

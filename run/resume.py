@@ -25,23 +25,13 @@ FREE_SETTINGS = OF_SCHEDULES | {
 }
 # But this of them: what the optimizer keeps depends on it.
 FIXED_SETTINGS = {"evaluation.ema_decay"}
-# Settings that older versions had, as "section.name", and their last default: runs with another value are refused.
-RETIRED_SETTINGS: dict[str, Any] = {}
-# Settings that had no name of their own: a run that does not know one was begun with the value of the other.
-SPLIT_FROM = {"data.seed": "seed"}
 # Filled in at a start where they are null.
 RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
 
 
 def complete_settings(stored: dict[str, Any]) -> dict[str, Any]:
-    """The flat settings of a stored run, as this version means them.
-
-    A setting that the run does not know has its default of today: that is what it did without it. Or it has the value
-    of the setting that it was once a part of.
-    """
-    flat = {key: value for key, value in flat_settings(stored).items() if RETIRED_SETTINGS.get(key, ...) != value}
-    parts = {key: flat[whole] for key, whole in SPLIT_FROM.items() if whole in flat}
-    return flat_settings(asdict(TrainConfig())) | parts | flat
+    """Return the flat settings of a stored run; a setting added since, as by a fork, has its default."""
+    return flat_settings(asdict(TrainConfig())) | flat_settings(stored)
 
 
 def read_settings(file: Path, remedy: str = "; --resume never moves that run aside") -> dict[str, Any] | None:
@@ -55,13 +45,11 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
             raise ValueError("it is empty" if stored is None else "it holds no settings")
         settings = complete_settings(stored)
         counts = ("steps", "seq_len", "global_batch_size")
-        kinds = dict.fromkeys(counts, {int}) | {"data.seed": {int}, "resume": {str}}
+        kinds = dict.fromkeys(counts, {int}) | {"data.seed": {int}}
         kinds |= dict.fromkeys(("schedule.batch_warmup_from", "schedule.batch_warmup_steps"), {int, NoneType})
         wrong = [name for name, kind in kinds.items() if type(settings[name]) not in kind]
         if wrong := wrong or [name for name in counts if settings[name] < 1]:
             raise ValueError(f"{wrong[0]} is none")
-        if settings["resume"] not in ("auto", "never"):
-            settings["branch_from"] = settings["resume"]  # its older name
     except FileNotFoundError:
         return None
     except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:

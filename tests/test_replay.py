@@ -1,6 +1,5 @@
 """Any step of a run is trained again with the same bits, and a run that was tampered with is found."""
 
-import contextlib
 import json
 import re
 import shutil
@@ -22,7 +21,7 @@ from data.files import sha256
 from distributed.state_hash import digests
 from replay import ReplayConfig, with_step_named
 from tests import forked
-from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, python, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, environment, python, tensors, train
 
 STEPS = 6
 RECIPE = [*TINY_STORIES, *"--steps 6 --tracking.log_every 1 --evaluation.every 3 --checkpoint.every 2".split()]
@@ -617,33 +616,3 @@ def test_a_start_that_is_none_is_said(facts, message, run, in_process, tmp_path,
 def test_a_number_of_hundreds_of_digits_is_no_rounding():
     again = Retrained(None, {3: {"train/loss": 5.1}}, {}, None)
     assert again.difference(logged({"train/loss": 10**350}), "2 processes then and 1 now")
-
-
-@pytest.mark.parametrize("kind", ["format-1", "format-2"])
-def test_what_an_older_version_did_not_log_is_not_missed(kind, in_process, tmp_path, monkeypatch, capsys):
-    """It began with other weights, so its bits are others here."""
-    monkeypatch.setattr(Run, "began_otherwise", "")
-    with contextlib.suppress(RunError):
-        audit(Run(ROOT / "tests" / "old_runs" / kind), 9, tmp_path)
-    shown = capsys.readouterr().out
-    assert re.search("train/loss is .* in the run, and .* trained again", shown), shown
-
-
-@pytest.mark.parametrize("version", ["without starts", "with starts"])
-def test_weights_that_an_older_version_drew_are_not_drawn_again(version, run, in_process, tmp_path, capsys):
-    """Its first interval cannot be audited; the others are, and pass."""
-    copy = Path(shutil.copytree(run, tmp_path / "run"))
-    starts = (copy / "sessions.jsonl").read_text()
-    assert starts.count('"initial_weights": "by name", ') == 1
-    (copy / "sessions.jsonl").write_text(starts.replace('"initial_weights": "by name", ', ""))
-    if version == "without starts":
-        (copy / "sessions.jsonl").unlink()
-        for step in (2, 4, 6):
-            checkpoint = copy / "checkpoints" / f"step-{step:08d}"
-            manifest = read_manifest(checkpoint)
-            del manifest.provenance["initial_weights"]
-            manifest.write(checkpoint)
-    audit(Run(copy), 99, tmp_path)
-    shown = capsys.readouterr().out
-    assert "SKIP  steps 1 to 2  an older version drew its initial weights" in shown
-    assert re.findall(r"PASS  (.*)", shown) == ["steps 3 to 4  bit for bit", "steps 5 to 6  bit for bit"]

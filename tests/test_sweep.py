@@ -228,7 +228,9 @@ def test_finished_runs_of_another_schedule_are_not_taken_for_those_of_the_sweep(
         settings = yaml.safe_load((sweep.directory / names[1] / "config.yaml").read_text())
         checkpoint = sweep.directory / names[1] / "checkpoints" / "step-00000008"
         checkpoint.mkdir(parents=True)
-        Manifest(8, (0, 0), {}, settings, "no", {"weights.safetensors": File(0, "")}).write(checkpoint)
+        Manifest(8, (0, 0), {}, settings, "no", {"weights.safetensors": File(0, "")}, 1, 1, 1, {}, None).write(
+            checkpoint
+        )
         assert sweep(*common, "--steps", 8) == []
         assert sweep(*common, "--steps", 4, error=ConfigError) == [], "of fewer steps than are done"
         assert sweep(*common, "--steps", 8, "--schedule.name", "linear", error=ConfigError) == []

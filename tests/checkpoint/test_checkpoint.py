@@ -212,7 +212,7 @@ def checkpoint_of(directory, step, loss=None, num_samples=500):
     file = File((path / "a.safetensors").stat().st_size, sha256(path / "a.safetensors"))
     metrics = {} if loss is None else {"val/loss": loss}
     config = {"evaluation": {"num_samples": num_samples}}
-    Manifest(step, (0, 0), metrics, config, "no", {"a.safetensors": file}).write(path)
+    Manifest(step, (0, 0), metrics, config, "no", {"a.safetensors": file}, 1, 1, 1, {}, None).write(path)
     return path
 
 

@@ -31,43 +31,28 @@ from run.directory import RunDirectory
 from run.metrics_log import MetricsFile, forget_after, read_rows
 from run.status import Status, read_status, write_status
 from tests import forked
-from tests.conftest import ROOT, assert_same_bits, environment, metrics, python, tensors, train
+from tests.conftest import ROOT, environment, metrics, python, train
 from training.metrics import NonFiniteError, StepTotals
 from training.schedule import SCHEDULES
 
 STEPS = 4
-OLD_RUNS = ROOT / "tests" / "old_runs"  # of 4 steps each, as the versions that had these formats left them
-RECIPE = ["--config", OLD_RUNS / "recipe.yaml", "--name", "run"]
-FORMATS = sorted(path.name for path in OLD_RUNS.iterdir() if path.is_dir())
+RECIPE = ["--config", ROOT / "tests" / "tiny_random.yaml", "--name", "run"]
 
 
-@pytest.fixture
-def run(runs):
-    """The directory of a finished run."""
-    shutil.copytree(OLD_RUNS / FORMATS[-1], runs / "run")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a finished run of 4 steps, to be copied."""
+    train(*RECIPE, "--out_dir", runs := tmp_path_factory.mktemp("finished"))
     return runs / "run"
 
 
-# Runs of older versions
+@pytest.fixture
+def run(finished, runs):
+    """The directory of a finished run."""
+    return shutil.copytree(finished, runs / "run")
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_run_of_an_older_version_goes_on(form, runs):
-    """To where such a version took it, which drew other initial weights than this one."""
-    shutil.copytree(OLD_RUNS / form, runs / "run")
-    done = train(*RECIPE, "--steps", 6, "--out_dir", runs)
-    assert "resumed at step 4" in done.stdout
-    expected = [json.loads(line) for line in (OLD_RUNS / "six_steps.jsonl").read_text().splitlines()]
-    for row, known in zip(metrics(runs / "run"), expected, strict=True):
-        row.pop("state/digest", None)  # runs of another processor may differ by rounding
-        assert row == pytest.approx(known, rel=1e-3)
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_checkpoint_of_an_older_version_begins_a_new_run(form, runs):
-    start = OLD_RUNS / form / "checkpoints" / "step-00000004"
-    done = train(*RECIPE, "--steps", 5, "--resume", start, "--out_dir", runs)
-    assert "resumed at step 4" in done.stdout and [row["step"] for row in metrics(runs / "run")] == [5]
+# Settings of a stored run
 
 
 def stored(**changes):
@@ -119,7 +104,7 @@ def test_whatever_changes_with_the_step_must_have_been_so_until_now(monkeypatch)
     settings |= {"schedule": asdict(config.schedule), "steps": 4}
     config.optimizer.weight_decay = 0.5
     with pytest.raises(ConfigError, match="given step 1 of this run the weight_decay 0.4375, but it had 0.375; a run"):
-        resume.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}))
+        resume.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}, 1, 1, 1, {}, None))
 
 
 def test_a_path_may_change_where_a_hash_says_what_lies_there():
@@ -142,15 +127,11 @@ def test_the_corpora_of_a_mixture_may_move_but_weigh_what_they_did():
         ]
 
 
-def test_a_stored_setting_that_is_gone_is_named_unless_it_had_its_last_default(monkeypatch):
+def test_a_stored_setting_that_is_gone_is_named():
     settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
     assert resume.differences(resume.complete_settings(settings), config) == [
         "optimizer.nesterov: True there, and no setting any more",
         "schedule.cycles: 3 there, and no setting any more",
-    ]
-    monkeypatch.setattr(resume, "RETIRED_SETTINGS", {"optimizer.nesterov": True, "schedule.cycles": 1})
-    assert resume.differences(resume.complete_settings(settings), config) == [
-        "schedule.cycles: 3 there, and no setting any more"
     ]
 
 
@@ -165,30 +146,18 @@ def test_a_run_without_a_new_setting_goes_on_and_one_with_a_lost_one_is_refused(
     assert "optimizer.nesterov: True there, and no setting any more" in done.stderr
 
 
-@pytest.mark.slow
-def test_data_do_not_move_with_the_seed_and_in_an_older_run_they_still_do(runs):
-    """An older run had its data by `seed`. The one here is of today, and forgets the setting that did not exist."""
-    arguments = [*RECIPE, "--seed", 5, "--out_dir", runs]
-    train(*arguments, "--data.seed", 5, "--steps", 6, "--name", "unbroken")
-    train(*arguments, "--data.seed", 5)
-    checkpoint = runs / "run" / "checkpoints" / "step-00000004"
-    settings, manifest = yaml.safe_load((runs / "run" / "config.yaml").read_text()), read_manifest(checkpoint)
-    for stored in (settings, manifest.config):
-        assert stored["data"].pop("seed") == 5
-    (runs / "run" / "config.yaml").write_text(yaml.safe_dump(settings))
-    manifest.write(checkpoint)
-
-    done = train(*arguments, "--steps", 6, "--data.seed", 0, exit_code=2)
-    assert "data.seed: 5 there, 0 now" in done.stderr
-    train(*arguments, "--steps", 6, "--name", "another", "--branch_from", checkpoint)
-    train(*arguments, "--steps", 6)
-    for name in ("run", "another"):
-        assert yaml.safe_load((runs / name / "config.yaml").read_text())["data"]["seed"] == 5
-        assert_same_bits(tensors(runs / name, 6), tensors(runs / "unbroken", 6))
-        assert metrics(runs / name)[-1] == metrics(runs / "unbroken")[-1]
-
+def test_data_seed_is_that_of_the_run_or_of_its_parent(run):
+    arguments = [*RECIPE, "--seed", 5, "--out_dir", run.parent]
+    train(*arguments, "--data.seed", 3, "--name", "other")
+    checkpoint = run.with_name("other") / "checkpoints" / "step-00000005"
+    done = train(*arguments, "--steps", 5, "--name", "other", "--data.seed", 0, exit_code=2)
+    assert "data.seed: 3 there, 0 now" in done.stderr
+    train(*arguments, "--steps", 5, "--name", "other")
+    train(*arguments, "--steps", 6, "--name", "branch", "--branch_from", checkpoint)
     train(*arguments, "--steps", 1, "--name", "new")
-    assert yaml.safe_load((runs / "new" / "config.yaml").read_text())["data"]["seed"] == 0
+    for name, expected in (("other", 3), ("branch", 3), ("new", 0)):
+        config = yaml.safe_load((run.with_name(name) / "config.yaml").read_text())
+        assert config["data"]["seed"] == expected, name
 
 
 @pytest.mark.parametrize("source", ["random", "stories"])
@@ -237,7 +206,7 @@ def test_a_run_goes_on_only_with_the_learning_rates_that_it_had(run):
 def test_a_run_that_goes_on_unchanged_compares_no_learning_rates(monkeypatch):
     """Of as many steps as it has done."""
     config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
-    manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {})
+    manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {}, 1, 1, 1, {}, None)
     monkeypatch.delattr(resume, "at_step")
     resume.check_resume(config, ROOT, manifest)
 
@@ -360,9 +329,7 @@ def test_only_the_process_that_writes_a_refusal_down_takes_the_lock(run, monkeyp
     assert directory._lock_file is None
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--seed", 5], ["--resume", "never"], ["--resume", OLD_RUNS / "format-1" / "checkpoints"]], ids=str
-)
+@pytest.mark.parametrize("arguments", [["--seed", 5], ["--resume", "never"], ["--branch_from", "elsewhere"]], ids=str)
 def test_a_refused_start_of_another_run_leaves_the_status_alone(arguments, run):
     train(*RECIPE, "--out_dir", run.parent, *arguments, exit_code=2, **FP16)
     assert read_status(run / "status.json") == Status("finished", STEPS)
@@ -371,7 +338,7 @@ def test_a_refused_start_of_another_run_leaves_the_status_alone(arguments, run):
 
 def test_a_directory_with_two_names_is_locked_once(run):
     (run.parent / "link").symlink_to("run")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     with open(run / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for name in ("run", "link"):
@@ -452,7 +419,7 @@ def test_a_number_that_no_float_can_be_makes_no_row(run):
     (read_records([run])[0][0]).curve("train/loss")
     assert len(list(read_rows(file))) == len(rows.splitlines())
     python(f"python compare.py {run} {run} --out {run.parent / 'picture'}")
-    assert Run(run).logged_steps == [row["step"] for row in metrics(OLD_RUNS / FORMATS[-1])]
+    assert Run(run).logged_steps == [row["step"] for row in map(json.loads, rows.splitlines())]
     train(*RECIPE, "--out_dir", run.parent)
     assert file.read_bytes() == rows
 
@@ -476,9 +443,9 @@ def test_a_file_of_a_run_that_cannot_be_read_is_one_message(command, name, run):
 def test_half_the_line_of_a_start_does_not_hide_the_next_one(run):
     train(*RECIPE, "--out_dir", run.parent, "--steps", 5)
     before = (run / "sessions.jsonl").read_text()
-    (run / "sessions.jsonl").write_text(before + before[: len(before) // 2])
+    (run / "sessions.jsonl").write_text(before + '{"step": 5, "proc')
     train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
-    assert [row["step"] for row in read_rows(run / "sessions.jsonl")] == [4, 5]
+    assert [row["step"] for row in read_rows(run / "sessions.jsonl")] == [0, 4, 5]
 
 
 def test_a_picture_is_drawn_of_the_rows_that_are_there(tmp_path):
@@ -606,7 +573,7 @@ WITHOUT_ROOM = "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY)
 def test_a_disk_without_room_for_a_result_is_an_error_and_for_a_log_none(words, exit_code, runs):
     (runs / "run").mkdir(parents=True)
     if exit_code:
-        (runs / "run" / "config.yaml").write_text(yaml.safe_dump({"global_batch_size": 1, "seed": 0}))
+        (runs / "run" / "config.yaml").write_text(yaml.safe_dump({"global_batch_size": 1, "data": {"seed": 0}}))
     words = [*words.replace("RUNS", str(runs)).split(), *([] if exit_code else [*RECIPE, "--out_dir", str(runs)])]
     code = f"{WITHOUT_ROOM}runpy.run_path(sys.argv[0], run_name='__main__')"
     done = forked.run("-c", [code, *map(str, words)], 0, environment())

@@ -235,8 +235,9 @@ def test_a_folder_without_all_tensors_is_no_model_with_random_ones(cut, tmp_path
         load_run(tmp_path)
 
 
-def test_a_model_of_random_tokens_has_no_words():
-    run = max((ROOT / "tests" / "old_runs").glob("format-*"))
+def test_a_model_of_random_tokens_has_no_words(runs):
+    train("--config", ROOT / "tests" / "tiny_random.yaml", "--steps", 1, "--name", "run", "--out_dir", runs)
+    run = runs / "run"
     with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer, as a model of random tokens has none"):
         sample.main(SampleConfig(str(run)))
 
