@@ -5,6 +5,7 @@ same directory, is left to it, and taken over when that has died. So the same co
 work. Nothing here needs torch.
 """
 
+import errno
 import math
 import os
 import shlex
@@ -30,7 +31,9 @@ from distributed.signals import signals_to_catch
 from run.metrics_log import read_rows
 from run.status import IN_USE, LOCK, Status, read_status
 
-FULL_DISK = "No space left on device"
+# What a failed run reports when its disk is full, its quota used up or a file at its size limit. The last is the check
+# before each save (checkpoint/saver.py).
+DISK_FULL = (*map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)), "MB are needed, but ")
 LOOK_SECONDS = 0.2
 MOST_AT_ONCE = 8  # on a CPU, unless told: each needs memory of its own
 
@@ -93,11 +96,15 @@ class Training:
 
 
 class Failed(Exception):
-    """A run ended otherwise than finished or stopped; its message."""
+    """A run ended otherwise than finished or stopped; its message.
 
-    def __init__(self, training: Training, message: str):
+    Attributes:
+        killed: whether a signal that was not sent from here ended the process, as when memory runs out.
+    """
+
+    def __init__(self, training: Training, message: str, killed: bool = False):
         super().__init__(message)
-        self.training = training
+        self.training, self.killed = training, killed
 
 
 class Stopped(Exception):
@@ -134,6 +141,7 @@ class Trainings:
         self.sharers = self.at_once  # of the cores
         self.running: dict[Training, Started] = {}
         self.outcomes: dict[Training, str] = {}  # finished, stopped or failed
+        self.failures: dict[Training, Failed] = {}
         for number in signals_to_catch():
             signal.signal(number, self._receive)
 
@@ -217,7 +225,7 @@ class Trainings:
             status, message = training.status(run.seconds), training.message(run.seconds)
             if run.process.returncode < 0:
                 message = f"ended by {signal.Signals(-run.process.returncode).name}, as where memory is out"
-            if FULL_DISK in message:
+            if any(words in message for words in DISK_FULL):
                 raise RunError(f"{training.directory}: {message}; with room there, the same command goes on")
             if IN_USE in message or training.is_in_use():
                 waiting.append(training)
@@ -225,8 +233,11 @@ class Trainings:
             # A launcher makes 1 of every code.
             stopped = run.process.returncode == 75 or (status is not None and status.state == "preempted")
             self.outcomes[training] = "stopped" if stopped else "failed"
+            failure = Failed(training, message, killed=run.process.returncode < 0)
+            if not stopped:
+                self.failures[training] = failure
             if until_failure:
-                raise Stopped if stopped else Failed(training, message)
+                raise Stopped if stopped else failure
 
     def _stop_all(self) -> None:
         for run in self.running.values():

@@ -48,6 +48,9 @@ if how == "is refused":
     os._exit(2)
 ends = {"fails": ("failed", 1, "RunError: the loss is nan")}
 ends["fills the disk"] = "failed", 1, "OSError: [Errno 28] No space left on device"
+ends["reaches the file size limit"] = "failed", 1, "OSError: [Errno 27] File too large"
+ends["exceeds the quota"] = "failed", 1, "SafetensorError: I/O error: Disk quota exceeded (os error 122)"
+ends["lacks room for a save"] = "failed", 1, "SaveError: 33.00 MB are needed, but 1.00 MB are free"
 ends["fails under a launcher"] = "preempted", 1
 end(*ends.get(how, ("finished", 0)))
 """
@@ -137,9 +140,24 @@ def test_or_not(run):
     }
 
 
-def test_a_full_disk_is_nobodys_fault(run):
-    with pytest.raises(RunError, match="No space left on device; with room there"):
-        Trainings(1).train([run("one", "fills the disk")])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("fills the disk", "No space left on device"),
+        ("reaches the file size limit", "File too large"),
+        ("exceeds the quota", "Disk quota exceeded"),
+        ("lacks room for a save", "MB are free"),
+    ],
+)
+def test_train_full_disk_raises_run_error(how, message, run):
+    with pytest.raises(RunError, match=f"{message}.*; with room there"):
+        Trainings(1).train([run("one", how)])
+
+
+def test_train_killed_run_fails_as_killed(run):
+    with pytest.raises(Failed, match="SIGKILL") as failed:
+        Trainings(1).train([run("one", "dies")])
+    assert failed.value.killed
 
 
 def test_the_status_of_an_older_start_is_not_taken_for_that_of_this_one(run):
