@@ -63,7 +63,8 @@ from distributed.launch import start_accelerator
 from plotting.run_plots import save_loss_by_position
 from plotting.style import report_plot_errors
 from run.corpus_check import CorpusCheck
-from run.load import REMEDY, Loaded, check_tokenizer, load_with_source, lost_settings
+from run.load import Loaded, check_tokenizer, load_with_source
+from run.stored_settings import USE_ITS_CODE, unknown_settings
 from training.evaluation import evaluate
 
 LOGIT_BYTES = 2**28
@@ -108,9 +109,9 @@ def check_data(directory: Path, manifest: Manifest) -> None:
     Raises:
         ConfigError: they were made with a setting that this version lacks.
     """
-    lost = lost_settings(manifest.config)
-    if lines := [line for key, line in lost.items() if key.startswith("data.")]:
-        raise ConfigError(f"{directory}: {'; '.join(lines)}; {REMEDY}, or name a corpus with --data")
+    unknown = unknown_settings(manifest.config)
+    if lines := [line for key, line in unknown.items() if key.startswith("data.")]:
+        raise ConfigError(f"{directory}: {'; '.join(lines)}; {USE_ITS_CODE}, or name a corpus with --data")
 
 
 def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:

@@ -23,8 +23,9 @@ from config.parser import own_arguments_first, parse_config
 from config.schema import TrainConfig, flat_settings
 from jobs.runner import Stopped, Training, Trainings, launch_command, launched_precision
 from run.metrics_log import read_rows
-from run.resume import check_resume, copy_model_settings, differences, read_settings
+from run.resume import check_resume, copy_model_settings, differences
 from run.status import read_status
+from run.stored_settings import read_settings
 
 TRAIN = str(Path(__file__).with_name("train.py"))
 NAME_THEMSELVES = ("config", "name")  # settings that give the runs their names when swept

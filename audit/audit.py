@@ -40,9 +40,9 @@ from distributed.launch import is_on, uses_cpu
 from distributed.nested import broadcast_from_main, nested_training
 from distributed.state_hash import digests
 from distributed.world import is_main_process, num_processes
-from run.load import config_of
 from run.metrics_log import read_rows
-from run.resume import complete_settings, differences, read_settings
+from run.resume import differences
+from run.stored_settings import complete_settings, config_of, read_settings
 
 # What may change when a run goes on, and shows in what it logs: a step is trained again with what it was done with.
 AS_THEN = ("steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row")

@@ -21,8 +21,9 @@ from data.json_objects import typed
 from data.sampler import BatchSizes
 from plotting.style import step_to_x
 from run.metrics_log import read_rows
-from run.resume import FREE_SETTINGS, OF_SCHEDULES, read_settings
+from run.resume import FREE_SETTINGS, OF_SCHEDULES
 from run.status import Status, read_status
+from run.stored_settings import read_settings
 
 SEEDS = ("seed", "data.seed")
 # What two runs of one recipe may have different: where they lie, and what moves no loss by more than rounding.

@@ -24,9 +24,10 @@ from config.schema import TrainConfig
 from data.files import lock, move_aside, write_atomically
 from distributed.signals import Preempted
 from distributed.world import is_main_process, num_processes
-from run.metrics_log import forget_after, read_rows
-from run.resume import check_branch, check_resume, complete_settings, copy_model_settings, differences, read_settings
+from run.metrics_log import read_rows, truncate_after_step
+from run.resume import check_branch, check_resume, copy_model_settings, differences
 from run.status import IN_USE, LOCK, Status, read_status, write_status
+from run.stored_settings import complete_settings, read_settings
 
 NONE_LEFT = "no valid checkpoint is left"
 
@@ -202,9 +203,11 @@ class RunDirectory:
         self.is_open = True
         start = self._choose_start(config, now)
         self.checkpoints.mkdir(exist_ok=True)
-        forget_after(self.metrics_file, start.step, one_each=True)
-        forget_after(self.samples_file, start.step)
-        forget_after(self.path / "sessions.jsonl", config.steps)  # half a line, of a start that had no room for it
+        truncate_after_step(self.metrics_file, start.step, one_per_step=True)
+        truncate_after_step(self.samples_file, start.step)
+        truncate_after_step(
+            self.path / "sessions.jsonl", config.steps
+        )  # half a line, of a start that had no room for it
         write_atomically(self.path / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
         now |= network_size(config)
         if config.data.source == "text":

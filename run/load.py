@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from checkpoint.tokenizer_files import changed_files
 from checkpoint.unshard import read_weights
 from config.errors import ConfigError
 from config.paths import expanded
-from config.schema import TrainConfig, flat_settings
+from config.schema import TrainConfig
 from data.corpus import Corpus, load_corpus
 from data.files import reason_absent
 from data.tokenizer import END_OF_TEXT
@@ -40,7 +40,7 @@ from distributed.cpu import compute_as_any_processor
 from distributed.world import is_main_process, num_processes
 from model.gpt import GPTModel
 from model.hf import config_from_transformers, from_transformers
-from run.resume import complete_settings
+from run.stored_settings import USE_ITS_CODE, config_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,9 +52,6 @@ PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 
 
 CAN_BE_OPENED = "the directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub"
-
-# Of a run that needs other code.
-REMEDY = "use the code that trained it, whose commit sessions.jsonl of the run names"
 
 # A folder with a tokenizer has at least one; that of the published GPT-2 has no tokenizer.json in some copies.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
@@ -179,32 +176,6 @@ def say_passed_over(reasons: Iterable[str], what: str = "Checkpoint") -> None:
         print(f"{what} passed over: {reason}", file=sys.stderr)
 
 
-def config_of(settings: dict[str, Any]) -> TrainConfig:
-    """The settings of a run, as a manifest or a config.yaml keeps them. One that this version lacks is left out, but
-    for those of the model, which is another without it even where all tensors fit.
-
-    Raises:
-        ConfigError: the model has a setting, or a value of one, that this version lacks.
-    """
-    config, lost = TrainConfig(), lost_settings(settings)
-    for key, value in complete_settings(settings).items():
-        section, _, name = key.rpartition(".")
-        if key not in lost:
-            setattr(getattr(config, section) if section else config, name, value)
-    config.given = frozenset(vars(config.model))  # where the run is begun again, its model is the same
-    problems = [line for key, line in lost.items() if key.startswith("model.")] or config.model.problems()
-    if problems:
-        raise ConfigError(f"{'; '.join(problems)}; {REMEDY}")
-    return config
-
-
-def lost_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """The settings of a run that this version lacks, as `section.name`, and what is said of each."""
-    known = flat_settings(asdict(TrainConfig()))
-    lost = {key: value for key, value in complete_settings(settings).items() if key not in known}
-    return {key: f"{key}: {value} there, and no setting any more" for key, value in lost.items()}
-
-
 def run_tokenizer(
     directory: Path, config: TrainConfig, expected: dict[str, str] | None
 ) -> "PreTrainedTokenizerBase | None":
@@ -220,7 +191,9 @@ def run_tokenizer(
             data = load_corpus(config)
         except ConfigError as error:  # as of a source that a fork has
             remedy = "" if Path(config.data.path or "").exists() else ", or put its data back where they were"
-            raise ConfigError(f"the tokenizer of {directory} is not known here: {error}; {REMEDY}{remedy}") from None
+            raise ConfigError(
+                f"the tokenizer of {directory} is not known here: {error}; {USE_ITS_CODE}{remedy}"
+            ) from None
         if data.tokenizer is None:
             return None
         end = END_OF_TEXT if data.end_of_text is None else data.tokenizer.id_to_token(data.end_of_text)

@@ -1,4 +1,4 @@
-"""metrics.jsonl and generations.jsonl: JSON objects with a step, in the order of the steps."""
+"""Files of JSON lines with a step: metrics.jsonl, generations.jsonl and sessions.jsonl."""
 
 import errno
 import json
@@ -13,30 +13,76 @@ from data.json_objects import parse_object
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of the file. What is no row, as the half line of a process that was killed, is passed over.
+    """Yield the rows of the file, oldest first.
+
+    A line that is not a JSON object with a step is skipped, such as the half line of a process that was killed.
 
     Raises:
         OSError: the file cannot be read.
     """
-    yield from filter(None, map(_row, path.read_bytes().splitlines()))
+    yield from filter(None, map(_parse_row, path.read_bytes().splitlines()))
 
 
-def forget_after(path: Path, step: int, one_each: bool = False) -> None:
-    """Leave only the rows until `step`: those after it are done again, and would stand there twice; with `one_each`
-    only the first of a step, where damage has made another of it."""
+def truncate_after_step(path: Path, step: int, one_per_step: bool = False) -> None:
+    """Remove the rows after `step`, which will be logged again, and lines that are not rows.
+
+    Args:
+        path: the file; it may be absent.
+        step: the last step whose rows are kept.
+        one_per_step: also remove rows whose step does not exceed that of the row before, which damage leaves.
+    """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept, newest = [], -1
     for line in lines:
-        row = _row(line) if line.endswith(b"\n") else None
-        if row and row["step"] <= step and not (one_each and row["step"] <= newest):
+        row = _parse_row(line) if line.endswith(b"\n") else None
+        if row and row["step"] <= step and not (one_per_step and row["step"] <= newest):
             kept.append(line)
             newest = row["step"]
     if lines != kept:
         write_atomically(path, b"".join(kept).decode())
 
 
-class MetricsFile:
-    """The file of a running run. Rows that a full disk has no room for are kept, and written when there is some."""
+class RowReader:
+    """Reads a file of rows again and again, and parses each line once."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._rows: list[dict[str, Any]] = []
+        self._inode, self._num_bytes, self._last_line = 0, 0, b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all rows, oldest first; [] if the file is absent.
+
+        A last line without a line break is parsed anew at each call, since it may still be growing.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        try:
+            file = open(self.path, "rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            # A file that was rewritten, as by truncate_after_step, is another inode; one edited in place differs in the
+            # last line parsed.
+            is_same = os.fstat(file.fileno()).st_ino == self._inode
+            file.seek(self._num_bytes - len(self._last_line))
+            if not is_same or file.read(len(self._last_line)) != self._last_line:
+                self._inode, self._num_bytes, self._last_line = os.fstat(file.fileno()).st_ino, 0, b""
+                self._rows = []
+                file.seek(0)
+            *lines, unfinished = file.read().split(b"\n")
+        for line in lines:
+            self._last_line = line + b"\n"
+            self._num_bytes += len(self._last_line)
+            if row := _parse_row(line):
+                self._rows.append(row)
+        rest = _parse_row(unfinished)
+        return [*self._rows, rest] if rest else list(self._rows)
+
+
+class RowWriter:
+    """Appends rows to a file. Rows for which the disk has no room are kept in memory, and written when it has."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -48,7 +94,7 @@ class MetricsFile:
         """Write rows, after those that are still unwritten.
 
         Raises:
-            OSError: there is no room for them now.
+            OSError: the disk has no room for them now.
         """
         with self._lock:
             self._unwritten += b"".join(json.dumps(row).encode() + b"\n" for row in rows)
@@ -58,7 +104,7 @@ class MetricsFile:
         """Return once all rows are on the disk.
 
         Raises:
-            OSError: they cannot be, or the file was deleted.
+            OSError: they cannot be written, or the file was deleted.
         """
         self._path.stat()
         with self._lock:
@@ -66,23 +112,23 @@ class MetricsFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """No more rows come; what is still unwritten is lost."""
+        """Close the file; rows that are still unwritten are lost."""
         os.close(self._descriptor)
 
     def _write(self) -> None:
         size = os.fstat(self._descriptor).st_size
         if os.write(self._descriptor, self._unwritten) < len(self._unwritten):
-            os.ftruncate(self._descriptor, size)  # no half line stays
+            os.ftruncate(self._descriptor, size)  # leave no half line
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._unwritten = b""
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         row = parse_object(line.decode())
         for value in row.values():
             if type(value) is int:
-                float(value)  # no number of ours is larger than any float is
+                float(value)  # raises for an integer that exceeds every float
     except (ValueError, OverflowError):
         return None
     return row if type(row.get("step")) is int else None

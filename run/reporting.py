@@ -10,7 +10,7 @@ from tqdm import tqdm
 from config.schema import TrainConfig
 from data.json_objects import finite_or_null
 from run.directory import RunDirectory
-from run.metrics_log import MetricsFile
+from run.metrics_log import RowWriter
 from run.trackers import ExportNewest, start_tracker
 
 NUM_TEXTS_SHOWN = 3
@@ -55,7 +55,7 @@ class Reporter(AbstractContextManager):
         self.bar = tqdm(
             total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not has_room, file=sys.stdout
         )
-        self.metrics_file = MetricsFile(run.metrics_file)
+        self.metrics_file = RowWriter(run.metrics_file)
         self.samples_file = run.samples_file
         self.remote = start_tracker(config, run, step, self.say, export_newest)
 
@@ -101,7 +101,7 @@ class Reporter(AbstractContextManager):
         for text in texts[:NUM_TEXTS_SHOWN]:
             self.say("  | " + text.replace("\n", "\n  | "))
         try:
-            with closing(MetricsFile(self.samples_file)) as file:
+            with closing(RowWriter(self.samples_file)) as file:
                 file.append(*({"step": step, name: text} for text in texts))
         except OSError as error:
             self.say(f"generations.jsonl cannot be written ({error.strerror}).")

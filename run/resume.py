@@ -3,15 +3,12 @@
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
-from types import NoneType
 from typing import Any
-
-import yaml
 
 from checkpoint.manifest import Manifest
 from config.errors import ConfigError
 from config.schema import ScheduleConfig, TrainConfig, flat_settings
-from config.yaml_files import read_yaml
+from run.stored_settings import complete_settings
 from training.schedule import SCHEDULES, at_step
 
 # What may change when a run goes on: nothing here moves the trajectory by more than rounding. Those of schedules are
@@ -27,34 +24,6 @@ FREE_SETTINGS = OF_SCHEDULES | {
 FIXED_SETTINGS = {"evaluation.ema_decay"}
 # Filled in at a start where they are null.
 RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
-
-
-def complete_settings(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the flat settings of a stored run; a setting added since, as by a fork, has its default."""
-    return flat_settings(asdict(TrainConfig())) | flat_settings(stored)
-
-
-def read_settings(file: Path, remedy: str = "; --resume never moves that run aside") -> dict[str, Any] | None:
-    """The flat settings of the run whose config.yaml this is; None if there is none.
-
-    Raises:
-        ConfigError: the file is damaged; the `remedy` is that of a training that would go on with the run.
-    """
-    try:
-        if not isinstance(stored := read_yaml(file.read_text()), dict):
-            raise ValueError("it is empty" if stored is None else "it holds no settings")
-        settings = complete_settings(stored)
-        counts = ("steps", "seq_len", "global_batch_size")
-        kinds = dict.fromkeys(counts, {int}) | {"data.seed": {int}}
-        kinds |= dict.fromkeys(("schedule.batch_warmup_from", "schedule.batch_warmup_steps"), {int, NoneType})
-        wrong = [name for name, kind in kinds.items() if type(settings[name]) not in kind]
-        if wrong := wrong or [name for name in counts if settings[name] < 1]:
-            raise ValueError(f"{wrong[0]} is none")
-    except FileNotFoundError:
-        return None
-    except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} is damaged ({error}){remedy}") from None
-    return settings
 
 
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:

@@ -11,7 +11,7 @@ from config.errors import ConfigError
 from config.parser import parse_config, parse_tool
 from config.schema import TrainConfig, flat_settings
 from evaluate import EvaluateConfig
-from run.resume import read_settings
+from run.stored_settings import read_settings
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, train
 

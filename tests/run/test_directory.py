@@ -22,14 +22,15 @@ from checkpoint.saver import SaveError, Saver
 from comparison.records import read_records
 from config.errors import ConfigError
 from config.parser import parse_config
-from config.schema import TrainConfig
+from config.schema import TrainConfig, flat_settings
 from data.corpus import load_corpus
 from data.files import sha256
 from plotting.run_plots import save_loss_curve
 from run import resume
 from run.directory import RunDirectory
-from run.metrics_log import MetricsFile, forget_after, read_rows
+from run.metrics_log import RowWriter, read_rows, truncate_after_step
 from run.status import Status, read_status, write_status
+from run.stored_settings import complete_settings, read_settings
 from tests import forked
 from tests.conftest import ROOT, environment, metrics, python, train
 from training.metrics import NonFiniteError, StepTotals
@@ -68,9 +69,9 @@ def stored(**changes):
 
 def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
     settings, config = stored(optimizer__betas=..., model__zero_init=...)
-    assert resume.differences(resume.complete_settings(settings), config) == []
+    assert resume.differences(complete_settings(settings), config) == []
     config.model.zero_init = True
-    assert resume.differences(resume.complete_settings(settings), config) == ["model.zero_init: False there, True now"]
+    assert resume.differences(complete_settings(settings), config) == ["model.zero_init: False there, True now"]
 
 
 @pytest.mark.parametrize(
@@ -81,17 +82,17 @@ def test_a_stored_number_that_is_none_is_named(name, value, tmp_path):
     section, _, key = name.rpartition(".")
     (settings[section] if section else settings)[key] = value
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    with pytest.raises(ConfigError, match=rf"is damaged \({name} is none\)"):
-        resume.read_settings(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=rf"is damaged \({name} is {value!r}\)"):
+        read_settings(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("name", ["batch_warmup_from", "batch_warmup_steps"])
 def test_the_growth_of_the_batch_may_not_change(name):
     settings, config = stored(schedule__batch_warmup_from=2, schedule__batch_warmup_steps=4)
     config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps = 2, 4
-    assert resume.differences(resume.complete_settings(settings), config) == []
+    assert resume.differences(complete_settings(settings), config) == []
     setattr(config.schedule, name, 3)
-    assert resume.differences(resume.complete_settings(settings), config) == [
+    assert resume.differences(complete_settings(settings), config) == [
         f"schedule.{name}: {settings['schedule'][name]} there, 3 now"
     ]
 
@@ -110,26 +111,26 @@ def test_whatever_changes_with_the_step_must_have_been_so_until_now(monkeypatch)
 def test_a_path_may_change_where_a_hash_says_what_lies_there():
     settings, config = stored(data__path="a.csv")
     config.data.path = "b.csv"
-    assert resume.differences(resume.complete_settings(settings), config) == ["data.path: a.csv there, b.csv now"]
+    assert resume.differences(complete_settings(settings), config) == ["data.path: a.csv there, b.csv now"]
     settings["data"]["hash"] = config.data.hash = "0123"
-    assert resume.differences(resume.complete_settings(settings), config) == []
+    assert resume.differences(complete_settings(settings), config) == []
 
 
 def test_the_corpora_of_a_mixture_may_move_but_weigh_what_they_did():
     settings, config = stored(data__mix={"a": 2.0, "b": 1.0}, data__hash="01+23")
     config.data.mix, config.data.hash = {"c": 2.0, "d": 1.0}, "01+23"
-    assert resume.differences(resume.complete_settings(settings), config) == []
+    assert resume.differences(complete_settings(settings), config) == []
     for mix, digest in ({"c": 1.0, "d": 2.0}, "01+23"), ({"c": 2.0, "d": 1.0}, None):
         settings["data"]["hash"] = config.data.hash = digest
         config.data.mix = mix
-        assert resume.differences(resume.complete_settings(settings), config) == [
+        assert resume.differences(complete_settings(settings), config) == [
             f"data.mix: {settings['data']['mix']} there, {mix} now"
         ]
 
 
 def test_a_stored_setting_that_is_gone_is_named():
     settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
-    assert resume.differences(resume.complete_settings(settings), config) == [
+    assert resume.differences(complete_settings(settings), config) == [
         "optimizer.nesterov: True there, and no setting any more",
         "schedule.cycles: 3 there, and no setting any more",
     ]
@@ -464,7 +465,7 @@ def test_a_run_may_have_a_name_that_looks_like_a_formula(tmp_path):
 
 
 def test_rows_that_a_full_disk_has_no_room_for_are_written_later(tmp_path, monkeypatch):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file = RowWriter(tmp_path / "metrics.jsonl")
     file.append({"step": 1})
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
@@ -512,11 +513,11 @@ def test_rows_are_on_the_disk_before_the_checkpoint_that_they_belong_to(tmp_path
 def test_what_is_done_again_is_forgotten(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}')
-    forget_after(file, 3)
+    truncate_after_step(file, 3)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
-    forget_after(file, 1)
+    truncate_after_step(file, 1)
     assert file.read_text() == '{"step": 1}\n'
-    forget_after(tmp_path / "none", 1)
+    truncate_after_step(tmp_path / "none", 1)
 
 
 # status.json
@@ -584,13 +585,13 @@ def test_a_disk_without_room_for_a_result_is_an_error_and_for_a_log_none(words, 
 def test_null_settings_are_filled_in_before_they_are_compared():
     settings, config = stored()
     settings["model"]["vocab_size"] = 17
-    assert resume.differences(resume.complete_settings(settings), config) == ["model.vocab_size: 17 there, 16 now"]
+    assert resume.differences(complete_settings(settings), config) == ["model.vocab_size: 17 there, 16 now"]
     config.model.vocab_size = None
-    assert resume.differences(resume.complete_settings(settings), config) == []
+    assert resume.differences(complete_settings(settings), config) == []
 
 
 def test_the_defaults_are_a_config_like_any_other():
-    assert resume.complete_settings({}) == resume.flat_settings(asdict(TrainConfig()))
+    assert complete_settings({}) == flat_settings(asdict(TrainConfig()))
 
 
 def test_what_a_commit_lacks_is_kept_with_the_new_files(monkeypatch, tmp_path):

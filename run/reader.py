@@ -1,0 +1,140 @@
+"""Read a run directory: its settings, rows, sessions, checkpoints and status. Nothing here needs torch."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from checkpoint.manifest import Manifest, readable_checkpoints
+from config.errors import ConfigError
+from data.files import lock
+from data.json_objects import typed
+from run.metrics_log import RowReader
+from run.status import LOCK, Status, read_status
+from run.stored_settings import read_settings
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The checkpoint that a branch was started from."""
+
+    run: str
+    """Absolute path of its run directory at that time."""
+    step: int
+    digest: str | None = None
+    """`state/digest` of that step."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A row of sessions.jsonl: what one start of train.py computes, and with what. None where it does not say."""
+
+    step: int
+    """Completed steps at the start."""
+    config: dict[str, Any] | None = None
+    """The resolved settings, nested."""
+    mixed_precision: str | None = None
+    processes: int | None = None
+    shards: int | None = None
+    """Processes that share one replica of the weights."""
+    threads: int | None = None
+    """CPU threads of each process; None on a GPU."""
+    code: str | None = None
+    """Hash of the sources that train (checkpoint/identity.py)."""
+    git_commit: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    accelerate: str | None = None
+    parameters: int | None = None
+    flops_per_token: int | None = None
+    validation_text: str | None = None
+    """Hash of the validation documents of a text corpus, whatever the tokenizer."""
+    uncommitted_changes: str | None = None
+    """Name of the patch in the run directory."""
+    branched_from: Branch | None = None
+    """On the first session of a branch."""
+
+
+class RunReader:
+    """A run directory, read when asked; a file that is absent reads as empty, except config.yaml.
+
+    Methods read the disk at each call, so that a run can be watched while it trains. `settings` is read once.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._metrics = RowReader(path / "metrics.jsonl")
+        self._generations = RowReader(path / "generations.jsonl")
+        self._sessions = RowReader(path / "sessions.jsonl")
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings of config.yaml as `section.name: value`.
+
+        Raises:
+            ConfigError: there is no config.yaml, or it is damaged.
+        """
+        settings = read_settings(self.path / "config.yaml", remedy="")
+        if settings is None:
+            raise ConfigError(f"run: {str(self.path)!r} is not the directory of a run: it has no config.yaml")
+        return settings
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl, oldest first; a repeated call parses only what was appended since.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        return self._rows(self._metrics)
+
+    def generations(self) -> list[dict[str, Any]]:
+        """Return the rows of generations.jsonl, oldest first.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        return self._rows(self._generations)
+
+    def sessions(self) -> list[Session]:
+        """Return the rows of sessions.jsonl, oldest first.
+
+        Raises:
+            ConfigError: the file cannot be read, or a value in it is of another type.
+        """
+        try:
+            return [typed(row, Session, "session") for row in self._rows(self._sessions)]
+        except ValueError as error:
+            raise ConfigError(f"run: {self._sessions.path} is damaged: {error}") from None
+
+    def manifests(self) -> dict[Path, Manifest]:
+        """Return each checkpoint whose manifest can be read, newest first; its tensors are not looked at."""
+        return readable_checkpoints(self.checkpoints)
+
+    def status(self) -> Status | None:
+        """Return the content of status.json; None if it is absent or damaged."""
+        return read_status(self.path / "status.json")
+
+    def is_locked(self) -> bool:
+        """Return whether a process, on whichever machine, is training in this directory."""
+        if not (file := self.path / LOCK).exists():
+            return False
+        with open(file, "a") as opened:
+            return not lock(opened)
+
+    def _rows(self, reader: RowReader) -> list[dict[str, Any]]:
+        try:
+            return reader.read()
+        except OSError as error:
+            raise ConfigError(f"run: {reader.path} cannot be read: {error.strerror}") from None
+
+
+def surviving_sessions(sessions: list[Session], step: int) -> list[Session]:
+    """Return the sessions that trained the steps a run with `step` completed steps consists of.
+
+    The steps after the start of a later session were trained again, and a start of a complete run trains none.
+    """
+    surviving: list[Session] = []
+    for session in sessions:
+        surviving = [earlier for earlier in surviving if earlier.step < session.step] + [session]
+    return [session for session in surviving if session.step < step] or surviving[-1:]
