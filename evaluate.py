@@ -55,6 +55,7 @@ from torch import Tensor
 from checkpoint.manifest import Manifest
 from config.errors import ConfigError
 from config.paths import expanded
+from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
 from data.corpus import Corpus, Sums, load_corpus
 from data.files import write_atomically
@@ -81,6 +82,7 @@ def main(config: EvaluateConfig) -> None:
         check_data(*found)
     settings = settings_of(config, loaded)
     corpus = load_corpus(settings)
+    settings = corpus.complete(settings)
     check_tokenizer(config.run, loaded, corpus)
     accelerator = start_accelerator(settings)
     model = loaded.model.to(accelerator.device)
@@ -123,19 +125,21 @@ def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
         settings = settings or TrainConfig(seq_len=min(limit, 1024))
         of_run = settings.data.packing  # a model that never saw two documents together is not measured so
         settings = replace(settings, data=DataConfig(source="text", path=config.data, packing=of_run))
-    settings.seq_len = config.seq_len or settings.seq_len
-    if not 2 <= settings.seq_len <= limit:
-        raise ConfigError(f"seq_len: {settings.seq_len} must be from 2 to the {limit} positions that the model has")
-    if settings.data.seed is None:
-        settings.data.seed = settings.seed
-    if config.num_samples or settings.data.source == "text":
-        settings.evaluation.num_samples = config.num_samples
-    settings.evaluation.every = 1  # what never evaluates has no validation set
-    settings.exact = False  # a sum that is the same on any number of processes is part of `evaluate`
-    settings.model = loaded.model.config
-    if settings.data.source == "text":  # which is then compared as a whole
-        settings.model = replace(settings.model, vocab_size=None)
-    return settings
+    seq_len = config.seq_len or settings.seq_len
+    if not 2 <= seq_len <= limit:
+        raise ConfigError(f"seq_len: {seq_len} must be from 2 to the {limit} positions that the model has")
+    is_text = settings.data.source == "text"
+    changes = {
+        "seq_len": seq_len,
+        "evaluation.every": 1,  # what never evaluates has no validation set
+        "exact": False,  # a sum that is the same on any number of processes is part of `evaluate`
+        "model": loaded.model.config,
+    }
+    if config.num_samples or is_text:
+        changes["evaluation.num_samples"] = config.num_samples
+    if is_text:  # the vocabulary is then compared as a whole
+        changes["model.vocab_size"] = None
+    return replace_settings(settings, changes)
 
 
 def data_facts(data: DataConfig) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def open_step(run: Run, config: ReplayConfig, folder: Path) -> None:
             raise again.failure
         before = again.checkpoint
     profile = (step, step) if config.profile else None
-    again = run.retrain(before, step, folder, tracking__block_stats=True, profile=profile)
+    again = run.retrain(before, step, folder, {"tracking.block_stats": True, "profile": profile})
     failure = str(again.failure or "").partition(" To see what happened")[0]
     say(failure or f"step {step}: {outcome(run, again, why)}")
     if not is_main_process():

@@ -20,10 +20,11 @@ from checkpoint.identity import code_hash, lasting_starts, other_facts
 from checkpoint.manifest import readable_checkpoints
 from config.errors import ConfigError, RunError
 from config.parser import own_arguments_first, parse_config
+from config.resolve import replace_settings, with_stored_model
 from config.schema import TrainConfig, flat_settings
 from jobs.runner import Stopped, Training, Trainings, launch_command, launched_precision
 from run.metrics_log import read_rows
-from run.resume import check_resume, copy_model_settings, differences
+from run.resume import check_resume, differences
 from run.status import read_status
 from run.stored_settings import read_settings
 
@@ -107,9 +108,9 @@ def plan(arguments: list[str], now: dict[str, str | None]) -> list[tuple[list[st
         except ConfigError as error:
             raise ConfigError(f"{error}\n(of {shlex.join(combination)})") from None
         common, tracking, grouped = settings.name, settings.tracking, []
-        settings.name += "".join(endings(swept, flat_settings(asdict(settings))))
+        settings = replace(settings, name=common + "".join(endings(swept, flat_settings(asdict(settings)))))
         if settings.name != common and tracking.tracker == "wandb" and tracking.group is None:
-            tracking.group, grouped = common, ["--tracking.group", common]
+            settings, grouped = replace_settings(settings, {"tracking.group": common}), ["--tracking.group", common]
         if settings.name in runs:
             raise ConfigError(f"name: two runs of this sweep would be called {settings.name!r}; give each value once")
         if len(settings.name.encode()) > NAME_BYTES:
@@ -131,7 +132,7 @@ def check_existing(settings: TrainConfig, before: dict[str, Any], now: dict[str,
     """
     path = directory(settings)
     if settings.init_from is not None:  # whose model train.py takes over at the start
-        copy_model_settings(settings, before)
+        settings = with_stored_model(settings, before)
     if different := differences(before, settings) + differing_facts(path, now):
         raise ConfigError(
             f"{path} holds a run with other settings:\n  "

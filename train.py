@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from checkpoint.saver import Saver, load_checkpoint
 from config.schema import TrainConfig
-from data.corpus import TOKENS_AT_ONCE, Batches, Corpus, load_corpus
+from data.corpus import TOKENS_AT_ONCE, Batches, Corpus
 from data.sampler import StepSampler
 from distributed.launch import start_accelerator
 from distributed.launch_checks import check_request, check_same_settings
@@ -36,8 +36,9 @@ from plotting.style import report_plot_errors
 from run import trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory, Start
-from run.load import Loaded, check_tokenizer, copy_initial_weights, load_initial_model
+from run.load import Loaded, copy_initial_weights
 from run.reporting import Reporter
+from run.resolve import resolve
 from run.summary import summary
 from training.block_stats import LayerStatistics
 from training.data_loading import LoaderCheck, start_worker
@@ -64,14 +65,8 @@ def main(config: TrainConfig) -> None:
     run = RunDirectory(config.out_dir, config.name)
     with run.outcome_recorded(config):
         check_request(config)
-        if config.data.seed is None:
-            config.data.seed = run.data_seed(config)
-        initial = None if run.goes_on_without_initial_model(config) else load_initial_model(config)
         trackers.check(config)
-        corpus = load_corpus(config)
-        if initial:
-            check_tokenizer(config.init_from, initial, corpus)
-        config.model.vocab_size = corpus.vocab_size
+        config, corpus, initial = resolve(config, run)
         run.check(config)
         accelerator = start_accelerator(config)
         check_same_settings(config, accelerator)

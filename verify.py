@@ -57,8 +57,8 @@ from checkpoint import saver, storage
 from checks.gradients import gradient_errors
 from checks.model import constants_stay, flops_are_counted, logits_equal, values_not_saved, writes_as_trained
 from config.errors import ConfigError, RunError
+from config.resolve import replace_settings
 from config.schema import TrainConfig
-from data.corpus import load_corpus
 from data.sampler import GlobalBatches
 from distributed.cpu import compute_as_any_processor
 from distributed.launch import num_shards, start_accelerator
@@ -70,6 +70,7 @@ from distributed.tree_reduce import TreeSum
 from model.gpt import GPTModel
 from model.hf import FAMILIES
 from model.seeds import derive_seed
+from run.resolve import resolve
 from training.block_stats import total_norm
 from training.gradients import loss_scale, trainable_parameters
 from training.optimizer import build_optimizer, set_schedules
@@ -113,17 +114,17 @@ class Verification:
     def __init__(self, config: TrainConfig):
         self.accelerator = start_accelerator(config)
         self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
-        self.device, self.corpus = self.accelerator.device, load_corpus(config)
-        config.model.vocab_size = self.corpus.vocab_size
-        config.evaluation.every = (
-            config.evaluation.every and config.steps // 2
-        )  # 0: there may be nothing to evaluate on
+        self.device = self.accelerator.device
         first = config.schedule.batch_warmup_from
-        config.global_batch_size = config.global_batch_size or 2 * (
-            first or config.micro_batch_size * self.num_processes
-        )
-        config.schedule.batch_warmup_steps = config.steps - 1 if first else None
-        self.config = replace(config, out_dir=self.own_directory(Path(config.out_dir).expanduser()))
+        batch = config.global_batch_size or 2 * (first or config.micro_batch_size * self.num_processes)
+        short = {
+            "out_dir": self.own_directory(Path(config.out_dir).expanduser()),
+            "global_batch_size": batch,
+            "schedule.batch_warmup_steps": config.steps - 1 if first else None,
+            # 0: there may be nothing to evaluate on
+            "evaluation.every": config.evaluation.every and config.steps // 2,
+        }
+        self.config, self.corpus, _ = resolve(replace_settings(config, short))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
         self.shards = num_shards(self.accelerator)

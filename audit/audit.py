@@ -9,7 +9,6 @@ import os
 import random
 from collections import ChainMap, defaultdict
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +32,7 @@ from checkpoint.provenance import provenance
 from checkpoint.tokenizer_files import changed_files
 from checkpoint.unshard import whole_tensors
 from config.errors import ConfigError, RunError
+from config.resolve import replace_settings
 from config.schema import TrainConfig
 from data.json_objects import typed
 from distributed.cpu import prepare_exact
@@ -181,7 +181,9 @@ class Run:
                     return path
         return None
 
-    def retrain(self, checkpoint: Path | None, until: int, folder: Path, **changes) -> "Retrained":
+    def retrain(
+        self, checkpoint: Path | None, until: int, folder: Path, changes: dict[str, Any] | None = None
+    ) -> "Retrained":
         """Train from a checkpoint, or the beginning, until after step `until`, in a run of its own in `folder`.
 
         Where the run was stopped on the way and started again, so is this.
@@ -191,26 +193,30 @@ class Run:
         """
         rows, texts = {}, {}
         for end in self.ends(read_manifest(checkpoint).step if checkpoint else 0, until):
-            again = self._retrain(checkpoint, end, folder, changes)
+            again = self._retrain(checkpoint, end, folder, changes or {})
             checkpoint, rows, texts = again.checkpoint, rows | again.rows, texts | again.texts
             if again.failure:
                 break
         return replace(again, rows=rows, texts=texts)
 
     def _retrain(self, checkpoint: Path | None, until: int, folder: Path, changes: dict) -> "Retrained":
-        config, config_then = deepcopy((self.config, self.config_then(until)))
-        for name in AS_THEN:
-            setattr(config, name, getattr(config_then, name))
-        config.out_dir, config.name, config.resume = str(folder), f"until-{until}", "auto"
+        config_then = self.config_then(until)
+        settings = {name: getattr(config_then, name) for name in AS_THEN} | {
+            "out_dir": str(folder),
+            "name": f"until-{until}",
+            "resume": "auto",
+            "stop_after": until,
+            "tracking": config_then.tracking,
+            "tracking.tracker": "wandb",
+            "tracking.wandb": "disabled",
+            "tracking.log_every": 1,
+            "check_replicas_every": 0,
+            "checkpoint.every": 10**9,
+            "checkpoint.keep_every": 0,
+        }
         if checkpoint is not None:
-            config.branch_from, config.init_from = str(checkpoint.resolve()), None
-        config.stop_after = until
-        config.tracking = replace(config_then.tracking, tracker="wandb", wandb="disabled", log_every=1)
-        config.check_replicas_every = 0
-        config.checkpoint.every, config.checkpoint.keep_every = 10**9, 0
-        for name, value in changes.items():
-            section, _, field = name.rpartition("__")
-            setattr(getattr(config, section) if section else config, field, value)
+            settings |= {"branch_from": str(checkpoint.resolve()), "init_from": None}
+        config = replace_settings(self.config, settings | changes)
         then = self.computed(until)
         os.environ["ACCELERATE_MIXED_PRECISION"] = then["mixed_precision"] or "no"
         if then["threads"] and num_processes() == 1:

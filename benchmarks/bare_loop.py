@@ -33,7 +33,7 @@ def main() -> None:
     processes, peer, way = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("PEER"), os.environ.get("WAY")
     say = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None
     config = parse_config(num_processes=processes)
-    config.model.vocab_size = load_corpus(config).vocab_size
+    config = load_corpus(config).complete(config)
     after_imports, every = psutil.Process().memory_info().rss, config.tracking.log_every
     tokens = torch.randint(config.model.vocab_size, (config.micro_batch_size, config.seq_len))
     torch.manual_seed(config.seed)

@@ -13,7 +13,6 @@ import os
 import tempfile
 import weakref
 from collections import Counter
-from copy import deepcopy
 from dataclasses import replace
 from shutil import disk_usage
 
@@ -27,17 +26,17 @@ from torch.utils._pytree import tree_leaves
 
 import checkpoint.storage  # noqa: F401  (what a run loads, the memory of this process has to hold)
 import train
-from config.errors import ConfigError, RunError
+from config.errors import RunError
+from config.resolve import replace_settings
 from config.schema import TrainConfig
-from data.corpus import load_corpus
 from data.sampler import BatchSizes
 from distributed.launch import num_shards, start_accelerator
 from distributed.launch_checks import check_request
 from distributed.nested import broadcast_from_main, nested_training, temporary_folder
 from distributed.world import num_processes
 from model.gpt import GPTModel
-from run.load import load_initial_model
 from run.metrics_log import read_rows
+from run.resolve import resolve
 from run.summary import batch_of_run, tokens_of_run
 from training.gradients import trainable_parameters
 from training.optimizer import build_optimizer
@@ -177,13 +176,24 @@ def memory(
 def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEPS) -> dict[str, float]:
     """What a real run of a few steps logs last, in a temporary directory; called by all processes together."""
     with temporary_folder("plan-") as folder:
-        short = deepcopy(config)
-        short.out_dir, short.stop_after, short.branch_from, short.init_from = str(folder), steps, None, None
-        short.profile, every = None, max(1, steps // 2)
-        short.schedule = replace(short.schedule, batch_warmup_from=None, batch_warmup_steps=None)
-        short.tracking = replace(short.tracking, tracker="wandb", wandb="disabled", log_every=every)
-        short.checkpoint.every, short.check_replicas_every = config.steps, 0
-        short.evaluation.every *= config.steps  # so at its end alone
+        changes = {
+            "out_dir": str(folder),
+            "stop_after": steps,
+            "branch_from": None,
+            "init_from": None,
+            "profile": None,
+            "schedule.warmup_steps": 0,
+            "schedule.decay_steps": None,
+            "schedule.batch_warmup_from": None,
+            "schedule.batch_warmup_steps": None,
+            "tracking.tracker": "wandb",
+            "tracking.wandb": "disabled",
+            "tracking.log_every": max(1, steps // 2),
+            "checkpoint.every": config.steps,
+            "check_replicas_every": 0,
+            "evaluation.every": config.evaluation.every * config.steps,  # only after the last step
+        }
+        short = replace_settings(config, changes)
         with nested_training():
             train.main(short)
         log = folder / config.name / "metrics.jsonl"
@@ -192,10 +202,15 @@ def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEP
 
 def torch_itself(config: TrainConfig, accelerator: Accelerator) -> int:
     """What is in memory of a process on a CPU that has trained a model of nearly nothing."""
-    small = replace(config, micro_batch_size=1, global_batch_size=accelerator.num_processes, steps=1)
-    small.model = replace(config.model, n_layers=1, d_model=16, n_heads=1, n_kv_heads=None, head_dim=None, d_ff=16)
-    small.evaluation = replace(
-        config.evaluation, num_samples=2, micro_batch_size=1, num_scored_generations=9, num_logged_generations=0
+    small = replace(
+        config,
+        micro_batch_size=1,
+        global_batch_size=accelerator.num_processes,
+        steps=1,
+        model=replace(config.model, n_layers=1, d_model=16, n_heads=1, n_kv_heads=None, head_dim=None, d_ff=16),
+        evaluation=replace(
+            config.evaluation, num_samples=2, micro_batch_size=1, num_scored_generations=9, num_logged_generations=0
+        ),
     )
     if not several_machines():
         burst(small, accelerator, 1)
@@ -240,12 +255,7 @@ def main(config: TrainConfig) -> None:
         Preempted: a signal asked to stop.
     """
     check_request(config)
-    load_initial_model(config)
-    corpus = load_corpus(config)
-    config.model.vocab_size = corpus.vocab_size
-    config.global_batch_size = config.global_batch_size or config.micro_batch_size * num_processes()
-    if problems := config.problems(num_processes()):
-        raise ConfigError("\n".join(problems))
+    config, corpus, _ = resolve(config)
     accelerator = start_accelerator(config)
     base = {"torch itself": torch_itself(config, accelerator)} if accelerator.device.type == "cpu" else {}
     with torch.device("meta"):

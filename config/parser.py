@@ -12,6 +12,7 @@ import yaml
 from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
 from config.errors import ConfigError
+from config.resolve import PartialModel, require_consistent
 from config.schema import TrainConfig, numbers_out_of_range
 from config.yaml_files import read_words
 
@@ -104,18 +105,17 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     except ConfigError as error:
         raise _with_its_file(parser, args, error) from None
     config_files = settings.pop("config")
-    config = TrainConfig(**settings)
-    if config.init_from is not None:
-        given = parser.parse_args(own_args, defaults=False).get("model")
-        config.given = frozenset(vars(given) if given else ())
     if None in config_files:
         raise ConfigError("config: settings were given where a YAML file is meant; use --section.field VALUE for them")
+    if settings["name"] is None:
+        settings["name"] = Path(str(config_files[-1])).stem
+    if settings["init_from"] is not None:
+        given = parser.parse_args(own_args, defaults=False).get("model")
+        settings["model"] = PartialModel(frozenset(vars(given) if given else ()), **vars(settings["model"]))
+    config = TrainConfig(**settings)
     if problems := _nulls(config):
         raise ConfigError("\n".join(problems))
-    if config.name is None:
-        config.name = Path(str(config_files[-1])).stem
-    if problems := config.problems(num_processes):
-        raise ConfigError("\n".join(problems))
+    require_consistent(config, num_processes)
     return config
 
 

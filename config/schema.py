@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
@@ -40,7 +40,7 @@ def numbers_out_of_range(settings: dict[str, Any], prefix: str = "") -> list[str
     return problems
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """What the model is trained on."""
 
@@ -113,7 +113,7 @@ class DataConfig:
         return []
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     """How the weights are updated."""
 
@@ -136,7 +136,7 @@ class OptimizerConfig:
     """Largest global L2 norm of the gradient; larger gradients are scaled down to it. null: no clipping."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScheduleConfig:
     """The learning rate and the global batch as functions of the step."""
 
@@ -162,7 +162,7 @@ class ScheduleConfig:
     global_batch_size."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save, and how much to keep."""
 
@@ -194,7 +194,7 @@ class CheckpointConfig:
                 raise no_code_for("checkpoint.on_failure", other)
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Measuring the validation loss."""
 
@@ -223,7 +223,7 @@ class EvaluationConfig:
     """Temperature of those samples."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackingConfig:
     """Where the metrics go besides metrics.jsonl."""
 
@@ -274,7 +274,7 @@ class Due(NamedTuple):
     compare_replicas: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig:
     """One training run. A run is a pure function of these settings."""
 
@@ -300,8 +300,8 @@ class TrainConfig:
     seq_len: PositiveInt = 128
     """Tokens in a sequence."""
 
-    resume: str = "auto"
-    """auto: go on from the newest valid checkpoint of this run, if there is one; never: start afresh, an existing run
+    resume: Literal["auto", "never"] = "auto"
+    """auto: resume from the newest valid checkpoint of this run, if there is one; never: start afresh; an existing run
     directory is moved aside."""
 
     branch_from: str | None = None
@@ -359,9 +359,6 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-
-    given: ClassVar[frozenset[str]] = frozenset()
-    """Which settings of `model` the user gave, so that they must agree with those of `init_from`."""
 
     @property
     def max_skipped(self) -> int:
@@ -521,8 +518,6 @@ class TrainConfig:
         ):
             if value is not None and not value.isprintable():
                 problems.append(f"{setting}: {value!r} has characters that cannot be printed; use others")
-        if self.resume not in ("auto", "never", None):
-            problems.append(f"resume: {self.resume!r} must be auto or never; to begin with a checkpoint is branch_from")
         if self.init_from is not None and self.branch_from is not None:
             problems.append(f"init_from: {self.init_from} and branch_from: {self.branch_from}: a run begins once")
         try:

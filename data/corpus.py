@@ -1,8 +1,8 @@
 """What a run trains on and is evaluated on. A new data source is one file in this folder and one branch here."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from config.errors import ConfigError, no_code_for
+from config.resolve import replace_settings
 from config.schema import TrainConfig
 from data.sampler import GlobalBatches, MixedBatches, mix_quotas, share_out
 from data.synthetic.excess import excess_by_kind
@@ -65,6 +66,8 @@ class Corpus:
     vocab_size: int
     quotas: list[int] | None = None
     """Of a mixture: how many of MIX_BLOCK training samples come from each of its corpora."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of a run that the corpus determines, such as the hash of its files: {"data.hash": ...}."""
     verification: "Verification | None" = None
     """Of the files that it is read from, to be started."""
     score: Callable[[Tensor, dict[str, Tensor]], Sums] | None = None
@@ -78,6 +81,10 @@ class Corpus:
     """How the conversations that it has became training samples, for whoever starts a run."""
     score_texts: Callable[[list[str]], Sums] | None = None
     """What texts are scored by that the trained model writes between two end-of-text tokens, as generation/NAME."""
+
+    def complete(self, config: TrainConfig) -> TrainConfig:
+        """Fill in the settings of a run that the corpus determines."""
+        return replace_settings(config, {"model.vocab_size": self.vocab_size} | self.settings)
 
     def order(self, config: TrainConfig) -> GlobalBatches:
         """Which training samples, and how many, every global batch has."""
@@ -133,22 +140,22 @@ def _load_text(config: TrainConfig) -> Corpus:
     content_hash = "+".join(corpus.metadata["hash"] for corpus in corpora)
     if data.hash not in (None, content_hash):
         raise ConfigError(f"data.hash: {data.hash} is not that of the corpus now, {content_hash}; null takes that")
-    data.hash = content_hash
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
         raise ConfigError(f"data.mix: {', '.join(data.mix)} were made with different tokenizers")
-    if any(corpus.has_conversations for corpus in corpora) and data.packing == "concat":
-        data.packing = "isolated"
+    chat = any(corpus.has_conversations for corpus in corpora)
+    packing = "isolated" if chat and data.packing == "concat" else data.packing
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
     num_samples = _validation_samples(config, quotas)
-    train = [TextDataset(corpus, "train", config.seq_len, data.packing) for corpus in corpora]
+    train = [TextDataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
     validation = [
-        TextDataset(corpus, "validation", config.seq_len, data.packing, number)
+        TextDataset(corpus, "validation", config.seq_len, packing, number)
         for corpus, number in zip(corpora, num_samples, strict=False)
     ]
     vocab_size = _checked_vocab_size(config, corpora[0].vocab_size)
-    facts = {"verification": Verification(corpora), "end_of_text": corpora[0].end_of_text}
+    facts = {"settings": {"data.hash": content_hash, "data.packing": packing}}
+    facts |= {"verification": Verification(corpora), "end_of_text": corpora[0].end_of_text}
     facts["conversations"] = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
     if data.mix:
         train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []

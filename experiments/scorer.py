@@ -25,11 +25,12 @@ def measure(run: str) -> dict[str, object]:
     import torch
     import torch.nn.functional as F
 
+    from config.resolve import replace_settings
     from data.corpus import Batches, load_corpus
     from run.load import load_run
 
     config, model, _ = load_run(run)
-    config.evaluation.every, config.exact = config.evaluation.every or 1, False
+    config = replace_settings(config, {"evaluation.every": config.evaluation.every or 1, "exact": False})
     corpus, device = load_corpus(config), "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     batches, num_rows = Batches(corpus.validation), len(corpus.validation)
@@ -91,7 +92,7 @@ def shape(*settings: str) -> dict[str, int]:
     from model.gpt import GPTModel
 
     config = parse_config(list(settings))
-    config.model.vocab_size = load_corpus(config).vocab_size
+    config = load_corpus(config).complete(config)
     with torch.device("meta"):
         network = GPTModel(config.model)
     return {"parameters": network.num_parameters(), "flops_per_token": network.flops_per_token(config.seq_len)}

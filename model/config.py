@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 
-@dataclass
+@dataclass(frozen=True)
 class GPTConfig:
     """A decoder-only transformer. The defaults are a small member of the GPT-2 family.
 

@@ -20,12 +20,13 @@ from checkpoint.provenance import arrangement, network_size, provenance, uncommi
 from checkpoint.tokenizer_files import keep_tokenizer
 from config.errors import ConfigError, RunError
 from config.paths import expanded
+from config.resolve import with_stored_model
 from config.schema import TrainConfig
 from data.files import lock, move_aside, write_atomically
 from distributed.signals import Preempted
-from distributed.world import is_main_process, num_processes
+from distributed.world import is_main_process
 from run.metrics_log import read_rows, truncate_after_step
-from run.resume import check_branch, check_resume, copy_model_settings, differences
+from run.resume import check_branch, check_resume, differences
 from run.status import IN_USE, LOCK, Status, read_status, write_status
 from run.stored_settings import complete_settings, read_settings
 
@@ -51,57 +52,45 @@ class RunDirectory:
         self.metrics_file, self.samples_file = self.path / "metrics.jsonl", self.path / "generations.jsonl"
         self.status_file = self.path / "status.json"
         self.is_open = False
+        self._checked_config: TrainConfig | None = None  # resolved; set once `check` accepts it
         self._lock_file: TextIO | None = None
 
-    def data_seed(self, config: TrainConfig) -> int:
-        """Of settings whose data.seed is null: that of the run, or of the checkpoint that it begins from, else 0.
+    def stored_settings(self, config: TrainConfig) -> dict[str, Any] | None:
+        """Flat settings of the run that this start resumes; None if it starts afresh.
 
-        Whether it may go on from there is for `check` to say.
+        Raises:
+            ConfigError: config.yaml is damaged.
         """
+        return None if _starts_afresh(config) else read_settings(self.path / "config.yaml")
+
+    def data_seed_of_branch(self, config: TrainConfig) -> int:
+        """The data seed of the checkpoint that `branch_from` names, or 0; `check` refuses a wrong `branch_from`."""
         with suppress(ConfigError, InvalidCheckpoint):
-            if not _starts_afresh(config) and (before := read_settings(self.path / "config.yaml")):
-                return before["data.seed"]
             if config.branch_from is not None:
                 return complete_settings(read_manifest(Path(config.branch_from)).config)["data.seed"]
         return 0
 
-    def goes_on_without_initial_model(self, config: TrainConfig) -> bool:
-        """Whether what `init_from` names is needed no more, for the run has a checkpoint: then its settings are taken
-        over from the run itself. What lies there may have been trained on since, or be gone.
+    def has_replaced_initial_model(self, config: TrainConfig, stored: dict[str, Any]) -> bool:
+        """Return whether this run, initialised from the same `init_from`, has a checkpoint to resume from.
 
-        Raises:
-            ConfigError: the settings do not fit that model.
+        Then the initial model is not read: it may have been trained since, or deleted.
         """
-        if config.init_from is None or _starts_afresh(config) or not readable_checkpoints(self.checkpoints):
-            return False
-        before = read_settings(self.path / "config.yaml")
-        if before is None or before["init_from"] != config.init_from or before["init_hash"] is None:
-            return False
-        copy_model_settings(config, before)
-        config.init_hash = config.init_hash or before["init_hash"]
-        if problems := config.problems(num_processes()):
-            raise ConfigError("\n".join(problems))
-        return True
+        is_same = stored["init_from"] == config.init_from and stored["init_hash"] is not None
+        return is_same and bool(readable_checkpoints(self.checkpoints))
 
     def check(self, config: TrainConfig) -> None:
         """Refuse what cannot go on here. Every process calls it before anything is allocated; nothing is written.
-
-        A `global_batch_size` of None becomes a number here: that of the run's first start.
 
         Raises:
             ConfigError: the directory cannot be written, or holds a run whose trajectory these settings would change.
         """
         self._check_writable(config)
-        before = None if _starts_afresh(config) else read_settings(self.path / "config.yaml")
-        if config.global_batch_size is None:
-            first = before["global_batch_size"] if before else config.micro_batch_size * num_processes()
-            config.global_batch_size = first
-            if problems := config.problems(num_processes()):
-                raise ConfigError("\n".join(problems))
+        before = self.stored_settings(config)
         if before is None:
             self._check_beginning(config)
         else:
             self._check_going_on(config, before)
+        self._checked_config = config
 
     def open(self, config: TrainConfig, accelerator: Accelerator) -> Start:
         """Choose the checkpoint to start from and write the resolved config; called by all processes together.
@@ -167,9 +156,7 @@ class RunDirectory:
 
     def _check_going_on(self, config: TrainConfig, before: dict[str, Any]) -> None:
         """Refuse settings that would change the trajectory of the run that has the settings `before`."""
-        if config.branch_from is None:
-            config.branch_from = before["branch_from"]
-        elif config.branch_from != before["branch_from"]:
+        if config.branch_from != before["branch_from"]:
             problem = f"branch_from: {config.branch_from!r} starts a new run, but {self.path} already holds one"
             raise ConfigError(f"{problem}; choose another name, or --resume never moves that run aside")
         if different := differences(before, config):
@@ -280,8 +267,12 @@ class RunDirectory:
     def _may_be_claimed(self, config: TrainConfig) -> bool:
         """Whether this is the run of these settings, and nobody else is running it."""
         with suppress(ConfigError, OSError):
-            before = read_settings(self.path / "config.yaml")
-            same = before is not None and not _starts_afresh(config) and not differences(before, config)
+            before = self.stored_settings(config)
+            if before is not None and self._checked_config is not None:
+                config = self._checked_config
+            elif before is not None and config.init_from is not None:
+                config = with_stored_model(config, before)
+            same = before is not None and not differences(before, config)
             if same and config.branch_from in (None, before["branch_from"]):
                 self._lock()
                 return True

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -36,8 +35,7 @@ from config.schema import TrainConfig
 from data.corpus import Corpus, load_corpus
 from data.files import reason_absent
 from data.tokenizer import END_OF_TEXT
-from distributed.cpu import compute_as_any_processor
-from distributed.world import is_main_process, num_processes
+from distributed.world import is_main_process
 from model.gpt import GPTModel
 from model.hf import config_from_transformers, from_transformers
 from run.stored_settings import USE_ITS_CODE, config_of
@@ -55,10 +53,6 @@ CAN_BE_OPENED = "the directory of a run or of a checkpoint, a folder in transfor
 
 # A folder with a tokenizer has at least one; that of the published GPT-2 has no tokenizer.json in some copies.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
-
-# What a model that goes on from another's weights may have for itself.
-NOT_FROM_INIT = {"dropout"}
-
 
 # Of a run: those that its validation loss is of, or those that are trained.
 Weights = Literal["evaluated", "trained"]
@@ -262,32 +256,6 @@ def similar(path: Path) -> str:
         if near := get_close_matches(path.name, sorted(names), n=5, cutoff=0):
             return f" (in {folder} there are {len(names)}, such as {', '.join(near)})"
     return ""
-
-
-def load_initial_model(config: TrainConfig) -> Loaded | None:
-    """The model that `init_from` names, whose settings become `config.model`, and its hash `config.init_hash`.
-
-    Raises:
-        ConfigError: there is no such model, it contradicts a setting that was given, or it is another than before.
-    """
-    if config.init_from is None:
-        return None
-    if config.exact:  # before anything is computed
-        compute_as_any_processor()
-    loaded = load_run(config.init_from, setting="init_from")
-    asked, there = config.model, loaded.model.config
-    for name in sorted(config.given):
-        value = getattr(asked, name)
-        if name not in NOT_FROM_INIT and value not in (None, getattr(there, name)):
-            raise ConfigError(f"model.{name}: {value}, but {getattr(there, name)} in {config.init_from}; leave it out")
-    config.model = replace(there, **{name: getattr(asked, name) for name in NOT_FROM_INIT & config.given})
-    digest = weights_hash(loaded.model.state_dict())
-    if config.init_hash not in (None, digest):
-        raise ConfigError(f"init_hash: {config.init_hash}, but the weights of {config.init_from} have {digest}")
-    config.init_hash = digest
-    if problems := config.problems(num_processes()):
-        raise ConfigError("\n".join(problems))
-    return loaded
 
 
 def copy_initial_weights(network: GPTModel, initial: Loaded) -> None:

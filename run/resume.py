@@ -54,12 +54,6 @@ def _same_shares(one: Any, other: Any) -> bool:
     return isinstance(one, dict) and isinstance(other, dict) and [*one.values()] == [*other.values()]
 
 
-def copy_model_settings(config: TrainConfig, before: dict[str, Any]) -> None:
-    """Give settings with `init_from` the model of the run that they go on with, but for what the user gave."""
-    for name in vars(config.model).keys() - config.given:
-        setattr(config.model, name, before[f"model.{name}"])
-
-
 def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     """Refuse settings by which the updates until the checkpoint at `path` of the run itself would have been others.
 

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from config.errors import ConfigError
+from config.resolve import replace_settings
 from config.schema import TrainConfig, flat_settings
 from config.yaml_files import read_yaml
 
@@ -39,7 +40,7 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
         wrong = [name for name, kind in kinds.items() if type(settings[name]) not in kind]
         if wrong := wrong or [name for name in counts if settings[name] < 1]:
             raise ValueError(f"{wrong[0]} is {settings[wrong[0]]!r}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} is damaged ({error}){remedy}") from None
@@ -55,12 +56,9 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
     Raises:
         ConfigError: `model` has a setting, or a value of one, that this code does not have.
     """
-    config, unknown = TrainConfig(), unknown_settings(settings)
-    for key, value in complete_settings(settings).items():
-        section, _, name = key.rpartition(".")
-        if key not in unknown:
-            setattr(getattr(config, section) if section else config, name, value)
-    config.given = frozenset(vars(config.model))  # where the run is begun again, its model is the same
+    unknown = unknown_settings(settings)
+    known = {key: value for key, value in complete_settings(settings).items() if key not in unknown}
+    config = replace_settings(TrainConfig(), known)
     problems = [line for key, line in unknown.items() if key.startswith("model.")] or config.model.problems()
     if problems:
         raise ConfigError(f"{'; '.join(problems)}; {USE_ITS_CODE}")

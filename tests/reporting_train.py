@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import model.gpt
 import train
 from cli import scripts
+from run import resolve
 
 Z_LOSS, HELP = 0.01, 100.0
 next_token_loss = model.gpt.next_token_loss
@@ -44,5 +45,5 @@ def corpus_with_scores(config):
 
 if __name__ == "__main__":
     model.gpt.next_token_loss, train.GPTModel = loss_alone, Model
-    load_corpus, train.load_corpus = train.load_corpus, corpus_with_scores
+    load_corpus, resolve.load_corpus = resolve.load_corpus, corpus_with_scores
     scripts.run_and_exit("train")

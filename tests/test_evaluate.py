@@ -19,6 +19,7 @@ import export
 import sample
 from checkpoint.manifest import read_manifest
 from config.errors import ConfigError
+from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
 from data.corpus import load_corpus
 from data.synthetic.stories import StoriesDataset, log_prob
@@ -146,7 +147,7 @@ def test_the_window_of_a_model_that_is_no_run_fits_into_memory(positions, window
 
 def test_documents_are_kept_apart_where_training_did(made):
     loaded = load_run(made / "run")
-    loaded.config.data.packing = "isolated"
+    loaded = loaded._replace(config=replace_settings(loaded.config, {"data.packing": "isolated"}))
     config = EvaluateConfig(str(made / "run"), data=str(made / "corpus"))
     assert evaluate.settings_of(config, loaded).data.packing == "isolated"
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import export
 from config.errors import ConfigError, RunError
+from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
 from export import ExportConfig
 from run.load import Loaded, load_run
@@ -158,7 +159,7 @@ def test_the_facts_of_another_corpus_at_the_same_place_are_not_the_runs(tmp_path
     for of_run in (metadata["hash"], f"00ff+{metadata['hash']}"):
         config = TrainConfig(data=DataConfig(source="text", path=str(tmp_path / "plays"), hash=of_run))
         assert export.data_facts(Loaded(config, None, None)).endswith("- `plays`: 1 documents, 9 tokens by `byte`")
-    config.data.hash = "00ff"
+    config = replace_settings(config, {"data.hash": "00ff"})
     assert export.data_facts(Loaded(config, None, None)).endswith("- `plays`")
 
 

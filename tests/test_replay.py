@@ -553,7 +553,7 @@ def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch
     assert opened.differs_here(3, 4) == "a CPU then and a GPU now"
     opened.starts[0]["threads"] = None
     assert "in another order each time, but for exact: true" in opened.differs_here(3, 4)
-    opened.config.exact = True
+    opened.config = replace(opened.config, exact=True)
     assert opened.differs_here(3, 4) == ""
     monkeypatch.setattr("audit.audit.uses_cpu", lambda environment: True)
     assert opened.differs_here(3, 4) == "a GPU then and a CPU now"

@@ -25,10 +25,11 @@ sys.path.insert(0, {root!r})
 from dataclasses import asdict
 from pathlib import Path
 import yaml
-from config.parser import own_arguments_first, parse_config
+from config.parser import parse_config
+from config.resolve import with_launch
 from checkpoint.identity import code_hash
 config = parse_config(sys.argv[2:])
-config.global_batch_size, config.data.seed = config.global_batch_size or 8, 0
+config = with_launch(config, 8 // config.micro_batch_size)
 run = Path(config.out_dir, config.name)
 run.mkdir(parents=True, exist_ok=True)
 with open(run.parent / "log", "a") as log:

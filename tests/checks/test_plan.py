@@ -15,6 +15,7 @@ from checks import plan
 from config.errors import RunError
 from config.parser import parse_config
 from model.gpt import GPTModel
+from run.resolve import Resolved
 from tests.conftest import ROOT, TINY_STORIES, environment, train
 from training.optimizer import build_optimizer
 
@@ -109,12 +110,12 @@ def test_the_logits_of_an_evaluation_are_counted_if_the_corpus_scores_them(monke
     kept, left = (sum(plan.tensor_bytes(config, ON_A_CPU, scores)[0].values()) for scores in (True, False))
     assert kept - left > 64 * config.seq_len * 5000
     monkeypatch.setattr(plan, "start_accelerator", lambda config: ON_A_CPU)
-    monkeypatch.setattr(plan, "load_corpus", lambda config: SimpleNamespace(vocab_size=5000, score=None))
+    monkeypatch.setattr(plan, "resolve", lambda config: Resolved(config, SimpleNamespace(score=None), None))
     monkeypatch.setattr(plan, "torch_itself", lambda *_: 0)
     monkeypatch.setattr(plan, "tensor_bytes", lambda config, accelerator, scores: 1 / 0 if scores else sys.exit("left"))
     with pytest.raises(SystemExit, match="left"):
         plan.main(config)
-    monkeypatch.setattr(plan, "load_corpus", lambda config: SimpleNamespace(vocab_size=5000, score=max))
+    monkeypatch.setattr(plan, "resolve", lambda config: Resolved(config, SimpleNamespace(score=max), None))
     with pytest.raises(ZeroDivisionError):
         plan.main(config)
 
@@ -133,7 +134,7 @@ def test_a_fork_is_planned_that_reports_numbers_and_trains_a_part_alone(monkeypa
         return build_optimizer(network, *arguments)
 
     config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266"])
-    config.global_batch_size = 6
+    config = replace(config, global_batch_size=6)
     _, whole = plan.tensor_bytes(config, ON_A_CPU)
     monkeypatch.setattr(plan, "GPTModel", Fork)
     monkeypatch.setattr(plan, "build_optimizer", build_and_freeze)
@@ -148,14 +149,14 @@ def test_a_model_whose_shapes_depend_on_the_data_is_refused(monkeypatch):
 
     monkeypatch.setattr(plan, "GPTModel", Chooses)
     config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266"])
-    config.global_batch_size = 6
+    config = replace(config, global_batch_size=6)
     with pytest.raises(RunError, match="depends on its data"):
         plan.memory(config, ON_A_CPU, None)
 
 
 def test_sums_of_exact_and_gathered_blocks_are_added(monkeypatch):
     config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266", "--exact", "true"])
-    config.global_batch_size, config.micro_batch_size = 16, 2
+    config = replace(config, global_batch_size=16, micro_batch_size=2)
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, mixed_precision="no")
     monkeypatch.setattr(plan, "tensor_bytes", lambda *_: ({"weights": 400, "activations": 7}, 800))
     monkeypatch.setattr(plan, "num_shards", lambda _: 2)

@@ -50,7 +50,7 @@ def test_later_settings_win(tmp_path):
         "--data.packing foo": "data.packing: foo must be one of 'concat', 'isolated', 'padded'",
         "--evaluation.num_samples -1": "evaluation.num_samples: -1 must be a whole number above 0 or null",
         "--profile 3": "profile: 3 must be tuple [a whole number above 0, a whole number above 0] or null",
-        "--resume maybe": "resume: 'maybe' must be auto or never; to begin with a checkpoint is branch_from",
+        "--resume maybe": "resume: maybe must be one of 'auto', 'never'",
         "--config /nowhere.yaml": "config: File does not exist: '/nowhere.yaml'",
     }.items(),
 )
@@ -237,7 +237,7 @@ CHOICES = {
 
 def unchecked(config):
     """As a config is whose `Literal` has got a choice more."""
-    config.problems = list
+    object.__setattr__(config, "problems", list)
     return config
 
 

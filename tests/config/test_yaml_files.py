@@ -9,7 +9,7 @@ import yaml
 
 from config.errors import ConfigError
 from config.parser import parse_config, parse_tool
-from config.schema import TrainConfig, flat_settings
+from config.schema import DataConfig, OptimizerConfig, TrackingConfig, TrainConfig, flat_settings
 from evaluate import EvaluateConfig
 from run.stored_settings import read_settings
 from sample import SampleConfig
@@ -62,21 +62,32 @@ def odd_text(chance):
 
 
 def odd_config(chance):
-    config = TrainConfig(name="n" + odd_text(chance), out_dir=odd_text(chance), seed=chance.randrange(2**63))
-    config.global_batch_size, config.data.seed, config.data.source = 8, chance.randrange(2**63), "text"
-    config.data.mix = {odd_text(chance): chance.random() * 10 ** chance.randrange(-30, 30) for _ in range(3)}
-    config.data.num_samples = chance.choice([1, 8, 10**17])
-    config.tracking.group = "g" + odd_text(chance)
-    config.tracking.tags = [odd_text(chance) for _ in range(3)]
-    config.tracking.project = odd_text(chance)
-    config.tracking.wandb = chance.choice(["disabled", "offline", "online"])
-    config.optimizer.lr = chance.choice([0.0, 1.0, 1e-5, 12e5, 1e22, 3e-320, chance.random()])
-    config.optimizer.betas = (chance.random(), chance.choice([0.0, 1e-9]))
-    config.optimizer.grad_clip = chance.choice([None, 1e-7])
-    config.profile = chance.choice([None, (8, 64)])
-    config.compile = chance.random() < 0.5
-    config.chunked_loss = chance.choice([None, True, False])
-    return config
+    return TrainConfig(
+        name="n" + odd_text(chance),
+        out_dir=odd_text(chance),
+        seed=chance.randrange(2**63),
+        global_batch_size=8,
+        profile=chance.choice([None, (8, 64)]),
+        compile=chance.random() < 0.5,
+        chunked_loss=chance.choice([None, True, False]),
+        data=DataConfig(
+            source="text",
+            seed=chance.randrange(2**63),
+            mix={odd_text(chance): chance.random() * 10 ** chance.randrange(-30, 30) for _ in range(3)},
+            num_samples=chance.choice([1, 8, 10**17]),
+        ),
+        tracking=TrackingConfig(
+            group="g" + odd_text(chance),
+            tags=[odd_text(chance) for _ in range(3)],
+            project=odd_text(chance),
+            wandb=chance.choice(["disabled", "offline", "online"]),
+        ),
+        optimizer=OptimizerConfig(
+            lr=chance.choice([0.0, 1.0, 1e-5, 12e5, 1e22, 3e-320, chance.random()]),
+            betas=(chance.random(), chance.choice([0.0, 1e-9])),
+            grad_clip=chance.choice([None, 1e-7]),
+        ),
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))

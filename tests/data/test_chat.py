@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ import export
 import sample
 from config.errors import ConfigError
 from config.parser import parse_config, parse_tool
+from config.resolve import replace_settings
 from data.chat_template import ChatTemplate
 from data.corpus import load_corpus
 from data.integrity import SPLITS, open_columns
@@ -519,7 +521,7 @@ def settings_for(*arguments):
 def test_isolation_is_switched_on_and_kept(folder, tmp_path):
     config = settings_for("--data.path", folder / "chatml", "--data.num_samples", 1000)
     corpus = load_corpus(config)
-    assert config.data.packing == "isolated" and "position_ids" in corpus.train[0]
+    assert corpus.complete(config).data.packing == "isolated" and "position_ids" in corpus.train[0]
     assert "targets are the answers alone" in corpus.conversations
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(60)), tmp_path / "text", validation="hash:0.2")
     mix = json.dumps({str(folder / "marked"): 1, str(tmp_path / "text"): 1})
@@ -527,10 +529,10 @@ def test_isolation_is_switched_on_and_kept(folder, tmp_path):
     corpus = load_corpus(config)
     batch = torch.utils.data.default_collate([corpus.train[0], corpus.train[len(corpus.train) - 1]])
     assert (batch["position_ids"] == 0).sum() > 2 and corpus.conversations
-    config.out_dir, config.model.vocab_size = str(tmp_path / "runs"), corpus.vocab_size
+    config = replace(corpus.complete(config), out_dir=str(tmp_path / "runs"))
     for order in ("marked", "text"), ("text", "marked"):  # a run keeps the tokenizer that can talk
-        config.name, paths = order[0], {"marked": folder / "marked", "text": tmp_path / "text"}
-        config.data.mix = {str(paths[name]): 1 for name in order}
+        paths = {"marked": folder / "marked", "text": tmp_path / "text"}
+        config = replace_settings(config, {"name": order[0], "data.mix": {str(paths[name]): 1 for name in order}})
         RunDirectory(config.out_dir, config.name)._prepare(config, {})
         assert (tmp_path / "runs" / order[0] / "tokenizer" / "chat_template.jinja").read_text() == MARKED
     assert load_corpus(settings_for("--data.path", tmp_path / "text")).conversations == ""

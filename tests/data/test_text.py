@@ -31,6 +31,7 @@ import data.prepare.prepare
 from benchmarks.parts import corpus_of_zeros
 from config.errors import ConfigError
 from config.parser import parse_config
+from config.resolve import replace_settings
 from data.corpus import Batches, load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
 from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas, share_out
@@ -181,7 +182,8 @@ def test_a_mixture_is_of_its_corpora(folder):
     order = corpus.order(config)
     drawn = Counter(i >= len(a) for i in order.indices(7))
     assert drawn == {False: 750, True: 250}
-    config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps = MIX_BLOCK // 2, 3
+    growth = {"schedule.batch_warmup_from": MIX_BLOCK // 2, "schedule.batch_warmup_steps": 3}
+    config = replace_settings(config, growth)
     assert sum((corpus.order(config).indices(step) for step in range(2)), []) == order.indices(0)
     assert [len(part) for part in corpus.validation.datasets] == [6, 2]
     corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 7))

@@ -22,6 +22,7 @@ from checkpoint.saver import SaveError, Saver
 from comparison.records import read_records
 from config.errors import ConfigError
 from config.parser import parse_config
+from config.resolve import replace_settings
 from config.schema import TrainConfig, flat_settings
 from data.corpus import load_corpus
 from data.files import sha256
@@ -70,7 +71,7 @@ def stored(**changes):
 def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
     settings, config = stored(optimizer__betas=..., model__zero_init=...)
     assert resume.differences(complete_settings(settings), config) == []
-    config.model.zero_init = True
+    config = replace_settings(config, {"model.zero_init": True})
     assert resume.differences(complete_settings(settings), config) == ["model.zero_init: False there, True now"]
 
 
@@ -89,9 +90,9 @@ def test_a_stored_number_that_is_none_is_named(name, value, tmp_path):
 @pytest.mark.parametrize("name", ["batch_warmup_from", "batch_warmup_steps"])
 def test_the_growth_of_the_batch_may_not_change(name):
     settings, config = stored(schedule__batch_warmup_from=2, schedule__batch_warmup_steps=4)
-    config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps = 2, 4
+    config = replace_settings(config, {"schedule.batch_warmup_from": 2, "schedule.batch_warmup_steps": 4})
     assert resume.differences(complete_settings(settings), config) == []
-    setattr(config.schedule, name, 3)
+    config = replace_settings(config, {f"schedule.{name}": 3})
     assert resume.differences(complete_settings(settings), config) == [
         f"schedule.{name}: {settings['schedule'][name]} there, 3 now"
     ]
@@ -101,28 +102,29 @@ def test_whatever_changes_with_the_step_must_have_been_so_until_now(monkeypatch)
     """As a fork's, which counts shares of the run, when that is extended."""
     monkeypatch.setitem(SCHEDULES, "weight_decay", lambda value, config, step: value * (1 - step / config.steps))
     settings, config = stored(optimizer__weight_decay=0.5)
-    config.schedule.name, config.schedule.warmup_steps, config.steps = "constant", 0, 8
+    changes = {"schedule.name": "constant", "schedule.warmup_steps": 0, "steps": 8, "optimizer.weight_decay": 0.5}
+    config = replace_settings(config, changes)
     settings |= {"schedule": asdict(config.schedule), "steps": 4}
-    config.optimizer.weight_decay = 0.5
     with pytest.raises(ConfigError, match="given step 1 of this run the weight_decay 0.4375, but it had 0.375; a run"):
         resume.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}, 1, 1, 1, {}, None))
 
 
 def test_a_path_may_change_where_a_hash_says_what_lies_there():
     settings, config = stored(data__path="a.csv")
-    config.data.path = "b.csv"
+    config = replace_settings(config, {"data.path": "b.csv"})
     assert resume.differences(complete_settings(settings), config) == ["data.path: a.csv there, b.csv now"]
-    settings["data"]["hash"] = config.data.hash = "0123"
+    settings["data"]["hash"] = "0123"
+    config = replace_settings(config, {"data.hash": "0123"})
     assert resume.differences(complete_settings(settings), config) == []
 
 
 def test_the_corpora_of_a_mixture_may_move_but_weigh_what_they_did():
     settings, config = stored(data__mix={"a": 2.0, "b": 1.0}, data__hash="01+23")
-    config.data.mix, config.data.hash = {"c": 2.0, "d": 1.0}, "01+23"
+    config = replace_settings(config, {"data.mix": {"c": 2.0, "d": 1.0}, "data.hash": "01+23"})
     assert resume.differences(complete_settings(settings), config) == []
     for mix, digest in ({"c": 1.0, "d": 2.0}, "01+23"), ({"c": 2.0, "d": 1.0}, None):
-        settings["data"]["hash"] = config.data.hash = digest
-        config.data.mix = mix
+        settings["data"]["hash"] = digest
+        config = replace_settings(config, {"data.mix": mix, "data.hash": digest})
         assert resume.differences(complete_settings(settings), config) == [
             f"data.mix: {settings['data']['mix']} there, {mix} now"
         ]
@@ -248,7 +250,7 @@ def test_a_run_does_not_begin_from_itself_nor_from_what_is_moved_aside_with_it(r
     for setting, value in (("path", str(run / "corpus")), ("mix", {str(run / "corpus"): 1.0})):
         (run / "corpus").mkdir(exist_ok=True)
         config = parse_config([*map(str, RECIPE), "--resume", "never"])
-        setattr(config.data, setting, value)
+        config = replace_settings(config, {f"data.{setting}": value})
         with pytest.raises(ConfigError, match=rf"data.{setting}: '.*corpus' is of the run that --resume never"):
             directory.check(config)
     (run / "corpus").rmdir()
@@ -586,7 +588,7 @@ def test_null_settings_are_filled_in_before_they_are_compared():
     settings, config = stored()
     settings["model"]["vocab_size"] = 17
     assert resume.differences(complete_settings(settings), config) == ["model.vocab_size: 17 there, 16 now"]
-    config.model.vocab_size = None
+    config = replace_settings(config, {"model.vocab_size": None})
     assert resume.differences(complete_settings(settings), config) == []
 
 

@@ -1,6 +1,7 @@
 """A run that begins with the weights of another model: GPT-2's and Qwen3's of transformers, or a run's."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 import export
 from config.errors import ConfigError
 from config.parser import parse_config
+from config.resolve import given_model_settings
 from data.corpus import load_corpus
 from export import ExportConfig
 from model.gpt import GPTModel
 from model.hf import tensors_from_transformers
-from run.load import copy_initial_weights, load_initial_model, load_run
+from run.load import copy_initial_weights, load_run
+from run.resolve import resolve_initial_model
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
 
 MODELS = {
@@ -82,8 +85,7 @@ def test_a_run_is_begun_with_another_runs_weights_or_with_its_export(made):
     configs = []
     for source in (made / "runs" / "first", made / "export"):
         config = parse_config(arguments(made, "--init_from", source, "--name", "next"))
-        load_initial_model(config)
-        configs.append(config)
+        configs.append(resolve_initial_model(config)[0])
     assert configs[0].init_hash == configs[1].init_hash and len(configs[0].init_hash) == 32
 
 
@@ -135,19 +137,19 @@ def test_a_run_goes_on_though_what_it_began_from_has_changed(change, made):
 )
 def test_what_contradicts_it_is_refused(settings, message, made):
     with pytest.raises(ConfigError, match=message):
-        load_initial_model(parse_config(arguments(made, "--init_from", made / "gpt2", *settings.split())))
+        resolve_initial_model(parse_config(arguments(made, "--init_from", made / "gpt2", *settings.split())))
 
 
 def test_an_adapter_is_no_model_and_is_to_be_merged(made, tmp_path):
     """A real one is merged by tests/test_other_tools.py, as the message and the page say."""
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
     with pytest.raises(ConfigError, match="init_from: .* is an adapter .*from peft import .*merge_and_unload"):
-        load_initial_model(parse_config(arguments(made, "--init_from", tmp_path)))
+        resolve_initial_model(parse_config(arguments(made, "--init_from", tmp_path)))
 
 
 def test_dropout_may_be_its_own(made):
     config = parse_config(arguments(made, "--init_from", made / "gpt2", "--model.dropout", 0.3))
-    load_initial_model(config)
+    config, _ = resolve_initial_model(config)
     assert config.model.dropout == 0.3 and config.model.n_heads == 2
 
 
@@ -182,7 +184,7 @@ def test_a_corpus_with_more_tokens_is_to_be_prepared_anew(made, tmp_path):
         tmp_path / "small"
     )
     config = parse_config(arguments(made, "--init_from", tmp_path / "small"))
-    load_initial_model(config)
+    config, _ = resolve_initial_model(config)
     with pytest.raises(ConfigError, match=r"model.vocab_size: 100 is less .* prepare the corpus with that of .*small$"):
         load_corpus(config)
 
@@ -191,7 +193,6 @@ def test_a_corpus_with_more_tokens_is_to_be_prepared_anew(made, tmp_path):
 def test_the_recipes_take_everything_from_the_model(path, made):
     small = path.stem.removeprefix("finetune_").split("_")[0]
     config = parse_config(["--config", str(path), "--init_from", str(made / small), "--data.path", "x"])
-    assert not config.given - {"dropout"}
-    config.seq_len = 64
-    load_initial_model(config)
+    assert not given_model_settings(config) - {"dropout"}
+    config, _ = resolve_initial_model(replace(config, seq_len=64))
     assert config.model.n_layers == 2

@@ -51,7 +51,7 @@ def test_norms_are_those_of_the_checkpoints(run, block):
 def test_activations_are_those_of_the_global_batch(run):
     config = parse_config([*map(str, SHORT)])
     corpus = load_corpus(config)
-    config.model.vocab_size = corpus.vocab_size
+    config = corpus.complete(config)
     model = GPTModel(config.model)
     model.load_state_dict({n.removeprefix("model."): t for n, t in tensors(run, 1).items() if n.startswith("model.")})
     outputs = {}

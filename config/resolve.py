@@ -1,0 +1,104 @@
+"""Resolve a config: fill in, step by step, the settings that the command line leaves open.
+
+Each function returns a new config; none is ever modified. `run.resolve.resolve` calls them in their one order: the
+settings of the run that is resumed, the initial model, the corpus (`Corpus.complete`), the launch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from config.errors import ConfigError
+from config.schema import TrainConfig
+from model.config import GPTConfig
+
+# Settings of a model initialised from another that may differ from the other's.
+NOT_FROM_INITIAL_MODEL = {"dropout"}
+
+
+class PartialModel(GPTConfig):
+    """The `model` section of a command line with `init_from`: only the settings named in `given` were set by the user;
+    the initial model determines the others."""
+
+    given: frozenset[str]
+
+    def __init__(self, given: frozenset[str] = frozenset(), **settings: Any):
+        super().__init__(**settings)
+        object.__setattr__(self, "given", given)
+
+
+def given_model_settings(config: TrainConfig) -> frozenset[str]:
+    """Names of the settings of `model` that must agree with the initial model: all, except in a PartialModel."""
+    if isinstance(config.model, PartialModel):
+        return config.model.given
+    return frozenset(setting.name for setting in fields(config.model))
+
+
+def replace_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """Copy a config with other values for some settings, named as `steps` or `optimizer.lr`."""
+    sections: dict[str, dict[str, Any]] = {}
+    for setting, value in changes.items():
+        section, _, name = setting.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    top = sections.pop("", {})
+    changed = {section: replace(top.pop(section, getattr(config, section)), **s) for section, s in sections.items()}
+    return replace(config, **top, **changed)
+
+
+def require_consistent(config: TrainConfig, num_processes: int) -> None:
+    """Check all relations between settings.
+
+    Raises:
+        ConfigError: settings contradict each other; the message lists all contradictions.
+    """
+    if problems := config.problems(num_processes):
+        raise ConfigError("\n".join(problems))
+
+
+def with_stored_settings(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
+    """Fill in what was resolved at the first start of a run from its flat settings, where they are null."""
+    filled_in = {
+        "data.seed": config.data.seed,
+        "global_batch_size": config.global_batch_size,
+        "branch_from": config.branch_from,
+    }
+    return replace_settings(config, {name: stored[name] for name, value in filled_in.items() if value is None})
+
+
+def with_stored_model(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
+    """Take the model of a run with `init_from` from its flat settings, except for the settings that the user gave."""
+    given = given_model_settings(config)
+    settings = {
+        setting.name: getattr(config.model, setting.name) if setting.name in given else stored[f"model.{setting.name}"]
+        for setting in fields(GPTConfig)
+    }
+    init_hash = config.init_hash or stored["init_hash"]
+    return replace(config, model=GPTConfig(**settings), init_hash=init_hash)
+
+
+def with_initial_model(config: TrainConfig, initial: GPTConfig, weights_hash: str) -> TrainConfig:
+    """Take the model's settings from the model that `init_from` names, and record the hash of its weights.
+
+    Raises:
+        ConfigError: a setting that the user gave contradicts that model, or its weights are not those of `init_hash`.
+    """
+    given = given_model_settings(config)
+    for name in sorted(given - NOT_FROM_INITIAL_MODEL):
+        value, there = getattr(config.model, name), getattr(initial, name)
+        if value not in (None, there):
+            raise ConfigError(f"model.{name}: {value}, but {there} in {config.init_from}; leave it out")
+    own = {name: getattr(config.model, name) for name in NOT_FROM_INITIAL_MODEL & given}
+    if config.init_hash not in (None, weights_hash):
+        raise ConfigError(f"init_hash: {config.init_hash}, but the weights of {config.init_from} have {weights_hash}")
+    return replace(config, model=replace(initial, **own), init_hash=weights_hash)
+
+
+def with_launch(config: TrainConfig, num_processes: int) -> TrainConfig:
+    """Fill in the global batch size and the seed of the data where they are still null."""
+    return replace_settings(
+        config,
+        {
+            "global_batch_size": config.global_batch_size or config.micro_batch_size * num_processes,
+            "data.seed": config.data.seed or 0,
+        },
+    )

@@ -1,0 +1,61 @@
+"""Resolve the config of a training: one order for train.py, `--plan` and verify.py."""
+
+from typing import NamedTuple
+
+from config import resolve as step
+from config.schema import TrainConfig
+from data.corpus import Corpus, load_corpus
+from distributed.cpu import compute_as_any_processor
+from distributed.world import num_processes
+from run.directory import RunDirectory
+from run.load import Loaded, check_tokenizer, load_run, weights_hash
+
+
+class Resolved(NamedTuple):
+    """A config without open settings, and what had to be loaded to resolve it."""
+
+    config: TrainConfig
+    corpus: Corpus
+    initial: Loaded | None
+    """The model that `init_from` names; None if there is none, or a checkpoint of the run replaces it."""
+
+
+def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
+    """Resolve a config from the run directory (if it is the start of a run), the initial model, corpus and launch.
+
+    Called by every process, before the process group exists. Nothing is written.
+
+    Raises:
+        ConfigError: the settings contradict each other, the run, the initial model or the corpus.
+    """
+    initial, needs_initial = None, config.init_from is not None
+    if run is not None and (stored := run.stored_settings(config)) is not None:
+        config = step.with_stored_settings(config, stored)
+        if needs_initial and run.has_replaced_initial_model(config, stored):
+            config, needs_initial = step.with_stored_model(config, stored), False
+    elif run is not None and config.data.seed is None:
+        config = step.replace_settings(config, {"data.seed": run.data_seed_of_branch(config)})
+    if needs_initial:
+        config, initial = resolve_initial_model(config)
+    step.require_consistent(config, num_processes())
+    corpus = load_corpus(config)
+    if initial is not None:
+        check_tokenizer(str(config.init_from), initial, corpus)
+    config = step.with_launch(corpus.complete(config), num_processes())
+    step.require_consistent(config, num_processes())
+    return Resolved(config, corpus, initial)
+
+
+def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, Loaded]:
+    """Load the model that `init_from` names; return the config with its settings and the hash of its weights, too.
+
+    Raises:
+        ConfigError: there is no such model, or it contradicts a setting that the user gave.
+    """
+    if config.exact:  # must precede any computation
+        compute_as_any_processor()
+    initial = load_run(str(config.init_from), setting="init_from")
+    digest = weights_hash(initial.model.state_dict())
+    config = step.with_initial_model(config, initial.model.config, digest)
+    step.require_consistent(config, num_processes())
+    return config, initial
