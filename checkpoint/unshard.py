@@ -61,6 +61,6 @@ def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]
     if lacking := sorted(weights.keys() - stored.keys()):
         raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")
     # After all others: of weights that blocks share, the average stands under one of their names alone.
-    ends = "optimizer.state.", ".average"
+    ends = "optimizer.state.", ".ema"
     for key, tensor in whole_tensors(directory, manifest, *ends).items() if averaged else ():
         weights[key.removeprefix(ends[0]).removesuffix(ends[1])].copy_(tensor)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import psutil
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
@@ -265,15 +265,6 @@ class TrackingConfig:
         ]
 
 
-class Due(NamedTuple):
-    """What a training does after a step besides going on."""
-
-    log: bool
-    evaluate: bool
-    save: bool
-    compare_replicas: bool
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """One training run. A run is a pure function of these settings."""
@@ -370,20 +361,6 @@ class TrainConfig:
                 return self.max_skipped_in_a_row
             case other:
                 raise no_code_for("on_nonfinite", other)
-
-    def due(self, step: int) -> Due:
-        """What is to be done after `step` updates: at the end all that is ever done, and before a save a comparison."""
-
-        def falls_on(every: int) -> bool:
-            return every > 0 and (step % every == 0 or step == self.steps)
-
-        save = falls_on(self.checkpoint.every) or step == self.stop_after
-        return Due(
-            log=falls_on(self.tracking.log_every),
-            evaluate=falls_on(self.evaluation.every),
-            save=save,
-            compare_replicas=falls_on(self.check_replicas_every) or (save and self.check_replicas_every > 0),
-        )
 
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""

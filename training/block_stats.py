@@ -1,4 +1,4 @@
-"""What happens in every block of a step: the norms of its weights, gradients and activations, and how far it moves."""
+"""Statistics of each block in a step: norms of weights, gradients and activations, and the size of the update."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,46 +13,47 @@ from training.gradients import trainable_parameters
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
-    """L2 norm of all tensors together, which may be sharded."""
+    """Return the L2 norm of all tensors together; they may be sharded."""
     norms = [full_tensor(tensor.detach().float().norm()) for tensor in tensors]
     return torch.stack(norms).norm().item() if norms else 0.0
 
 
-class LayerStatistics:
-    """Watches updates of `blocks` in the steps for which `noting` is set, and changes nothing; without blocks, nothing.
+class BlockStatistics:
+    """Records statistics of `blocks` in the steps for which `recording` is set, without changing any of them.
 
-    `metrics` are those of the last update that was watched, as `layers/NAME/BLOCK`: the L2 norms `weight_norm` (before
-    the update) and `gradient_norm` (as the optimizer sees it), the root mean square `activation_rms` of the output over
-    all processes, and `update_ratio`, the norm of the update divided by that of the weights. Where a block stands in
-    several places, its output is that in all of them; where it is left out, as by stochastic depth, it has none.
+    `metrics` are those of the last recorded step, as `layers/NAME/BLOCK`: the L2 norms `weight_norm` (before the
+    update) and `gradient_norm` (as the optimizer uses it), `activation_rms`, the root mean square of the output over
+    all processes, and `update_ratio`, the norm of the update divided by that of the weights. A block that is used in
+    several places has the mean over them; one that is skipped, as by stochastic depth, has 0.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], accelerator: Accelerator):
         self.blocks, self.accelerator = list(blocks), accelerator
-        self.metrics, self.noting = {}, False
+        self.metrics, self.recording = {}, False
         self.mean_squares: list[list[Tensor]] = [[] for _ in self.blocks]  # since the last update
         for index, block in enumerate(self.blocks):
-            # torch.compiler.disable takes long to import what it needs: only where there is something to watch.
-            block.register_forward_hook(partial(torch.compiler.disable(self._note), index))
+            # torch.compiler.disable is slow to import, so only where there are blocks to record.
+            block.register_forward_hook(partial(torch.compiler.disable(self._record_output), index))
 
-    def _note(self, i: int, block: nn.Module, inputs: tuple, out: Tensor | tuple) -> None:
-        if self.noting and block.training:
+    def _record_output(self, i: int, block: nn.Module, inputs: tuple, out: Tensor | tuple) -> None:
+        if self.recording and block.training:
             self.mean_squares[i].append((out[0] if isinstance(out, tuple) else out).detach().float().square().mean())
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Around the update of a step; called by all processes together."""
-        noted, self.mean_squares = self.mean_squares, [[] for _ in self.blocks]
-        if not (self.noting and self.blocks):
+    def record_update(self) -> Iterator[None]:
+        """Record the update made inside this context; called by all processes together."""
+        recorded, self.mean_squares = self.mean_squares, [[] for _ in self.blocks]
+        if not (self.recording and self.blocks):
             yield
             return
         before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
         columns = {"weight_norm": [total_norm(weights) for weights in before]}
         columns["gradient_norm"] = [total_norm(p.grad for p in trainable_parameters(block)) for block in self.blocks]
         yield
-        # A row for every micro-batch of the global batch, so that they are added in one order however many processes;
-        # with zeros for the blocks that were left out in some.
-        rows = nn.utils.rnn.pad_sequence([torch.tensor(of_block, device=self.accelerator.device) for of_block in noted])
+        # One row for each micro-batch of the global batch, so that the order of addition does not depend on the number
+        # of processes; 0 for blocks that a micro-batch skipped.
+        device = self.accelerator.device
+        rows = nn.utils.rnn.pad_sequence([torch.tensor(values, device=device) for values in recorded])
         rows = self.accelerator.gather(self.accelerator.pad_across_processes(rows))
         columns["activation_rms"] = (rows.sum(dim=0) / (rows != 0).sum(dim=0).clamp(min=1)).sqrt().tolist()
         updates = [

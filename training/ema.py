@@ -1,5 +1,7 @@
-"""The average of the weights that is evaluated in their place: kept in the optimizer's state, so saved and sharded as
-moments are, and in the digest of a step."""
+"""The exponential moving average (EMA) of the weights, which is evaluated in their place.
+
+It is kept in the optimizer's state, so it is saved, sharded and hashed as the moments are.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +10,15 @@ import torch
 from torch.optim import Optimizer
 
 
-def keep_average(optimizer: Optimizer, share: float) -> None:
-    """Let every update be followed by that of an exponential average of the weights, `average` of their state, of which
-    `average` of their group stays: at most this share (training/schedule.py)."""
+def track_ema(optimizer: Optimizer, decay: float) -> None:
+    """Update an EMA of the weights after every step of the optimizer: `ema` in the state of each weight.
+
+    Args:
+        optimizer: its groups get the entry `ema_decay`, which training/schedule.py lowers in the first steps.
+        decay: the fraction of the average that each update keeps, below 1.
+    """
     for group in optimizer.param_groups:
-        group["average"] = share
+        group["ema_decay"] = decay
     optimizer.register_step_post_hook(_update)
 
 
@@ -20,18 +26,18 @@ def keep_average(optimizer: Optimizer, share: float) -> None:
 def _update(optimizer: Optimizer, *_) -> None:
     for group in optimizer.param_groups:
         states = [(weight, optimizer.state[weight]) for weight in group["params"] if optimizer.state.get(weight)]
-        begun = [(weight, state["average"]) for weight, state in states if "average" in state]
+        tracked = [(weight, state["ema"]) for weight, state in states if "ema" in state]
         for weight, state in states:
-            if "average" not in state:
-                state["average"] = weight.detach().clone()
-        if begun:
-            weights, averages = zip(*begun, strict=True)
-            torch._foreach_lerp_(averages, weights, 1 - group["average"])
+            if "ema" not in state:
+                state["ema"] = weight.detach().clone()
+        if tracked:
+            weights, averages = zip(*tracked, strict=True)
+            torch._foreach_lerp_(averages, weights, 1 - group["ema_decay"])
 
 
 @contextmanager
-def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the weights are their averages, where the optimizer keeps them; afterwards they have their bits again."""
+def ema_weights(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the weights are their EMA, where the optimizer tracks one; afterwards they have their bits again."""
     _swap(optimizer)
     try:
         yield
@@ -42,7 +48,7 @@ def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
 @torch.no_grad()
 def _swap(optimizer: Optimizer) -> None:
     for weight, state in optimizer.state.items():
-        if "average" in state:
+        if "ema" in state:
             trained = weight.clone()
-            weight.copy_(state["average"])
-            state["average"].copy_(trained)
+            weight.copy_(state["ema"])
+            state["ema"].copy_(trained)

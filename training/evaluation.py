@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from data.corpus import Batches, Corpus
-from training.metrics import NonFiniteError, average
+from training.metrics import NonFiniteError, mean
 
 
 @torch.no_grad()
@@ -40,14 +40,14 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
     model.train()
     of_batches = gather_object([{name: (float(s), float(n)) for name, (s, n) in sums.items()} for sums in mine])
     totals = {name: tuple(zip(*(sums[name] for sums in of_batches), strict=True)) for name in of_batches[0]}
-    metrics = {f"val/{name}": average(sums, counts) for name, (sums, counts) in totals.items()}
+    metrics = {f"val/{name}": mean(sums, counts) for name, (sums, counts) in totals.items()}
     metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700))
     loss_sums, target_counts = totals["loss"]
     if (floor_nats := getattr(validation, "floor_nats", None)) is not None:
-        metrics["val/entropy"] = average([floor_nats], target_counts)
+        metrics["val/entropy"] = mean([floor_nats], target_counts)
         metrics["val/excess_loss"] = metrics["val/loss"] - metrics["val/entropy"]
     if num_bytes := getattr(validation, "num_bytes", None):
-        metrics["val/bits_per_byte"] = average(loss_sums, [num_bytes]) / math.log(2)
+        metrics["val/bits_per_byte"] = mean(loss_sums, [num_bytes]) / math.log(2)
     return metrics
 
 

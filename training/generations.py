@@ -12,7 +12,7 @@ from data.tokenizer import END_OF_TEXT
 from distributed.sharding import full_tensor, is_sharded
 from model.gpt import GPTModel
 from model.seeds import derive_seed
-from training.metrics import average
+from training.metrics import mean
 
 TEXTS_PER_BATCH = 50
 LogTexts = Callable[[int, str, list[str]], None]  # takes the step, the name of the metric and the texts
@@ -74,4 +74,4 @@ def sample_texts(
         trained_on = (corpus.train.text(i) for i in range(rank, len(corpus.train), num_processes))
         seen = set(gather_object(sorted(distinct.intersection(trained_on))))
         sums["memorized"] = (sum(text in seen for text in texts), num_texts)
-    return {f"generation/{name}": average([float(total)], [float(count)]) for name, (total, count) in sums.items()}
+    return {f"generation/{name}": mean([float(total)], [float(count)]) for name, (total, count) in sums.items()}

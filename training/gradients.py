@@ -1,6 +1,7 @@
-"""The gradient of a parameter that a batch did not use, as of an expert that nobody chose: zero. No model need know.
+"""Backward, loss scaling, and the one pass over the gradients that normalises and clips them.
 
-DDP waits for the gradients of all parameters, so every backward comes by each of them, with nothing to add to it.
+A parameter that no micro-batch used, such as an expert that no token was routed to, has a gradient of zero. DDP waits
+for the gradients of all parameters, so every backward passes through each of them.
 """
 
 import torch
@@ -11,66 +12,80 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.sharding import full_tensor
 
 
-class _Reach(torch.autograd.Function):
+class _ConnectToLoss(torch.autograd.Function):
+    """Makes the loss depend on parameters without changing it or their gradients."""
+
     @staticmethod
     def forward(ctx, loss: Tensor, *parameters: nn.Parameter) -> Tensor:
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, *[None] * (len(ctx.needs_input_grad) - 1)
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_outputs[0], *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def trainable_parameters(network: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are not frozen."""
+    """Return the parameters that are not frozen."""
     return [parameter for parameter in network.parameters() if parameter.requires_grad]
 
 
 def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
-    """Add the gradients of `loss` to those of the prepared model's parameters, used or not."""
+    """Add the gradients of `loss` to the `.grad` of the prepared model's parameters, used or not."""
     if isinstance(model, DistributedDataParallel):
-        loss = _Reach.apply(loss, *model.parameters())
+        loss = _ConnectToLoss.apply(loss, *model.parameters())
     accelerator.backward(loss)
 
 
-def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
-    """The backward by which DDP orders its sums for good: all parameters, the last first, whatever the batch used."""
+def prime_ddp(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
+    """Run the first backward of a start, whose gradients the caller discards.
+
+    DDP lays out its buckets in the order in which gradients arrive in its first backward, and sums in that order from
+    then on. Every start therefore runs one backward in which all parameters arrive, the last one first, whatever the
+    batch used: a resumed run sums in the same order as one that never stopped.
+    """
     if isinstance(model, DistributedDataParallel):
         parameters = trainable_parameters(model)
-        # What has to be compiled and allocated is so now, out of DDP's sight.
+        # Compilation and allocation happen here, before DDP records the order of arrival.
         torch.autograd.grad(loss, parameters, allow_unused=True)
         loss = loss.detach()
         for parameter in parameters:
-            loss = _Reach.apply(loss, parameter)
+            loss = _ConnectToLoss.apply(loss, parameter)
     accelerator.backward(loss)
 
 
 def loss_scale(precision: str, step: int, skipped: int) -> float:
-    """What the loss of a step is multiplied with, so that in fp16 its gradients do not become zero: a power of two.
+    """Return the factor that keeps fp16 gradients from underflowing, a power of two; 1 in other precisions.
 
-    As torch's GradScaler: halved by every update that was skipped, for infinite gradients, and doubled by every 2,000
-    that were not. But it is a function of what is in the state, so a resumed run has it without a file of its own.
+    As in torch.amp.GradScaler it is halved for every update that was skipped because of infinite gradients and doubled
+    after every 2,000 others. It is a function of the checkpointed counters, so it needs no state of its own.
     """
     return 2.0 ** (16 - skipped + (step - skipped) // 2000) if precision == "fp16" else 1.0
 
 
-def fill_in_gradients(parameters: list[nn.Parameter], scale: float = 1.0) -> None:
-    """A gradient of zero for every parameter that no micro-batch used, and all divided by `scale` in place."""
+def zero_missing_gradients(parameters: list[nn.Parameter]) -> None:
+    """Give every parameter that no micro-batch used a gradient of zero."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if scale != 1:
-        torch._foreach_div_([parameter.grad for parameter in parameters], scale)
 
 
-def clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients in place so that their global L2 norm is at most `max_norm`; what it was before, 0-dim.
+def normalize_and_clip(parameters: list[nn.Parameter], denominator: Tensor | float, max_norm: float) -> Tensor:
+    """Divide the gradients in place by `denominator` and clip the quotient to a global L2 norm of `max_norm`.
 
-    As accelerator.clip_grad_norm_, to the bit. But that looks at each gradient three times and multiplies by 1 where
-    there is nothing to clip, which costs a small model on a CPU 1% of a step.
+    Both are one multiplication, so the gradients are read twice, as by clipping alone. Nothing is read back to the
+    host, which would synchronise with the GPU.
+
+    Args:
+        parameters: their `.grad` may be None (zero) or sharded (DTensor).
+        denominator: 0-dim tensor on the device of the gradients, or a number.
+        max_norm: infinity for no clipping.
+
+    Returns:
+        The global L2 norm of the normalised gradients before clipping, 0-dim.
     """
+    zero_missing_gradients(parameters)
     gradients = [parameter.grad for parameter in parameters]
-    norm = full_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-    if norm.device.type != "cpu" or norm > max_norm:  # a GPU is not asked, for the host would wait for it
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    norm = full_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) / denominator
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / denominator
+    torch._foreach_mul_(gradients, factor.to(norm.dtype))
     return norm

@@ -1,175 +1,209 @@
-"""What all processes must know of a step, in one small all-reduce, which the host reads one step late.
+"""The metrics of a step: one small all-reduce that the host reads one step late.
 
-It travels beside the last backward of a step: on CPUs such a message takes milliseconds while all cores are busy.
-Reading it at once would make the host wait for the device in every step. That is done only where something depends on
-it: before a log line, an evaluation, a save and the end, and in every step where updates may be skipped.
+The message travels beside the last backward of its step: on CPUs such a message takes milliseconds while all cores are
+busy. Reading it at once would make the host wait for the device in every step, so it is read after the next step was
+dispatched, except where something depends on it: before a log line, an evaluation, a save and the end, and in every
+step where updates may be skipped.
 """
 
 import math
 import shlex
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from config.errors import RunError
 from data.sampler import GlobalBatches
 
-RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped", "perplexity", "floor", "bits_per_byte"}  # as train/ or val/
+AuxiliaryMetrics = Mapping[str, tuple[Tensor | float, Tensor | float]]
+"""(sum, count) of each auxiliary metric of a model, see GPTModel.forward."""
+
+# Names of train/ and val/ that the loop logs itself.
+RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped", "perplexity", "entropy", "excess_loss", "bits_per_byte"}
 
 
 class NonFiniteError(RunError):
-    """The loss or the gradient of a step is infinite or NaN; the message names the step and the samples."""
+    """The loss or the gradient norm of a step is infinite or NaN; the message names the step and the samples."""
 
 
-def average(sums: Sequence[float], counts: Sequence[float]) -> float:
-    """The sum of `sums` divided by that of `counts`; NaN where nothing was counted, or something is not finite."""
-    numbers_are_finite = all(map(math.isfinite, (*sums, *counts)))
-    return math.fsum(sums) / count if numbers_are_finite and (count := math.fsum(counts)) else math.nan
+def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
+    """Return sum(sums) / sum(counts), exactly rounded sums; NaN where the count is 0 or a number is not finite."""
+    all_finite = all(map(math.isfinite, (*sums, *counts)))
+    return math.fsum(sums) / count if all_finite and (count := math.fsum(counts)) else math.nan
 
 
-class StepTotals:
-    """Facts of all processes, exchanged in every step and read later."""
+@dataclass
+class StepResult:
+    """Metrics of one step over all processes, on the host."""
 
-    averages: dict[str, float]
-    """`loss`, and what else the model reports (see GPTModel.forward), each over the whole global batch."""
+    step: int
+    """Completed steps: 1 for the first update of a run."""
+    means: dict[str, float]
+    """`loss` (nats per target token) and the auxiliary metrics of the model, each over the global batch."""
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
-    finite: bool = True
-    """Whether what was differentiated and `grad_norm` are finite; False only with `on_nonfinite: skip`, and then the
-    update is to be skipped."""
-    stop: bool = False
-    """Whether any process was asked to stop; the same on all."""
+    stop: bool
+    """Whether any process has a reason to stop."""
 
-    skipped: int = 0
-    """How many updates of the run were skipped: part of its state."""
-    skipped_in_a_row: int = 0
-    """How many of them just now, without one between that was not."""
+    finite: bool
+    """Whether the training objective and `grad_norm` are finite."""
+
+
+@dataclass
+class PendingStep:
+    """A step whose metrics are on their way to the host."""
+
+    step: int
+    loss_denominator: float
+    message: Tensor
+    all_reduce: "dist.Work | None"
+    on_host: Tensor = field(init=False)
+    copied: "torch.cuda.Event | None" = None
+
+    def num_targets(self) -> Tensor:
+        """Return the number of target tokens in the global batch, 0-dim, on the device; the host does not wait."""
+        if self.all_reduce:
+            self.all_reduce.wait()
+            self.all_reduce = None
+        return self.message[0]
+
+    def copy_to_host(self, grad_norm: Tensor) -> None:
+        """Start the copy of the message, with the gradient norm, which is the same on all processes."""
+        self.message[-1].fill_(grad_norm)
+        on_cuda = self.message.device.type == "cuda"
+        self.on_host = self.message.to("cpu", non_blocking=on_cuda)
+        self.copied = torch.cuda.current_stream().record_event() if on_cuda else None
+
+
+class StepMetrics:
+    """Sends the metrics of each step (`dispatch`) and reads them later (`read`)."""
 
     def __init__(
         self,
-        order: GlobalBatches,
+        batches: GlobalBatches,
         micro_batch_size: int,
-        max_skipped: int,
-        accelerator: Accelerator,
-        run: Path | None = None,
+        device: torch.device,
+        rank: int = 0,
+        num_processes: int = 1,
+        max_skipped: int = 0,
+        run_directory: Path | None = None,
     ):
-        """At most `max_skipped` updates in a row may be skipped. `run` is named where a step cannot go on."""
-        self.order, self.micro_batch_size, self.accelerator = order, micro_batch_size, accelerator
-        self.max_skipped, self.run = max_skipped, run
-        self._on_host = accelerator.device.type == "cpu"
-        self._dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64  # exact counts up to 2**53
+        """Args:
+        batches: sample indices of every global batch, for the message about a step that is not finite.
+        micro_batch_size: sequences.
+        device: where the message is summed.
+        rank: of this process among the data-parallel ones.
+        num_processes: that share a global batch.
+        max_skipped: updates that may be skipped in a row because their loss or gradient is not finite.
+        run_directory: named in the remedy.
+        """
+        self.batches, self.micro_batch_size, self.device = batches, micro_batch_size, device
+        self.rank, self.num_processes = rank, num_processes
+        self.max_skipped, self.run_directory = max_skipped, run_directory
+        self.skipped = self.skipped_in_a_row = 0  # updates; part of the state of a run
         self._names: list[str] = []
-        self._numbers: list[Tensor | float] = []  # of the micro-batches of this step, one after another
-        self._message: Tensor
-        self._sending: dist.Work | None = None
-        self._targets = math.nan  # of the step that is read next, as the exchange before it told
-        self._unread: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._pending: deque[PendingStep] = deque()
 
-    def agree_on_names(self, sums: Mapping[str, tuple] = MappingProxyType({})) -> None:
-        """What the model reports, from its first forward on: the same names on all processes, and in every `add`.
+    def register_names(self, auxiliary: AuxiliaryMetrics) -> None:
+        """Fix the names of the auxiliary metrics from the model's first forward; called by all processes together.
 
         Raises:
-            RunError: other processes have other names, or one is a name that train.py itself logs.
+            RunError: processes have different names, or a name is one that the loop logs itself.
         """
-        of_processes = gather_object([list(sums)])
-        self._names = of_processes[0]
-        if any(names != self._names for names in of_processes):
-            raise RunError(f"the model reports other numbers on each process, which must be the same: {of_processes}")
-        if taken := RESERVED_NAMES & sums.keys():
-            raise RunError(f"the model reports {', '.join(sorted(taken))}: a name that is logged already; use another")
+        names = gather_object([list(auxiliary)]) if self.num_processes > 1 else [list(auxiliary)]
+        self._names = names[0]
+        if any(other != self._names for other in names):
+            raise RunError(f"the model reports different metrics on each process; they must be the same: {names}")
+        if taken := sorted(RESERVED_NAMES & auxiliary.keys()):
+            raise RunError(f"the model reports {', '.join(taken)}: a name that is logged already; use another")
 
-    def add(self, loss: Tensor, sums: Mapping[str, tuple] = MappingProxyType({})) -> None:
-        """Take in a micro-batch: its part of the loss, which all add up to, and its (sum, count) of each name.
+    def dispatch(
+        self,
+        step: int,
+        outputs: Sequence[tuple[Tensor, AuxiliaryMetrics]],
+        num_targets: Tensor,
+        loss_denominator: float,
+        stop: bool = False,
+    ) -> PendingStep:
+        """Start the all-reduce of a step's metrics; call it before the backward of the last micro-batch.
+
+        Args:
+            step: completed steps after this one.
+            outputs: of each micro-batch the summed loss divided by `loss_denominator`, and the auxiliary metrics.
+            num_targets: target tokens in the local micro-batches, 0-dim int64.
+            loss_denominator: constant that each loss was divided by.
+            stop: whether this process has a reason to stop.
 
         Raises:
-            RunError: the names are not those that were agreed on.
+            RunError: the names of the auxiliary metrics are not those that were registered.
         """
-        if list(sums) != self._names:
-            raise RunError(f"the model reported {self._names} at the start and {list(sums)} now: names must not change")
-        for number in (loss.float(), *(number for pair in sums.values() for number in pair)):
-            if torch.is_tensor(number):  # a GPU is not asked, for the host would wait for it
-                number = number.item() if self._on_host else number.detach().to(self._dtype, copy=True)
-            self._numbers.append(number)
+        numbers: list[Tensor | float] = []
+        for loss, auxiliary in outputs:
+            if list(auxiliary) != self._names:
+                raise RunError(f"the model reported {self._names} at first and {list(auxiliary)} now; names must stay")
+            numbers += [loss.detach(), *(number for pair in auxiliary.values() for number in pair)]
+        # Every number has a place of its own: the sum of zeros and one number is exact, and the host adds the numbers
+        # in the same order on any number of processes. The last place is the gradient norm's.
+        exact = torch.float32 if self.device.type == "mps" else torch.float64  # counts are exact up to 2**53
+        message = torch.zeros(3 + self.num_processes * len(numbers), dtype=exact, device=self.device)
+        first = 2 + self.rank * len(numbers)
+        for place, number in ((0, num_targets), (1, stop), *enumerate(numbers, first)):
+            message[place].fill_(number)  # `message[place] = number` would synchronise with the GPU
+        work = dist.all_reduce(message, async_op=True) if self.num_processes > 1 else None
+        self._pending.append(PendingStep(step, loss_denominator, message, work))
+        return self._pending[-1]
 
-    def send(self, next_targets: Tensor | int, stop: bool) -> None:
-        """Begin to tell all processes what each knows of this step, beside the backward of its last micro-batch.
-
-        Args:
-            next_targets: the number of target tokens in this process's share of the next global batch.
-            stop: whether this process was asked to stop.
-        """
-        rank, count = self.accelerator.process_index, len(self._numbers)
-        # Every micro-batch has a place of its own, so that the sum of zeros and one number is exact and the host adds
-        # them up in the same order on any number of processes. The last place is the gradient norm's.
-        size = 3 + self.accelerator.num_processes * count
-        self._message = torch.zeros(size, dtype=self._dtype, device=self.accelerator.device)
-        for place, number in ((0, next_targets), (1, stop), *enumerate(self._numbers, 2 + rank * count)):
-            self._message[place].fill_(number)  # not by `=`, which copies a plain number and waits for a GPU
-        self._numbers = []
-        if self.accelerator.num_processes > 1:
-            self._sending = dist.all_reduce(self._message, async_op=True)
-
-    def receive(self, step: int, grad_norm: Tensor) -> Tensor:
-        """Take what all sent, as that of the update number `step`, without making the host wait for a device.
-
-        Args:
-            grad_norm: of the synchronised gradient, so already the same on all processes.
+    def read(self, now: bool = False) -> StepResult | None:
+        """Read all steps but the last dispatched one; with `now`, or where updates may be skipped, that one too.
 
         Returns:
-            The number of target tokens in the next global batch, 0-dim, on the device.
-        """
-        if self._sending:
-            self._sending.wait()
-        self._message[-1].fill_(grad_norm)
-        on_cuda = self.accelerator.device.type == "cuda"
-        on_host = self._message.to("cpu", non_blocking=on_cuda)
-        copied = torch.cuda.current_stream().record_event() if on_cuda else None
-        self._unread.append((step, on_host, copied))
-        return self._message[0]
-
-    def read(self, at_once: bool) -> None:
-        """Read all but the latest exchange; with `at_once`, or where it is time to stop, the latest too.
+            The result of the newest step that was read; None where none was.
 
         Raises:
             NonFiniteError: on all processes, where the loss or the gradient norm is infinite or NaN, unless such
-                updates are skipped; and then, after too many in a row.
+                updates are skipped, and then after too many in a row.
         """
-        while len(self._unread) > (0 if at_once or self.stop or self.max_skipped else 1):
-            step, on_host, copied = self._unread.popleft()
-            if copied is not None:
-                copied.synchronize()
-            targets = self._targets
-            self._targets, stopping, *numbers, self.grad_norm = on_host.tolist()
-            self.stop = stopping > 0
-            numbers_per_micro_batch = 1 + 2 * len(self._names)
-            losses, *columns = (numbers[place::numbers_per_micro_batch] for place in range(numbers_per_micro_batch))
-            loss = average(losses, [1.0])
-            pairs = zip(self._names, columns[::2], columns[1::2], strict=True)
-            self.averages = {"loss": loss} | {name: average(sums, counts) for name, sums, counts in pairs}
-            self.finite = math.isfinite(loss) and math.isfinite(self.grad_norm)
-            self.skipped += not self.finite
-            self.skipped_in_a_row = 0 if self.finite else self.skipped_in_a_row + 1
-            if self.skipped_in_a_row > self.max_skipped:
-                raise NonFiniteError(self._describe(step, losses, targets))
+        result = None
+        while len(self._pending) > (0 if now or self.max_skipped else 1):
+            result = self._read_oldest()
+            now = now or result.stop
+        return result
 
-    def _describe(self, step: int, losses: list[float], targets: float) -> str:
+    def _read_oldest(self) -> StepResult:
+        pending = self._pending.popleft()
+        if pending.copied is not None:
+            pending.copied.synchronize()
+        num_targets, stop, *numbers, grad_norm = pending.on_host.tolist()
+        numbers_per_micro_batch = 1 + 2 * len(self._names)
+        losses, *columns = (numbers[place::numbers_per_micro_batch] for place in range(numbers_per_micro_batch))
+        loss = mean(losses, [1.0]) * pending.loss_denominator / num_targets if num_targets else math.nan
+        pairs = zip(self._names, columns[::2], columns[1::2], strict=True)
+        means = {"loss": loss} | {name: mean(sums, counts) for name, sums, counts in pairs}
+        # The training objective decides, not a "loss" that the model reports in its place.
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        result = StepResult(pending.step, means, grad_norm, stop > 0, finite)
+        self.skipped += not finite
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row > self.max_skipped:
+            raise NonFiniteError(self._explain(pending.step, losses, loss, grad_norm, num_targets))
+        return result
+
+    def _explain(self, step: int, losses: list[float], loss: float, grad_norm: float, num_targets: float) -> str:
         # Where all losses are finite and the gradient is not, any micro-batch of the global batch may be the cause.
-        guilty = [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or range(len(losses))
-        ranks = sorted({i * self.accelerator.num_processes // len(losses) for i in guilty})
-        size, indices = self.micro_batch_size, self.order.indices(step - 1)
-        samples = [index for i in guilty for index in indices[i * size : (i + 1) * size]]
+        suspects = [i for i, value in enumerate(losses) if not math.isfinite(value)] or range(len(losses))
+        ranks = sorted({i * self.num_processes // len(losses) for i in suspects})
+        size, indices = self.micro_batch_size, self.batches.indices(step - 1)
+        samples = [index for i in suspects for index in indices[i * size : (i + 1) * size]]
         in_a_row = f", {self.skipped_in_a_row} times in a row" if self.skipped_in_a_row > 1 else ""
-        without_targets = ", without one target token in the global batch" if targets == 0 else ""
+        without_targets = ", no target token in the global batch" if num_targets == 0 else ""
         return (
-            f"step {step}: loss = {average(losses, [1.0])}, gradient norm = {self.grad_norm}{in_a_row}"
-            f"{without_targets}, on process(es) {ranks} whose training samples were {samples}; "
-            "nothing was saved since the last checkpoint. "
-            f"To see what happened: python replay.py {shlex.quote(str(self.run))} {step}"
+            f"step {step}: loss = {loss}, gradient norm = {grad_norm}{in_a_row}{without_targets}, on process(es) "
+            f"{ranks} whose training samples were {samples}; nothing was saved since the last checkpoint. "
+            f"To inspect the step: python replay.py {shlex.quote(str(self.run_directory))} {step}"
         )

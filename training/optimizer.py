@@ -9,27 +9,27 @@ from torch import Tensor, nn
 from config.errors import no_code_for
 from config.schema import OptimizerConfig, TrainConfig
 from distributed.sharding import full_tensor, is_sharded, shard_like
-from training.ema import keep_average
+from training.ema import track_ema
 from training.schedule import SCHEDULES, at_step
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, average: float | None = None) -> torch.optim.Optimizer:
-    """The optimizer that `config.name` says. Matrices decay, everything else does not.
+def build_optimizer(model: nn.Module, config: OptimizerConfig, ema_decay: float | None = None) -> torch.optim.Optimizer:
+    """Build the optimizer that `config.name` selects. Weight decay applies to matrices only.
 
-    With an `average` (evaluation.ema_decay) it keeps that of the weights too.
+    With `ema_decay` (evaluation.ema_decay) it also tracks an exponential moving average of the weights.
     """
-    optimizer = _of_name(model, config)
-    if average is not None:
-        keep_average(optimizer, average)
+    optimizer = _select_optimizer(model, config)
+    if ema_decay is not None:
+        track_ema(optimizer, ema_decay)
     return optimizer
 
 
-def _of_name(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    of_linear_layers = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
+def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    linear_weights = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
     hidden, matrices, vectors = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_hidden = id(parameter) in of_linear_layers and name.startswith("blocks.")
+            is_hidden = id(parameter) in linear_weights and name.startswith("blocks.")
             if config.name == "muon" and is_hidden:
                 hidden.append(parameter)
             elif parameter.dim() >= 2:
@@ -61,6 +61,16 @@ def set_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: 
                 module.p = rate
             elif isinstance(getattr(module, "dropout", None), float):
                 module.dropout = rate
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return `train/lr`, and `train/lr_GROUP` of every group whose rate is another, by the group's `name` or number."""
+    first, *others = (group["lr"] for group in optimizer.param_groups)
+    rates = {"train/lr": first}
+    for index, lr in enumerate(others, start=1):
+        if lr != first:
+            rates[f"train/lr_{optimizer.param_groups[index].get('name', index)}"] = lr
+    return rates
 
 
 # Amsel et al. 2025, arXiv:2505.16932: one after the other the best polynomials for singular values from 0.001 to 1,

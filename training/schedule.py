@@ -13,19 +13,24 @@ def lr(peak: float, config: TrainConfig, step: int) -> float:
     return peak * lr_scale(config.schedule, step, config.steps)
 
 
-def average(most: float, config: TrainConfig, step: int) -> float:
-    """The share of an average of the weights (evaluation.ema_decay) that stays at the update of step `step`.
+def ema_decay(largest: float, config: TrainConfig, step: int) -> float:
+    """Return the decay of the weights' EMA (evaluation.ema_decay) at the update of step `step`.
 
-    Less in the beginning, so that the first weights are forgotten at any length of a run: (1 + step) / (10 + step), the
-    rule of TensorFlow's ExponentialMovingAverage.
+    It is lower in the beginning, so that the initial weights lose their influence at any length of a run:
+    (1 + step) / (10 + step), the rule of TensorFlow's ExponentialMovingAverage.
     """
-    return min(most, (1 + step) / (10 + step))
+    return min(largest, (1 + step) / (10 + step))
 
 
 # The settings that change with the step, by the last part of their names: those of the groups of the optimizer,
 # `grad_clip` and `dropout`. Each is a function of the value that the setting has, or a group of the optimizer in its
 # place, of all settings, and of the step, from 0.
-SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {"lr": lr, "average": average}
+SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {"lr": lr, "ema_decay": ema_decay}
+
+
+def is_due(every: int, completed_steps: int, last_step: int) -> bool:
+    """Return whether an action of every `every` steps is due; after the last step it is, with 0 it never is."""
+    return every > 0 and (completed_steps % every == 0 or completed_steps == last_step)
 
 
 def at_step(name: str, value: Any, config: TrainConfig, step: int) -> Any:

@@ -36,6 +36,6 @@ def excess_by_kind(teller: Storyteller) -> Callable[[Tensor, dict[str, Tensor]],
         rows = [known(tuple(row[: length - 1])) for row, length in zip(targets, is_target.sum(1).tolist(), strict=True)]
         nats, numbers = (np.concatenate(of_rows) for of_rows in zip(*rows, strict=True))
         sums = np.bincount(numbers, losses.double()[is_target].numpy() - nats, len(kinds))
-        return {f"excess/{kind}": (total, len(nats)) for kind, total in zip(kinds, sums.tolist(), strict=True)}
+        return {f"excess_loss/{kind}": (total, len(nats)) for kind, total in zip(kinds, sums.tolist(), strict=True)}
 
     return score

@@ -52,7 +52,7 @@ def test_the_model_of_a_run_is_the_average(step, averaged):
 def test_the_training_is_what_it_is_without(averaged, plain):
     """Though the weights were exchanged at every evaluation."""
     for step in (2, 8):
-        kept = {name: tensor for name, tensor in tensors(averaged, step).items() if not name.endswith(".average")}
+        kept = {name: tensor for name, tensor in tensors(averaged, step).items() if not name.endswith(".ema")}
         assert_same_bits(kept, tensors(plain, step))
     assert [row["train/loss"] for row in metrics(averaged)] == [row["train/loss"] for row in metrics(plain)]
 

@@ -1,0 +1,119 @@
+"""One optimizer step, the same function for train.py, verify.py and the benchmarks."""
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from config.schema import TrainConfig
+from data.sampler import BatchSizes
+from model.gpt import GPTModel
+from model.seeds import derive_seed
+from training.block_stats import BlockStatistics
+from training.gradients import backward, loss_scale, normalize_and_clip, prime_ddp, trainable_parameters
+from training.metrics import StepMetrics
+from training.optimizer import set_schedules
+from training.schedule import at_step
+
+MicroBatch = dict[str, Tensor]
+
+
+class GradientReducer(Protocol):
+    """Sums gradients over micro-batches and processes in place of DDP."""
+
+    def add_micro_batch(self, accumulation: int) -> None:
+        """Take the gradients of one of `accumulation` micro-batches; after the last, `.grad` is the global sum."""
+
+
+@dataclass
+class TrainState:
+    """The objects that a step reads and changes."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    network: GPTModel
+    """The bare model."""
+    model: nn.Module
+    """`network` as Accelerate prepared it: wrapped in DDP, sharded by FSDP2, or with autocast alone."""
+    optimizer: torch.optim.Optimizer
+    batch_sizes: BatchSizes
+    metrics: StepMetrics
+    block_statistics: BlockStatistics
+    reducer: GradientReducer | None = None
+    """None: DDP or FSDP2 averages the gradients over the processes, or there is one process."""
+
+    def __post_init__(self) -> None:
+        self.parameters = trainable_parameters(self.network)
+        # torch.manual_seed also seeds CUDA, and without a GPU it records a stack trace in each call, which is slow.
+        on_cpu = self.accelerator.device.type == "cpu"
+        self.seed_all = torch.default_generator.manual_seed if on_cpu else torch.manual_seed
+
+
+def split_micro_batches(batch: MicroBatch, micro_batch_size: int) -> Iterator[MicroBatch]:
+    """Split a process's part of a global batch into micro-batches, tensors of [micro_batch_size, T]."""
+    for parts in zip(*(tensor.split(micro_batch_size) for tensor in batch.values()), strict=True):
+        yield dict(zip(batch, parts, strict=True))
+
+
+def count_targets(batch: MicroBatch) -> Tensor:
+    """Return the number of target tokens, 0-dim int64: labels other than -100 that have a position before them."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def prime(state: TrainState, micro_batch: MicroBatch) -> None:
+    """Run one forward and backward whose gradients are discarded, see prime_ddp; called by all processes together."""
+    _, loss, *auxiliary = state.model(**micro_batch, num_items_in_batch=1.0)
+    prime_ddp(loss, state.model, state.accelerator)
+    state.optimizer.zero_grad()
+    state.metrics.register_names(*(auxiliary or ({},)))
+
+
+def train_step(state: TrainState, step: int, micro_batches: list[MicroBatch], stop: bool = False) -> None:
+    """Update the weights once with the gradient of the mean loss over the target tokens of the global batch.
+
+    The loss of each micro-batch is summed and divided by a constant, the tokens of the global batch. How many of them
+    are targets, on all processes, arrives with the step's metrics, and the gradients are divided by that once, in the
+    pass that clips them.
+
+    Args:
+        state: its weights, moments and metrics change.
+        step: from 0.
+        micro_batches: this process's, in order.
+        stop: whether this process has a reason to stop; sent to all processes with the metrics.
+
+    Raises:
+        NonFiniteError: the loss or the gradient is infinite or NaN, and updates may be skipped but not so many.
+    """
+    config, accelerator, metrics = state.config, state.accelerator, state.metrics
+    set_schedules(state.optimizer, state.network, config, step)
+    scale = loss_scale(accelerator.mixed_precision, step, metrics.skipped)
+    tokens = float(state.batch_sizes.size(step) * config.seq_len)
+    # DDP and FSDP2 average gradients over the processes; the loss needs their sum.
+    averaged_over = 1 if state.reducer else metrics.num_processes
+    num_targets = torch.stack([count_targets(micro_batch) for micro_batch in micro_batches]).sum()
+    accumulation, outputs, pending = len(micro_batches), [], None
+    for index, micro_batch in enumerate(micro_batches):
+        is_last = index == accumulation - 1
+        state.seed_all(derive_seed(config.seed, "dropout", step, metrics.rank * accumulation + index))
+        with nullcontext() if is_last else accelerator.no_sync(state.model):
+            _, loss, *auxiliary = state.model(**micro_batch, num_items_in_batch=tokens / averaged_over)
+            outputs.append((loss.detach() / averaged_over, *(auxiliary or ({},))))
+            if is_last:
+                pending = metrics.dispatch(step + 1, outputs, num_targets, tokens, stop)
+            backward(scale * loss, state.model, accelerator)
+        if state.reducer:
+            state.reducer.add_micro_batch(accumulation)
+    max_norm = at_step("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
+    denominator = (pending.num_targets() * (scale / tokens)).float()
+    pending.copy_to_host(normalize_and_clip(state.parameters, denominator, max_norm))
+    # The host waits for the metrics before the update only where they decide whether it is skipped.
+    result = metrics.read() if metrics.max_skipped else None
+    if result is None or result.finite:
+        with state.block_statistics.record_update():
+            state.optimizer.step()
+    state.optimizer.zero_grad()
