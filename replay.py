@@ -61,7 +61,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import train
 from audit.audit import Run, audit, outcome, say
 from checkpoint.manifest import read_manifest, step_directory
 from checkpoint.unshard import read_weights
@@ -78,7 +77,7 @@ from model.gpt import GPTModel
 from model.seeds import derive_seed
 from run.load import copy_initial_weights, load_run
 from training.block_stats import total_norm
-from training.gradients import fill_in_gradients, trainable_parameters
+from training.gradients import trainable_parameters, zero_missing_gradients
 from training.optimizer import build_optimizer, set_schedules
 from training.prepare_model import no_compiler, prepare_network
 
@@ -245,7 +244,7 @@ def compute(
 ) -> tuple[list[Tensor], float]:
     """The loss of each token of a global batch, [B, T - 1] in parts, with that step's dropout; the gradient's norm."""
     targets, token_losses, size = (batch["labels"][:, 1:] != -100).sum(), [], config.micro_batch_size
-    for index, micro_batch in enumerate(train.micro_batches(batch, size)):
+    for index, micro_batch in enumerate(split_micro_batches(batch, size)):
         torch.manual_seed(derive_seed(config.seed, "dropout", step - 1, index))
         labels = micro_batch.pop("labels")
         device = labels.device.type
@@ -257,5 +256,5 @@ def compute(
         token_losses.append(losses.detach())
     if not gradients:
         return token_losses, 0.0
-    fill_in_gradients(parameters := trainable_parameters(model))
+    zero_missing_gradients(parameters := trainable_parameters(model))
     return token_losses, total_norm(parameter.grad for parameter in parameters)

@@ -48,7 +48,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import default_collate
 
@@ -69,13 +71,13 @@ from distributed.signals import Preempted
 from distributed.tree_reduce import TreeSum
 from model.gpt import GPTModel
 from model.hf import FAMILIES
-from model.seeds import derive_seed
 from run.resolve import resolve
-from training.block_stats import total_norm
-from training.gradients import loss_scale, trainable_parameters
-from training.optimizer import build_optimizer, set_schedules
+from training.block_stats import BlockStatistics, total_norm
+from training.gradients import trainable_parameters, zero_missing_gradients
+from training.metrics import StepMetrics
+from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
-from training.schedule import at_step
+from training.step import GradientReducer, TrainState, split_micro_batches, train_step
 
 
 @dataclass
@@ -106,6 +108,35 @@ def gradient_of_first_update() -> Iterator[list[Tensor]]:
         yield gradient
     finally:
         hook.remove()
+
+
+class Autocast(nn.Module):
+    """A model in the precision of the launch, without any other preparation by Accelerate."""
+
+    def __init__(self, network: GPTModel, accelerator: Accelerator):
+        super().__init__()
+        self.network, self.accelerator = network, accelerator
+
+    def forward(self, **inputs: Tensor) -> tuple:
+        """Return the outputs of the network."""
+        with self.accelerator.autocast():
+            return self.network(**inputs)
+
+
+class AllReduce:
+    """The hand-written all-reduce of the tutorials: one sum over the processes for each gradient, after the last
+    micro-batch."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters, self.num_added = parameters, 0
+
+    def add_micro_batch(self, accumulation: int) -> None:
+        """Count a micro-batch, whose gradients backward has added up; after the last sum them over the processes."""
+        self.num_added += 1
+        if self.num_added % accumulation == 0:
+            zero_missing_gradients(self.parameters)
+            for parameter in self.parameters if dist.is_initialized() else ():
+                dist.all_reduce(parameter.grad)
 
 
 class Verification:
@@ -187,45 +218,39 @@ class Verification:
         network = GPTModel(self.config.model).to(self.device)
         return network, build_optimizer(network, self.config.optimizer, self.config.evaluation.ema_decay)
 
-    def train_by_hand(self, all_reduce: bool, in_a_tree: bool = False) -> Trained:
-        """The loop that train.py is held against: no DDP, no preparation; as one process, or with an all-reduce."""
-        # Without it, every process does the work of all.
-        rank, num_processes = (self.rank, self.num_processes) if all_reduce else (0, 1)
-        add = self.accelerator.reduce if all_reduce else lambda tensor: tensor
+    def train_without_ddp(
+        self,
+        make_reducer: Callable[[list[nn.Parameter]], GradientReducer] | None = None,
+        rank: int = 0,
+        num_processes: int = 1,
+    ) -> Trained:
+        """Take the same steps as train.py on the bare model, with another reducer than DDP; by default as one process.
+
+        The step is train.py's own, so a change of it is in both. Independent are the sums of gradients over processes
+        and micro-batches, the batches of each process, and the preparation by Accelerate.
+        """
         torch.manual_seed(self.config.seed)
         network, optimizer = self.build()
-        prepare_network(network, self.config, self.device)  # compiled or in chunks the bits are others
+        prepare_network(network, self.config, self.device)  # compilation and chunks change the bits
+        model = Autocast(network, self.accelerator)
         order = self.corpus.order(self.config)
-        add_micro_batch = (
-            TreeSum(trainable_parameters(network), 0, 1).add_micro_batch if in_a_tree else lambda accumulation: None
+        size = self.config.micro_batch_size
+        metrics = StepMetrics(order, size, self.device, rank, num_processes)
+        reducer = make_reducer and make_reducer(trainable_parameters(network))
+        statistics = BlockStatistics([], self.accelerator)
+        state = TrainState(
+            self.config, self.accelerator, network, model, optimizer, order, metrics, statistics, reducer
         )
-        rows, gradient, tokens = [], [], 0
-        for step in range(self.config.steps):
-            set_schedules(optimizer, network, self.config, step)
-            scale = loss_scale(self.accelerator.mixed_precision, step, skipped=0)
-            accumulation = order.size(step) // (self.config.micro_batch_size * num_processes)
-            samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
-            batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
-            exact = torch.float32 if self.device.type == "mps" else torch.float64  # which an MPS device has not
-            num_targets = add(train.count_targets(batch).to(exact))
-            losses = []
-            for index, micro_batch in enumerate(train.micro_batches(batch, self.config.micro_batch_size)):
-                torch.manual_seed(derive_seed(self.config.seed, "dropout", step, rank * accumulation + index))
-                with self.accelerator.autocast():
-                    _, loss, *sums = network(**micro_batch, num_items_in_batch=num_targets)
-                (scale * loss).backward()
-                losses.append([float(number) for number in dict(*sums).get("loss", (loss.detach(), 0))])
-                add_micro_batch(accumulation)
-            for parameter in network.parameters():
-                parameter.grad = add(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad) / scale
-            largest_norm = at_step("grad_clip", self.config.optimizer.grad_clip, self.config, step) or torch.inf
-            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), largest_norm)
-            gradient = gradient or gradient_of(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            total, count = add(torch.tensor(losses, device=self.device).sum(dim=0)).tolist()
-            tokens += add(torch.tensor(batch["input_ids"].numel(), device=self.device)).item()
-            rows.append({"train/loss": total / (count or 1), "train/grad_norm": norm.item(), "train/tokens": tokens})
+        rows = []
+        with gradient_of_first_update() as gradient:
+            for step in range(self.config.steps):
+                samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
+                batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
+                train_step(state, step, list(split_micro_batches(batch, size)))
+                result = metrics.read(now=True)
+                row = {f"train/{name}": value for name, value in result.means.items()}
+                tokens = order.before(step + 1) * self.config.seq_len
+                rows.append(row | {"train/grad_norm": result.grad_norm, "train/tokens": tokens})
         return Trained(rows, gradient, storage.state_tensors(network, optimizer))
 
     @cached_property
@@ -247,7 +272,8 @@ class Verification:
 
     def equals_loop_by_hand(self, all_reduce: bool) -> tuple[bool | None, str]:
         """Compare the gradient of the first update, and all logged numbers."""
-        ours, by_hand = self.straight, self.train_by_hand(all_reduce)
+        arguments = (AllReduce, self.rank, self.num_processes) if all_reduce else ()
+        ours, by_hand = self.straight, self.train_without_ddp(*arguments)
         difference = [one - other for one, other in zip(ours.gradient, by_hand.gradient, strict=True)]
         gradient = total_norm(difference) / max(total_norm(by_hand.gradient), 1e-12)
         pairs = zip(ours.rows, by_hand.rows, strict=True)
@@ -274,7 +300,7 @@ class Verification:
         if not self.can_be_exact:
             return None, "it needs whole replicas on 1, 2, 4, 8, ... processes"
         exact = self.train("exact", exact=True)  # first: it leaves one thread, and how many there are changes bits
-        return self.same_bits(self.train_by_hand(all_reduce=False, in_a_tree=True), exact)
+        return self.same_bits(self.train_without_ddp(lambda parameters: TreeSum(parameters, 0, 1)), exact)
 
     def same_bits(self, one: Trained, other: Trained) -> tuple[bool | None, str]:
         different = sum(not torch.equal(tensor, other.state[name]) for name, tensor in one.state.items())
