@@ -80,6 +80,7 @@ from training.block_stats import total_norm
 from training.gradients import trainable_parameters, zero_missing_gradients
 from training.optimizer import build_optimizer, set_schedules
 from training.prepare_model import no_compiler, prepare_network
+from training.step import split_micro_batches
 
 NUM_WORST, TEXT_SHOWN = 5, 120  # tokens, characters
 

@@ -133,7 +133,7 @@ def train(
             logs, saves = reporter.should_log(completed), saver.should_save(completed)
             evaluates = is_due(config.evaluation.every, completed, config.steps)
             state.block_statistics.recording = logs
-            train_step(state, step, micro_batches, stop_request.is_set)
+            train_step(state, step, micro_batches, stop_request)
             result = state.metrics.read(now=logs or evaluates or saves)
             stops = result is not None and result.stop
             saves = saves or stops

@@ -33,11 +33,11 @@ from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from data.sampler import GlobalBatches
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.seeds import derive_seed
-from training.gradients import clip
-from training.metrics import StepTotals
-from training.optimizer import build_optimizer, set_schedules
+from training.block_stats import BlockStatistics
+from training.metrics import StepMetrics
+from training.optimizer import build_optimizer
 from training.prepare_model import no_compiler, prepare_network
+from training.step import TrainState, train_step
 from training.throughput import peak_bf16_flops
 
 PEER, PRODUCT = "nanogpt", "a large product"
@@ -91,26 +91,17 @@ def ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: bool) -> B
     for block in network.blocks if not run.compile else ():
         block.compile(backend=scale.backend)
     optimizer = build_optimizer(network, OPTIMIZER)
-    model, parameters = accelerator.prepare_model(network), list(network.parameters())
-    totals, done = StepTotals(GlobalBatches(1, 1, 0), 1, 0, accelerator), 0  # the order only words an error
-    target_tokens = (tokens[:, 1:] != -100).sum()
+    model, sizes = accelerator.prepare_model(network), GlobalBatches(1, len(tokens), 0)
+    metrics, statistics = StepMetrics(sizes, len(tokens), accelerator.device), BlockStatistics([], accelerator)
+    state = TrainState(run, accelerator, network, model, optimizer, sizes, metrics, statistics)
+    done = 0
 
     def step() -> Tensor:
-        nonlocal done, target_tokens
-        set_schedules(optimizer, network, run, done)
-        torch.manual_seed(derive_seed(0, "dropout", done, 0))
-        loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=target_tokens)[1]
-        totals.add(loss)
-        totals.send((tokens[:, 1:] != -100).sum(), stop=False)
-        accelerator.backward(loss)
-        grad_norm = clip(parameters, OPTIMIZER.grad_clip)
+        nonlocal done
+        pending = train_step(state, done, [{"input_ids": tokens, "labels": tokens}])
+        metrics.read()
         done += 1
-        target_tokens = totals.receive(done, grad_norm)
-        totals.read(at_once=False)
-        if totals.finite:
-            optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return pending.message[2] * pending.loss_denominator / pending.num_targets()
 
     return network, optimizer, step
 

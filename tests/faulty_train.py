@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train
 from checkpoint import saver
 from cli import scripts
-from training.optimizer import is_sharded
+from distributed.sharding import is_sharded
 
 FAULTS = os.environ["FAULTS"].split()
 RESTART = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -24,7 +24,7 @@ MINE = RANK in ("all", os.environ.get("RANK", "0"))
 
 
 class Model(train.GPTModel):
-    """Knows the step by the learning rate, which is set once in each."""
+    """Multiplies its loss by NaN in the faulty steps."""
 
     step = None
 
@@ -43,13 +43,14 @@ def local_part(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def begin_step(optimizer, *arguments):
-    set_schedules(optimizer, *arguments)
-    if Model.step is None:
-        Model.step = next(iter(STARTS_AT))
-    Model.step += 1
-    if not (MINE and Model.step in FAULTY_STEPS):
-        return
+def faulty_step(state, step, *arguments):
+    Model.step = step + 1
+    if MINE and Model.step in FAULTY_STEPS:
+        inject_fault(state.optimizer)
+    train_step(state, step, *arguments)
+
+
+def inject_fault(optimizer):
     if KIND == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "hang":
@@ -84,17 +85,6 @@ def fill(path):
             pass
 
 
-STARTS_AT = []
-
-
-class Totals(train.StepTotals):
-    """Learns from the first exchange which step the run starts at."""
-
-    def receive(self, step, *arguments, **named):
-        STARTS_AT.append(step)
-        return super().receive(step, *arguments, **named)
-
-
 def dying(original):
     """A function of a save during which the process dies."""
 
@@ -106,8 +96,8 @@ def dying(original):
     return call
 
 
-set_schedules, train.set_schedules = train.set_schedules, begin_step
-train.GPTModel, train.StepTotals = Model, Totals
+train_step, train.train_step = train.train_step, faulty_step
+train.GPTModel = Model
 if KIND == "kill_after_shards":
     saver.sha256 = dying(saver.sha256)
 if KIND == "kill_before_rename":

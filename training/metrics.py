@@ -109,6 +109,7 @@ class StepMetrics:
         self.skipped = self.skipped_in_a_row = 0  # updates; part of the state of a run
         self._names: list[str] = []
         self._pending: deque[PendingStep] = deque()
+        self._newest: StepResult | None = None
 
     def register_names(self, auxiliary: AuxiliaryMetrics) -> None:
         """Fix the names of the auxiliary metrics from the model's first forward; called by all processes together.
@@ -163,17 +164,16 @@ class StepMetrics:
         """Read all steps but the last dispatched one; with `now`, or where updates may be skipped, that one too.
 
         Returns:
-            The result of the newest step that was read; None where none was.
+            The result of the newest step that was read so far; None before the first.
 
         Raises:
             NonFiniteError: on all processes, where the loss or the gradient norm is infinite or NaN, unless such
                 updates are skipped, and then after too many in a row.
         """
-        result = None
         while len(self._pending) > (0 if now or self.max_skipped else 1):
-            result = self._read_oldest()
-            now = now or result.stop
-        return result
+            self._newest = self._read_oldest()
+            now = now or self._newest.stop
+        return self._newest
 
     def _read_oldest(self) -> StepResult:
         pending = self._pending.popleft()

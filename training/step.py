@@ -16,9 +16,10 @@ from model.gpt import GPTModel
 from model.seeds import derive_seed
 from training.block_stats import BlockStatistics
 from training.gradients import backward, loss_scale, normalize_and_clip, prime_ddp, trainable_parameters
-from training.metrics import StepMetrics
+from training.metrics import PendingStep, StepMetrics
 from training.optimizer import set_schedules
 from training.schedule import at_step
+from training.stop import StopRequest
 
 MicroBatch = dict[str, Tensor]
 
@@ -73,7 +74,9 @@ def prime(state: TrainState, micro_batch: MicroBatch) -> None:
     state.metrics.register_names(*(auxiliary or ({},)))
 
 
-def train_step(state: TrainState, step: int, micro_batches: list[MicroBatch], stop: bool = False) -> None:
+def train_step(
+    state: TrainState, step: int, micro_batches: list[MicroBatch], stop_request: StopRequest | None = None
+) -> PendingStep:
     """Update the weights once with the gradient of the mean loss over the target tokens of the global batch.
 
     The loss of each micro-batch is summed and divided by a constant, the tokens of the global batch. How many of them
@@ -84,7 +87,10 @@ def train_step(state: TrainState, step: int, micro_batches: list[MicroBatch], st
         state: its weights, moments and metrics change.
         step: from 0.
         micro_batches: this process's, in order.
-        stop: whether this process has a reason to stop; sent to all processes with the metrics.
+        stop_request: the reasons of this process to stop, sent to all processes with the metrics.
+
+    Returns:
+        The step's metrics on their way to the host; `state.metrics.read` reads them.
 
     Raises:
         NonFiniteError: the loss or the gradient is infinite or NaN, and updates may be skipped but not so many.
@@ -96,7 +102,7 @@ def train_step(state: TrainState, step: int, micro_batches: list[MicroBatch], st
     # DDP and FSDP2 average gradients over the processes; the loss needs their sum.
     averaged_over = 1 if state.reducer else metrics.num_processes
     num_targets = torch.stack([count_targets(micro_batch) for micro_batch in micro_batches]).sum()
-    accumulation, outputs, pending = len(micro_batches), [], None
+    accumulation, outputs = len(micro_batches), []
     for index, micro_batch in enumerate(micro_batches):
         is_last = index == accumulation - 1
         state.seed_all(derive_seed(config.seed, "dropout", step, metrics.rank * accumulation + index))
@@ -104,6 +110,7 @@ def train_step(state: TrainState, step: int, micro_batches: list[MicroBatch], st
             _, loss, *auxiliary = state.model(**micro_batch, num_items_in_batch=tokens / averaged_over)
             outputs.append((loss.detach() / averaged_over, *(auxiliary or ({},))))
             if is_last:
+                stop = stop_request is not None and stop_request.is_set
                 pending = metrics.dispatch(step + 1, outputs, num_targets, tokens, stop)
             backward(scale * loss, state.model, accelerator)
         if state.reducer:
@@ -117,3 +124,4 @@ def train_step(state: TrainState, step: int, micro_batches: list[MicroBatch], st
         with state.block_statistics.record_update():
             state.optimizer.step()
     state.optimizer.zero_grad()
+    return pending

@@ -14,7 +14,7 @@ ROWS_KEPT = 2**14  # an evaluation reads the same ones again
 
 
 def excess_by_kind(teller: Storyteller) -> Callable[[Tensor, dict[str, Tensor]], dict[str, tuple[float, float]]]:
-    """A score of a validation set (see Corpus): `excess_loss/KIND`, in nats a target token of any kind, so that all kinds
+    """A score of a validation set (see Corpus): `excess_loss/KIND`, nats/target token of any kind, so that all kinds
     together are the loss above the floor."""
     tokens, kinds = list(teller.vocabulary), teller.kinds
 

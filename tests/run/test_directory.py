@@ -34,7 +34,6 @@ from run.status import Status, read_status, write_status
 from run.stored_settings import complete_settings, read_settings
 from tests import forked
 from tests.conftest import ROOT, environment, metrics, python, train
-from training.metrics import NonFiniteError, StepTotals
 from training.schedule import SCHEDULES
 
 STEPS = 4
@@ -364,19 +363,6 @@ def test_a_run_whose_last_validation_loss_is_no_number_is_not_finished(runs):
         assert (status.state, status.step) == ("failed", 1) and "validation loss" in status.reason
     (row,) = metrics(runs / "run")
     assert row["val/loss"] is None and math.isfinite(row["train/loss"])
-
-
-def test_a_global_batch_without_targets_is_said():
-    accelerator = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
-    order = SimpleNamespace(indices=lambda step: [7, 8])
-    totals = StepTotals(order, 2, 0, accelerator)
-    totals.send(0, stop=False)
-    totals.receive(0, torch.tensor(0.0))
-    totals.add(torch.tensor(math.nan))
-    totals.send(12, stop=False)
-    totals.receive(1, torch.tensor(math.nan))
-    with pytest.raises(NonFiniteError, match=r"without one target token in the global batch.*\[7, 8\]"):
-        totals.read(at_once=True)
 
 
 # How it was computed

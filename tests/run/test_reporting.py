@@ -1,16 +1,12 @@
 """Numbers that a model or a corpus reports besides the loss: right, the same on any number of processes, and shown."""
 
 import json
-import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
-from config.errors import RunError
 from config.schema import TrackingConfig, TrainConfig
 from data.sampler import GlobalBatches
 from data.synthetic.stories import StoriesDataset, build_tokenizer
@@ -21,7 +17,6 @@ from run.reporting import Reporter
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.reporting_train import HELP, Z_LOSS
-from training.metrics import NonFiniteError, StepTotals
 
 STEPS = 2
 ALONE = SimpleNamespace(
@@ -105,63 +100,6 @@ def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported
     assert rows[-1]["generation/distinct"] == len(set(texts)) / 3 and rows[-1]["generation/memorized"] == 0
     assert "generation/valid" not in rows[-1], "that is the stories' own"
     assert rows[-1]["val/entropy"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the floor)" in output
-
-
-def test_a_loss_that_is_no_number_is_traced_to_its_process_and_samples(monkeypatch):
-    others_send_nothing = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr("training.metrics.dist.all_reduce", lambda sent, async_op: others_send_nothing)
-    accelerator = SimpleNamespace(**{**vars(ALONE), "process_index": 1, "num_processes": 2})
-    totals = StepTotals(SimpleNamespace(indices=lambda step: [*range(8)]), 2, 0, accelerator, Path("my runs/a"))
-    for loss in (1.0, math.nan):
-        totals.add(torch.tensor(loss))
-    totals.send(12, stop=False)
-    totals.receive(1, torch.tensor(math.nan))
-    with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[6, 7\]") as stopped:
-        totals.read(at_once=True)
-    assert str(stopped.value).endswith("python replay.py 'my runs/a' 1"), "as a shell takes it"
-
-
-class NoNumberByIndex(TorchFunctionMode):
-    """`tensor[0] = 1` copies from the CPU: on a GPU it waits for everything that was begun before."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.Tensor.__setitem__ or isinstance(args[2], torch.Tensor)
-        return func(*args, **(kwargs or {}))
-
-
-def test_plain_numbers_are_sent_without_a_wait_for_the_device():
-    totals = StepTotals(None, 1, 0, ALONE)
-    totals.agree_on_names({"rows": (0, 0)})
-    with NoNumberByIndex():
-        counted = torch.tensor(1.0, dtype=torch.float64)
-        totals.add(torch.tensor(1.5), {"rows": (counted, 2)})
-        counted += 1  # a model may go on with its counters
-        totals.send(12, stop=True)
-        assert totals.receive(1, torch.tensor(3.0)) == 12
-    totals.read(at_once=True)
-    assert totals.stop and totals.averages == {"loss": 1.5, "rows": 0.5}
-
-
-def test_counts_are_exact_where_float32_is_not():
-    totals = StepTotals(None, 1, 0, ALONE)
-    totals.agree_on_names({"rows": (0, 0)})
-    totals.add(torch.tensor(1.0), {"rows": (2**24 + 1, 1)})
-    totals.send(2**24 + 1, stop=False)
-    assert totals.receive(1, torch.tensor(1.0)) == 2**24 + 1
-    totals.read(at_once=True)
-    assert totals.averages["rows"] == 2**24 + 1
-
-
-def test_names_that_change_or_are_taken_are_refused(monkeypatch):
-    totals = StepTotals(None, 1, 0, ALONE)
-    totals.agree_on_names({"z_loss": (0, 0)})
-    with pytest.raises(RunError, match=r"\['z_loss'\] at the start and \['balance'\] now"):
-        totals.add(torch.tensor(1.0), {"balance": (0, 0)})
-    with pytest.raises(RunError, match="reports grad_norm"):
-        totals.agree_on_names({"grad_norm": (0, 0)})
-    monkeypatch.setattr("training.metrics.gather_object", lambda mine: [*mine, ["balance"]])
-    with pytest.raises(RunError, match=r"\[\['z_loss'\], \['balance'\]\]"):
-        totals.agree_on_names({"z_loss": (0, 0)})
 
 
 @pytest.mark.parametrize("floor, said", [(0.0, "(0.2500 nats above the floor)"), (0.2, "(25.0% above the floor)")])

@@ -12,7 +12,7 @@ from data.corpus import load_corpus
 from model.gpt import GPTModel
 from plotting.run_plots import save_block_stats
 from tests.conftest import TINY_STORIES, metrics, tensors, train
-from training.block_stats import LayerStatistics
+from training.block_stats import BlockStatistics
 
 SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 --optimizer.grad_clip null".split()]
 
@@ -98,8 +98,8 @@ def test_one_block_and_one_step_are_seen(steps, blocks, tmp_path):
 def test_of_a_block_that_returns_more_the_first_is_its_output():
     """As one with a term of the loss of its own does."""
     block = torch.nn.Identity()
-    statistics = LayerStatistics([block], None)
-    for statistics.noting in (False, True):  # not in steps that are not logged
+    statistics = BlockStatistics([block], None)
+    for statistics.recording in (False, True):  # not in steps that are not logged
         block((torch.tensor([3.0, -3.0]), torch.tensor(99.0)))
     assert [mean_square.item() for mean_square in statistics.mean_squares[0]] == [9.0]
 
@@ -107,8 +107,8 @@ def test_of_a_block_that_returns_more_the_first_is_its_output():
 def test_a_block_in_two_places_and_one_that_was_left_out():
     """As where blocks share weights, and under stochastic depth."""
     shared, left_out = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    statistics = LayerStatistics([shared, left_out, shared], Accelerator(cpu=True))
-    statistics.noting = True
+    statistics = BlockStatistics([shared, left_out, shared], Accelerator(cpu=True))
+    statistics.recording = True
     for weight, bias, left_out_now in ((1.0, 1.0, False), (1.0, 2.0, True)):  # from 1 to 2 and 3, then to 3 and 5
         torch.nn.init.constant_(shared.weight, weight), torch.nn.init.constant_(shared.bias, bias)
         outputs = [shared(torch.ones(1))]
@@ -117,7 +117,7 @@ def test_a_block_in_two_places_and_one_that_was_left_out():
             left_out(torch.ones(1))
         for parameter in [*shared.parameters(), *left_out.parameters()]:
             parameter.grad = torch.zeros_like(parameter)
-        with statistics.watch():
+        with statistics.record_update():
             pass
         expected = torch.cat(outputs).square().mean().sqrt().item()
         seen = [statistics.metrics[f"layers/activation_rms/{block}"] for block in range(3)]

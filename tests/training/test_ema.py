@@ -98,16 +98,16 @@ def test_another_average_is_another_run(words, averaged, tmp_path):
 
 def test_weights_are_back_after_an_evaluation_that_fails(tmp_path):
     """What is saved then, or looked at, is what was trained."""
-    from training.ema import averaged_weights, keep_average
+    from training.ema import ema_weights, track_ema
 
     layer = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(layer.parameters())
-    keep_average(optimizer, AVERAGE)
+    track_ema(optimizer, AVERAGE)
     for _ in range(3):
         layer(torch.ones(3)).sum().backward()
         optimizer.step()
     trained = layer.weight.clone()
-    with pytest.raises(KeyError), averaged_weights(optimizer):
+    with pytest.raises(KeyError), ema_weights(optimizer):
         assert not torch.equal(layer.weight, trained)
         raise KeyError
     assert torch.equal(layer.weight, trained)

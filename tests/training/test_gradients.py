@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.forked import server
-from training.gradients import backward, clip, fill_in_gradients, first_backward
+from training.gradients import backward, normalize_and_clip, prime_ddp, zero_missing_gradients
 
 # Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
 STEPS = [[[0, 1], [0, 1], [0, 1]], [[2], [3, 2], [1]], [[0, 1, 2], [3], [2, 0]]]
@@ -42,7 +42,7 @@ def train(rank, world_size, port, first, file):
     torch.manual_seed(0)
     network = Experts()
     model = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=0.03)
-    first_backward(model(inputs(9, rank), first), model, accelerator)
+    prime_ddp(model(inputs(9, rank), first), model, accelerator)
     gradients = []
     for step, chosen in enumerate(STEPS):
         network.zero_grad()
@@ -79,7 +79,7 @@ def test_unused_parameters_have_a_gradient_of_zero_and_used_ones_the_mean_of_the
         losses = [network(inputs(step, r), chosen[0]) + network(inputs(step, r), chosen[r]) for r in range(3)]
         network.zero_grad()
         (sum(losses) / 3).backward()
-        fill_in_gradients(list(network.parameters()))
+        zero_missing_gradients(list(network.parameters()))
         for of_process in trained[0]:
             for gradient, parameter in zip(of_process[step], network.parameters(), strict=True):
                 torch.testing.assert_close(gradient, parameter.grad)
@@ -93,17 +93,27 @@ def test_the_bits_do_not_depend_on_what_the_first_batch_used(trained):
 
 @pytest.mark.parametrize("largest", [0.01, 3.0, 1e30, torch.inf, torch.nan])
 @pytest.mark.parametrize("max_norm", [1.0, torch.inf])
-def test_clipping_is_that_of_torch_to_the_bit(largest, max_norm):
+@pytest.mark.parametrize("denominator", [1.0, 4.0])
+def test_normalize_and_clip_matches_torch(largest, max_norm, denominator):
+    """With a power of two as the denominator, to the bit: division and multiplication are then exact."""
     torch.manual_seed(0)
     ours, theirs = ([nn.Parameter(torch.zeros(size)) for size in (5, 300, 1)] for _ in range(2))
     for one, other in zip(ours, theirs, strict=True):
         one.grad = torch.rand_like(one) * largest
-        other.grad = one.grad.clone()
-    expected, norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm), clip(ours, max_norm)
+        other.grad = one.grad / denominator
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    norm = normalize_and_clip(ours, torch.tensor(denominator), max_norm)
     torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
     if expected.isfinite():
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_missing_gradients_become_zero():
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    parameters[0].grad = torch.full((3,), 6.0)
+    normalize_and_clip(parameters, 2.0, torch.inf)
+    assert parameters[0].grad.tolist() == [3.0] * 3 and parameters[1].grad.tolist() == [0.0] * 3
 
 
 def test_a_model_that_leaves_parameters_out_or_freezes_some_trains_alike_on_any_number_of_processes(runs):
