@@ -47,7 +47,7 @@ from training.metrics import StepMetrics
 from training.optimizer import build_optimizer, learning_rates
 from training.prepare_model import prepare_network
 from training.profiler import step_profiler
-from training.schedule import is_due
+from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
 from training.step import MicroBatch, TrainState, prime, split_micro_batches, train_step
 from training.stop import StopRequest
 from training.throughput import Throughput, peak_flops
@@ -130,8 +130,8 @@ def train(
             # One step ahead, so that a process without a further batch can tell the others with this step's metrics.
             micro_batches, next_batch = next_batch, next(batches, [])
             completed = step + 1
-            logs, saves = reporter.should_log(completed), saver.should_save(completed)
-            evaluates = is_due(config.evaluation.every, completed, config.steps)
+            logs, evaluates = should_log(config, completed), should_evaluate(config, completed)
+            saves = should_save(config, completed)
             state.block_statistics.recording = logs
             train_step(state, step, micro_batches, stop_request)
             result = state.metrics.read(now=logs or evaluates or saves)
@@ -139,8 +139,7 @@ def train(
             saves = saves or stops
 
             metrics = {}
-            every = config.check_replicas_every
-            compares_replicas = is_due(every, completed, config.steps) or (saves and every > 0)
+            compares_replicas = should_compare_replicas(config, completed, saves)
             if logs or evaluates or saves or compares_replicas:
                 digests = state_digests(state.network, state.optimizer)
                 metrics["state/digest"] = str(digests)

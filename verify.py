@@ -241,7 +241,7 @@ class Verification:
         state = TrainState(
             self.config, self.accelerator, network, model, optimizer, order, metrics, statistics, reducer
         )
-        rows = []
+        rows, tokens = [], 0
         with gradient_of_first_update() as gradient:
             for step in range(self.config.steps):
                 samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
@@ -249,7 +249,8 @@ class Verification:
                 train_step(state, step, list(split_micro_batches(batch, size)))
                 result = metrics.read(now=True)
                 row = {f"train/{name}": value for name, value in result.means.items()}
-                tokens = order.before(step + 1) * self.config.seq_len
+                count = torch.tensor(batch["input_ids"].numel(), device=self.device)
+                tokens += (self.accelerator.reduce(count) if num_processes > 1 else count).item()
                 rows.append(row | {"train/grad_norm": result.grad_norm, "train/tokens": tokens})
         return Trained(rows, gradient, storage.state_tensors(network, optimizer))
 

@@ -28,7 +28,6 @@ from data.files import fsync, sha256
 from data.json_objects import finite_or_null
 from distributed.priority import yield_cores
 from training.metrics import StepMetrics
-from training.schedule import is_due
 
 SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metrics
 
@@ -49,7 +48,6 @@ class Saver(AbstractContextManager):
         """`sync_metrics` puts what was logged on the disk: no checkpoint is there before the rows that belong to it."""
         self.checkpoints, self.config, self.sync_metrics = checkpoints, config.checkpoint, sync_metrics
         self.facts = {"config": asdict(config), "provenance": provenance(), **arrangement(accelerator)}
-        self.steps, self.stop_after = config.steps, config.stop_after
         self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
         if self.rank == 0:
             run = checkpoints.parent
@@ -69,10 +67,6 @@ class Saver(AbstractContextManager):
             except RunError as error:
                 if self.rank == 0:
                     print(error, file=sys.stderr)
-
-    def should_save(self, completed_steps: int) -> bool:
-        """Return whether a checkpoint is due after so many steps."""
-        return is_due(self.config.every, completed_steps, self.steps) or completed_steps == self.stop_after
 
     def save(self, step: int, model, optimizer, metrics: dict[str, float], totals: StepMetrics) -> None:
         """Begin to write the checkpoint of `step`, once the one before is there; then delete superfluous ones.

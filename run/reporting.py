@@ -12,7 +12,6 @@ from data.json_objects import finite_or_null
 from run.directory import RunDirectory
 from run.metrics_log import RowWriter
 from run.trackers import ExportNewest, start_tracker
-from training.schedule import is_due
 
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # what has a line of its own
@@ -49,7 +48,6 @@ class Reporter(AbstractContextManager):
     ):
         """`step` are done; `export_newest` is that of export.py, for `tracking.log_model`."""
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
-        self.log_every = config.tracking.log_every
         if not self.is_main_process:
             return
         # Some containers have a terminal that is 0 columns wide, on which a bar shows nothing.
@@ -60,10 +58,6 @@ class Reporter(AbstractContextManager):
         self.metrics_file = RowWriter(run.metrics_file)
         self.samples_file = run.samples_file
         self.remote = start_tracker(config, run, step, self.say, export_newest)
-
-    def should_log(self, completed_steps: int) -> bool:
-        """Return whether training metrics are logged after so many steps; the same on all processes."""
-        return is_due(self.log_every, completed_steps, self.steps)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of `step`: a line of metrics.jsonl, a point in the tracker, a line or bar on the screen.

@@ -42,7 +42,7 @@ PROMISES = [
 # What is broken, and which promise must notice: (file, before, after, promise).
 MUTATIONS = {
     "loss_not_divided_by_processes": (
-        "train.py", "1 if config.exact else num_processes", "1", "gradient = hand-written all-reduce"),
+        "training/step.py", "1 if state.reducer else metrics.num_processes", "1", "gradient = hand-written all-reduce"),
     "shares_overlap": (
         "data/sampler.py", " + rank * share", "",
         "order is a permutation in every epoch"),

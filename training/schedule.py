@@ -28,9 +28,29 @@ def ema_decay(largest: float, config: TrainConfig, step: int) -> float:
 SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {"lr": lr, "ema_decay": ema_decay}
 
 
-def is_due(every: int, completed_steps: int, last_step: int) -> bool:
-    """Return whether an action of every `every` steps is due; after the last step it is, with 0 it never is."""
-    return every > 0 and (completed_steps % every == 0 or completed_steps == last_step)
+def should_log(config: TrainConfig, completed_steps: int) -> bool:
+    """Return whether training metrics are logged after so many steps."""
+    return _is_due(config.tracking.log_every, config, completed_steps)
+
+
+def should_evaluate(config: TrainConfig, completed_steps: int) -> bool:
+    """Return whether the validation loss is measured after so many steps."""
+    return _is_due(config.evaluation.every, config, completed_steps)
+
+
+def should_save(config: TrainConfig, completed_steps: int) -> bool:
+    """Return whether a checkpoint is saved after so many steps."""
+    return _is_due(config.checkpoint.every, config, completed_steps) or completed_steps == config.stop_after
+
+
+def should_compare_replicas(config: TrainConfig, completed_steps: int, saves: bool) -> bool:
+    """Return whether the processes compare their states after so many steps: always before a save, unless never."""
+    every = config.check_replicas_every
+    return _is_due(every, config, completed_steps) or (saves and every > 0)
+
+
+def _is_due(every: int, config: TrainConfig, completed_steps: int) -> bool:
+    return every > 0 and (completed_steps % every == 0 or completed_steps == config.steps)
 
 
 def at_step(name: str, value: Any, config: TrainConfig, step: int) -> Any:
