@@ -43,6 +43,7 @@ from distributed.world import is_main_process, num_processes
 from run.metrics_log import read_rows
 from run.resume import differences
 from run.stored_settings import complete_settings, config_of, read_settings
+from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
 
 # What may change when a run goes on, and shows in what it logs: a step is trained again with what it was done with.
 AS_THEN = ("steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row")
@@ -134,12 +135,12 @@ class Run:
         What it logged at no step at all, its version may not have known: that is noted in `never_logged`.
         """
         config = self.config_then(step)
-        due, ignored = config.due(step), ["step", "perf/"]
-        if not due.log:
+        ignored = ["step", "perf/"]
+        if not should_log(config, step):
             ignored += ["train/", "layers/"]
         if not config.tracking.block_stats:
             ignored.append("layers/")
-        if not any(due):
+        if not has_digest(config, step):
             ignored.append("state/")
         logged = self.rows.get(step, {})
         names = {name for name in names if not name.startswith(tuple(ignored)) and name not in logged}
@@ -363,14 +364,22 @@ def saved_problem(run: Run, checkpoint: Path, manifest: Manifest) -> str:
     return ""
 
 
+def has_digest(config: TrainConfig, step: int) -> bool:
+    """Return whether the fingerprint of the state is logged after so many steps."""
+    saves = should_save(config, step)
+    actions = should_log(config, step), should_evaluate(config, step), saves
+    return any(actions) or should_compare_replicas(config, step, saves)
+
+
 def trained_problem(run: Run, begin: Path | None, first: int, manifest: Manifest, folder: Path) -> str:
     """What training an interval again, from the checkpoint `begin`, gives otherwise, in words; "" if nothing."""
     last, digest = manifest.step, {"state/digest"} & manifest.metrics.keys()  # an older version logged none
     for before, end in pairwise([first - 1, *run.ends(first - 1, last)]):
         config = run.config_then(end)
         for step in range(before + 1, end + 1):
-            due = config.due(step)
-            needed = [*LOGGED] * due.log + ["val/loss"] * due.evaluate + [*digest] * any(due)
+            needed = [*LOGGED] if should_log(config, step) else []
+            needed += ["val/loss"] if should_evaluate(config, step) else []
+            needed += digest if has_digest(config, step) else []
             if missing := [name for name in needed if name not in run.rows.get(step, {})]:
                 return f"metrics.jsonl has no {missing[0]} of step {step}"
     if begin:
