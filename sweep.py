@@ -16,7 +16,7 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 
 import compare
-from checkpoint.identity import code_hash, lasting_starts, other_facts
+from checkpoint.identity import code_hash, compare_facts, lasting_starts
 from checkpoint.manifest import readable_checkpoints
 from config.errors import ConfigError, RunError
 from config.parser import own_arguments_first, parse_config
@@ -157,7 +157,7 @@ def differing_facts(path: Path, now: dict[str, str | None]) -> list[str]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     trained = [start for start in lasting_starts(starts, done) if start["step"] < done]
-    lines = [f"{name}: {then[name]} there, {now[name]} now" for then in trained for name in other_facts(then, now)]
+    lines = [f"{name}: {then[name]} there, {now[name]} now" for then in trained for name in compare_facts(then, now)]
     return list(dict.fromkeys(lines))
 
 

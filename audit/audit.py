@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import train
-from checkpoint.identity import code_name, lasting_starts, other_arrangement, other_facts
+from checkpoint.identity import compare_facts, compare_summation_order, describe_code, lasting_starts
 from checkpoint.manifest import (
     MANIFEST,
     InvalidCheckpoint,
@@ -163,15 +163,17 @@ class Run:
                 whys.append("a GPU then and a CPU now" if on_gpu else "a CPU then and a GPU now")
             elif on_gpu and not self.config.exact:
                 whys.append("a GPU adds up in another order each time, but for exact: true")
-            whys += [f"{then[n]} {n} then and {now[n]} now" for n in other_arrangement(then, now, self.config.exact)]
+            whys += [
+                f"{then[n]} {n} then and {now[n]} now" for n in compare_summation_order(then, now, self.config.exact)
+            ]
         return ", ".join(dict.fromkeys(whys))
 
     def other_code(self) -> str:
         """That other code than this trained it, in words; "" if that did."""
         now, until = provenance(), max([*self.logged_steps, *(m.step for m in self.manifests.values())], default=0)
-        others = [then for then in lasting_starts(self.starts, until) if "code" in other_facts(then, now)]
-        names = " and ".join(dict.fromkeys(map(code_name, others)))
-        return f"Other code: {self.path} was trained by {names}, and this is {code_name(now)}." if others else ""
+        others = [then for then in lasting_starts(self.starts, until) if "code" in compare_facts(then, now)]
+        names = " and ".join(dict.fromkeys(map(describe_code, others)))
+        return f"Other code: {self.path} was trained by {names}, and this is {describe_code(now)}." if others else ""
 
     def checkpoint_before(self, step: int) -> Path | None:
         """The newest one that is whole and older than `step`."""

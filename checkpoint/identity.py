@@ -1,28 +1,28 @@
-"""What makes a run another run besides its settings: the precision of the launch, and the code that trains.
+"""Facts besides the settings by which two runs differ: the mixed precision of the launch and the code that trains.
 
-Whoever goes on with a run, trains it again or counts it among others asks here. A start writes these facts into
-sessions.jsonl, and into every checkpoint.
+Every start writes them into sessions.jsonl and into its checkpoints. Resuming, auditing and comparing runs read them.
 """
 
-import re
+import ast
+import functools
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-# With another value of these, a run is another one.
+# Runs that differ in one of these are different runs.
 FACTS = ("mixed_precision", "code")
-# These change the order of sums, and so bits by rounding: the run is the same.
-ARRANGEMENT = ("processes", "shards", "threads")
-# What train.py imports, and what no weight depends on.
-NOT_TRAINING = {"export", "plot", "plotting"}
+# These change the order in which sums are added, and so the bits of the same run.
+SUMMATION_ORDER = ("processes", "shards", "threads")
+# Modules and packages that train.py imports and no weight depends on, by their path from the root.
+NOT_TRAINING = {"export.py", "plotting"}
 
 
 def code_hash(root: Path = ROOT) -> str:
-    """Of the sources that train: every module and package of this repository that train.py imports, or what it imports.
+    """Return a hash of the sources that train, in 12 hexadecimal digits.
 
-    By the files' content, so also outside git. Pages, tests, benchmarks and the other scripts are not among them.
+    It is of the files' content, so it does not need git. Pages, tests, benchmarks and the other scripts are not in it.
     """
     digest = sha256()
     for file in training_sources(root):
@@ -32,34 +32,48 @@ def code_hash(root: Path = ROOT) -> str:
 
 
 def training_sources(root: Path = ROOT) -> list[Path]:
-    """The files whose content is what trains, sorted. Of a package all: the name of a package is what is looked for."""
-    names, files = ["train"], set()
-    seen = {*names, *NOT_TRAINING}
+    """Return the files under `root` that train.py imports, directly or through others, sorted.
+
+    A package counts as a whole, whichever of its modules is imported.
+    """
+    names, seen, files = ["train"], {"train"}, set()
     while names:
         name = names.pop()
         for file in (root / f"{name}.py", *(root / name).rglob("*.py")):
-            if file.is_file() and file.stem not in NOT_TRAINING:
+            if file.is_file() and file.relative_to(root).parts[0] not in NOT_TRAINING:
                 files.add(file)
-                imported = re.findall(r"^\s*(?:from|import) (\w+)", file.read_text(errors="replace"), re.MULTILINE)
-                names += {*imported} - seen
-                seen |= {*imported}
+                new = _imported_names(file.read_bytes()) - seen
+                names += new
+                seen |= new
     return sorted(files)
 
 
-def code_name(facts: Mapping[str, Any]) -> str:
-    """The code of a start or a checkpoint as people know it: its hash, and the commit that it was made from."""
+@functools.lru_cache(maxsize=1024)
+def _imported_names(source: bytes) -> set[str]:
+    """Return the first component of every absolute import; none of a file that is not valid Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return set()
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {module.split(".")[0] for module in modules}
+
+
+def describe_code(facts: Mapping[str, Any]) -> str:
+    """Return the code of a session or checkpoint in words: its hash and the commit."""
     commit, _, dirty = (facts.get("git_commit") or "").partition("-")
     return str(facts["code"]) + (f" (commit {commit[:8]}{dirty and '-dirty'})" if commit else "")
 
 
-def other_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Which of FACTS make these starts or checkpoints two runs."""
+def compare_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return those of FACTS that differ between two sessions or checkpoints; one that is missing does not."""
     return [name for name in FACTS if _differs(name, then, now)]
 
 
-def other_arrangement(then: Mapping[str, Any], now: Mapping[str, Any], exact: bool) -> list[str]:
-    """Which of ARRANGEMENT make the bits of these starts or checkpoints differ by rounding; with `exact` none does."""
-    return [] if exact else [name for name in ARRANGEMENT if _differs(name, then, now)]
+def compare_summation_order(then: Mapping[str, Any], now: Mapping[str, Any], exact: bool) -> list[str]:
+    """Return those of SUMMATION_ORDER that make the bits of two sessions differ; with `exact` none does."""
+    return [] if exact else [name for name in SUMMATION_ORDER if _differs(name, then, now)]
 
 
 def lasting_starts(starts: list[dict[str, Any]], until: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Where a result comes from: the versions, the commit and how it was computed, kept in every checkpoint."""
+"""Where a result comes from: versions, commit and arrangement of processes, kept in every checkpoint and session."""
 
 import platform
 import subprocess
@@ -8,26 +8,30 @@ import accelerate
 import torch
 from accelerate import Accelerator
 
-from checkpoint.identity import code_hash
+from checkpoint.identity import ROOT, code_hash
 from config.schema import TrainConfig
 from model.gpt import GPTModel
 
 
-def provenance() -> dict[str, str | None]:
-    """Versions of what computes, the hash of the code that trains, and the commit of this repository: None outside a
-    checkout, `-dirty` after changes."""
+def provenance(root: Path = ROOT) -> dict[str, str | None]:
+    """Return the versions of Python, torch and Accelerate, the hash of the code that trains, and the commit.
+
+    `git_commit` is None outside a git checkout, and ends in `-dirty` where a tracked file below `root` differs from it.
+    """
+    commit = _git(root, "describe", "--always", "--abbrev=40", "--exclude=*")
+    is_dirty = commit and _git(root, "diff", "--name-only", "HEAD", "--", ".")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
-        "code": code_hash(),
-        "git_commit": _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
+        "code": code_hash(root),
+        "git_commit": f"{commit}-dirty" if is_dirty else commit,
     }
 
 
 def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
-    """How a run is computed: what of it may change its bits, and is no setting of it."""
-    from distributed.launch import num_shards  # a benchmark asks for the provenance alone, where less is installed
+    """Return what of the launch may change the bits of a run, and is not a setting of it."""
+    from distributed.launch import num_shards  # benchmarks that need only `provenance` run where less is installed
 
     return {
         "mixed_precision": accelerator.mixed_precision,
@@ -38,25 +42,32 @@ def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
 
 
 def network_size(config: TrainConfig) -> dict[str, int]:
-    """`parameters`, and `flops_per_token` to train on one, of the network that these settings make; without memory."""
+    """Return `parameters` and training `flops_per_token` of the network that the config describes.
+
+    It is built on the meta device, without memory for its weights.
+    """
     with torch.device("meta"):
         network = GPTModel(config.model)
     return {"parameters": network.num_parameters(), "flops_per_token": network.flops_per_token(config.seq_len)}
 
 
-def uncommitted_changes() -> str | None:
-    """What of this repository's code is not as in its commit, as a patch; new files of Python too."""
-    new = (_git("ls-files", "-z", "--others", "--exclude-standard", "*.py") or "").split("\0")
-    patches = [_git("diff", "HEAD"), *(_git("diff", "--no-index", "/dev/null", file) for file in new if file)]
+def uncommitted_changes(root: Path = ROOT) -> str | None:
+    """Return what of the code below `root` differs from the commit, new Python files too, as a patch; None if nothing.
+
+    `root` may be a folder of a larger repository: nothing outside it is in the patch, whose paths begin there.
+    """
+    new = (_git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py") or "").split("\0")
+    patches = [_git(root, "diff", "--relative", "HEAD", "--", ".")]
+    patches += [_git(root, "diff", "--no-index", "/dev/null", file) for file in new if file]
     return "\n".join(filter(None, patches)) or None
 
 
-def _git(*arguments: str) -> str | None:
+def _git(root: Path, *arguments: str) -> str | None:
+    """Return what a git command prints, run in `root`; None if it prints nothing or cannot be run."""
+    # Git refuses a clone of another user, as in a container, since that could bring code; ours is running already.
+    command = ["git", "-c", "safe.directory=*", *arguments]
     try:
-        # Git refuses a clone of another user, as in a container, for fear of code that the clone could bring. Its code
-        # is running already.
-        command = ["git", "-c", "safe.directory=*", *arguments]
-        done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, timeout=60)
-    except (FileNotFoundError, subprocess.TimeoutExpired):  # or it waits, as for a disk that is gone
+        done = subprocess.run(command, cwd=root, capture_output=True, timeout=60)
+    except (FileNotFoundError, subprocess.TimeoutExpired):  # git is not installed, or waits for a disk that is gone
         return None
     return done.stdout.decode(errors="replace").strip("\n") or None  # a patch may end with a line of one space

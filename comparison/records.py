@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from checkpoint.identity import FACTS, lasting_starts, other_facts
+from checkpoint.identity import FACTS, compare_facts, lasting_starts
 from cli.output import printable
 from config.errors import ConfigError
 from config.schema import flat_settings
@@ -334,7 +334,7 @@ def changes(branch: Record) -> list[str]:
     step, parent = branch.branch.step, branch.parent
     names = [name for name in differing([parent, branch]) if is_of_recipe(name) and name not in FACTS]
     then, now = (record.settings | {"code": record.code(after=step)} for record in (parent, branch))
-    return names + other_facts(then, now)
+    return names + compare_facts(then, now)
 
 
 def effect(branch: Record, records: list[Record]) -> tuple[int, float, list[float]] | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpoint.identity import code_name
+from checkpoint.identity import describe_code
 from cli.output import aligned, printable
 from comparison.records import SEEDS, Recipe, Record, differing, first_difference, is_of_recipe, predicted, samples
 
@@ -114,7 +114,9 @@ def settings(records: list[Record]) -> Iterator[str]:
         )
     if "code" in names:
         starts = [start for record in records for start in record.starts if "code" in start]
-        yield "  code is a hash of the sources that train; it was " + "; ".join(dict.fromkeys(map(code_name, starts)))
+        yield "  code is a hash of the sources that train; it was " + "; ".join(
+            dict.fromkeys(map(describe_code, starts))
+        )
 
 
 def runs(group: Group, loss: float | None) -> Table:

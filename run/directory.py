@@ -14,7 +14,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from checkpoint.identity import code_name, other_arrangement, other_facts
+from checkpoint.identity import compare_facts, compare_summation_order, describe_code
 from checkpoint.manifest import InvalidCheckpoint, newest_valid, read_manifest, readable_checkpoints, validate
 from checkpoint.provenance import arrangement, network_size, provenance, uncommitted_changes
 from checkpoint.tokenizer_files import keep_tokenizer
@@ -229,7 +229,7 @@ class RunDirectory:
         for reason in rejected:
             print(f"Checkpoint passed over: {reason}")
         if path is not None:
-            if "mixed_precision" in other_facts(vars(manifest), now):
+            if "mixed_precision" in compare_facts(vars(manifest), now):
                 raise ConfigError(
                     f"mixed_precision: {now['mixed_precision']} of the launch, but {path} was trained with "
                     f"{manifest.mixed_precision}; use that, or a new run: --name NEW --branch_from {path}"
@@ -247,9 +247,9 @@ class RunDirectory:
         if manifest is None:
             return Start()
         then = vars(manifest) | manifest.provenance
-        if "code" in other_facts(then, now):
-            print(f"Other code: {path} was trained by {code_name(then)}, and this is {code_name(now)}.")
-        if changed := other_arrangement(then, now, config.exact):
+        if "code" in compare_facts(then, now):
+            print(f"Other code: {path} was trained by {describe_code(then)}, and this is {describe_code(now)}.")
+        if changed := compare_summation_order(then, now, config.exact):
             what = ", ".join(f"{now[name]} {name} instead of {then[name]}" for name in changed)
             print(f"Resumed with {what}: from here on the bits may differ by rounding.")
         return Start(path, manifest.step, manifest.skipped, manifest.metrics)

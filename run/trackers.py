@@ -17,7 +17,7 @@ from uuid import uuid4
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import patch_environment
 
-from checkpoint.identity import ARRANGEMENT
+from checkpoint.identity import SUMMATION_ORDER
 from checkpoint.manifest import Manifest
 from checkpoint.provenance import provenance
 from config.errors import ConfigError, no_code_for
@@ -154,7 +154,7 @@ class TrackerRun:
     def _settings(self) -> dict[str, Any]:
         """The run's settings, and what this start computes them with."""
         *_, start = read_rows(self.directory / "sessions.jsonl")
-        arrangement = {name: start[name] for name in (*ARRANGEMENT, "mixed_precision")}
+        arrangement = {name: start[name] for name in (*SUMMATION_ORDER, "mixed_precision")}
         return {**asdict(self.config), **arrangement, "provenance": provenance()}
 
     def _start(self, step: int) -> None:

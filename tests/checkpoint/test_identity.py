@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.identity import ROOT, code_hash, lasting_starts, other_arrangement, other_facts, training_sources
+from checkpoint.identity import (
+    ROOT,
+    code_hash,
+    compare_facts,
+    compare_summation_order,
+    lasting_starts,
+    training_sources,
+)
 from checkpoint.manifest import read_manifest
 from tests.conftest import TINY_STORIES, metrics, python, train
 
@@ -60,12 +67,43 @@ def test_what_a_fork_imports_is_a_part_of_its_code(tree):
     assert code_hash(tree) != before
 
 
-def test_what_is_not_known_is_no_other():
-    assert other_facts({"code": "a", "mixed_precision": "no"}, {"code": "b", "mixed_precision": "no"}) == ["code"]
-    assert other_facts({"mixed_precision": "no"}, {"code": "b", "mixed_precision": "bf16"}) == ["mixed_precision"]
-    assert other_facts({}, {"code": "b"}) == []
-    then, now = {"processes": 1, "threads": 2, "shards": None}, {"processes": 2, "threads": 2, "shards": 1}
-    assert other_arrangement(then, now, exact=False) == ["processes"] and other_arrangement(then, now, exact=True) == []
+@pytest.mark.parametrize(
+    "line",
+    ["import os, my_trick", "import my_trick as trick", "import os; import my_trick.part", "if True: import my_trick"],
+)
+def test_training_sources_include_every_form_of_import(line, tree):
+    with open(tree / "model" / "gpt.py", "a") as file:
+        file.write(f"\n{line}\n")
+    (tree / "my_trick.py").write_text("")
+    assert tree / "my_trick.py" in training_sources(tree)
+
+
+@pytest.mark.parametrize("name", ["export.py", "plot.py", "plotting/own.py"])
+def test_training_sources_exclude_scripts_by_full_path(name, tree):
+    """A module of a package may have the name of a script."""
+    before = code_hash(tree)
+    (tree / "data" / name).parent.mkdir(exist_ok=True)
+    (tree / "data" / name).write_text("")
+    assert tree / "data" / name in training_sources(tree)
+    assert code_hash(tree) != before
+
+
+def test_training_sources_keep_file_that_is_not_python(tree):
+    (tree / "data" / "broken.py").write_text("import (")
+    assert tree / "data" / "broken.py" in training_sources(tree)
+
+
+def test_compare_facts_names_code_and_precision():
+    then = {"code": "a", "mixed_precision": "no", "processes": 1}
+    assert compare_facts(then, then | {"code": "b"}) == ["code"]
+    assert compare_facts(then, then | {"mixed_precision": "bf16"}) == ["mixed_precision"]
+    assert compare_facts(then, then | {"processes": 2}) == []
+
+
+def test_compare_summation_order_depends_on_exact():
+    then, now = {"processes": 1, "threads": None, "shards": 1}, {"processes": 2, "threads": 2, "shards": 1}
+    assert compare_summation_order(then, now, exact=False) == ["processes"], "a GPU has no threads to compare"
+    assert compare_summation_order(then, now, exact=True) == []
 
 
 def test_of_starts_only_the_steps_that_are_there_count():

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from audit.audit import Run
-from checkpoint import provenance
 from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, validate
 from checkpoint.saver import SaveError, Saver
 from comparison.records import read_records
@@ -580,30 +578,3 @@ def test_null_settings_are_filled_in_before_they_are_compared():
 
 def test_the_defaults_are_a_config_like_any_other():
     assert complete_settings({}) == flat_settings(asdict(TrainConfig()))
-
-
-def test_what_a_commit_lacks_is_kept_with_the_new_files(monkeypatch, tmp_path):
-    def git(*words, **options):
-        own = ["-c", "user.name=me", "-c", "user.email=me@here"]
-        return subprocess.run(["git", *own, *words], cwd=tmp_path, check=True, capture_output=True, **options).stdout
-
-    def contents():
-        return {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.py")}
-
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "training" / "provenance.py"))
-    git("init")
-    for name, text in {".gitignore": "runs/", "loop.py": "one\n\ntwo\n\n", "runs/old.py": "not of the code"}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    git("add", ".")
-    git("commit", "-m", "first")
-    assert provenance.uncommitted_changes() is None
-    (tmp_path / "loop.py").write_text("three\n\ntwo\n\n")
-    (tmp_path / "data").mkdir()
-    for name in ("mine.py", "größe von x.py"):
-        (tmp_path / "data" / name).write_text("new\n\n")
-    expected, changes = contents(), provenance.uncommitted_changes()
-    git("stash", "--include-untracked")
-    assert contents() != expected and "runs" not in changes
-    git("apply", "-", input=f"{changes}\n".encode())
-    assert contents() == expected

@@ -1,0 +1,69 @@
+"""Where a result comes from: the commit, and the changes that it lacks."""
+
+import subprocess
+
+import pytest
+
+from checkpoint.provenance import provenance, uncommitted_changes
+
+
+def git(directory, *words, **options):
+    own = ["-c", "user.name=me", "-c", "user.email=me@here"]
+    return subprocess.run(["git", *own, *words], cwd=directory, check=True, capture_output=True, **options).stdout
+
+
+def contents(directory):
+    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*.py")}
+
+
+@pytest.fixture(params=[".", "inner"], ids=["own repository", "folder of a larger one"])
+def code(request, tmp_path):
+    """The folder of the code, in a git repository with one commit."""
+    code = tmp_path / request.param
+    git(tmp_path, "init")
+    for name, text in {".gitignore": "runs/", "loop.py": "one\n\ntwo\n\n", "runs/old.py": "not of the code"}.items():
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / name).write_text(text)
+    (tmp_path / "secrets.env").write_text("KEY=1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    return code
+
+
+def test_uncommitted_changes_restore_the_code(code, tmp_path):
+    """Applied to the commit in that folder, the patch gives the code that ran, new files too."""
+    assert uncommitted_changes(code) is None
+    (code / "loop.py").write_text("three\n\ntwo\n\n")
+    (code / "data").mkdir()
+    for name in ("mine.py", "größe von x.py"):
+        (code / "data" / name).write_text("new\n\n")
+    expected, changes = contents(code), uncommitted_changes(code)
+    git(code, "stash", "--include-untracked")
+    assert contents(code) != expected and "runs" not in changes
+    git(code, "apply", *([] if code == tmp_path else ["--directory=inner"]), "-", input=f"{changes}\n".encode())
+    assert contents(code) == expected
+
+
+@pytest.mark.parametrize("code", ["inner"], indirect=True)
+def test_uncommitted_changes_leave_out_the_outer_repository(code):
+    (code.parent / "secrets.env").write_text("KEY=secret\n")
+    (code.parent / "other.py").write_text("new")
+    assert uncommitted_changes(code) is None
+    (code / "loop.py").write_text("changed\n")
+    changes = uncommitted_changes(code)
+    assert "changed" in changes
+    assert "secret" not in changes and "other.py" not in changes
+
+
+@pytest.mark.parametrize("code", ["inner"], indirect=True)
+def test_commit_is_dirty_only_for_changes_of_the_code(code):
+    commit = git(code, "rev-parse", "HEAD").decode().strip()
+    (code.parent / "secrets.env").write_text("KEY=secret\n")
+    assert provenance(code)["git_commit"] == commit
+    (code / "loop.py").write_text("changed\n")
+    assert provenance(code)["git_commit"] == f"{commit}-dirty"
+
+
+def test_provenance_outside_git_has_no_commit(tmp_path):
+    assert provenance(tmp_path)["git_commit"] is None
+    assert uncommitted_changes(tmp_path) is None
