@@ -1,4 +1,4 @@
-"""How the processor is used: threads, memory, and arithmetic that gives the same bits on every machine."""
+"""CPU setup: number of threads, memory allocator, and arithmetic with the same bits on every x86-64 processor."""
 
 import ctypes
 import os
@@ -10,88 +10,89 @@ import psutil
 import torch
 
 from config.errors import ConfigError
+from distributed.cores import available_cores
 from model import kernels
 
-# Options of mallopt (man 3 mallopt): when to give memory back to the system, how much to ask it for at once, and from
-# what size on a block is one of its own, which goes back as soon as it is freed.
+# Options of mallopt (man 3 mallopt): return free memory to the system above this size, request at least this much at
+# once, and map blocks above this size separately (such blocks are unmapped as soon as they are freed).
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-# Of MKL's mkl_service.h: the question which code is in use, and the answer that stands for every processor.
+# From MKL's mkl_service.h: the argument that queries the current code branch, and the branch named COMPATIBLE.
 MKL_CBWR_BRANCH, MKL_CBWR_COMPATIBLE = 1, 3
 
 
 def prepare_cpu() -> None:
-    """Share the cores among the processes of this machine, and keep freed memory for the next tensor.
+    """Divide the cores among the processes of this machine, and let malloc reuse freed memory.
 
-    If each tensor gave its memory back, the system would have to clear it for the next one.
+    By default malloc unmaps large blocks when they are freed, and the kernel zeroes them again for the next tensor.
     """
-    if threads := threads_to_set(os.environ, _environment_of_launcher(), available_cores()):
+    if threads := threads_to_set(os.environ, _parent_environment(), available_cores()):
         torch.set_num_threads(threads)
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's; others do as they do
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc only
         for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**27), (M_MMAP_THRESHOLD, 2**25)):
             libc.mallopt(option, value)
 
 
 def prepare_exact() -> None:
-    """Choose, of all ways to compute, those whose bits do not depend on the machine; before anything is computed.
+    """Select algorithms whose bits do not depend on the machine. Call this before anything is computed.
 
     Raises:
-        ConfigError: as `compute_as_any_processor`.
+        ConfigError: See `use_portable_arithmetic`.
     """
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads what it did not write
-    torch.set_num_threads(1)  # of the CPU: how many share a sum decides its order
-    compute_as_any_processor()
+    torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and no code here reads uninitialised memory
+    torch.set_num_threads(1)  # the number of threads decides the order of a sum
+    use_portable_arithmetic()
 
 
-def compute_as_any_processor() -> None:
-    """On a CPU compute with AVX2 and nothing newer; on a GPU let products be deterministic.
+def use_portable_arithmetic() -> None:
+    """On x86-64 compute with AVX2 and nothing newer; on a GPU make matrix products deterministic.
 
-    ATen, oneDNN and MKL multiply matrices with the widest instructions that a processor has, and with each width the
-    sums are added in another order. Every x86-64 processor with AVX2 can do what is chosen here; of MKL's modes
-    COMPATIBLE is the only one with the same bits on processors of Intel and AMD. Other processors (ARM) compute as they
-    do. What is set for cuBLAS is read once, at the first product.
+    ATen, oneDNN and MKL multiply matrices with the widest instructions that the processor has, and each width adds in
+    another order. Every x86-64 processor with AVX2 can run the code selected here. Of MKL's modes only COMPATIBLE
+    gives the same bits on Intel and AMD processors. Other architectures (ARM) are left as they are. cuBLAS reads its
+    variable once, at the first product.
 
     Raises:
-        ConfigError: this is an x86-64 processor without AVX2, or something was computed before.
+        ConfigError: This x86-64 processor lacks AVX2, or torch or MKL has already selected other code.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
     if platform.machine() not in ("x86_64", "AMD64"):
         return
     os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
     kernels.use_onednn = kernels.ONEDNN_IS_THERE
-    if (found := torch.backends.cpu.get_cpu_capability()) != "AVX2":
+    if (capability := torch.backends.cpu.get_cpu_capability()) != "AVX2":
         raise ConfigError(
-            f"exact: true computes with AVX2, and torch with {found}: either this processor lacks it, or something was "
-            "computed before; then set ATEN_CPU_CAPABILITY=avx2 in the environment"
+            f"exact: true needs AVX2, but torch computes with {capability}: either this processor lacks AVX2, or "
+            "something was computed before; in the second case set ATEN_CPU_CAPABILITY=avx2 in the environment"
         )
-    # MKL chooses once, with its first product. Inside torch its mkl_cbwr_get has this name; builds without MKL lack it.
+    # MKL selects its code at its first product. mkl_cbwr_get has this name inside torch; builds without MKL lack it.
     mkl_cbwr_get = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)
     if mkl_cbwr_get is not None and mkl_cbwr_get(MKL_CBWR_BRANCH) != MKL_CBWR_COMPATIBLE:
         raise ConfigError(
-            "exact: true computes in MKL's compatible mode, but this process multiplied matrices before, in another; "
-            "start a new one, or set MKL_CBWR=COMPATIBLE in the environment"
+            "exact: true needs MKL's compatible mode, but this process has already multiplied matrices in another "
+            "mode; start a new process, or set MKL_CBWR=COMPATIBLE in the environment"
         )
 
 
-def available_cores() -> int:
-    """How many cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def threads_to_set(own: Mapping[str, str], launcher: Mapping[str, str], cores: int) -> int | None:
+    """Return the number of compute threads for this process, or None if the user has set OMP_NUM_THREADS.
 
+    Launchers set OMP_NUM_THREADS=1 for their processes unless it is set already. More threads than cores wait for
+    each other, which makes a small model ten times slower.
 
-def threads_to_set(own: Mapping[str, str], of_launcher: Mapping[str, str], cores: int) -> int | None:
-    """Threads of a process with the environment `own`: an equal share of the cores, or None if the user chose.
-
-    A launcher sets OMP_NUM_THREADS to 1 if it has none itself. More threads than cores make each other wait, which
-    costs a small model a factor of ten.
+    Args:
+        own: Environment of this process.
+        launcher: Environment of its parent process.
+        cores: Number of cores of this machine that the processes divide among themselves.
     """
-    set_by_launcher = "OMP_NUM_THREADS" not in of_launcher and own.get("OMP_NUM_THREADS") == "1"
+    set_by_launcher = "OMP_NUM_THREADS" not in launcher and own.get("OMP_NUM_THREADS") == "1"
     launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & own.keys()
     if "OMP_NUM_THREADS" in own and not (launched and set_by_launcher):
         return None
     return max(1, cores // int(own.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def _environment_of_launcher() -> Mapping[str, str]:
-    with suppress(psutil.Error):  # of another user, whose environment nobody else may read
+def _parent_environment() -> Mapping[str, str]:
+    with suppress(psutil.Error):  # the parent belongs to another user
         return psutil.Process(os.getppid()).environ()
     return os.environ

@@ -1,0 +1,23 @@
+"""CPU cores of this process: how many there are, and giving way to training on them. Does not import torch."""
+
+import os
+import sys
+from contextlib import suppress
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may run on (its CPU affinity, where the system has one)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def lower_thread_priority() -> None:
+    """Give the calling thread the lowest priority; the initializer of thread pools that work on files during training.
+
+    Training threads wait for each other in every operation, so a background thread that takes one core slows each
+    step down by several times. Only Linux has a priority per thread; elsewhere this does nothing.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):  # background work at normal priority is still correct
+            os.nice(19)
