@@ -62,7 +62,7 @@ from config.errors import ConfigError, RunError
 from config.resolve import replace_settings
 from config.schema import TrainConfig
 from data.sampler import GlobalBatches
-from distributed.cpu import compute_as_any_processor
+from distributed.cpu import use_portable_arithmetic
 from distributed.launch import num_shards, start_accelerator
 from distributed.launch_checks import check_request
 from distributed.nested import broadcast_from_main, nested_training
@@ -329,7 +329,7 @@ def main(config: TrainConfig) -> None:
         raise ConfigError(f"verify_steps: {config.steps} leaves none to do after a resume; use 2 or more")
     check_request(config)
     with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
-        compute_as_any_processor()
+        use_portable_arithmetic()
     verification, all_hold = Verification(config), True
     say = verification.accelerator.print
     try:

@@ -19,7 +19,7 @@ import torch
 from benchmarks.measure import CPU, LOGGED, ROOT, TURNS, Case, Group, Program, awake, launch, run, train, words
 from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
 from benchmarks.parts import reading_a_corpus
-from distributed.cpu import available_cores
+from distributed.cores import available_cores
 from examples.overlap import WAYS
 from model.config import GPTConfig
 from run.metrics_log import read_rows

@@ -26,7 +26,7 @@ from config.errors import ConfigError, RunError
 from config.schema import TrainConfig
 from data.files import fsync, sha256
 from data.json_objects import finite_or_null
-from distributed.priority import yield_cores
+from distributed.cores import lower_thread_priority
 from training.metrics import StepMetrics
 
 SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metrics
@@ -56,7 +56,7 @@ class Saver(AbstractContextManager):
         self.group = None
         if dist.is_initialized():  # as it may be for one process
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=yield_cores)
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_thread_priority)
         self.pending: Future[None] | None = None
 
     def __exit__(self, exception_type, exception, traceback) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from config.errors import ConfigError
 from data.json_objects import parse_object
-from distributed.priority import yield_cores
+from distributed.cores import lower_thread_priority
 
 SPLITS = ("train", "validation")
 READERS = min(4, os.cpu_count() or 1)  # threads, for one alone hashes slower than a disk reads
@@ -168,7 +168,7 @@ class Verification:
         try:
             for corpus in self.corpora:
                 self._recall(corpus)
-            with ThreadPoolExecutor(READERS, thread_name_prefix="verification", initializer=yield_cores) as pool:
+            with ThreadPoolExecutor(READERS, thread_name_prefix="verification", initializer=lower_thread_priority) as pool:
                 for corpus in self.corpora:
                     if not self._matches(corpus, pool):
                         self._known.clear()  # what was remembered may be wrong, and not the files

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from config import resolve as step
 from config.schema import TrainConfig
 from data.corpus import Corpus, load_corpus
-from distributed.cpu import compute_as_any_processor
+from distributed.cpu import use_portable_arithmetic
 from distributed.world import num_processes
 from run.directory import RunDirectory
 from run.load import Loaded, check_tokenizer, load_run, weights_hash
@@ -53,7 +53,7 @@ def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, Loaded]:
         ConfigError: there is no such model, or it contradicts a setting that the user gave.
     """
     if config.exact:  # must precede any computation
-        compute_as_any_processor()
+        use_portable_arithmetic()
     initial = load_run(str(config.init_from), setting="init_from")
     digest = weights_hash(initial.model.state_dict())
     config = step.with_initial_model(config, initial.model.config, digest)

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from benchmarks import __main__ as command_line
 from benchmarks import measure, page, programs
 from benchmarks.measure import Group, Program, awake, by_turns, run, watched
-from distributed.cpu import available_cores
+from distributed.cores import available_cores
 from tests.conftest import ROOT, environment
 
 

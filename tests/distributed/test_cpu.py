@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from distributed.cpu import available_cores, threads_to_set
+from distributed.cores import available_cores
+from distributed.cpu import threads_to_set
 from tests.conftest import ROOT, TINY_STORIES, environment, train_command
 
 
