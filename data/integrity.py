@@ -168,7 +168,9 @@ class Verification:
         try:
             for corpus in self.corpora:
                 self._recall(corpus)
-            with ThreadPoolExecutor(READERS, thread_name_prefix="verification", initializer=lower_thread_priority) as pool:
+            with ThreadPoolExecutor(
+                READERS, thread_name_prefix="verification", initializer=lower_thread_priority
+            ) as pool:
                 for corpus in self.corpora:
                     if not self._matches(corpus, pool):
                         self._known.clear()  # what was remembered may be wrong, and not the files
