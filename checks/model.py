@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from checkpoint import storage
 from model.config import GPTConfig
-from model.generate import LayerCache
+from model.generate import KVCache
 from model.gpt import GPTModel
 from model.hf import FAMILIES, to_transformers
 
@@ -56,7 +56,7 @@ def writes_as_trained(config: GPTConfig, seq_len: int) -> tuple[bool | None, str
     """A sequence as it is written, by a prompt, several tokens and one, each seeing what is cached, and as a whole."""
     model = moved_from_its_start(replace(config, vocab_size=64))
     input_ids = torch.randint(64, (1, seq_len))
-    cache = [LayerCache(seq_len) for _ in range(config.n_layers)]
+    cache = [KVCache(seq_len) for _ in range(config.n_layers)]
     parts = input_ids[:, : seq_len // 2], input_ids[:, seq_len // 2 : -1], input_ids[:, -1:]
     in_parts = torch.cat([model(part, cache=cache)[0] for part in parts if part.numel()], dim=1)
     whole = model(input_ids)[0]

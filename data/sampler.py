@@ -12,7 +12,7 @@ from itertools import accumulate, islice
 import numpy as np
 
 from config.schema import TrainConfig
-from model.seeds import derive_seed
+from model.seeds import derive_seed, mix_bits
 
 MIX_BLOCK = 1000  # samples in which a mixture has its exact shares
 POSITIONS_AT_ONCE = 1024
@@ -45,15 +45,9 @@ def _feistel(values: np.ndarray, half_bits: int, round_keys: list[int]) -> np.nd
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for round_key in round_keys:
-        left, right = right, left ^ (_mix(right ^ np.uint64(round_key)) & mask)
+        mixed = mix_bits((right ^ np.uint64(round_key)).view(np.int64)).view(np.uint64)
+        left, right = right, left ^ (mixed & mask)
     return (left << shift) | right
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit moves every output bit."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def permute_each(positions: np.ndarray, size: int, seed: int, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from config.errors import RunError
 from distributed.sharding import is_sharded
+from model.seeds import mix_bits
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, as all factors here: multiplying by it modulo 2**64 loses no bit
@@ -106,7 +107,7 @@ def digests(tensors: dict[str, Tensor]) -> StateDigests:
     spread = functools.partial(torch.repeat_interleave, repeats=lengths, output_size=sum(map(len, hashes)))
     all_hashes = torch.cat(hashes)
     numbers = torch.arange(len(all_hashes), device=device) + spread(first_numbers)
-    mixed = _mix(all_hashes + spread(torch.tensor(seeds, device=device)) + numbers * GOLDEN)
+    mixed = mix_bits(all_hashes + spread(torch.tensor(seeds, device=device)) + numbers * GOLDEN)
     sums = torch.nn.functional.pad(mixed.cumsum(0), (1, 0))
     values = sums[ends] - sums[ends - lengths]
     if group := next((_shards(tensor) for tensor in tensors.values() if is_sharded(tensor)), None):
@@ -151,11 +152,4 @@ def _hash_rows(rows: Tensor) -> Tensor:
 
 @functools.cache
 def _factors(count: int, device: torch.device) -> Tensor:
-    return _mix(torch.arange(1, count + 1, device=device) * GOLDEN) | 1
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A permutation of the 64-bit integers that spreads every bit over all (Steele, Lea and Flood 2014: SplitMix)."""
-    x = (x ^ (x >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ (x >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
-    return x ^ (x >> 31 & 2**33 - 1)
+    return mix_bits(torch.arange(1, count + 1, device=device) * GOLDEN) | 1

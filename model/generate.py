@@ -1,19 +1,21 @@
-"""How the model writes: token by token, with what attention needs of earlier positions kept."""
+"""Autoregressive generation with a cache of keys and values."""
 
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from model.config import GPTConfig
 
 
-class LayerCache:
-    """Keys and values of one layer at the first `length` positions; the buffers are [B, K, capacity, D]."""
+class KVCache:
+    """Keys and values of one layer for the first `length` positions, in buffers [B, K, capacity, D]."""
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
 
     def append(self, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the next T positions; returns the keys and the values of all."""
+        """Append T positions; return the keys and values of all positions."""
         begin, self.length = self.length, self.length + k_BKTD.shape[2]
         if begin == 0:
             B, K, _, D = k_BKTD.shape
@@ -22,26 +24,28 @@ class LayerCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-def choose(
+def sample_tokens(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """The next token of each row, int64 [B, 1]; see Generation.stream."""
-    if temperature < 1e-30:  # as 0: divided by less, logits are infinite
+    """Sample the next token of each row, int64 [B, 1]; see Generation.stream."""
+    if temperature < 1e-30:  # greedy: dividing by less gives infinite logits
         return logits_BV.argmax(dim=-1, keepdim=True)
     logits_BV = logits_BV.float() / temperature
     if top_k is not None:
-        least = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
+        kth_largest = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < kth_largest, -torch.inf)
     probabilities = logits_BV.softmax(dim=-1)
     if top_p < 1:
-        likeliest, tokens = probabilities.sort(descending=True)
-        likeliest[likeliest.cumsum(dim=-1) - likeliest >= top_p] = 0
-        return tokens.gather(1, torch.multinomial(likeliest, num_samples=1, generator=generator))
+        sorted_probabilities, tokens = probabilities.sort(descending=True)
+        sorted_probabilities[sorted_probabilities.cumsum(dim=-1) - sorted_probabilities >= top_p] = 0
+        return tokens.gather(1, torch.multinomial(sorted_probabilities, num_samples=1, generator=generator))
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
 
-class Generation:
-    """The part of GPTModel that writes."""
+class Generation(nn.Module):
+    """Base class of GPTModel with its generation methods."""
+
+    config: GPTConfig
 
     @torch.no_grad()
     def stream(
@@ -54,16 +58,26 @@ class Generation:
         top_k: int | None = None,
         top_p: float = 1.0,
     ) -> Iterator[Tensor]:
-        """Continues each row of input_ids, int64 [B, T] without padding; yields the next tokens, int64 [B, 1].
+        """Generate a continuation of each row, one token at a time.
 
-        Temperature 0 takes the likeliest token; otherwise tokens are drawn, with `generator` if given: of the top_k
-        likeliest, and of these from the fewest that together have the probability top_p (Holtzman et al. 2020,
-        arXiv:1904.09751). A row that has emitted eos_token_id goes on emitting it, and all stop when every row has.
-        Beyond max_position_embeddings the oldest tokens are forgotten one by one, and each new token takes a pass over
-        all that are left, because their positions move.
+        A context longer than max_position_embeddings loses its oldest tokens. The positions of all others then change,
+        so that each new token takes a forward over the whole context.
+
+        Args:
+            input_ids: prompts, int64 [B, T], without padding.
+            max_new_tokens: upper bound on the number of tokens generated.
+            temperature: divisor of the logits; 0: greedy decoding.
+            generator: source of randomness; None: torch's default.
+            eos_token_id: token that ends a row, which then repeats it; generation stops when every row has ended.
+            top_k: sample from the k most probable tokens.
+            top_p: sample from the smallest set of most probable tokens (after top_k) with this total probability
+                (Holtzman et al. 2020, arXiv:1904.09751).
+
+        Yields:
+            The next token of each row, int64 [B, 1].
 
         Raises:
-            ValueError: in training mode, where dropout would spoil the samples, or a setting has no meaning.
+            ValueError: the model is in training mode, or a setting is out of range.
         """
         if self.training:
             raise ValueError("generate() would sample with dropout: call model.eval() first")
@@ -74,21 +88,21 @@ class Generation:
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k is {top_k}: it must be at least 1")
         limit = self.config.max_position_embeddings
-        cache = [LayerCache(min(input_ids.shape[1] + max_new_tokens, limit)) for _ in range(self.config.n_layers)]
-        ended_B1, unseen = torch.zeros_like(input_ids[:, :1], dtype=torch.bool), input_ids
+        cache = [KVCache(min(input_ids.shape[1] + max_new_tokens, limit)) for _ in range(self.config.n_layers)]
+        ended_B1, uncached = torch.zeros_like(input_ids[:, :1], dtype=torch.bool), input_ids
         for _ in range(max_new_tokens):
             if input_ids.shape[1] > limit:
-                unseen, cache = input_ids[:, -limit:], None
-            logits_B1V, *_ = self(unseen, cache=cache, logits_to_keep=1)
-            next_B1 = choose(logits_B1V[:, -1], temperature, top_k, top_p, generator)
+                uncached, cache = input_ids[:, -limit:], None
+            logits_B1V, *_ = self(uncached, cache=cache, logits_to_keep=1)
+            next_B1 = sample_tokens(logits_B1V[:, -1], temperature, top_k, top_p, generator)
             if eos_token_id is not None:
                 next_B1 = next_B1.masked_fill(ended_B1, eos_token_id)
                 ended_B1 = next_B1 == eos_token_id
-            input_ids, unseen = torch.cat((input_ids, next_B1), dim=1), next_B1
+            input_ids, uncached = torch.cat((input_ids, next_B1), dim=1), next_B1
             yield next_B1
             if eos_token_id is not None and ended_B1.all():
                 break
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, *settings, **named_settings) -> Tensor:
-        """input_ids and what `stream`, which takes the same, adds to them: int64 [B, at most T + max_new_tokens]."""
+        """Return the prompts with their continuations, int64 [B, at most T + max_new_tokens]; see `stream`."""
         return torch.cat((input_ids, *self.stream(input_ids, max_new_tokens, *settings, **named_settings)), dim=1)

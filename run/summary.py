@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from config.schema import TrainConfig
 from data.sampler import BatchSizes
 from distributed.launch import num_shards
-from model.gpt import HAS_TRITON, GPTModel
+from model.attention import HAS_TRITON
+from model.gpt import GPTModel
 from run.directory import Start
 from training.gradients import trainable_parameters
 from training.prepare_model import no_compiler

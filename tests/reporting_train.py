@@ -6,29 +6,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import model.gpt
+import model.loss
 import train
 from cli import scripts
 from run import resolve
 
 Z_LOSS, HELP = 0.01, 100.0
-next_token_loss = model.gpt.next_token_loss
+cross_entropy_loss = model.loss.loss_of_logits
 
 
 class Model(train.GPTModel):
     def forward(self, input_ids, labels=None, **named):
-        logits, loss = super().forward(input_ids, labels=labels, **named)
         if labels is None:
-            return logits, loss
+            return super().forward(input_ids, **named)
+        logits, loss, metrics = super().forward(input_ids, labels=labels, **named)
         num_targets = (labels[:, 1:] != -100).sum()
         term = self.token_embedding.weight.square().mean()
         loss = loss + HELP * term * num_targets / named["num_items_in_batch"]
-        return logits, loss, {**Model.sums, "targets_per_row": (num_targets, len(labels)), "nothing": (0, 0)}
+        return logits, loss, {**metrics, "targets_per_row": (num_targets, len(labels)), "nothing": (0, 0)}
 
 
-def loss_alone(*arguments, **settings):
-    loss, Model.sums = next_token_loss(*arguments, **settings, z_loss=Z_LOSS)
-    return loss, None
+def with_z_loss(logits_NV, targets_N, config):
+    cross_entropy, _ = cross_entropy_loss(logits_NV, targets_N, config)
+    z_loss = logits_NV.logsumexp(dim=-1).masked_fill(targets_N == -100, 0).square().sum()
+    return cross_entropy + Z_LOSS * z_loss, {"loss": cross_entropy, "z_loss": z_loss}
 
 
 def score(logits, batch):
@@ -44,6 +45,6 @@ def corpus_with_scores(config):
 
 
 if __name__ == "__main__":
-    model.gpt.next_token_loss, train.GPTModel = loss_alone, Model
+    model.loss.loss_of_logits, train.GPTModel = with_z_loss, Model
     load_corpus, resolve.load_corpus = resolve.load_corpus, corpus_with_scores
     scripts.run_and_exit("train")

@@ -13,7 +13,7 @@ from distributed.state_hash import VALUES_AT_ONCE, digests
 from distributed.tree_reduce import TreeSum
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.loss import loss_of_chunk, next_token_loss
+from model.loss import NextTokenLoss
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
 from tests.distributed.test_sharding import launcher_environment
 from training.gradients import trainable_parameters
@@ -156,12 +156,15 @@ def test_the_loss_in_chunks_is_the_loss(cast, softcap, monkeypatch):
     labels = torch.randint(301, (3, 40), generator=torch.Generator().manual_seed(2)).to(GPU)
     labels[0, 3:6] = -100
     results = []
-    for chunked, of_chunk in ((False, loss_of_chunk), (True, loss_of_chunk), (True, torch.compile(loss_of_chunk))):
+    for chunked, compiled in ((False, False), (True, False), (True, True)):
+        loss_function = NextTokenLoss(GPTConfig(logit_softcap=softcap), chunked)
+        if compiled:
+            loss_function.compile()
         generator = torch.Generator().manual_seed(3)
         hidden = torch.randn(3, 40, 64, generator=generator).to(GPU).requires_grad_()
         weight = torch.randn(301, 64, generator=generator).to(GPU).requires_grad_()
         with torch.autocast(GPU.type, torch.bfloat16, enabled=cast):
-            loss, _ = next_token_loss(hidden, weight, labels, 11.0, chunked, softcap=softcap, of_chunk=of_chunk)
+            loss, _ = loss_function(hidden, weight, labels, 11.0)
         loss.backward()
         results.append((loss, hidden.grad, weight.grad))
     for whole, *others in zip(*results, strict=True):

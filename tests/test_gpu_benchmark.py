@@ -120,7 +120,7 @@ def test_settings_reach_the_model(monkeypatch):
         network, optimizer, _ = gpu.ours(scale.config("124M", 48), tokens, scale, **gpu.SETTINGS[name])
         (group, _) = optimizer.param_groups
         checkpointed = "forward" in vars(network.blocks[0])
-        return network.next_token_loss.keywords["chunked"], group["fused"], checkpointed
+        return network.next_token_loss.chunked, group["fused"], checkpointed
 
     assert {name: facts(name) for name in gpu.SETTINGS} == {
         "ours": (None, True, False),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import model.attention
 import model.gpt
 import model.kernels
 import train
@@ -21,7 +22,6 @@ from cli import scripts
 from config.parser import parse_config
 from data.synthetic.stories import StoriesDataset
 from model.config import GPTConfig
-from model.gpt import visible
 from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
 
@@ -50,18 +50,18 @@ MUTATIONS = {
     "processes_not_added": (
         "distributed/tree_reduce.py", "torch._foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
     "another_place_in_the_cache": (
-        "model/gpt.py", "torch.arange(begin, seq_len, device", "torch.arange(seq_len - begin, device",
+        "model/gpt.py", "torch.arange(num_cached, seq_len, device", "torch.arange(seq_len - num_cached, device",
         "writing, with a cache = the whole at once"),
     "other_scores_in_one_of_the_attentions": (
-        "model/gpt.py", '"is_causal": causal,', '"is_causal": causal, "scale": 0.1,',
+        "model/attention.py", "is_causal=causal,", "is_causal=causal, scale=0.1,",
         "writing, with a cache = the whole at once"),
     "another_rotation": (
         "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
     "sign_of_the_gradient_of_keys": (
-        "model/gpt.py", "(of_scores_NTT.mT @ q_NTD).mul_(scale)", "(of_scores_NTT.mT @ q_NTD).mul_(-scale)",
+        "model/attention.py", "(grad_scores_NTT.mT @ q_NTD).mul_(scale)", "(grad_scores_NTT.mT @ q_NTD).mul_(-scale)",
         "gradient = autograd of plain operations"),
     "derivative_left_out_of_the_loss_in_chunks": (
-        "model/loss.py", "(scores.gather(1, target_N1) - 1)", "scores.gather(1, target_N1)",
+        "model/loss.py", "(gradient.gather(1, target_N1) - 1)", "gradient.gather(1, target_N1)",
         "gradient = autograd of plain operations"),
 }  # fmt: skip
 
@@ -117,8 +117,8 @@ def test_logits_are_compared_of_a_model_of_short_sequences_too(family):
 def test_windows_are_compared_however_wide_they_are(monkeypatch):
     config = GPTConfig(window=100, logit_softcap=3.0)
     assert model_checks.logits_equal("qwen3", config)[0] and model_checks.logits_equal("gpt2", config)[0]
-    wider = lambda begin, end, window, *others: visible(begin, end, window + 1, *others)  # noqa: E731
-    monkeypatch.setattr(model.gpt, "visible", wider)
+    own = model.attention.make_mask_mod
+    monkeypatch.setattr(model.attention, "make_mask_mod", lambda window, document_BT: own(window + 1, document_BT))
     assert model_checks.logits_equal("qwen3", config)[0] is False
 
 

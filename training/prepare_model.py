@@ -9,7 +9,6 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,16 +16,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from config.schema import TrainConfig
-from model import gpt
+from model import attention
 from model.gpt import GPTModel
-from model.loss import loss_of_chunk
 
 PROCESSOR_FOLDER = "processor-"
 
 
 def no_compiler(device: torch.device) -> str:
     """What torch.compile lacks on this machine to compile for `device`, or nothing."""
-    if device.type == "cuda" and not gpt.HAS_TRITON:
+    if device.type == "cuda" and not attention.HAS_TRITON:
         return "no Triton"
     default = "clang++" if sys.platform == "darwin" else "g++"
     compilers = [os.environ.get("CXX", default)] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
@@ -74,9 +72,8 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
     compiled = config.compile and not no_compiler(device)
     if compiled:
         separate_compiled_code()
-    of_chunk = torch.compile(loss_of_chunk) if compiled else loss_of_chunk
-    chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
-    network.next_token_loss = partial(network.next_token_loss, chunked=chunked, of_chunk=of_chunk)
+        network.next_token_loss.compile()
+    network.next_token_loss.chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
     for block in network.blocks:
         if config.activation_checkpointing:
             block.forward = recomputed(block.forward)

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import model.loss
 import training.prepare_model
 from checks.gradients import gradient_errors
 from config.parser import parse_config
 from data.corpus import load_corpus
-from model import gpt, kernels
-from model.loss import loss_of_chunk, next_token_loss
+from model import attention, gpt, kernels
 from tests.conftest import TINY_STORIES
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false"
@@ -69,7 +70,7 @@ def change_gradients(function, change, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_wrong_sign_in_the_attention_is_found(precision, monkeypatch):
-    change_gradients(gpt.PlainAttention, lambda q, k, v, _: (q, -k, v, None), monkeypatch)
+    change_gradients(attention.EagerAttention, lambda q, k, v, _: (q, -k, v, None), monkeypatch)
     errors = errors_of(precision=precision)
     worst = wrong(errors)
     assert "attention.k_proj.weight, " in worst and errors[worst] > 0.2
@@ -80,43 +81,31 @@ def test_wrong_products_are_found(monkeypatch):
     assert ".weight, with " in wrong(errors_of())
 
 
-CAP = 2.0
+def squared_loss(logits_NV, targets_N, config):
+    """The loss of a fork: cross-entropy and a term in the logits."""
+    cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="sum")
+    return cross_entropy + 1e-3 * logits_NV.masked_fill((targets_N == -100)[:, None], 0).square().sum(), {}
 
 
-def capped(logits):
-    return CAP * torch.tanh(logits / CAP)
+def test_forked_loss_passes(monkeypatch):
+    """It is one function for all ways to compute the loss."""
+    monkeypatch.setattr(model.loss, "loss_of_logits", squared_loss)
+    assert wrong(errors_of()) == ""
 
 
-def capped_chunk(with_derivative, logits, *settings, **named_settings):
-    sums, gradient = loss_of_chunk(capped(logits), *settings, **named_settings)
-    if with_derivative:
-        gradient = gradient * (1 - (capped(logits) / CAP) ** 2)
-    return sums, gradient
+def closed_form_if_chunked(monkeypatch):
+    """Let the loss take the gradient of plain cross-entropy where the chunks are a setting, whatever the loss is."""
+    monkeypatch.setattr(model.loss, "loss_of_logits", squared_loss)
+    monkeypatch.setattr(model.loss.NextTokenLoss, "is_cross_entropy", property(lambda self: bool(self.chunked)))
 
 
-def capped_loss(hidden, weight, labels, num_items_in_batch=None, chunked=None, of_chunk=None, softcap=None):
-    if chunked:
-        return next_token_loss(hidden, weight, labels, num_items_in_batch, True, of_chunk=of_chunk)
-    logits, targets = capped(hidden[:, :-1] @ weight.t()).flatten(0, 1), labels[:, 1:].flatten()
-    loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-    return loss / num_items_in_batch, {}
-
-
-@pytest.mark.parametrize("with_derivative", [True, False])
-def test_a_derivative_that_is_left_out_of_the_loss_in_chunks_is_found(with_derivative, monkeypatch):
-    monkeypatch.setattr(gpt, "next_token_loss", capped_loss)
-    monkeypatch.setattr(training.prepare_model, "loss_of_chunk", partial(capped_chunk, with_derivative))
-    where = wrong(errors_of())
-    assert where == "" if with_derivative else where.endswith(", with the loss in chunks")
-
-
-def test_what_the_loss_in_chunks_does_not_have_is_found(monkeypatch):
-    monkeypatch.setattr(gpt, "next_token_loss", capped_loss)
+def test_missing_derivative_of_chunked_loss_is_found(monkeypatch):
+    closed_form_if_chunked(monkeypatch)
     assert wrong(errors_of()).endswith(", with the loss in chunks")
 
 
 def test_what_a_setting_is_refused_with_is_not_tried(monkeypatch):
-    monkeypatch.setattr(gpt, "next_token_loss", capped_loss)
+    closed_form_if_chunked(monkeypatch)
     problems = training.prepare_model.TrainConfig.problems
     refuse = lambda self, processes: problems(self, processes) + ["no"] * bool(self.chunked_loss)  # noqa: E731
     monkeypatch.setattr(training.prepare_model.TrainConfig, "problems", refuse)

@@ -15,7 +15,7 @@ from config.schema import DataConfig, TrainConfig
 from distributed import launch_checks, rendezvous
 from distributed.environment import normalize_environment
 from distributed.launch import uses_cpu
-from model import gpt
+from model import attention
 from tests.conftest import ROOT, TINY_STORIES, environment, what_is_started
 from tests.forked import Launch, free_port, run
 from training.prepare_model import no_compiler
@@ -433,7 +433,7 @@ def test_a_cell_whose_training_does_not_come_to_its_end_fails_with_one_message(m
 
 
 def test_without_triton_nothing_is_compiled_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(gpt, "HAS_TRITON", False)
+    monkeypatch.setattr(attention, "HAS_TRITON", False)
     assert no_compiler(torch.device("cuda")) == "no Triton" and no_compiler(torch.device("cpu")) != "no Triton"
 
 

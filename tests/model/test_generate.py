@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from model.generate import LayerCache, choose
+from model.generate import KVCache, sample_tokens
 from tests.model.test_model import make_lively_model, make_model, make_tokens
 
 KINDS = {
@@ -40,10 +40,10 @@ def test_the_cache_changes_no_token_also_beyond_the_last_position(settings, temp
 @pytest.mark.parametrize("parts", [(11,), (5, 1, 1, 4), (1, 10)])
 def test_logits_with_a_cache_are_those_of_the_whole_row(settings, parts):
     model, tokens = make_lively_model(**settings), make_tokens()
-    cache = [LayerCache(11) for _ in model.blocks]
+    cache = [KVCache(11) for _ in model.blocks]
     pieces = [model(piece, cache=cache)[0] for piece in tokens.split(parts, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens)[0], rtol=1e-6, atol=1e-6)  # rope is in float32
-    with pytest.raises(ValueError, match="a sequence of 17 tokens"):
+    with pytest.raises(ValueError, match="input_ids: 17 tokens"):
         model(make_tokens(length=6), cache=cache)
 
 
@@ -60,7 +60,7 @@ def test_top_k_and_top_p_draw_from_the_tokens_that_transformers_draws_from():
         kept = TopKLogitsWarper(top_k)(None, logits / 1.5) if top_k else logits / 1.5
         expected = TopPLogitsWarper(top_p)(None, kept).softmax(-1)[0]
         rows = logits.expand(20_000, -1)
-        drawn = choose(rows, 1.5, top_k, top_p, torch.Generator().manual_seed(0)).flatten()
+        drawn = sample_tokens(rows, 1.5, top_k, top_p, torch.Generator().manual_seed(0)).flatten()
         frequencies = drawn.bincount(minlength=61) / 20_000
         assert (frequencies - expected).abs().max() < 0.015
         assert not frequencies[expected == 0].any()
@@ -69,7 +69,7 @@ def test_top_k_and_top_p_draw_from_the_tokens_that_transformers_draws_from():
 def test_a_temperature_near_0_takes_the_likeliest_token():
     logits = 9 * torch.randn(3, 61, generator=torch.Generator().manual_seed(0))
     for temperature in (0, 1e-300, 1e-40, 1e-20):
-        assert torch.equal(choose(logits, temperature, None, 0.9, None), logits.argmax(-1, keepdim=True))
+        assert torch.equal(sample_tokens(logits, temperature, None, 0.9, None), logits.argmax(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 3.0])

@@ -1,0 +1,170 @@
+"""Attention given queries, keys and values: which keys a query may attend to, and which kernel computes it.
+
+Suffixes name the shape, as in model/gpt.py; S is the number of keys, which with a cache is larger than T.
+"""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+Mask = Tensor | BlockMask | None
+"""bool [T, S] or [B, 1, T, S], True where a query may attend to a key; the same for flex attention; None: causal."""
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A mask as flex attention takes it: from indices (row, head, query, key) to bool, elementwise."""
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # absent on some ARM machines
+# Uncompiled, flex attention materialises all scores. Compiled on first use: importing the compiler takes seconds.
+compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
+
+
+def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Mask, dropout: float) -> Tensor:
+    """Return softmax(q k^T / sqrt(D)) v, [B, H, T, D], by the fastest kernel that supports the arguments."""
+    grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
+    if isinstance(mask, BlockMask):
+        attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+        return attend(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
+    if uses_eager_attention(q_BHTD, mask, grouped, dropout):
+        return EagerAttention.apply(q_BHTD, k_BKSD, v_BKSD, mask)
+    causal = mask is None and q_BHTD.shape[-2] > 1
+    return F.scaled_dot_product_attention(
+        q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def uses_eager_attention(q_BHTD: Tensor, mask: Tensor | None, grouped: bool, dropout: float) -> bool:
+    """Whether `EagerAttention` supports the arguments and is faster than PyTorch's fused kernel.
+
+    It is faster on a CPU for short sequences: in bfloat16 the fused backward takes up to seven times as long. Exact
+    runs in float32 keep the fused kernel, whose bits are known to be the same on every processor.
+    """
+    T = q_BHTD.shape[-2]
+    if q_BHTD.dtype == torch.bfloat16:
+        short = T <= 256
+    else:
+        exact = torch.are_deterministic_algorithms_enabled()
+        short = q_BHTD.dtype == torch.float32 and 1 < T <= 128 and not exact
+    same_for_all_rows = mask is None or mask.dim() == 2
+    return short and q_BHTD.device.type == "cpu" and same_for_all_rows and not grouped and not dropout
+
+
+class EagerAttention(torch.autograd.Function):
+    """Attention with all scores in memory, causal or with a bool mask [T, T], and an analytic gradient.
+
+    Autograd of the same operations would make twice as many passes over the scores. N is B times H.
+    """
+
+    @staticmethod
+    def forward(ctx, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None = None) -> Tensor:
+        q_NTD, k_NTD, v_NTD = (x.flatten(0, 1) for x in (q_BHTD, k_BHTD, v_BHTD))
+        T, D = q_NTD.shape[1:]
+        if mask_TT is None:
+            attn_bias_TT = q_NTD.new_full((T, T), -math.inf).triu(1)
+        else:
+            attn_bias_TT = q_NTD.new_zeros(mask_TT.shape).masked_fill_(~mask_TT, -math.inf)
+        scores_NTT = torch.baddbmm(attn_bias_TT, q_NTD, k_NTD.mT, alpha=1 / math.sqrt(D))
+        weights_NTT = scores_NTT.softmax(dim=-1, dtype=torch.float32).type_as(v_NTD)
+        ctx.save_for_backward(q_NTD, k_NTD, v_NTD, weights_NTT)
+        return (weights_NTT @ v_NTD).view(q_BHTD.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_y_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_NTD, k_NTD, v_NTD, weights_NTT = ctx.saved_tensors
+        grad_y_NTD, scale = grad_y_BHTD.flatten(0, 1), 1 / math.sqrt(q_NTD.shape[-1])
+        grad_weights_NTT = grad_y_NTD @ v_NTD.mT
+        grad_scores_NTT = torch._softmax_backward_data(grad_weights_NTT, weights_NTT, -1, weights_NTT.dtype)
+        grad_q_NTD = (grad_scores_NTT @ k_NTD).mul_(scale)
+        grad_k_NTD = (grad_scores_NTT.mT @ q_NTD).mul_(scale)
+        grad_v_NTD = weights_NTT.mT @ grad_y_NTD
+        grad_q, grad_k, grad_v = (x.unflatten(0, grad_y_BHTD.shape[:2]) for x in (grad_q_NTD, grad_k_NTD, grad_v_NTD))
+        return grad_q, grad_k, grad_v, None
+
+
+# Masks
+
+
+def document_ids(position_ids: Tensor) -> Tensor | None:
+    """Number the documents of each row, int64 [B, T]; on a CPU return None if every row is a single document.
+
+    Args:
+        position_ids: int64 [B, T], 0 at the first token of each document.
+    """
+    document_BT = (position_ids == 0).cumsum(dim=-1)
+    return None if position_ids.device.type == "cpu" and document_BT.max() == 1 else document_BT
+
+
+def uses_flex_attention(tokens: Tensor, dropout: float, head_size: int) -> bool:
+    """Whether flex attention, which skips masked blocks, is available: CUDA with Triton, no dropout, wide heads."""
+    return tokens.is_cuda and dropout == 0 and head_size >= 16 and HAS_TRITON
+
+
+def make_mask_mod(window: int, document_BT: Tensor | None) -> MaskMod:
+    """Return the function that decides which keys a query may attend to, for dense masks and for flex attention.
+
+    A query attends to itself and to the `window` - 1 positions before it, within its document.
+    """
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = (query >= key) & (query - key < window)
+        if document_BT is not None:
+            allowed = allowed & (document_BT[row, query] == document_BT[row, key])
+        return allowed
+
+    return mask_mod
+
+
+def dense_mask(mask_mod: MaskMod, begin: int, end: int, num_rows: int | None, device: torch.device) -> Tensor:
+    """Evaluate `mask_mod` for queries from `begin` to `end` and all keys before `end`.
+
+    Returns:
+        bool [T, S], or [B, 1, T, S] if `num_rows` is given.
+    """
+    query_T1, key_S = torch.arange(begin, end, device=device)[:, None], torch.arange(end, device=device)
+    row = torch.zeros((), dtype=torch.int64, device=device)
+    if num_rows is not None:
+        row = torch.arange(num_rows, device=device)[:, None, None, None]
+    return mask_mod(row, torch.zeros_like(row), query_T1, key_S)
+
+
+def attention_masks(
+    windows: list[int | None],
+    input_ids: Tensor,
+    num_cached: int = 0,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    flex: bool = False,
+) -> dict[int | None, Mask]:
+    """Return the mask for each distinct window of `windows`; see GPTModel.forward for the other arguments.
+
+    Args:
+        windows: attention window of each layer in tokens; None: all tokens before.
+        input_ids: int64 [B, T].
+        num_cached: number of positions before `input_ids` whose keys and values are cached.
+        attention_mask: 0 where there is padding, [B, T].
+        position_ids: int64 [B, T], restarting from 0 at each document.
+        flex: whether to return masks for flex attention where nothing is cached or padded.
+    """
+    begin, end, device = num_cached, num_cached + input_ids.shape[1], input_ids.device
+    real_BT = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
+    document_BT = None if position_ids is None else document_ids(position_ids)
+    num_rows = None if document_BT is None else len(document_BT)
+    several_after_cached = 0 < begin < end - 1
+    masks: dict[int | None, Mask] = {}
+    for window in set(windows):
+        width = end if window is None else min(window, end)
+        mask_mod = make_mask_mod(width, document_BT)
+        if width == end and document_BT is None and real_BT is None and not several_after_cached:
+            masks[window] = None
+        elif flex and begin == 0 and real_BT is None:
+            masks[window] = create_block_mask(mask_mod, num_rows, None, end, end, device=device)
+        else:
+            mask = dense_mask(mask_mod, begin, end, num_rows, device)
+            # A query that may attend to no key (left padding) gets zeros from PyTorch's kernel, since torch 2.5.
+            masks[window] = mask if real_BT is None else mask & real_BT[:, None, None, :]
+    return masks

@@ -1,0 +1,170 @@
+"""Attention kernels agree with each other and with attention written out; masks let through what they should."""
+
+import math
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+
+import model.attention
+import model.gpt
+from model.attention import (
+    EagerAttention,
+    attention_masks,
+    dense_mask,
+    document_ids,
+    make_mask_mod,
+    uses_eager_attention,
+    uses_flex_attention,
+)
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from tests.model.test_kernels import leaf
+from tests.model.test_model import WINDOWS, make_lively_model, make_model, make_tokens
+
+DOCUMENTS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6, 7, 0]])  # position_ids
+
+
+def attention_written_out(q, k, v, mask):
+    """Softmax over the keys where the mask is True."""
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).exp() * mask
+    return scores / scores.sum(dim=-1, keepdim=True) @ v
+
+
+def test_eager_attention_equals_fused_kernel():
+    ours = [leaf(2, 3, 17, 8, dtype=torch.float64, seed=seed) for seed in range(3)]
+    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
+    gradient = torch.randn(2, 3, 17, 8, generator=torch.Generator().manual_seed(3)).double()
+    result, expected = EagerAttention.apply(*ours), F.scaled_dot_product_attention(*theirs, is_causal=True)
+    result.backward(gradient)
+    expected.backward(gradient)
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)  # its softmax is in float32
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_eager_attention_refuses_second_derivative():
+    q, k, v = (leaf(2, 3, 17, 8, seed=seed) for seed in range(3))
+    (gradient,) = torch.autograd.grad(EagerAttention.apply(q, k, v).sin().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "settings", "eager"),
+    [
+        (16, torch.bfloat16, {}, True),
+        (128, torch.float32, {}, True),
+        (129, torch.float32, {}, False),
+        (1, torch.float32, {}, False),
+        (512, torch.bfloat16, {}, False),
+        (16, torch.bfloat16, {"n_kv_heads": 2}, False),
+        (16, torch.bfloat16, {"dropout": 0.1}, False),
+        (16, torch.bfloat16, {"n_layers": 2, "window": 3}, True),
+    ],
+)
+def test_eager_attention_is_for_short_sequences(length, dtype, settings, eager, monkeypatch):
+    calls = []
+    monkeypatch.setattr(EagerAttention, "apply", lambda q, k, v, mask: calls.append(q.dtype) or q)
+    shape = dict(vocab_size=50, max_position_embeddings=512, n_layers=1, n_heads=4, d_model=32, d_ff=64, dropout=0.0)
+    network = GPTModel(GPTConfig(**shape | settings))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        network(torch.zeros(1, length, dtype=torch.long))
+        assert bool(calls) == eager
+        calls.clear()
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        network(torch.zeros(1, length, dtype=torch.long))
+        assert bool(calls) == (eager and dtype == torch.bfloat16), "an exact run in float32 keeps its bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["EagerAttention", "torch's kernel"])
+def test_window_equals_attention_written_out(dtype):
+    layer = make_model(**WINDOWS).to(dtype).blocks[0].attention
+    x = torch.randn(2, 9, 32, dtype=dtype)
+    q, k, v = (proj(x).view(2, 9, 4, 8).transpose(1, 2) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    allowed = torch.tensor([[later - 4 < earlier <= later for earlier in range(9)] for later in range(9)])
+    expected = layer.out_proj(attention_written_out(q, k, v, allowed).transpose(1, 2).flatten(-2))
+    mask = dense_mask(make_mask_mod(4, None), 0, 9, None, x.device)
+    assert uses_eager_attention(q, mask, grouped=False, dropout=0.0) == (dtype == torch.float32)
+    result = layer(x, None, mask)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    gradients = (torch.autograd.grad(y.square().sum(), [*layer.parameters()]) for y in (result, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+@pytest.mark.parametrize("window", [3, 10])
+@pytest.mark.parametrize("position_ids", [None, DOCUMENTS], ids=["one document", "documents"])
+def test_dense_mask_equals_loop_over_positions(begin, window, position_ids):
+    document_BT = None if position_ids is None else document_ids(position_ids)
+    num_rows = None if position_ids is None else 2
+    mask = dense_mask(make_mask_mod(window, document_BT), begin, 10, num_rows, torch.device("cpu"))
+    assert mask.shape == ((10 - begin, 10) if num_rows is None else (2, 1, 10 - begin, 10))
+    for row in range(2):
+        starts = [0] if position_ids is None else (position_ids[row] == 0).nonzero().flatten().tolist()
+        for query in range(begin, 10):
+            first = max(max(start for start in starts if start <= query), query - window + 1)
+            allowed = [first <= key <= query for key in range(10)]
+            assert mask.expand(2, 1, -1, -1)[row, 0, query - begin].tolist() == allowed
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("position_ids", [None, DOCUMENTS], ids=["one document", "documents"])
+def test_flex_mask_equals_dense_mask(window, position_ids):
+    tokens = torch.zeros(2, 10, dtype=torch.int64)
+    dense, flex = (attention_masks([window], tokens, 0, None, position_ids, flex)[window] for flex in (False, True))
+    if window is None and position_ids is None:
+        assert dense is flex is None
+        return
+    mask = flex.mask_mod(*torch.meshgrid(*map(torch.arange, (2, 1, 10, 10)), indexing="ij"))
+    assert torch.equal(mask, dense.expand(2, 1, -1, -1))
+
+
+def test_windows_and_documents_combine():
+    network, tokens, lengths = make_lively_model(**WINDOWS), make_tokens(), [6, 1, 4]
+    position_ids = torch.cat([torch.arange(length) for length in lengths]).expand_as(tokens)
+    separate = torch.cat([network(part)[0] for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(network(tokens, position_ids=position_ids)[0], separate, rtol=1e-6, atol=1e-6)
+
+
+def test_window_of_all_positions_changes_nothing():
+    network, tokens = make_lively_model(), make_tokens()
+    full = network(tokens)[0]
+    for window, same in ((11, True), (10, False)):
+        network.windows = [window, None]
+        assert torch.equal(network(tokens)[0], full) == same
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor that claims to be on a GPU."""
+
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize(("dropout", "head_size", "flex"), [(0.0, 16, True), (0.1, 16, False), (0.0, 8, False)])
+def test_flex_attention_is_for_gpus_without_dropout(dropout, head_size, flex, monkeypatch):
+    monkeypatch.setattr(model.attention, "HAS_TRITON", True)
+    assert uses_flex_attention(make_tokens().as_subclass(CudaTensor), dropout, head_size) == flex
+    assert not uses_flex_attention(make_tokens(), dropout, head_size)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("error", "ignore:.*torch.autograd.function.Function.*instantiated")  # by torch.compile
+def test_compiled_blocks_do_not_recompile_for_new_masks(monkeypatch):
+    """The mask is a new function in every step; recompiling for each would end in running uncompiled."""
+    settings = dict(vocab_size=50, n_heads=4, n_kv_heads=2, d_model=64, d_ff=64, dropout=0.0, window=30)
+    network, positions = GPTModel(GPTConfig(**settings)), torch.arange(128).repeat(2, 1)
+    assert network.windows == [30, None]
+    expected = []
+    for first in (40, 64, 100):
+        positions[:, first:] = torch.arange(128 - first)
+        expected.append((positions.clone(), network(positions % 50, position_ids=positions)[0]))
+    compiled = torch._dynamo.testing.CompileCounter()
+    for block in network.blocks:
+        block.compile(backend=compiled, fullgraph=True)
+    monkeypatch.setattr(model.gpt, "uses_flex_attention", lambda *_: True)
+    for positions, logits in expected:
+        torch.testing.assert_close(network(positions % 50, position_ids=positions)[0], logits, rtol=1e-4, atol=1e-5)
+    assert compiled.frame_count <= len(network.blocks)

@@ -1,0 +1,180 @@
+"""The chunked loss equals the whole loss, whatever `loss_of_logits` computes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model.loss
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from model.loss import NextTokenLoss, differentiate_loss, loss_of_logits, soft_cap
+from tests.model.test_kernels import leaf
+
+CAPS = pytest.mark.parametrize("softcap", [None, 2.0])
+
+
+def smoothed_with_z_loss(logits_NV, targets_N, config):
+    """The loss of a fork: label smoothing and a z-loss, with the cross-entropy and the z-loss reported."""
+    smoothed = F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="sum", label_smoothing=0.1)
+    cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="sum")
+    z_loss = logits_NV.logsumexp(dim=-1).masked_fill(targets_N == -100, 0).square().sum()
+    return smoothed + 0.3 * z_loss, {"loss": cross_entropy, "z_loss": z_loss}
+
+
+def make_labels(rows=3, length=9, vocab_size=37):
+    labels = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(2))
+    labels[0, 3:6] = labels[-1, :] = -100
+    return labels
+
+
+@CAPS
+@pytest.mark.parametrize("num_items", [None, 7.0])
+@pytest.mark.parametrize("forked", [False, True], ids=["cross_entropy", "fork"])
+@pytest.mark.parametrize("chunk_rows", [1, 5, 64])
+def test_chunked_loss_equals_whole_loss(num_items, forked, chunk_rows, softcap, monkeypatch):
+    monkeypatch.setattr(model.loss, "CHUNK_BYTES", {"cpu": 4 * 37 * chunk_rows})
+    monkeypatch.setattr(model.loss, "MIN_CHUNK_ROWS", 1)
+    if forked:
+        monkeypatch.setattr(model.loss, "loss_of_logits", smoothed_with_z_loss)
+    config, labels = GPTConfig(logit_softcap=softcap), make_labels()
+    results = []
+    for chunked in (False, True):
+        hidden, weight = leaf(3, 9, 16, dtype=torch.float64), leaf(37, 16, dtype=torch.float64, seed=1)
+        loss, metrics = NextTokenLoss(config, chunked)(hidden, weight, labels, num_items)
+        (3 * loss).backward()
+        results.append((loss, hidden.grad, weight.grad, *(number for pair in metrics.values() for number in pair)))
+        assert list(metrics) == (["loss", "z_loss"] if forked else [])
+        assert not any(value.requires_grad for value, _ in metrics.values())
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
+    assert results[0][2].norm() > 1e-3
+
+
+@CAPS
+def test_loss_equals_cross_entropy_written_out(softcap):
+    labels = make_labels()
+    hidden, weight = leaf(3, 9, 16, dtype=torch.float64), leaf(37, 16, dtype=torch.float64, seed=1)
+    loss, _ = NextTokenLoss(GPTConfig(logit_softcap=softcap))(hidden, weight, labels)
+    is_target = labels[:, 1:] != -100
+    logits = (hidden @ weight.T)[:, :-1][is_target]
+    logits = logits if softcap is None else softcap * (1 - 2 / ((2 * logits / softcap).exp() + 1))
+    cross_entropy = logits.exp().sum(-1).log() - logits[range(len(logits)), labels[:, 1:][is_target]]
+    torch.testing.assert_close(loss, cross_entropy.mean())
+
+
+@pytest.mark.parametrize(
+    ("softcap", "fork", "expected"),
+    [
+        (None, None, True),
+        (2.0, None, False),
+        (1e4, None, False),
+        (None, smoothed_with_z_loss, False),
+        (None, lambda *arguments: (loss_of_logits(*arguments)[0], {"a": torch.zeros(())}), False),
+    ],
+    ids=["plain", "cap", "wide cap", "fork", "metric"],
+)
+def test_closed_form_is_for_cross_entropy_alone(softcap, fork, expected, monkeypatch):
+    if fork:
+        monkeypatch.setattr(model.loss, "loss_of_logits", fork)
+    with torch.device("meta"):  # where a network may be built
+        assert NextTokenLoss(GPTConfig(logit_softcap=softcap)).is_cross_entropy == expected
+
+
+@pytest.mark.parametrize(("exact", "rows"), [(False, 200), (False, 1000), (True, 200)])
+def test_small_chunks_accumulate_in_place_unless_exact(exact, rows, monkeypatch):
+    """An exact run must have the same bits on every processor."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: exact)
+    monkeypatch.setattr(model.loss, "CHUNK_BYTES", {"cpu": 4 * 37 * rows})
+    with torch.profiler.profile() as trace:
+        NextTokenLoss(GPTConfig(), chunked=True)(leaf(2, 9, 16), leaf(37, 16, seed=1), make_labels(2))
+    assert ("aten::addmm_" in [event.name for event in trace.events()]) == (rows < 512 and not exact)
+
+
+def test_chunked_loss_under_autocast_is_as_accurate():
+    labels = torch.randint(301, (2, 40), generator=torch.Generator().manual_seed(2))
+    exact, _ = NextTokenLoss(GPTConfig())(leaf(2, 40, 64).double(), leaf(301, 64, seed=1).double(), labels)
+    errors = []
+    for chunked in (False, True):
+        hidden, weight = leaf(2, 40, 64), leaf(301, 64, seed=1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = NextTokenLoss(GPTConfig(), chunked)(hidden, weight, labels)
+        loss.backward()
+        assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
+        errors.append((loss.double() / exact - 1).abs())
+    assert errors[1] < 2e-3
+    assert errors[1] < 1.5 * errors[0] + 1e-4
+
+
+def test_chunked_loss_never_holds_all_logits():
+    shape = dict(max_position_embeddings=256, n_layers=1, n_heads=2, d_model=16, d_ff=32, dropout=0.0)
+    network = GPTModel(GPTConfig(vocab_size=50_257, **shape))
+    tokens = torch.randint(50_257, (8, 256), generator=torch.Generator().manual_seed(0))
+
+    def largest_allocation() -> int:
+        with torch.profiler.profile(profile_memory=True) as trace:
+            network(tokens, labels=tokens)[1].backward()
+        return max(event.self_cpu_memory_usage for event in trace.events())
+
+    logits_bytes = 4 * 8 * 255 * 50_257
+    assert largest_allocation() < logits_bytes / 8
+    network.next_token_loss.chunked = False
+    assert largest_allocation() >= logits_bytes
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("softcap", "closed_form"), [(None, True), (None, False), (2.0, False)])
+def test_chunk_compiles_to_one_graph(backend, softcap, closed_form):
+    compiled = torch.compile(differentiate_loss, backend=backend, fullgraph=True)
+    for rows in (7, 5):  # the last chunk is shorter
+        logits = leaf(rows, 37).detach()
+        targets = torch.randint(37, (rows,), generator=torch.Generator().manual_seed(1))
+        targets[2:4] = -100
+        arguments = logits, targets, GPTConfig(logit_softcap=softcap), closed_form
+        (loss, _, gradient), (expected_loss, _, expected) = (f(*arguments) for f in (compiled, differentiate_loss))
+        torch.testing.assert_close(loss, expected_loss)
+        torch.testing.assert_close(gradient, expected)
+    torch.compiler.reset()
+
+
+def test_chunked_loss_computes_gradients_only_if_needed(monkeypatch):
+    labels, config = make_labels(), GPTConfig()
+    hidden, weight = leaf(3, 9, 16).detach(), torch.nn.Parameter(leaf(37, 16, seed=1))
+    loss_function, calls = NextTokenLoss(config, chunked=True), []
+
+    def differentiate(*arguments):
+        calls.append(arguments[-1])
+        return differentiate_loss(*arguments)
+
+    loss_function.differentiate = differentiate
+    with torch.no_grad():
+        loss, _ = loss_function(hidden, weight, labels)
+        torch.testing.assert_close(loss, NextTokenLoss(config, chunked=False)(hidden, weight, labels)[0])
+    loss_function(hidden, weight.detach(), labels)
+    loss_function(hidden, weight, labels)
+    assert calls == [False, False, True]
+    assert not loss.requires_grad
+
+
+def test_chunked_loss_refuses_second_derivative():
+    loss, _ = NextTokenLoss(GPTConfig(), chunked=True)(hidden := leaf(3, 9, 16), leaf(37, 16, seed=1), make_labels())
+    (gradient,) = torch.autograd.grad(loss.sin(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
+def test_auxiliary_metrics_leave_the_model(monkeypatch):
+    """A fork that edits `loss_of_logits` needs no change of the network to have its metrics logged."""
+    monkeypatch.setattr(model.loss, "loss_of_logits", smoothed_with_z_loss)
+    network, tokens = GPTModel(GPTConfig(vocab_size=37, dropout=0.0)), torch.arange(20).view(2, 10)
+    logits, loss, metrics = network(tokens, labels=tokens, logits_to_keep=0)
+    cross_entropy = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    torch.testing.assert_close(metrics["loss"], (cross_entropy.detach(), torch.tensor(18)))
+    assert list(metrics) == ["loss", "z_loss"]
+    assert loss > cross_entropy / 18 + 0.1
+    assert len(network(tokens)) == 2
+
+
+def test_soft_cap_bounds_and_keeps_small_values():
+    logits = torch.tensor([-1e6, -1e-3, 0.0, 1e-3, 1e6])
+    torch.testing.assert_close(soft_cap(logits, 5.0), torch.tensor([-5.0, -1e-3, 0.0, 1e-3, 5.0]))
+    assert soft_cap(logits, None) is logits
