@@ -233,7 +233,7 @@ def test_a_model_of_no_family_is_refused_with_the_settings_that_differ():
             to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {setting: value})))
 
 
-@dataclass
+@dataclass(frozen=True)
 class ForkedConfig(GPTConfig):
     """A setting that the mapping has never heard of."""
 
