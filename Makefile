@@ -12,7 +12,7 @@ GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 EMPTY :=
 WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
 # The cases that docs/performance.md shows, without the GPU's; time_to_loss needs a text.
-BENCHMARKS = throughput overhead memory exact checkpoint_stall startup generation $(if $(findstring --text,$(ARGS)),time_to_loss)
+BENCHMARKS = throughput overhead memory exactness checkpoint_stall startup generation $(if $(findstring --text,$(ARGS)),time_to_loss)
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
 .PHONY: help env test-env train verify law trial test test-all test-repo test-gpu bench lint clean

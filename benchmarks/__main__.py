@@ -1,7 +1,7 @@
-"""Measures, and renews the tables and pictures of docs/performance.md: python -m benchmarks CASE [--rounds 3]
+"""Measure speed and memory, and update the tables of docs/performance.md: python -m benchmarks CASE.
 
-`make bench` measures all that the page shows but the GPU's, in about an hour on 2 cores; nothing else should run on the
-machine. benchmarks/results/CASE.json is written after each group of a case's figures, with the value of every round.
+`make bench` measures every case of the page except the GPU's, in about an hour on 2 cores; nothing else should run on
+the machine. benchmarks/results/CASE.json is written after each group of figures, with the value of every round.
 """
 
 import argparse
@@ -14,22 +14,19 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import page
-from benchmarks.measure import by_turns
+from benchmarks import tables
+from benchmarks.runner import run_interleaved
 
-MODULES = {  # and their functions that say what is measured
-    "programs": "throughput time_to_loss overhead scaling memory sharding checkpoint_stall startup growth",
-    "nanochat": "peers",
-    "parts": "generation text",
-    "bits": "exactness soak",
+MODULES = {  # functions that yield the groups of a case; the GPU's needs only torch, accelerate and transformers
+    "cpu": "throughput time_to_loss overhead memory exactness checkpoint_stall startup generation",
     "gpu": "gpu",
 }
 CASES = {name: module for module, names in MODULES.items() for name in names.split()}
 STARTED = time.monotonic()
 
 
-def measure(name: str, options: argparse.Namespace) -> page.Figures:
-    """The figures of a case, which are written after each group unless they are of a trial."""
+def run_case(name: str, options: argparse.Namespace) -> tables.Figures:
+    """Measure the groups of a case; write the result after each group unless --quick."""
     module, figures, left_out = importlib.import_module(f"benchmarks.{CASES[name]}"), {}, []
     for group in getattr(module, name)(options):
         if time.monotonic() - STARTED > options.budget_seconds:
@@ -37,33 +34,34 @@ def measure(name: str, options: argparse.Namespace) -> page.Figures:
             print(f"{group.name}: left out, {options.budget_seconds:g} s are over", file=sys.stderr, flush=True)
         else:
             print(f"{group.name}:", file=sys.stderr, flush=True)
-            figures[group.name] = by_turns(group, group.rounds or options.rounds)
+            figures[group.name] = run_interleaved(group, group.rounds or options.rounds)
         if not options.quick:
-            page.write(name, figures, left_out)
+            tables.write_result(name, figures, left_out)
     return figures
 
 
 def main() -> int:
+    """Parse the command line, measure and print; return 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
-    parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat, its environment in .venv, for peers")
-    parser.add_argument("--text", type=Path, help="a text file, tinyshakespeare for the published figures")
-    parser.add_argument("--quick", action="store_true", help="a trial of seconds, in the smallest sizes; only prints")
-    parser.add_argument("--budget_seconds", type=float, default=math.inf, help="no group starts later than this")
+    parser.add_argument("--text", type=Path, help="a text file; the published figures are of tinyshakespeare")
+    parser.add_argument("--quick", action="store_true", help="run in seconds in the smallest sizes, and only print")
+    parser.add_argument("--budget_seconds", type=float, default=math.inf, help="start no group later than this")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 3)
-    options.text = options.text or (page.PAGE if options.quick else None)  # any text will do
-    if options.case in ("time_to_loss", "text") and not options.text:
-        parser.error(f"{options.case} needs --text FILE")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that programs that sleep do not outlive this one
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler has nothing to say to a reader
-    figures = measure(options.case, options)
-    if not options.quick:
-        page.renew(options.case)
-    on_page = options.case in page.TABLES and not options.quick
-    print(page.section(options.case) if on_page else json.dumps(figures, indent=2))
+    options.text = options.text or (tables.PAGE if options.quick else None)  # any text will do
+    if options.case == "time_to_loss" and not options.text:
+        parser.error("time_to_loss needs --text FILE")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends suspended programs, too
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
+    figures = run_case(options.case, options)
+    if options.quick or options.case not in tables.TABLES:
+        print(json.dumps(figures, indent=2))
+    else:
+        tables.PAGE.write_text(tables.render_page())
+        print(tables.section(options.case))
     return 1 if any("error" in case for cases in figures.values() for case in cases.values()) else 0
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.measure import by_turns
+from benchmarks.runner import run_interleaved
 from tests.conftest import ROOT, environment
 
 NANOGPT = os.environ.get("NANOGPT")
@@ -86,7 +86,7 @@ def test_a_spent_budget_names_what_was_left_out_and_without_a_gpu_nothing_begins
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks", "gpu"], cwd=ROOT, env=environment(), capture_output=True, text=True
         )
-        assert done.returncode and "no GPU is here" in done.stderr
+        assert done.returncode and "no GPU was found" in done.stderr
 
 
 @pytest.mark.slow
@@ -96,12 +96,12 @@ def test_a_variant_that_fails_ends_alone(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
         return torch.nn.Linear(1, 1), None, partial(next, iter([torch.zeros(())] * steps))
 
-    monkeypatch.setattr(gpu, "ours", build)
-    monkeypatch.setattr(gpu.Variant, "kernels", lambda self: {})
+    monkeypatch.setattr(gpu, "build_ours", build)
+    monkeypatch.setattr(gpu.Variant, "profile_kernels", lambda self: {})
     settings = {"ours": {}, "too_large": {"out_of_memory": True}, "short": {"steps": 5}, "other": {}}
     monkeypatch.setattr(gpu, "SETTINGS", settings)
     monkeypatch.setitem(gpu.CASES, "124m_1024", ("124M", 1024, 32, list(settings), None))
-    figures = by_turns(gpu.group("124m_1024", gpu.MINIATURE, None), rounds=2)
+    figures = run_interleaved(gpu.build_group("124m_1024", gpu.MINIATURE, None), rounds=2)
     assert figures["too_large"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
     assert "tokens_per_second" not in figures["too_large"]
     assert figures["short"]["error"].startswith("StopIteration")  # in its second round
@@ -117,7 +117,7 @@ def test_settings_reach_the_model(monkeypatch):
     scale, tokens = gpu.MINIATURE, torch.zeros(1, 16, dtype=torch.long)
 
     def facts(name):
-        network, optimizer, _ = gpu.ours(scale.config("124M", 48), tokens, scale, **gpu.SETTINGS[name])
+        network, optimizer, _ = gpu.build_ours(scale.model_config("124M", 48), tokens, scale, **gpu.SETTINGS[name])
         (group, _) = optimizer.param_groups
         checkpointed = "forward" in vars(network.blocks[0])
         return network.next_token_loss.chunked, group["fused"], checkpointed
@@ -131,7 +131,7 @@ def test_settings_reach_the_model(monkeypatch):
 
 def test_every_group_is_one_that_can_run():
     for shape, context, batch, variants, backend in gpu.CASES.values():
-        config = gpu.Scale().config(shape, context)
+        config = gpu.Scale().model_config(shape, context)
         assert config.problems() == [] and config.max_position_embeddings == context and batch > 0
         assert set(variants) <= {*gpu.SETTINGS, gpu.PEER} and backend in (None, *gpu.BACKENDS)
         assert variants[0] == "ours"
@@ -145,7 +145,7 @@ def test_a_small_model_is_measured_on_the_gpu(name):
     scale = gpu.Scale(shapes=small, product_size=512, window_seconds=0.0, warm_up_steps=1, context=256)
     shape, *_, backend = gpu.CASES[name]
     with gpu.sdpa_kernel(gpu.BACKENDS[backend]) if backend else gpu.nullcontext():
-        figures = by_turns(gpu.group(name, scale, NANOGPT and Path(NANOGPT)), rounds=2)
+        figures = run_interleaved(gpu.build_group(name, scale, NANOGPT and Path(NANOGPT)), rounds=2)
     assert min(figures.pop(gpu.PRODUCT)["flops_per_second"]) > 0
     for case in figures.values():
         assert "error" not in case and case["kernels"]["compiled_regions_a_step"] >= 1
@@ -158,7 +158,7 @@ def test_a_small_model_is_measured_on_the_gpu(name):
 def test_a_step_does_not_wait_for_the_gpu():
     scale = gpu.Scale(shapes=((1, 2, 128, 512), (2, 2, 128, 512)), context=256)
     tokens = torch.randint(512, (2, 256), device="cuda")
-    _, _, step = gpu.ours(scale.config("124M", 256), tokens, scale)
+    _, _, step = gpu.build_ours(scale.model_config("124M", 256), tokens, scale)
     for _ in range(3):
         step()
     torch.cuda.set_sync_debug_mode("error")

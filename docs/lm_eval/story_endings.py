@@ -1,8 +1,8 @@
-"""Writes the questions of the task story_endings: python -m docs.lm_eval.story_endings
+"""Write the questions of the task story_endings: python -m docs.lm_eval.story_endings.
 
-A question is a story of the validation split without its last two sentences, and four ends of which the grammar accepts
-one. The wrong ones have another name, colour or thing in one place, one that the story speaks of too where it has one:
-who gave the kite away does not hug it at night. So none is told from the others by the sentences themselves.
+A question is a story of the validation split without its last two sentences, and four endings, of which the grammar
+accepts one. Each wrong ending replaces one name, colour or thing, if possible by another one of the same story: a child
+who gave her kite away does not hug it at night. So the endings cannot be told apart without the story.
 """
 
 import json
@@ -15,17 +15,17 @@ from data.synthetic.stories import TABLES, StoriesDataset, log_prob
 
 QUESTIONS = Path(__file__).with_name("story_endings.jsonl")
 NUM_QUESTIONS, SEED = 100, 0
-KINDS = "GIRL BOY FRIEND,THING PRESENT,COLOR,ELDER,TRAIT,PET,NICK,WEATHER,TIME".split(",")
+KINDS = ["GIRL BOY FRIEND", "THING PRESENT", "COLOR", "ELDER", "TRAIT", "PET", "NICK", "WEATHER", "TIME"]
 
 
-def questions() -> str:
-    """The lines of the file."""
+def make_questions() -> str:
+    """Return the lines of story_endings.jsonl."""
     stories = StoriesDataset("validation", NUM_QUESTIONS, SEED, 128)
-    return "".join(json.dumps(question(stories.text(index), index)) + "\n" for index in range(NUM_QUESTIONS))
+    return "".join(json.dumps(make_question(stories.text(index), index)) + "\n" for index in range(NUM_QUESTIONS))
 
 
-def question(story: str, index: int) -> dict[str, str | list[str] | int]:
-    """The question of a story, whose right ending is one of its four `endings`, number `answer`."""
+def make_question(story: str, index: int) -> dict[str, str | list[str] | int]:
+    """Return a prompt, four endings and the index of the right one."""
     *before, night, moral = story.split(". ")
     prompt, right = ". ".join(before) + ".", f"{night}. {moral}"
     draw = random.Random(f"{SEED} {index}")
@@ -45,5 +45,5 @@ def question(story: str, index: int) -> dict[str, str | list[str] | int]:
 
 
 if __name__ == "__main__":
-    QUESTIONS.write_text(questions())
+    QUESTIONS.write_text(make_questions())
     print(f"{QUESTIONS}: {NUM_QUESTIONS} questions")

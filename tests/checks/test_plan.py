@@ -24,7 +24,7 @@ MEASURE = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=sys.stderr); "
     "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)"
 )
-PAGE = (ROOT / "docs" / "scaling.md").read_text()
+PAGE = (ROOT / "docs" / "performance.md").read_text()
 ON_A_CPU = SimpleNamespace(device=torch.device("cpu"), num_processes=1, distributed_type="NO", autocast=nullcontext)
 
 

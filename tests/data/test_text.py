@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import data.prepare.prepare
-from benchmarks.parts import corpus_of_zeros
 from config.errors import ConfigError
 from config.parser import parse_config
 from config.resolve import replace_settings
@@ -36,7 +35,7 @@ from data.corpus import Batches, load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
 from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas, share_out
 from data.text import TextCorpus, TextDataset
-from data.tokenizer import save_tokenizer
+from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from run import corpus_check
@@ -122,9 +121,26 @@ def test_loader_processes_read_the_same(folder):
                 assert torch.equal(ours[name], torch.stack([again[i][name] for i in theirs]))
 
 
+def write_zeros_corpus(folder, tokens, tokens_per_file, tokenizer):
+    """Write a corpus of zeros whose files are hard links to one file."""
+    file, offsets = folder.with_name(f"{tokens_per_file}.arrow"), np.array([0, tokens_per_file], np.int32)
+    values = pa.array(np.zeros(tokens_per_file, np.uint16))
+    batch = pa.record_batch({"input_ids": pa.ListArray.from_arrays(offsets, values)})
+    with pa.ipc.new_stream(str(file), batch.schema) as writer:
+        writer.write_batch(batch)
+    (folder / "train").mkdir(parents=True)
+    files = {f"train/{index:06d}.arrow": file.stat().st_size for index in range(tokens // tokens_per_file)}
+    for name in files:
+        (folder / name).hardlink_to(file)
+    (folder / "tokenizer").symlink_to(tokenizer)
+    counts = {"train": {"tokens": tokens, "bytes": 0}, "validation": {"tokens": 0, "bytes": 0}}
+    metadata = {"tokenizer": load_tokenizer(tokenizer)[1], **counts, "hash": "", "files": files}
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+
+
 def test_ten_billion_tokens_open_without_memory(tmp_path, folder):
-    """As many files as data.prepare would make of so much English text, all of which are one."""
-    corpus_of_zeros(tmp_path / "corpus", 10**10, 4_000_000, folder / "a" / "tokenizer")
+    """As many files as data.prepare makes of so much English text."""
+    write_zeros_corpus(tmp_path / "corpus", 10**10, 4_000_000, folder / "a" / "tokenizer")
     tracemalloc.start()
     before = pa.total_allocated_bytes()
     dataset = open_split(tmp_path / "corpus", seq_len=1025)

@@ -1,0 +1,149 @@
+"""Results of the benchmarks, and the tables of docs/performance.md that are made of them: python -m benchmarks.tables.
+
+benchmarks/results/NAME.json holds {group: {case: {quantity: value}}} with the command, machine and versions. A list has
+the value of each round; anything else is a constant. A table replaces what is between `<!-- NAME -->` and
+`<!-- end -->`.
+"""
+
+import json
+import os
+import platform
+import re
+import sys
+from datetime import date
+from pathlib import Path
+from statistics import median, quantiles
+
+import psutil
+import torch
+
+from benchmarks.runner import ROOT
+from checkpoint.provenance import provenance
+
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+Figures = dict[str, dict[str, dict]]
+SPEED, STEP, PEAK = {"tokens_per_second": "tokens/s"}, {"seconds_a_step": "seconds/step"}, {"peak_mib": "peak, MiB"}
+TABLES = {  # quantities of a result, and their column headers
+    "throughput": SPEED,
+    "time_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats/character", "tokens": "tokens"},
+    "overhead": SPEED,
+    "memory": PEAK | STEP,
+    "exactness": STEP | PEAK,
+    "startup": {"seconds": "seconds"},
+    "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
+}
+MANY = 6  # rounds, from which on a range is that between the quartiles
+NO_RATIO = {"val/loss", "tokens", "mfu"}
+
+
+def machine() -> dict[str, str | int | float]:
+    """Return the processor, its cores and the memory that the figures were measured on, and the GPU."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo, re.MULTILINE))
+    facts = {"cpu": found.get("model name", platform.processor()), "cores": os.cpu_count() or 1}
+    if "cpu family" in found:  # a shared machine may hide the name of its model
+        facts["cpu"] = f"{facts['cpu']} (family {found['cpu family']}, model {found['model']})"
+    facts["memory_gib"] = round(psutil.virtual_memory().total / 2**30, 1)
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def write_result(name: str, figures: Figures, left_out: list[str]) -> None:
+    """Write figures with their command, machine and versions, and the groups that there was no time for."""
+    words = (Path(word).name if "/" in word else word for word in sys.orig_argv[1:])
+    record = {"command": " ".join(["python", *words]), "date": str(date.today()), "machine": machine()}
+    record |= {"versions": provenance(), **({"left_out": left_out} if left_out else {}), "figures": figures}
+    (RESULTS / f"{name}.json").write_text(to_json(record))
+
+
+def to_json(record: dict) -> str:
+    """Return JSON with each list on one line."""
+    lists = r"\[[^\[\]{}]*\]"
+    return re.sub(lists, lambda found: json.dumps(json.loads(found[0])), json.dumps(record, indent=2)) + "\n"
+
+
+def read_result(name: str) -> dict:
+    """Return a result, without figures if it was never measured."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {"figures": {}}
+
+
+def format_number(value: float) -> str:
+    """Return three significant digits, or an integer with thousands separators."""
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e9 or isinstance(value, int) else f"{value:.3g}"
+
+
+def format_rounds(values: list[float], unit: str = "") -> str:
+    """Return the median with its unit and, in parentheses, the range, or the interquartile range of MANY rounds."""
+    if len(values) == 1:
+        return f"{format_number(values[0])}{unit} (one round)"
+    lowest, *_, highest = quantiles(values, n=4) if len(values) >= MANY else (min(values), max(values))
+    spread = f"{format_number(lowest)} to {format_number(highest)}{', 2 rounds' * (len(values) == 2)}"
+    return f"{format_number(median(values))}{unit} ({spread})"
+
+
+def format_cell(value: object) -> str:
+    """Return a cell of a table: the rounds of a measured figure, or a constant."""
+    if isinstance(value, list):
+        return format_rounds(value)
+    return format_number(value) if isinstance(value, int | float) else str(value)
+
+
+def format_ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
+    """Return a case's figure divided by that of each baseline, round by round because cases are interleaved."""
+    ratios = []
+    for name in case.get("against", []):
+        ours, theirs = case.get(quantity), cases.get(name, {}).get(quantity)
+        if isinstance(ours, list) and isinstance(theirs, list):
+            ratios.append(format_rounds([one / two for one, two in zip(ours, theirs, strict=False)], f"x {name}"))
+    return "; ".join(ratios)
+
+
+def table_rows(groups: Figures, quantities: dict[str, str]) -> list[list[str]]:
+    """Return a header and a row for each case, without empty columns."""
+    rows = [["", "", *(word for title in quantities.values() for word in (title, "ratio"))]]
+    for group, cases in groups.items():
+        for name, case in cases.items():
+            row = [group if name == next(iter(cases)) else "", f"{name}: {case['error']}" if "error" in case else name]
+            for quantity in quantities:
+                ratio = "" if quantity in NO_RATIO else format_ratios(case, cases, quantity)
+                row += [format_cell(case.get(quantity, "")), ratio]
+            rows.append(row)
+    used = [index for index, column in enumerate(zip(*rows[1:], strict=True)) if any(column)]
+    return [[row[index] for index in used] for row in rows]
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """Return rows, the first of which is the header, as a Markdown table."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def section(name: str) -> str:
+    """Return the table of a result, and a line with the command, the machine and the other load on it."""
+    record = read_result(name)
+    machine, cases = record["machine"], [case for cases in record["figures"].values() for case in cases.values()]
+    hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
+    where = f"`{record['command']}`; {hardware}, torch {record['versions']['torch']}, {record['date']}"
+    measured = [case[quantity] for case in cases for quantity in TABLES[name] if isinstance(case.get(quantity), list)]
+    if (rounds := max(map(len, measured), default=0)) >= MANY:
+        where += f"; quartiles of {rounds} turns"
+    if others := [cores for case in cases for cores in case.get("others_cores", [])]:
+        where += f"; cores busy with other work: median {median(others):.2f}, at most {max(others):.2f}"
+    return f"{markdown(table_rows(record['figures'], TABLES[name]))}\n\n{where}."
+
+
+def render_page() -> str:
+    """Return docs/performance.md with every table made of the current results."""
+    text = PAGE.read_text()
+    for name in TABLES:
+        if read_result(name)["figures"]:
+            between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+            content = section(name)
+            text = between.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render_page())
