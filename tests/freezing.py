@@ -6,8 +6,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import replay
 import train
+from audit import replay
+from audit.settings import ReplayConfig
 from cli import scripts
 from training.optimizer import build_optimizer
 
@@ -32,4 +33,4 @@ if __name__ == "__main__":
     for module in (train, replay):
         module.GPTModel, module.build_optimizer = Model, build_and_freeze
     script = sys.argv.pop(1)
-    scripts.run_and_exit(script, replay.ReplayConfig if script == "replay" else None)
+    scripts.run_and_exit(script, ReplayConfig if script == "replay" else None)

@@ -13,13 +13,14 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from audit.audit import Retrained, Run, audit
+from audit.audit import audit
+from audit.recorded_run import RecordedRun, Retrained
 from checkpoint.manifest import File, read_manifest
 from cli import scripts
 from config.errors import ConfigError, RunError
 from data.files import sha256
 from distributed.state_hash import digests
-from replay import ReplayConfig, with_step_named
+from replay import ReplayConfig, name_step_argument
 from tests import forked
 from tests.conftest import TINY_STORIES, assert_same_bits, environment, python, tensors, train
 
@@ -49,8 +50,8 @@ def every_step(tmp_path_factory):
 
 def test_a_step_is_opened(run):
     shown = python(f"python replay.py {run} 4 --num_sequences 3 --arithmetic false").stdout
-    assert f"steps 3 to 3: trained again from {run / 'checkpoints' / 'step-00000002'}; as in the run, by 1" in shown
-    assert "step 4: as in the run, by 1 fingerprint(s)" in shown
+    assert f"steps 3 to 3: retrained from {run / 'checkpoints' / 'step-00000002'}; reproduced bitwise (1" in shown
+    assert "step 4: reproduced bitwise (1 digest(s))" in shown
     row = next(row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["step"] == 4)
     assert f"loss {row['train/loss']:.6g}, gradient norm {row['train/grad_norm']:.6g}" in shown
     losses = [float(loss) for loss in re.findall(r"sample \d+: loss ([\d.]+); '<\|endoftext\|>", shown)]
@@ -63,7 +64,7 @@ def test_a_step_whose_update_was_skipped_is_opened(tmp_path):
     not_finite = "--steps 2 --evaluation.every 0 --optimizer.lr 1e30 --on_nonfinite skip --name run --out_dir".split()
     train(*TINY_STORIES, *not_finite, tmp_path)
     shown = python(f"python replay.py {tmp_path / 'run'} 2 --arithmetic false").stdout
-    assert "loss nan, gradient norm nan" in shown and "loss nan, and alone the model's loss is nan" in shown
+    assert "loss nan, gradient norm nan" in shown and "loss nan, training objective of this sequence alone nan" in shown
 
 
 def test_a_step_of_a_fork_is_opened(tmp_path):
@@ -73,7 +74,7 @@ def test_a_step_of_a_fork_is_opened(tmp_path):
         done = forked.run("tests/freezing.py", words, 1, environment(CXX="/nonexistent"))
         assert done.returncode == 0, done.stdout + done.stderr
     row = next(row for row in map(json.loads, (tmp_path / "fork" / "metrics.jsonl").open()) if row["step"] == 3)
-    assert "step 3: as in the run, by 1 fingerprint(s)" in done.stdout
+    assert "step 3: reproduced bitwise (1 digest(s))" in done.stdout
     norm = float(re.search(r"fp32 +[\d.]+ +([\d.]+)$", done.stdout, re.MULTILINE)[1])
     assert norm == pytest.approx(row["train/grad_norm"], abs=1e-6)
 
@@ -90,7 +91,7 @@ def test_the_sequences_and_the_arithmetic_are_those_of_the_step(run):
 
 @pytest.mark.parametrize("step", [1, 5])
 def test_the_checkpoint_of_any_step_is_the_one_that_was_not_saved(step, run, every_step, tmp_path):
-    python(f"python replay.py {run} {step} --stop {tmp_path / f'step-{step:08d}'}")
+    python(f"python replay.py {run} {step} --save_to {tmp_path / f'step-{step:08d}'}")
     (tmp_path / "checkpoints").symlink_to(tmp_path)
     assert_same_bits(tensors(tmp_path, step), tensors(every_step, step))
 
@@ -112,19 +113,19 @@ def branch(run):
 
 def test_a_step_of_a_branch_is_opened(run, branch):
     shown = python(f"python replay.py {branch} 4 --num_sequences 1 --arithmetic false").stdout
-    assert f"steps 3 to 3: trained again from {run / 'checkpoints' / 'step-00000002'}; as in the run, by 1" in shown
-    assert "step 4: as in the run, by 1 fingerprint(s)" in shown
+    assert f"steps 3 to 3: retrained from {run / 'checkpoints' / 'step-00000002'}; reproduced bitwise (1" in shown
+    assert "step 4: reproduced bitwise (1 digest(s))" in shown
 
 
 def test_a_run_that_began_with_the_weights_of_another_is_replayed_and_audited(run, in_process, tmp_path, capsys):
     begin = ["--init_from", run, "--model.dropout", 0.2, "--checkpoint.keep_every", 2]
     train(*RECIPE, "--steps", 4, *begin, "--out_dir", tmp_path, "--name", "tuned")
     shown = python(f"python replay.py {tmp_path / 'tuned'} 1 --num_sequences 6", CXX="/nonexistent").stdout
-    assert "step 1: as in the run, by 1 fingerprint(s)" in shown
+    assert "step 1: reproduced bitwise (1 digest(s))" in shown
     row = next(row for row in map(json.loads, (tmp_path / "tuned" / "metrics.jsonl").open()) if row["step"] == 1)
     assert float(re.search(r"fp32 +([\d.]+)", shown)[1]) == pytest.approx(row["train/loss"], abs=1e-6)
-    audit(Run(tmp_path / "tuned"), 99, tmp_path)
-    assert capsys.readouterr().out.count("bit for bit\n") == 2
+    audit(RecordedRun(tmp_path / "tuned"), 99, tmp_path)
+    assert capsys.readouterr().out.count("bitwise identical\n") == 2
 
 
 def test_nothing_in_the_run_is_touched(run):
@@ -137,25 +138,25 @@ def test_nothing_in_the_run_is_touched(run):
     ("arguments", "message"),
     [
         ("{run} 7", "step: 7 is beyond the 6 steps of"),
-        ("{run}", "step: name a step of the run to open, or --audit N"),
-        ("{run}/../branch 2", "step: 2 is of the run that"),
-        ("{run} 2 --audit 3", "step: name a step of the run to open, or --audit N"),
+        ("{run}", "step: name a step of the run to replay, or --audit N"),
+        ("{run}/../branch 2", "step: 2 is in the run that"),
+        ("{run} 2 --audit 3", "step: name a step of the run to replay, or --audit N"),
         ("{run}/checkpoints 2", "is not the directory of a run: it has no config.yaml"),
-        ("{run} 4 --stop {run}", "is there already; name a new folder"),
+        ("{run} 4 --save_to {run}", "exists; name a new folder"),
         (
-            "{run} 4 --stop {run}/../file/step",
-            "stop: '{run}/../file/step': cannot write in {run}/../file: ",
+            "{run} 4 --save_to {run}/../file/step",
+            "save_to: '{run}/../file/step': cannot write in {run}/../file: ",
         ),
         (
-            "{run} 3 --stop {run}/checkpoints/step-00000003",
-            "stop: '{run}/checkpoints/step-00000003' is inside the run {run}; name a folder that is in no run",
+            "{run} 3 --save_to {run}/checkpoints/step-00000003",
+            "save_to: '{run}/checkpoints/step-00000003' is inside the run {run}; name a folder outside all runs",
         ),
-        ("{run} 3 --stop {run}/../link/step-00000003", "is inside the run {run}; name a folder that is in no run"),
-        ("{run} 3 --stop {run}/../branch/step-00000003", "/branch; name a folder that is in no run"),
+        ("{run} 3 --save_to {run}/../link/step-00000003", "is inside the run {run}; name a folder outside all runs"),
+        ("{run} 3 --save_to {run}/../branch/step-00000003", "/branch; name a folder outside all runs"),
         ("{run} 3 --profile {run}/traces", "profile: '{run}/traces' is inside the run {run}; name"),
         (
-            "{run} 4 --stop step-4",
-            "stop: 'step-4' is not how a checkpoint of that step may be called; name it step-",
+            "{run} 4 --save_to step-4",
+            "save_to: 'step-4' looks like the checkpoint of another step; name it step-",
         ),
         (
             "{run} 4 --profile {run}/../file",
@@ -163,7 +164,7 @@ def test_nothing_in_the_run_is_touched(run):
         ),
         ("--step 7 {run}", "step: 7 is beyond the 6 steps of"),
         ("--num_sequences 8 {run} --step 7", "step: 7 is beyond the 6 steps of"),
-        ("{run} --audit 3 --step 2", "step: name a step of the run to open, or --audit N"),
+        ("{run} --audit 3 --step 2", "step: name a step of the run to replay, or --audit N"),
         ("--audit 3 nowhere", "run: 'nowhere' is not the directory of a run"),
         ("~no-such-user/run 3", "run: '~no-such-user/run' is the home of a user whom this machine does not know"),
     ],
@@ -173,7 +174,7 @@ def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatc
     if not (run.parent / "link").is_symlink():
         (run.parent / "link").symlink_to(run / "checkpoints")
     before = sorted(run.rglob("*"))
-    monkeypatch.setattr(sys, "argv", ["replay.py", *with_step_named(arguments.format(run=run).split())])
+    monkeypatch.setattr(sys, "argv", ["replay.py", *name_step_argument(arguments.format(run=run).split())])
     assert scripts.run_script("replay", ReplayConfig) == 2
     assert message.format(run=run) in capsys.readouterr().err
     assert before == sorted(run.rglob("*"))
@@ -182,7 +183,7 @@ def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatc
 def test_a_run_whose_settings_are_gone_is_refused(tmp_path):
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match=r"config.yaml is damaged \(it is empty\)$"):
-        Run(tmp_path)
+        RecordedRun(tmp_path)
 
 
 # A run
@@ -426,7 +427,7 @@ def test_tampering_is_found(tamper, run, in_process, tmp_path, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     tamper(copy)
     with pytest.raises((RunError, ConfigError)):
-        audit(Run(copy), 99, tmp_path)
+        audit(RecordedRun(copy), 99, tmp_path)
     assert "FAIL" in capsys.readouterr().out
 
 
@@ -434,9 +435,9 @@ def test_behind_a_damaged_checkpoint_the_audit_goes_on(run, in_process, tmp_path
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / "checkpoints" / "step-00000002" / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
     with pytest.raises(RunError, match=r"2 failure\(s\)"):
-        audit(Run(copy), 99, tmp_path)
+        audit(RecordedRun(copy), 99, tmp_path)
     shown = capsys.readouterr().out
-    assert "FAIL  steps 3 to 4  what it begins from is damaged: " in shown and "PASS  steps 5 to 6" in shown
+    assert "FAIL  steps 3 to 4  the checkpoint before it is damaged: " in shown and "PASS  steps 5 to 6" in shown
 
 
 @pytest.mark.slow
@@ -445,10 +446,10 @@ def test_the_end_of_a_run_that_was_extended_is_audited_as_it_was_evaluated_then(
     words += ["--out_dir", tmp_path, "--name", "run"]
     train(*words, "--steps", 3)
     train(*words, "--steps", 5)
-    audit(Run(tmp_path / "run"), 99, tmp_path / "honest")
+    audit(RecordedRun(tmp_path / "run"), 99, tmp_path / "honest")
     forge(tmp_path / "run", 3, metrics={**read_manifest_of(tmp_path / "run", 3).metrics, "val/loss": 1.0})
     with pytest.raises(RunError):
-        audit(Run(tmp_path / "run"), 99, tmp_path / "forged")
+        audit(RecordedRun(tmp_path / "run"), 99, tmp_path / "forged")
     assert "FAIL  steps 3 to 3  step 3: val/loss is 1.0 in the run" in capsys.readouterr().out
 
 
@@ -456,7 +457,7 @@ def test_what_was_logged_after_the_last_checkpoint_is_not_passed_over_in_silence
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     for step in (4, 6):
         shutil.rmtree(copy / "checkpoints" / f"step-{step:08d}")
-    audit(Run(copy), 99, tmp_path)
+    audit(RecordedRun(copy), 99, tmp_path)
     verdicts = re.findall("PASS|FAIL|SKIP.*", capsys.readouterr().out)
     assert verdicts == ["PASS", "SKIP  steps 3 to 6  no checkpoint is after them"]
 
@@ -465,11 +466,11 @@ def test_what_was_logged_after_the_last_checkpoint_is_not_passed_over_in_silence
 def test_a_digest_is_missed_of_a_step_that_logged_no_loss(step, in_process, tmp_path, capsys):
     words = "--tracking.log_every 6 --evaluation.every 3 --check_replicas_every 5 --checkpoint.every 6".split()
     train(*RECIPE, *words, "--out_dir", tmp_path, "--name", "run")
-    audit(Run(tmp_path / "run"), 99, tmp_path / "honest")
+    audit(RecordedRun(tmp_path / "run"), 99, tmp_path / "honest")
     rewrite_rows(tmp_path / "run", lambda row: row["step"] != step or (row.pop("state/digest") and len(row) > 1))
     with pytest.raises(RunError):
-        audit(Run(tmp_path / "run"), 99, tmp_path / "forged")
-    assert f"FAIL  steps 1 to 6  metrics.jsonl has no state/digest of step {step}" in capsys.readouterr().out
+        audit(RecordedRun(tmp_path / "run"), 99, tmp_path / "forged")
+    assert f"FAIL  steps 1 to 6  metrics.jsonl has no state/digest at step {step}" in capsys.readouterr().out
 
 
 def test_a_number_that_stands_nowhere_is_said_to_be_unknown(run, in_process, tmp_path, capsys):
@@ -478,28 +479,28 @@ def test_a_number_that_stands_nowhere_is_said_to_be_unknown(run, in_process, tmp
     metrics = read_manifest(copy / "checkpoints" / "step-00000006").metrics
     rewrite_rows(copy, lambda row: row.pop("generation/valid", None) and None)
     forge(copy, 6, metrics={name: value for name, value in metrics.items() if name != "generation/valid"})
-    audit(Run(copy), 99, tmp_path)
+    audit(RecordedRun(copy), 99, tmp_path)
     assert "SKIP  generation/valid  the run logged it at no step" in capsys.readouterr().out
 
 
 def logged(row):
     """A run of which this is step 3."""
-    return SimpleNamespace(rows={3: row}, missing=lambda step, names: [])
+    return SimpleNamespace(rows={3: row}, missing_metrics=lambda step, names: [])
 
 
 @pytest.mark.parametrize("value", [None, "low", 5.0])
 def test_only_a_number_is_the_same_but_for_rounding(value):
-    again = Retrained(None, {3: {"train/loss": 5.1, "state/digest": "b", "generation/valid": 0.5}}, {}, None)
+    again = Retrained(Path(), {3: {"train/loss": 5.1, "state/digest": "b", "generation/valid": 0.5}}, {}, None)
     row = {"state/digest": "a", "generation/valid": 0.4, "train/loss": 5.1001}
-    assert not again.difference(logged(row), "2 processes then and 1 now")
+    assert not again.difference(logged(row), "2 processes in the run, 1 here")
     row["train/loss"] = value
-    assert "train/loss" in again.difference(logged(row), "2 processes then and 1 now")
+    assert "train/loss" in again.difference(logged(row), "2 processes in the run, 1 here")
 
 
 def test_an_honest_run_passes(run, in_process, tmp_path, capsys):
-    audit(Run(run), 99, tmp_path)
+    audit(RecordedRun(run), 99, tmp_path)
     assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == [
-        f"steps {step - 1} to {step}  bit for bit" for step in (2, 4, 6)
+        f"steps {step - 1} to {step}  bitwise identical" for step in (2, 4, 6)
     ]
 
 
@@ -508,65 +509,65 @@ def test_an_honest_run_passes_that_went_on_with_what_may_change(in_process, tmp_
     words = [*RECIPE, "--checkpoint.every", 9, "--checkpoint.keep", 1, "--out_dir", tmp_path, "--name", "run"]
     train(*words, *"--tracking.log_every 2 --stop_after 4".split(), exit_code=75)
     train(*words, "--evaluation.num_samples", 5)
-    audit(Run(tmp_path / "run"), 99, tmp_path)
-    assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == ["steps 1 to 6  bit for bit"]
+    audit(RecordedRun(tmp_path / "run"), 99, tmp_path)
+    assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == ["steps 1 to 6  bitwise identical"]
 
 
 @pytest.mark.slow
 def test_an_honest_branch_passes_and_where_its_beginning_is_gone_the_rest_is_audited(
     branch, in_process, tmp_path, capsys
 ):
-    audit(Run(branch), 99, tmp_path)
+    audit(RecordedRun(branch), 99, tmp_path)
     assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == [
-        f"steps {step - 1} to {step}  bit for bit" for step in (4, 6)
+        f"steps {step - 1} to {step}  bitwise identical" for step in (4, 6)
     ]
     copy = Path(shutil.copytree(branch, tmp_path / "branch"))
     change_settings(copy, branch_from=str(tmp_path / "gone"))
-    audit(Run(copy), 99, tmp_path / "again")
+    audit(RecordedRun(copy), 99, tmp_path / "again")
     shown = capsys.readouterr().out
-    assert re.search("SKIP  steps 3 to 4  the checkpoint that it began from is gone: .*gone", shown)
-    assert "PASS  steps 5 to 6  bit for bit" in shown
+    assert re.search("SKIP  steps 3 to 4  its initial checkpoint no longer exists: .*gone", shown)
+    assert "PASS  steps 5 to 6  bitwise identical" in shown
     with pytest.raises(ConfigError, match="branch_from: .*gone' is not the directory of a checkpoint"):
-        Run(copy).retrain(None, 4, tmp_path / "once more")
+        RecordedRun(copy).retrain(None, 4, tmp_path / "once more")
 
 
 def test_an_exact_run_of_two_processes_is_audited_on_one(tmp_path):
     train(*RECIPE, "--exact", "true", "--out_dir", tmp_path, "--name", "run", processes=2)
-    assert python(f"python replay.py {tmp_path / 'run'} --audit 3").stdout.count("bit for bit\n") == 3
+    assert python(f"python replay.py {tmp_path / 'run'} --audit 3").stdout.count("bitwise identical\n") == 3
 
 
 def test_one_process_takes_as_many_threads_as_the_run_had(run, in_process, tmp_path, capsys):
     torch.set_num_threads(2)
-    audit(Run(run), 1, tmp_path)
-    assert capsys.readouterr().out.count("bit for bit\n") == 1
+    audit(RecordedRun(run), 1, tmp_path)
+    assert capsys.readouterr().out.count("bitwise identical\n") == 1
 
 
 def test_without_exact_another_number_of_processes_passes_but_for_rounding(tmp_path):
     train(*RECIPE, "--out_dir", tmp_path, "--name", "run", processes=2)
     shown = python(f"python replay.py {tmp_path / 'run'} 4 --arithmetic false").stdout
-    assert "as in the run but for rounding (2 processes then and 1 now)" in shown
+    assert "reproduced up to rounding (2 processes in the run, 1 here)" in shown
 
 
 def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch):
-    monkeypatch.setattr("audit.audit.uses_cpu", lambda environment: False)
-    opened = Run(run)
-    assert opened.differs_here(3, 4) == "a CPU then and a GPU now"
-    opened.starts[0]["threads"] = None
-    assert "in another order each time, but for exact: true" in opened.differs_here(3, 4)
-    opened.config = replace(opened.config, exact=True)
-    assert opened.differs_here(3, 4) == ""
-    monkeypatch.setattr("audit.audit.uses_cpu", lambda environment: True)
-    assert opened.differs_here(3, 4) == "a GPU then and a CPU now"
+    monkeypatch.setattr("audit.recorded_run.uses_cpu", lambda environment: False)
+    opened = RecordedRun(run)
+    assert opened.why_inexact(3, 4) == "a CPU in the run, a GPU here"
+    opened.sessions[0]["threads"] = None
+    assert "have no fixed order without exact: true" in opened.why_inexact(3, 4)
+    opened.config.exact = True
+    assert opened.why_inexact(3, 4) == ""
+    monkeypatch.setattr("audit.recorded_run.uses_cpu", lambda environment: True)
+    assert opened.why_inexact(3, 4) == "a GPU in the run, a CPU here"
 
 
 def test_sharded_otherwise_bits_may_differ(run, monkeypatch):
-    opened = Run(run)
-    opened.starts[0]["shards"] = 2
-    assert opened.differs_here(3, 4) == "2 shards then and 1 now"
+    opened = RecordedRun(run)
+    opened.sessions[0]["shards"] = 2
+    assert opened.why_inexact(3, 4) == "2 shards in the run, 1 here"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert "2 shards then" in opened.differs_here(3, 4), "one process shards nothing"
+    assert "2 shards in the run" in opened.why_inexact(3, 4), "one process shards nothing"
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
-    assert opened.differs_here(3, 4) == ""
+    assert opened.why_inexact(3, 4) == ""
 
 
 def test_two_processes_replay_and_audit_a_run_of_two(tmp_path):
@@ -575,9 +576,9 @@ def test_two_processes_replay_and_audit_a_run_of_two(tmp_path):
     (temporary := tmp_path / "temporary").mkdir()
     replay = f"accelerate launch --config_file accelerate_configs/cpu.yaml replay.py {tmp_path / 'run'}"
     shown = python(f"{replay} 4 --num_sequences 1 --arithmetic false", TMPDIR=str(temporary)).stdout
-    assert "trained again from" in shown and shown.count("as in the run, by 1 fingerprint(s)") == 2
+    assert "retrained from" in shown and shown.count("reproduced bitwise (1 digest(s))") == 2
     assert shown.count("sequences of step 4") == 1
-    assert python(f"{replay} --audit 2", TMPDIR=str(temporary)).stdout.count("bit for bit\n") == 2
+    assert python(f"{replay} --audit 2", TMPDIR=str(temporary)).stdout.count("bitwise identical\n") == 2
     assert not list(temporary.iterdir())
 
 
@@ -599,10 +600,10 @@ def test_a_log_that_cannot_be_read_is_said(name, run, in_process, tmp_path, monk
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"threads": "two"}, "run: {run}/sessions.jsonl is damaged: start.threads is 'two'"),
-        ({"processes": [2]}, "run: {run}/sessions.jsonl is damaged: start.processes is"),
-        ({"mixed_precision": 16}, "run: {run}/sessions.jsonl is damaged: start.mixed_precision is"),
-        ({"config": []}, "run: {run}/sessions.jsonl is damaged: start.config is"),
+        ({"threads": "two"}, "run: {run}/sessions.jsonl is damaged: session.threads is 'two'"),
+        ({"processes": [2]}, "run: {run}/sessions.jsonl is damaged: session.processes is"),
+        ({"mixed_precision": 16}, "run: {run}/sessions.jsonl is damaged: session.mixed_precision is"),
+        ({"config": []}, "run: {run}/sessions.jsonl is damaged: session.config is"),
     ],
 )
 def test_a_start_that_is_none_is_said(facts, message, run, in_process, tmp_path, monkeypatch, capsys):
@@ -614,5 +615,5 @@ def test_a_start_that_is_none_is_said(facts, message, run, in_process, tmp_path,
 
 
 def test_a_number_of_hundreds_of_digits_is_no_rounding():
-    again = Retrained(None, {3: {"train/loss": 5.1}}, {}, None)
-    assert again.difference(logged({"train/loss": 10**350}), "2 processes then and 1 now")
+    again = Retrained(Path(), {3: {"train/loss": 5.1}}, {}, None)
+    assert again.difference(logged({"train/loss": 10**350}), "2 processes in the run, 1 here")

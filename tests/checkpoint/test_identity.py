@@ -171,7 +171,7 @@ def test_a_replay_says_that_other_code_trained(code, run):
     under_code(run, code)
     shown = python(f"python replay.py {run} --audit 1").stdout
     assert shown.count(f"Other code: {run} was trained by 0123456789ab") == (code is not None)
-    assert "bit for bit" in shown
+    assert "bitwise identical" in shown
 
 
 @pytest.mark.slow

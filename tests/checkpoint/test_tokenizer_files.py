@@ -8,7 +8,8 @@ from hashlib import sha256
 import pytest
 import yaml
 
-from audit.audit import Run, saved_problem
+from audit.audit import checkpoint_problem
+from audit.recorded_run import RecordedRun
 from checkpoint.manifest import read_manifest
 from config.errors import ConfigError
 from run.load import load_run
@@ -76,8 +77,8 @@ def use(folder, exit_code=0):
 
 def audited(folder):
     """What an audit finds wrong with the newest checkpoint before it trains again."""
-    run = Run(folder / "run")
-    return saved_problem(run, *next(iter(run.manifests.items())))
+    run = RecordedRun(folder / "run")
+    return checkpoint_problem(run, *next(iter(run.manifests.items())))
 
 
 def test_a_checkpoint_has_the_hash_of_every_file(made):

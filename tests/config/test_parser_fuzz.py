@@ -23,7 +23,7 @@ from evaluate import EvaluateConfig
 from export import ExportConfig
 from jobs.runner import Trainings
 from plotting.run_plots import save_loss_curve
-from replay import ReplayConfig, with_step_named
+from replay import ReplayConfig, name_step_argument
 from sample import SampleConfig
 from sweep import SweepConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
@@ -165,7 +165,7 @@ TOOLS = {
 def use(tool, run, folder, out):
     kind, words = TOOLS[tool]
     words = words.replace("RUN", str(run)).replace("FOLDER", str(folder)).replace("OUT", str(out)).split()
-    exit_code, said, errors = run_tool(tool, kind, *(with_step_named(words) if tool == "replay" else words))
+    exit_code, said, errors = run_tool(tool, kind, *(name_step_argument(words) if tool == "replay" else words))
     written = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".png"}
     written = {name: content.replace(str(run).encode(), b"RUN") for name, content in written.items()}
     return exit_code, said.replace(str(out), "OUT").replace(str(run), "RUN"), errors, written

@@ -66,7 +66,7 @@ def test_a_command_of_the_first_pages(command, out_dir):
         processes = 1 if command.startswith("python") else 2
         assert f"processes: {processes} x" in done.stdout
     if "replay.py" in command:
-        assert done.stdout.count("as in the run, by 1 fingerprint(s)") == 2, "it is started like the run"
+        assert done.stdout.count("reproduced bitwise (1 digest(s))") == 2, "it is started like the run"
     if command == "make verify":
         assert done.stdout.count("\nPASS  ") == 12 and "\nEverything holds.\n" in done.stdout
     if command == "make train":

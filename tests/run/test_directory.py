@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from audit.audit import Run
+from audit.recorded_run import RecordedRun
 from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, validate
 from checkpoint.saver import SaveError, Saver
 from comparison.records import read_records
@@ -406,7 +406,7 @@ def test_a_number_that_no_float_can_be_makes_no_row(run):
     (read_records([run])[0][0]).curve("train/loss")
     assert len(list(read_rows(file))) == len(rows.splitlines())
     python(f"python compare.py {run} {run} --out {run.parent / 'picture'}")
-    assert Run(run).logged_steps == [row["step"] for row in map(json.loads, rows.splitlines())]
+    assert RecordedRun(run).logged_steps == [row["step"] for row in map(json.loads, rows.splitlines())]
     train(*RECIPE, "--out_dir", run.parent)
     assert file.read_bytes() == rows
 

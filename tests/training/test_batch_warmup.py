@@ -54,11 +54,11 @@ def test_a_branch_may_grow_otherwise(run, runs):
 def test_it_is_audited_and_its_steps_are_opened(runs):
     train(*RECIPE, "--exact", "true", "--checkpoint.every", 2, "--out_dir", runs, processes=2)
     shown = python(f"python replay.py {runs / 'run'} --audit 99").stdout
-    assert len(re.findall(r"^PASS .* bit for bit$", shown, re.MULTILINE)) == 4
+    assert len(re.findall(r"^PASS .* bitwise identical$", shown, re.MULTILINE)) == 4
     for step in (2, 3):
         shown = python(f"python replay.py {runs / 'run'} {step}", CXX="/nonexistent").stdout
         row = metrics(runs / "run")[step - 1]
-        assert f"of {SIZES[step - 1]} with the highest loss" in shown and "as in the run, by 1 fingerprint(s)" in shown
+        assert f"of {SIZES[step - 1]} with the highest loss" in shown and "reproduced bitwise (1 digest(s))" in shown
         fp32 = [float(figure) for figure in re.search(r"fp32 +([\d.]+) +([\d.]+)$", shown, re.MULTILINE).groups()]
         assert fp32 == pytest.approx([row["train/loss"], row["train/grad_norm"]], abs=1e-6)
 

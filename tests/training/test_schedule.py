@@ -113,7 +113,7 @@ def test_what_a_fork_schedules_is_trained_with_verified_and_opened(runs):
     said = [forked.run("-c", [FORK, *words], 0, environment(CXX="/nonexistent")) for words in scripts]
     assert all(done.returncode == 0 for done in said), said
     row = metrics(runs / "run")[3]
-    assert "step 4: as in the run, by 1 fingerprint(s)" in said[1].stdout
+    assert "step 4: reproduced bitwise (1 digest(s))" in said[1].stdout
     fp32 = [float(figure) for figure in re.search(r"fp32 +([\d.]+) +([\d.]+)$", said[1].stdout, re.MULTILINE).groups()]
     assert fp32 == pytest.approx([row["train/loss"], row["train/grad_norm"]], abs=1e-6)
     train(*recipe, "--name", "other")
