@@ -74,9 +74,9 @@ def unchecked(run: RecordedRun, last_saved: int, inexact: list[str]) -> Iterator
         yield "parameters and flops_per_token in sessions.jsonl  not checked: other code trained the run"
     if inexact:
         yield (
-            f"digests, texts and differences below {RELATIVE_TOLERANCE:.1%} in {len(inexact)} interval(s)  not checked: "
-            f"{', '.join(dict.fromkeys(inexact))}; nothing confirms what sessions.jsonl says of it, so launch the audit "
-            "in the same way to compare bits"
+            f"digests, texts and differences below {RELATIVE_TOLERANCE:.1%} in {len(inexact)} interval(s)  "
+            f"not checked: {', '.join(dict.fromkeys(inexact))}; nothing confirms these facts of sessions.jsonl, launch "
+            "the audit in the same way to compare bits"
         )
     yield f"{UNCHECKED}  not checked: retraining does not depend on them"
 

@@ -25,7 +25,7 @@ from checkpoint.manifest import (
     validate,
 )
 from checkpoint.provenance import provenance
-from config.errors import ConfigError, RunError
+from config.errors import RunError
 from config.schema import TrainConfig
 from distributed.cpu import prepare_exact
 from distributed.launch import is_on, uses_cpu
@@ -74,7 +74,7 @@ class RecordedRun:
             prepare_exact()  # before anything is computed
 
     def session_at(self, step: int) -> Session:
-        """Return the session that computed `step`; if its row is lost, the facts in the manifest of the next checkpoint."""
+        """Return the session that computed `step`; if its row is lost, what the next checkpoint's manifest says."""
         for session in reversed(self.sessions):
             if session.step < step:
                 return session
@@ -152,7 +152,9 @@ class RecordedRun:
                     return path
         return None
 
-    def retrain(self, checkpoint: Path | None, until: int, folder: Path, changes: dict[str, Any] | None = None) -> "Retrained":
+    def retrain(
+        self, checkpoint: Path | None, until: int, folder: Path, changes: dict[str, Any] | None = None
+    ) -> "Retrained":
         """Train from a checkpoint, or from initial weights, until after step `until`, in a run directory in `folder`.
 
         Training stops and resumes at the same steps as the run did.

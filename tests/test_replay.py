@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from audit.audit import audit
+from audit.audit import audit, record_problems
 from audit.recorded_run import RecordedRun, Retrained
 from checkpoint.manifest import File, read_manifest
 from cli import scripts
@@ -458,8 +458,8 @@ def test_what_was_logged_after_the_last_checkpoint_is_not_passed_over_in_silence
     for step in (4, 6):
         shutil.rmtree(copy / "checkpoints" / f"step-{step:08d}")
     audit(RecordedRun(copy), 99, tmp_path)
-    verdicts = re.findall("PASS|FAIL|SKIP.*", capsys.readouterr().out)
-    assert verdicts == ["PASS", "SKIP  steps 3 to 6  no checkpoint is after them"]
+    verdicts = re.findall("PASS|FAIL|SKIP  steps.*", capsys.readouterr().out)
+    assert verdicts == ["PASS", "SKIP  steps 3 to 6  not checked: no checkpoint follows them"]
 
 
 @pytest.mark.parametrize("step", [3, 5], ids=["evaluated", "compared"])
@@ -473,14 +473,111 @@ def test_a_digest_is_missed_of_a_step_that_logged_no_loss(step, in_process, tmp_
     assert f"FAIL  steps 1 to 6  metrics.jsonl has no state/digest at step {step}" in capsys.readouterr().out
 
 
-def test_a_number_that_stands_nowhere_is_said_to_be_unknown(run, in_process, tmp_path, capsys):
-    """By its absence alone, who removed all of it cannot be told from a version that did not know it."""
+def remove_metric_everywhere(run, name="generation/valid"):
+    metrics = read_manifest(run / "checkpoints" / "step-00000006").metrics
+    rewrite_rows(run, lambda row: row.pop(name, None) and None)
+    forge(run, 6, metrics={other: value for other, value in metrics.items() if other != name})
+
+
+def test_audit_misses_metric_removed_everywhere(run, in_process, tmp_path, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    metrics = read_manifest(copy / "checkpoints" / "step-00000006").metrics
-    rewrite_rows(copy, lambda row: row.pop("generation/valid", None) and None)
-    forge(copy, 6, metrics={name: value for name, value in metrics.items() if name != "generation/valid"})
+    remove_metric_everywhere(copy)
+    with pytest.raises(RunError):
+        audit(RecordedRun(copy), 99, tmp_path)
+    assert "FAIL  steps 5 to 6  metrics.jsonl has no generation/valid at step 6" in capsys.readouterr().out
+
+
+def test_audit_skips_metric_that_other_code_lacks(run, in_process, tmp_path, capsys):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    remove_metric_everywhere(copy)
+    change_session(copy, code="0" * 12)
+    for path in (copy / "checkpoints").iterdir():
+        manifest = read_manifest(path)
+        replace(manifest, provenance=manifest.provenance | {"code": "0" * 12}).write(path)
     audit(RecordedRun(copy), 99, tmp_path)
-    assert "SKIP  generation/valid  the run logged it at no step" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "SKIP  generation/valid  not checked: other code trained the run" in shown
+    assert "SKIP  parameters and flops_per_token in sessions.jsonl  not checked: other code" in shown
+
+
+def test_audit_names_what_it_cannot_check(run, in_process, tmp_path, capsys):
+    audit(RecordedRun(run), 1, tmp_path)
+    skipped = re.findall("SKIP  (.*)", capsys.readouterr().out)
+    assert [line.partition("  not checked: ")[0] for line in skipped] == [
+        "perf/*, versions and git_commit in sessions.jsonl"
+    ]
+
+
+def change_session(run, **facts):
+    """Change facts in every row of sessions.jsonl."""
+    path = run / "sessions.jsonl"
+    rows = [json.loads(line) | facts for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def change_processes(run, processes):
+    """Claim another number of processes, in sessions.jsonl and in every manifest."""
+    change_session(run, processes=processes)
+    for path in (run / "checkpoints").iterdir():
+        replace(read_manifest(path), processes=processes).write(path)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"parameters": 1}, "FAIL  sessions.jsonl: the session from step 0 has parameters 1, and config.yaml gives"),
+        ({"flops_per_token": 1}, "the session from step 0 has flops_per_token 1, and config.yaml gives"),
+        ({"processes": 2}, "FAIL  sessions.jsonl: processes is 2, and 1 in "),
+        ({"mixed_precision": "bf16"}, "FAIL  sessions.jsonl: mixed_precision is bf16, and no in "),
+        ({"torch": "1.0"}, "FAIL  sessions.jsonl: torch is 1.0, and "),
+        ({"step": 1}, "FAIL  sessions.jsonl: the first session is from step 1, and the run from step 0"),
+        ({"uncommitted_changes": "code-12345678.diff"}, "names code-12345678.diff, which is missing"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_record_problems_finds_changed_session(facts, message, run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    change_session(copy, **facts)
+    opened = RecordedRun(copy)
+    if "step" in facts:
+        opened.initial_step = 0  # as a branch whose checkpoint exists would know it
+    assert message.removeprefix("FAIL  ") in "\n".join(record_problems(opened))
+
+
+def test_record_problems_finds_deleted_sessions(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / "sessions.jsonl").unlink()
+    assert list(record_problems(RecordedRun(copy))) == ["sessions.jsonl: it is missing or empty, and every run has one"]
+
+
+def test_record_problems_of_untouched_run_are_none(run):
+    assert list(record_problems(RecordedRun(run))) == []
+
+
+def test_audit_names_claimed_processes_as_unchecked(run, in_process, tmp_path, capsys):
+    """A run that claims two processes is compared within rounding only, and the audit says so."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    change_processes(copy, 2)
+    audit(RecordedRun(copy), 99, tmp_path)
+    shown = capsys.readouterr().out
+    assert shown.count("equal up to rounding (2 processes in the run, 1 here)") == 3
+    assert "SKIP  digests, texts and differences below 0.1% in 3 interval(s)  not checked: 2 processes in" in shown
+
+
+def test_exact_run_is_audited_exactly_whatever_it_claims(tmp_path):
+    train(*RECIPE, *"--exact true --steps 2 --checkpoint.keep 9 --name run --out_dir".split(), tmp_path)
+    change_processes(tmp_path / "run", 2)
+    rewrite_rows(tmp_path / "run", lambda row: row.update({"train/loss": row["train/loss"] * (1 + 1e-6)}))
+    forge(tmp_path / "run", 2, metrics={**read_manifest_of(tmp_path / "run", 2).metrics, **last_row(tmp_path / "run")})
+    done = forked.run("replay.py", [str(tmp_path / "run"), "--audit", "99"], 0, environment())
+    assert done.returncode == 1
+    assert "FAIL  steps 1 to 2  step 1: train/loss is" in done.stdout
+
+
+def last_row(run):
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    del row["step"]
+    return row
 
 
 def logged(row):
@@ -552,7 +649,7 @@ def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch
     monkeypatch.setattr("audit.recorded_run.uses_cpu", lambda environment: False)
     opened = RecordedRun(run)
     assert opened.why_inexact(3, 4) == "a CPU in the run, a GPU here"
-    opened.sessions[0]["threads"] = None
+    opened.sessions[0] = replace(opened.sessions[0], threads=None)
     assert "have no fixed order without exact: true" in opened.why_inexact(3, 4)
     opened.config.exact = True
     assert opened.why_inexact(3, 4) == ""
@@ -562,7 +659,7 @@ def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch
 
 def test_sharded_otherwise_bits_may_differ(run, monkeypatch):
     opened = RecordedRun(run)
-    opened.sessions[0]["shards"] = 2
+    opened.sessions[0] = replace(opened.sessions[0], shards=2)
     assert opened.why_inexact(3, 4) == "2 shards in the run, 1 here"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert "2 shards in the run" in opened.why_inexact(3, 4), "one process shards nothing"
