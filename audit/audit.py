@@ -10,7 +10,7 @@ from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
-from audit.recorded_run import MISSING, RELATIVE_TOLERANCE, RecordedRun, print_on_main
+from audit.recorded_run import MISSING, RELATIVE_TOLERANCE, RecordedRun, logs_digest, print_on_main
 from checkpoint.identity import ARRANGEMENT
 from checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, checkpoints_in, validate
 from checkpoint.provenance import network_size
@@ -21,6 +21,7 @@ from distributed.nested import broadcast_from_main
 from distributed.state_hash import digests
 from run.resume import differences
 from run.stored_settings import complete_settings
+from training.schedule import should_evaluate, should_log
 
 METRICS_OF_EVERY_LOG = ("train/loss", "train/grad_norm", "train/lr")
 UNCHECKED = "perf/*, versions and git_commit in sessions.jsonl"
@@ -162,8 +163,9 @@ def retraining_problem(run: RecordedRun, start: Path | None, first: int, manifes
     for before, end in pairwise([first, *run.session_ends(first, last)]):
         config = run.config_at(end)
         for step in range(before + 1, end + 1):
-            due = config.due(step)
-            needed = [*METRICS_OF_EVERY_LOG] * due.log + ["val/loss"] * due.evaluate + ["state/digest"] * any(due)
+            needed = [*METRICS_OF_EVERY_LOG] if should_log(config, step) else []
+            needed += ["val/loss"] if should_evaluate(config, step) else []
+            needed += ["state/digest"] if logs_digest(config, step) else []
             if missing := [name for name in needed if name not in run.rows.get(step, {})]:
                 return f"metrics.jsonl has no {missing[0]} at step {step}"
     if start:

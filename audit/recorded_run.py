@@ -8,7 +8,6 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from checkpoint.manifest import (
 )
 from checkpoint.provenance import provenance
 from config.errors import RunError
+from config.resolve import replace_settings
 from config.schema import TrainConfig
 from distributed.cpu import prepare_exact
 from distributed.launch import is_on, uses_cpu
@@ -33,6 +33,7 @@ from distributed.nested import broadcast_from_main, nested_training
 from distributed.world import is_main_process, num_processes
 from run.reader import RunReader, Session, surviving_sessions
 from run.stored_settings import config_of
+from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
 
 # Settings that a resume may change although they affect what a step computes by rounding, or what it logs: each step is
 # retrained with the values of its session.
@@ -101,12 +102,12 @@ class RecordedRun:
         at no step are added to `unlogged` instead.
         """
         config = self.config_at(step)
-        due, ignored = config.due(step), ["step", "perf/"]
-        if not due.log:
+        ignored = ["step", "perf/"]
+        if not should_log(config, step):
             ignored += ["train/", "layers/"]
         if not config.tracking.block_stats:
             ignored.append("layers/")
-        if not any(due):
+        if not logs_digest(config, step):
             ignored.append("state/")
         logged = self.rows.get(step, {})
         missing = {name for name in names if not name.startswith(tuple(ignored)) and name not in logged}
@@ -216,13 +217,11 @@ def group_by_step(rows: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]
     return dict(grouped)
 
 
-def replace_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
-    """Return a copy of a config with other settings, given as `name` or `section.name`; later ones win."""
-    config = deepcopy(config)
-    for name, value in settings.items():
-        section, _, setting = name.rpartition(".")
-        setattr(getattr(config, section) if section else config, setting, deepcopy(value))
-    return config
+def logs_digest(config: TrainConfig, step: int) -> bool:
+    """Return whether training logs `state/digest` after a step."""
+    saves = should_save(config, step)
+    compares = should_compare_replicas(config, step, saves)
+    return should_log(config, step) or should_evaluate(config, step) or saves or compares
 
 
 @dataclass

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import train
 from audit.audit import audit
 from audit.recorded_run import RecordedRun, describe_outcome, print_on_main
 from audit.settings import ReplayConfig
@@ -30,9 +29,10 @@ from model.gpt import GPTModel
 from model.seeds import derive_seed
 from run.load import copy_initial_weights, load_run
 from training.block_stats import total_norm
-from training.gradients import fill_in_gradients, trainable_parameters
+from training.gradients import trainable_parameters, zero_missing_gradients
 from training.optimizer import build_optimizer, set_schedules
 from training.prepare_model import no_compiler, prepare_network
+from training.step import split_micro_batches
 
 NUM_WORST_TOKENS, MAX_TEXT_LENGTH = 5, 120  # shown of a sequence: tokens, characters
 
@@ -140,6 +140,8 @@ def print_block_stats(row: dict) -> None:
     names = list(dict.fromkeys(key.split("/")[1] for key in row if key.startswith("layers/")))
     loss, grad_norm, lr = (row[f"train/{name}"] for name in ("loss", "grad_norm", "lr"))
     print_on_main(f"loss {loss:.6g}, gradient norm {grad_norm:.6g}, learning rate {lr:.6g}")
+    if not names:  # the update was skipped
+        return
     print_on_main(f"{'block':>6}" + "".join(f"{name:>16}" for name in names))
     for block in range(sum(key.startswith(f"layers/{names[0]}/") for key in row)):
         print_on_main(f"{block:>6}" + "".join(f"{row[f'layers/{name}/{block}']:>16.6g}" for name in names))
@@ -225,7 +227,7 @@ def compute_step(
         `gradients`.
     """
     num_targets, token_losses = (batch["labels"][:, 1:] != -100).sum(), []
-    for index, micro_batch in enumerate(train.micro_batches(batch, config.micro_batch_size)):
+    for index, micro_batch in enumerate(split_micro_batches(batch, config.micro_batch_size)):
         torch.manual_seed(derive_seed(config.seed, "dropout", step - 1, index))
         labels = micro_batch.pop("labels")
         device = labels.device.type
@@ -237,5 +239,5 @@ def compute_step(
         token_losses.append(losses.detach())
     if not gradients:
         return token_losses, 0.0
-    fill_in_gradients(parameters := trainable_parameters(model))
+    zero_missing_gradients(parameters := trainable_parameters(model))
     return token_losses, total_norm(parameter.grad for parameter in parameters if parameter.grad is not None)

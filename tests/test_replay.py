@@ -651,7 +651,7 @@ def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch
     assert opened.why_inexact(3, 4) == "a CPU in the run, a GPU here"
     opened.sessions[0] = replace(opened.sessions[0], threads=None)
     assert "have no fixed order without exact: true" in opened.why_inexact(3, 4)
-    opened.config.exact = True
+    opened.config = replace(opened.config, exact=True)
     assert opened.why_inexact(3, 4) == ""
     monkeypatch.setattr("audit.recorded_run.uses_cpu", lambda environment: True)
     assert opened.why_inexact(3, 4) == "a GPU in the run, a CPU here"
