@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from audit.recorded_run import MISSING, RELATIVE_TOLERANCE, RecordedRun, logs_digest, print_on_main
-from checkpoint.identity import ARRANGEMENT
+from checkpoint.identity import SUMMATION_ORDER
 from checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, checkpoints_in, validate
 from checkpoint.provenance import network_size
 from checkpoint.tokenizer_files import changed_files
@@ -120,7 +120,7 @@ def session_problems(run: RecordedRun) -> Iterator[str]:
 def manifest_contradictions(run: RecordedRun) -> Iterator[str]:
     """Describe facts of how a checkpoint was computed that are not those of its session, a line each."""
     for path, manifest in run.manifests.items():
-        saved = {name: getattr(manifest, name) for name in ("mixed_precision", *ARRANGEMENT)} | manifest.provenance
+        saved = {name: getattr(manifest, name) for name in ("mixed_precision", *SUMMATION_ORDER)} | manifest.provenance
         saved.pop("git_commit", None)  # session and saver read it at different times
         session = run.session_at(manifest.step)
         for name, value in saved.items():

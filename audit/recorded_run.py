@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import train
-from checkpoint.identity import ARRANGEMENT, code_name, other_arrangement, other_facts
+from checkpoint.identity import SUMMATION_ORDER, compare_facts, compare_summation_order, describe_code
 from checkpoint.manifest import (
     InvalidCheckpoint,
     Manifest,
@@ -83,7 +83,7 @@ class RecordedRun:
         if not later:
             return Session(self.initial_step)
         manifest = min(later, key=lambda manifest: manifest.step)
-        facts = {name: getattr(manifest, name) for name in ("config", "mixed_precision", *ARRANGEMENT)}
+        facts = {name: getattr(manifest, name) for name in ("config", "mixed_precision", *SUMMATION_ORDER)}
         return Session(self.initial_step, **facts)
 
     def config_at(self, step: int) -> TrainConfig:
@@ -132,7 +132,7 @@ class RecordedRun:
                 reasons.append("a GPU in the run, a CPU here" if on_gpu else "a CPU in the run, a GPU here")
             elif on_gpu and not self.config.exact:
                 reasons.append("sums on a GPU have no fixed order without exact: true")
-            changed = other_arrangement(vars(session), here, self.config.exact)
+            changed = compare_summation_order(vars(session), here, self.config.exact)
             reasons += [f"{getattr(session, name)} {name} in the run, {here[name]} here" for name in changed]
         return ", ".join(dict.fromkeys(reasons))
 
@@ -140,9 +140,9 @@ class RecordedRun:
         here = provenance()
         last = max([*self.logged_steps, *(manifest.step for manifest in self.manifests.values())], default=0)
         trained = map(vars, surviving_sessions(self.sessions, last))
-        others = [session for session in trained if "code" in other_facts(session, here)]
-        names = " and ".join(dict.fromkeys(map(code_name, others)))
-        return f"Other code: {self.path} was trained by {names}, and this is {code_name(here)}." if others else ""
+        others = [session for session in trained if "code" in compare_facts(session, here)]
+        names = " and ".join(dict.fromkeys(map(describe_code, others)))
+        return f"Other code: {self.path} was trained by {names}, and this is {describe_code(here)}." if others else ""
 
     def checkpoint_before(self, step: int) -> Path | None:
         """Return the newest valid checkpoint older than `step`, or None."""
