@@ -64,8 +64,9 @@ from distributed.launch import start_accelerator
 from plotting.run_plots import save_loss_by_position
 from plotting.style import report_plot_errors
 from run.corpus_check import CorpusCheck
-from run.load import Loaded, check_tokenizer, load_with_source
+from run.load import Loaded, load_with_source
 from run.stored_settings import USE_ITS_CODE, unknown_settings
+from run.tokenizer import check_tokenizer
 from training.evaluation import evaluate
 
 LOGIT_BYTES = 2**28

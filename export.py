@@ -54,7 +54,7 @@ from data.integrity import read_metadata
 from model.hf import to_transformers
 from plotting.run_plots import save_loss_curve
 from plotting.style import report_plot_errors
-from run.load import Loaded, Weights, averages, find_checkpoint, is_run, load_checkpoint, load_with_source
+from run.load import Loaded, Weights, find_checkpoint, is_run, load_checkpoint, load_with_source, uses_ema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,7 +214,7 @@ def card(
     origin = "converted from another folder in transformers' format"
     if sources:
         origin = f"trained with Accelerate; the weights are those of step {steps}" + ", averaged" * (len(sources) > 1)
-        if loaded.config and averages(loaded.config, weights):
+        if loaded.config and uses_ema(loaded.config, weights):
             origin += ", each an exponential average of the weights that were trained (evaluation.ema_decay)"
     lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
     if loaded.config is None:

@@ -33,7 +33,8 @@ from plotting.style import report_plot_errors
 from run import trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory, Start
-from run.load import Loaded, copy_initial_weights
+from run.initial_weights import copy_initial_weights
+from run.load import Loaded
 from run.reporting import Reporter
 from run.resolve import resolve
 from run.summary import summary

@@ -144,14 +144,19 @@ def readable_checkpoints(directory: Path) -> dict[Path, Manifest]:
 
 
 def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[str]]:
-    """The newest valid checkpoint, its manifest, and why each newer one was passed over. (None, None, ...) if none."""
-    rejected = []
-    for path in checkpoints_in(checkpoints):
+    """Find the newest valid checkpoint, also while a training adds and removes some.
+
+    Returns:
+        Its directory and manifest, None if there is none; and for each newer one the reason why it is not valid.
+    """
+    rejected: dict[Path, str] = {}
+    while remaining := [path for path in checkpoints_in(checkpoints) if path not in rejected]:
+        path = remaining[0]
         try:
-            return path, validate(path), rejected
+            return path, validate(path), list(rejected.values())
         except InvalidCheckpoint as invalid:
-            rejected.append(str(invalid))
-    return None, None, rejected
+            rejected[path] = str(invalid) if path.exists() else f"{path}: removed while it was read"
+    return None, None, list(rejected.values())
 
 
 def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:

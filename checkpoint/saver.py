@@ -21,7 +21,7 @@ from accelerate import Accelerator
 
 from checkpoint.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from checkpoint.provenance import arrangement, provenance
-from checkpoint.tokenizer_files import expected_hashes, file_hashes
+from checkpoint.tokenizer_files import expected_hashes, hash_files
 from config.errors import ConfigError, RunError
 from config.schema import TrainConfig
 from data.files import fsync, sha256
@@ -51,7 +51,7 @@ class Saver(AbstractContextManager):
         self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
         if self.rank == 0:
             run = checkpoints.parent
-            self.facts["tokenizer"] = expected_hashes(run) or file_hashes(run / "tokenizer") or None
+            self.facts["tokenizer"] = expected_hashes(run) or hash_files(run / "tokenizer") or None
         # The thread's messages must not mix with those of training: a group of its own, on CPU whatever the device.
         self.group = None
         if dist.is_initialized():  # as it may be for one process

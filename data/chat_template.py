@@ -40,7 +40,7 @@ def open_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer in a folder, which gets the default chat template if it has none."""
     from transformers import AutoTokenizer  # slow to import
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = DEFAULT_TEMPLATE
         write_atomically(folder / "chat_template.jinja", DEFAULT_TEMPLATE)

@@ -54,7 +54,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
     num_tokens = tokens_to_learn(name)
     if name != "byte" and num_tokens is None:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as error:  # as many kinds as there are ways to fail at a download
             raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\nUse {NAMES}") from None
         if not tokenizer.is_fast or tokenizer.eos_token is None:

@@ -227,7 +227,7 @@ class RunDirectory:
     def _choose_start(self, config: TrainConfig, now: dict[str, Any]) -> Start:
         path, manifest, rejected = newest_valid(self.checkpoints)
         for reason in rejected:
-            print(f"Checkpoint passed over: {reason}")
+            print(f"Checkpoint skipped: {reason}")
         if path is not None:
             if "mixed_precision" in compare_facts(vars(manifest), now):
                 raise ConfigError(

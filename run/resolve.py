@@ -8,7 +8,9 @@ from data.corpus import Corpus, load_corpus
 from distributed.cpu import use_portable_arithmetic
 from distributed.world import num_processes
 from run.directory import RunDirectory
-from run.load import Loaded, check_tokenizer, load_run, weights_hash
+from run.initial_weights import hash_weights
+from run.load import Loaded, load_run
+from run.tokenizer import check_tokenizer
 
 
 class Resolved(NamedTuple):
@@ -55,7 +57,7 @@ def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, Loaded]:
     if config.exact:  # must precede any computation
         use_portable_arithmetic()
     initial = load_run(str(config.init_from), setting="init_from")
-    digest = weights_hash(initial.model.state_dict())
+    digest = hash_weights(initial.model.state_dict())
     config = step.with_initial_model(config, initial.model.config, digest)
     step.require_consistent(config, num_processes())
     return config, initial

@@ -337,7 +337,7 @@ def test_losses_of_different_validation_sets_are_not_compared(tmp_path, capsys):
         checkpoint_of(tmp_path / "checkpoints", step, loss, num_samples)
     assert find_checkpoint(tmp_path, "best")[1].step == 4
     other = step_directory(tmp_path / "checkpoints", 1)
-    said = f"Checkpoint passed over: {other}: its loss is of another validation set than the newest's\n"
+    said = f"Checkpoint skipped: {other}: its loss is of another validation set than the newest's\n"
     assert capsys.readouterr().err == said
     rotate(tmp_path / "checkpoints", 6, CheckpointConfig(keep=1))
     assert left_in(tmp_path / "checkpoints") == [1, 4, 6]

@@ -193,7 +193,7 @@ def test_a_hostile_checkpoint_runs_no_code(runs, left_alone, tmp_path):
     manifest = read_manifest(newest)
     replace(manifest, files=manifest.files | {victim.name: File(len(payload), sha256(victim))}).write(newest)
     done = train(*TINY, "--out_dir", runs)
-    assert f"Checkpoint passed over: {newest}" in done.stdout and not marker.exists()
+    assert f"Checkpoint skipped: {newest}" in done.stdout and not marker.exists()
     pickle.loads(payload)
     assert marker.exists(), "the payload is one that works"
 

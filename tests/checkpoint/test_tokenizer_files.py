@@ -88,39 +88,39 @@ def test_a_checkpoint_has_the_hash_of_every_file(made):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_tokenizer_is_used_by_nobody_and_made_anew_by_a_start(damage, folder):
+def test_damaged_tokenizer_is_not_used_and_restored_at_start(damage, folder):
     do, file = DAMAGES[damage]
     do(folder / "run" / "tokenizer")
     damaged = content(folder / "run" / "tokenizer")
     assert audited(folder).endswith(f"tokenizer is not what it was trained with ({file})")
-    assert f"Tokenizer passed over: {folder / 'run' / 'tokenizer'} is not what it was trained with ({file})" in use(
-        folder
-    )
+    assert f"Tokenizer skipped: {folder / 'run' / 'tokenizer'} is not what it was trained with ({file})" in use(folder)
     (folder / "corpus").rename(folder / "elsewhere")
     refused = use(folder, exit_code=2)
-    assert "the run makes its tokenizer anew from the corpus" in refused and f"trained with ({file})" in refused
+    assert "the run restores its tokenizer from the corpus" in refused and f"trained with ({file})" in refused
     (folder / "elsewhere").rename(folder / "corpus")
     said = go_on(folder, 3).stdout
-    assert said.count(f"{folder / 'run' / 'tokenizer'} was damaged ({file}), and is made anew") == 1
+    assert said.count(f"{folder / 'run' / 'tokenizer'} was damaged ({file}) and is restored from") == 1
     assert content(folder / "run" / "tokenizer") == content(folder / "corpus" / "tokenizer")
     assert content(folder / "run" / "tokenizer.old-1") == damaged, "nothing is lost"
-    assert "passed over" not in use(folder) and audited(folder) == ""
-    assert "made anew" not in go_on(folder, 4).stdout
+    assert "skipped" not in use(folder) and audited(folder) == ""
+    assert "restored" not in go_on(folder, 4).stdout
 
 
-def test_where_the_corpus_has_another_a_start_says_so_and_later_checkpoints_do_not_vouch_for_it(folder):
+def test_tokenizer_is_not_restored_from_another_corpus(folder):
+    """Later checkpoints go on expecting the first one."""
     expected = read_manifest(folder / "run" / "checkpoints" / "step-00000002").tokenizer
     for tokenizer in (folder / "run" / "tokenizer", folder / "corpus" / "tokenizer"):
         (tokenizer / "chat_template.jinja").write_text(str(tokenizer))
     said = go_on(folder, 3).stdout
-    assert "cannot be made anew" in said and said.count("(chat_template.jinja)") == 2
+    assert "cannot be restored" in said and said.count("(chat_template.jinja)") == 2
     assert read_manifest(folder / "run" / "checkpoints" / "step-00000003").tokenizer == expected
     use(folder, exit_code=2)
     (folder / "run" / "tokenizer" / "chat_template.jinja").unlink()
-    assert "passed over" not in use(folder)
+    assert "skipped" not in use(folder)
 
 
-def test_a_run_of_an_older_version_is_read_as_before_and_a_cut_file_is_one_message(folder):
+def test_tokenizer_that_cannot_be_parsed_is_one_message(folder):
+    """The checkpoint has no hashes, so that the damage shows only when the file is parsed."""
     checkpoint = folder / "run" / "checkpoints" / "step-00000002"
     replace(read_manifest(checkpoint), tokenizer=None).write(checkpoint)
     (folder / "run" / "tokenizer" / "chat_template.jinja").write_text("x")

@@ -741,7 +741,7 @@ def test_a_system_message_that_the_model_would_not_see_is_refused(runs, monkeypa
 def test_who_cannot_talk_says_why(runs, tmp_path, monkeypatch, capsys):
     plain = shutil.copytree(runs / "run", tmp_path / "run")
     (plain / "tokenizer" / "chat_template.jinja").unlink()
-    monkeypatch.setattr("run.load.changed_files", lambda *_: "")  # as if it had been trained without one
+    monkeypatch.setattr("run.tokenizer.changed_files", lambda *_: "")  # as if it had been trained without one
     with pytest.raises(ConfigError, match="chat: the tokenizer of .* has no chat template; train on conversations"):
         talk(monkeypatch, capsys, plain, "hello\n")
     with pytest.raises(ConfigError, match="num_samples: 2, but chat gives one answer"):

@@ -16,7 +16,8 @@ from data.corpus import load_corpus
 from export import ExportConfig
 from model.gpt import GPTModel
 from model.hf import tensors_from_transformers
-from run.load import copy_initial_weights, load_run
+from run.initial_weights import copy_initial_weights
+from run.load import load_run
 from run.resolve import resolve_initial_model
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
 
@@ -143,7 +144,7 @@ def test_what_contradicts_it_is_refused(settings, message, made):
 def test_an_adapter_is_no_model_and_is_to_be_merged(made, tmp_path):
     """A real one is merged by tests/test_other_tools.py, as the message and the page say."""
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
-    with pytest.raises(ConfigError, match="init_from: .* is an adapter .*from peft import .*merge_and_unload"):
+    with pytest.raises(ConfigError, match="init_from: .* is a PEFT adapter, .*from peft import .*merge_and_unload"):
         resolve_initial_model(parse_config(arguments(made, "--init_from", tmp_path)))
 
 
@@ -159,7 +160,9 @@ def test_what_a_fork_adds_begins_as_in_a_new_model_and_nothing_of_the_other_is_l
     network.adapter = torch.nn.Linear(2, 2)
     begun, weights = network.adapter.weight.clone(), initial.model.state_dict()
     copy_initial_weights(network, initial)
-    assert "init_from: 2 tensors are not in it and begin as in a new model, such as adapter." in capsys.readouterr().out
+    assert (
+        "init_from: 2 tensors are not in it and are initialised at random, such as adapter." in capsys.readouterr().out
+    )
     assert torch.equal(network.adapter.weight, begun)
     assert all(torch.equal(network.state_dict()[name], weight) for name, weight in weights.items())
     del network.final_norm

@@ -17,13 +17,14 @@ from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel,
 
 import sample
 from checkpoint.manifest import File, read_manifest
+from checkpoint.unshard import read_weights
 from config.errors import ConfigError
 from data.corpus import Corpus
 from data.files import sha256
 from data.prepare.prepare import encode_text
 from data.synthetic.stories import StoriesDataset, log_prob
 from data.tokenizer import load_tokenizer, save_tokenizer
-from run.load import Loaded, find_checkpoint, load_run
+from run.load import Loaded, find_checkpoint, load_run, load_with_source
 from sample import SampleConfig
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 from tests.model.test_model import make_model
@@ -120,7 +121,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
     damaged.unlink()
     loaded = f"python sample.py {tmp_path}/run --max_new_tokens 2", f"python evaluate.py {tmp_path}/run"
     for command in (*loaded, f"python export.py {tmp_path}/run {tmp_path}/out"):
-        assert python(command).stderr.count(f"Checkpoint passed over: {damaged}: missing\n") == 1, command
+        assert python(command).stderr.count(f"Checkpoint skipped: {damaged}: missing\n") == 1, command
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["step"] == 7
 
 
@@ -129,7 +130,7 @@ def test_a_damaged_manifest_is_named_where_the_best_is_asked_for(run, tmp_path, 
     damaged = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000008" / "manifest.json"
     damaged.write_text("{}")
     find_checkpoint(tmp_path / "run", "best")
-    assert f"Checkpoint passed over: {damaged.parent}: its manifest" in capsys.readouterr().err
+    assert f"Checkpoint skipped: {damaged.parent}: its manifest" in capsys.readouterr().err
 
 
 def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
@@ -156,6 +157,55 @@ def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="'best' is of runs"):
         (tmp_path / "empty").mkdir()
         load_run(tmp_path / "empty", "best")
+
+
+def remove_when_read(monkeypatch, *steps):
+    """Remove the checkpoints of these steps while they are read, as a training that rotates them does."""
+
+    def read(directory, *others):
+        if directory.name in [f"step-{step:08d}" for step in steps]:
+            shutil.rmtree(directory)
+        return read_weights(directory, *others)
+
+    monkeypatch.setattr("run.load.read_weights", read)
+
+
+def test_load_takes_next_newest_when_checkpoint_is_removed(run, tmp_path, monkeypatch, capsys):
+    path = shutil.copytree(run, tmp_path / "run")
+    remove_when_read(monkeypatch, 8, 7)
+    _, (directory, manifest) = load_with_source(path)
+    assert (directory, manifest.step) == (path / "checkpoints" / "step-00000006", 6)
+    said = capsys.readouterr().err
+    for step in (8, 7):
+        removed = path / "checkpoints" / f"step-{step:08d}"
+        assert f"Checkpoint skipped: {removed}: removed while it was read\n" in said
+
+
+def test_load_of_removed_step_is_one_message(run, tmp_path, monkeypatch):
+    path = shutil.copytree(run, tmp_path / "run")
+    remove_when_read(monkeypatch, 7)
+    with pytest.raises(ConfigError, match="checkpoint: .*step-00000007 was removed while it was read"):
+        load_run(path, 7)
+    remove_when_read(monkeypatch, 8)
+    with pytest.raises(ConfigError, match="checkpoint: .*step-00000008 was removed while it was read"):
+        load_run(path / "checkpoints" / "step-00000008")
+
+
+def test_find_checkpoint_sees_one_written_meanwhile(run, tmp_path, monkeypatch):
+    """Every checkpoint of the first listing is gone when it is validated, and a newer one is there."""
+    path = shutil.copytree(run, tmp_path / "run")
+    listed = sorted((path / "checkpoints").iterdir())
+    for newer in listed[1:]:
+        newer.rename(tmp_path / newer.name)
+
+    def rotate(directory):
+        if directory.name == "step-00000001":
+            shutil.rmtree(directory)
+            (tmp_path / "step-00000008").rename(path / "checkpoints" / "step-00000008")
+        return read_manifest(directory)
+
+    monkeypatch.setattr("checkpoint.manifest.validate", rotate)
+    assert find_checkpoint(path)[1].step == 8
 
 
 LOAD_BOTH = """
@@ -319,7 +369,7 @@ def test_data_with_a_tokenizer_of_their_own_bring_it_along(run, monkeypatch):
     """As a source of a fork does; the end of a text has the name that it has there."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[END]": 2}, unk_token="[END]"))
     corpus = Corpus([], [], tokenizer, 3, end_of_text=2)
-    monkeypatch.setattr("run.load.load_corpus", lambda config: corpus)
+    monkeypatch.setattr("run.tokenizer.load_corpus", lambda config: corpus)
     loaded = load_run(run)
     assert loaded.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert loaded.tokenizer.eos_token == "[END]" and loaded.tokenizer.eos_token_id == 2
@@ -342,7 +392,7 @@ def test_a_run_whose_data_have_moved_says_that_they_may_be_put_back(copy, monkey
     def moved(config):
         raise ConfigError(f"data.path: {config.data.path} is not there")
 
-    monkeypatch.setattr("run.load.load_corpus", moved)
+    monkeypatch.setattr("run.tokenizer.load_corpus", moved)
     with pytest.raises(ConfigError, match="/no/such/folder is not there; use .*, or put its data back where they were"):
         load_run(directory)
 

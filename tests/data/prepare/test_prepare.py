@@ -438,7 +438,9 @@ def test_a_tokenizer_from_a_folder_is_that_tokenizer(tmp_path, bpe):
 
 
 def test_a_tokenizer_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: pytest.fail(f"asked for {name}"))
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained", lambda name, **_: pytest.fail(f"asked for {name}")
+    )
     source = write_jsonl(tmp_path / "a.jsonl", ["hello there"])
     message = refusal(source, tmp_path / "out", f"{tmp_path}/english", validation="hash:0.0")
     assert message.startswith(f"tokenizer: '{tmp_path}/english' is no directory, and '{tmp_path}' is one; use byte, ")

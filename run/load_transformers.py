@@ -1,0 +1,74 @@
+"""Load a model and its tokenizer from a folder in transformers' format or from the Hub; no code of theirs is run."""
+
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from config.errors import ConfigError
+from data.files import reason_absent
+from model.gpt import GPTModel
+from model.hf import config_from_transformers, from_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ACCEPTED = "the directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub"
+# A folder with a tokenizer has at least one of these; old copies of GPT-2 have no tokenizer.json.
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
+
+
+def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTrainedTokenizerBase | None]":
+    """Load a model in eval mode, in float32, on the CPU, and its tokenizer.
+
+    Args:
+        name: a folder, or a name on the Hub.
+        setting: the name of the argument in error messages.
+
+    Raises:
+        ConfigError: there is no such model, or it is not one that GPTModel can be.
+    """
+    local = Path(name).is_dir()
+    if (Path(name) / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{setting}: {name!r} is a PEFT adapter, a part of a model; merge it first: from peft import "
+            f"AutoPeftModelForCausalLM; AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()"
+            ".save_pretrained(FOLDER), with its tokenizer in FOLDER too (docs/using.md), and name FOLDER"
+        )
+    absent = f"{name!r} has no model" if local and not (Path(name) / "config.json").exists() else reason_absent(name)
+    if absent:  # no need to ask the Hub
+        raise ConfigError(f"{setting}: {absent}; name {ACCEPTED}{describe_similar(Path(name))}")
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # slow to import
+
+    found = local
+    try:
+        # The config first: the weights of a model that cannot be opened need not be downloaded.
+        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        found = True
+        config_from_transformers(hf_config)
+        hf_model, loading = AutoModelForCausalLM.from_pretrained(
+            name, config=hf_config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
+        tokenizer = None
+        if not local or any((Path(name) / file).exists() for file in TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model = from_transformers(hf_model)
+    except Exception as error:  # a download fails with many types of exception
+        where = "" if found else "; it is no directory here, and no name on the Hub that could be read"
+        raise ConfigError(f"{setting}: {name!r} cannot be opened{where}: {error}") from None
+    if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
+        raise ConfigError(f"{setting}: {name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")
+    return model, tokenizer
+
+
+def describe_similar(path: Path) -> str:
+    """Return, in brackets, the names most like `path` of what can be opened in it or, if it is no folder, beside it."""
+    folder = path if path.is_dir() else path.parent
+    can_be_opened = ("config.yaml", "checkpoints", "manifest.json", "config.json")
+    with suppress(OSError):
+        names = [found.name for found in folder.iterdir() if any((found / name).exists() for name in can_be_opened)]
+        if near := get_close_matches(path.name, sorted(names), n=5, cutoff=0):
+            return f" (in {folder} there are {len(names)}, such as {', '.join(near)})"
+    return ""

@@ -1,0 +1,100 @@
+"""The tokenizer of a run, and whether it is that of a corpus."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoint.tokenizer_files import changed_files
+from config.errors import ConfigError
+from config.schema import TrainConfig
+from data.corpus import Corpus, load_corpus
+from data.tokenizer import END_OF_TEXT
+from distributed.world import is_main_process
+from run.stored_settings import USE_ITS_CODE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    from run.load import Loaded
+
+# Tokenizers whose vocabularies agree but whose rules differ almost always split this text differently.
+PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
+
+
+def load_run_tokenizer(
+    directory: Path, config: TrainConfig, expected: dict[str, str] | None
+) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of the run that a checkpoint is in, or of its corpus if the run's is gone or damaged.
+
+    Args:
+        directory: the checkpoint.
+        config: the settings of the run.
+        expected: SHA-256 of each file of the tokenizer, from the manifest.
+
+    Raises:
+        ConfigError: there is none, or only another one.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+
+    if config.data.source != "text":
+        try:
+            data = load_corpus(config)
+        except ConfigError as error:  # such as a data source of a fork
+            remedy = "" if Path(config.data.path or "").exists() else ", or put its data back where they were"
+            problem = f"the tokenizer of {directory} is not known here: {error}"
+            raise ConfigError(f"{problem}; {USE_ITS_CODE}{remedy}") from None
+        if data.tokenizer is None:
+            return None
+        end = END_OF_TEXT if data.end_of_text is None else data.tokenizer.id_to_token(data.end_of_text)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=data.tokenizer, eos_token=end, clean_up_tokenization_spaces=False
+        )
+    places = directory.resolve().parent.parent / "tokenizer", Path(config.data.corpora[0]).expanduser() / "tokenizer"
+    problems = []
+    for place in filter(Path.exists, places):
+        changed = expected and changed_files(place, expected)
+        try:
+            tokenizer = None if changed else AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        except Exception as error:  # tokenizers raises nothing more specific
+            problems.append(f"{place} cannot be read: {error}")
+            continue
+        if tokenizer is not None:
+            for problem in problems if is_main_process() else ():
+                print(f"Tokenizer skipped: {problem}", file=sys.stderr)
+            return tokenizer
+        problems.append(f"{place} is not what it was trained with ({changed})")
+    if problems:
+        remedy = "started again, the run restores its tokenizer from the corpus"
+        raise ConfigError("\n  ".join([f"{directory} has no tokenizer any more; {remedy}", *problems]))
+    raise ConfigError(f"the tokenizer of {directory} is neither in {places[0]} nor in {places[1]}")
+
+
+def check_tokenizer(name: str, loaded: "Loaded", corpus: Corpus) -> None:
+    """Refuse a corpus whose token ids mean something else to the model called `name`.
+
+    Raises:
+        ConfigError: the tokenizer of the corpus is not that of the model, or has more tokens than the model.
+    """
+    problem, size = "", loaded.model.config.vocab_size
+    if loaded.tokenizer is not None and corpus.tokenizer is not None:
+        ours, theirs = corpus.tokenizer, loaded.tokenizer.backend_tokenizer
+        if different := set(ours.get_vocab().items()) ^ set(theirs.get_vocab().items()):
+            problem = f"{len(different)} entries differ, such as {min(different, key=lambda entry: entry[1])}"
+        elif _encode_probe(ours) != _encode_probe(theirs):
+            problem = f"they split {PROBE!r} differently"
+    if not problem and corpus.vocab_size > size:  # tokens were added, and the embedding was not resized
+        problem = f"it has {corpus.vocab_size} tokens, and the model {size}"
+    if problem:
+        raise ConfigError(
+            f"data: the tokenizer of the corpus is not that of {name}: {problem}; prepare the corpus with the model's, "
+            "--tokenizer and the name or folder"
+        )
+
+
+def _encode_probe(tokenizer: "Tokenizer") -> list[int]:
+    """Return the token ids of PROBE; [] if it has none, as a word-level tokenizer has none for unknown words."""
+    try:
+        return tokenizer.encode(PROBE, add_special_tokens=False).ids
+    except Exception:  # tokenizers raises nothing more specific
+        return []
