@@ -10,17 +10,17 @@ if __name__ == "__main__":  # before anything slow is imported; it calls `main` 
     run_and_exit("train")
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
 
 from checkpoint.saver import Saver, load_checkpoint
 from config.schema import TrainConfig
-from data.corpus import TOKENS_AT_ONCE, Batches, Corpus
-from data.sampler import GlobalBatches, StepSampler
+from data.corpus import Corpus
+from data.loader import BatchLoader
+from data.sampler import GlobalBatches
 from distributed.launch import start_accelerator
 from distributed.launch_checks import check_request, check_same_settings
 from distributed.signals import Preempted, StopSignal
@@ -39,7 +39,6 @@ from run.reporting import Reporter
 from run.resolve import resolve
 from run.summary import summary
 from training.block_stats import BlockStatistics
-from training.data_loading import LoaderCheck, start_worker
 from training.ema import ema_weights
 from training.evaluation import evaluate, require_finite_loss
 from training.generations import sample_texts
@@ -49,7 +48,7 @@ from training.optimizer import build_optimizer, learning_rates
 from training.prepare_model import prepare_network
 from training.profiler import step_profiler
 from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
-from training.step import MicroBatch, TrainState, prime, split_micro_batches, train_step
+from training.step import TrainState, prime, train_step
 from training.stop import StopRequest
 from training.throughput import Throughput, peak_flops
 
@@ -106,10 +105,19 @@ def train(
     state.metrics.skipped, state.metrics.skipped_in_a_row = start.skipped
 
     last_step = config.stop_after if start.step < (config.stop_after or 0) else config.steps
-    sampler = StepSampler(batch_order, start.step, last_step, rank, num_processes)
-    loader_check = LoaderCheck(accelerator, config.timeout_seconds, signals)
-    stop_request.add_problem(lambda: loader_check.problem)
-    batches = load_batches(config, corpus, sampler, device, loader_check)
+    loader = BatchLoader(
+        corpus.train,
+        batch_order,
+        config.micro_batch_size,
+        device,
+        rank,
+        num_processes,
+        num_workers=config.data.num_workers,
+        timeout_seconds=config.timeout_seconds / 2,  # other processes wait in a collective, which must not time out
+        stop_requested=lambda: signals.received,
+    )
+    stop_request.add_problem(lambda: loader.problem)
+    batches = loader.batches(start.step, last_step)
     throughput = Throughput(
         batch_order, config.seq_len, state.network.flops_per_token(config.seq_len), peak_flops(accelerator)
     )
@@ -200,29 +208,6 @@ def build_train_state(
     metrics = StepMetrics(batch_order, config.micro_batch_size, device, rank, num_processes, config.max_skipped, run)
     block_statistics = BlockStatistics(network.blocks if config.tracking.block_stats else [], accelerator)
     return TrainState(config, accelerator, network, model, optimizer, batch_order, metrics, block_statistics, reducer)
-
-
-def load_batches(
-    config: TrainConfig, corpus: Corpus, sampler: StepSampler, device: torch.device, loader_check: LoaderCheck
-) -> Iterator[list[MicroBatch]]:
-    """Yield this process's micro-batches of every step that the sampler asks for, on the device."""
-    # The loader is not prepared: Accelerate would shard what the sampler has already sharded.
-    loader = DataLoader(
-        Batches(corpus.train),
-        batch_size=max(1, TOKENS_AT_ONCE * sampler.num_processes // (config.global_batch_size * config.seq_len)),
-        collate_fn=list,
-        sampler=sampler,
-        num_workers=config.data.num_workers,
-        worker_init_fn=start_worker,
-        pin_memory=device.type == "cuda",
-    )
-    # Elsewhere than from pinned memory to a GPU, a copy that nobody waits for may be read too early.
-    non_blocking = device.type == "cuda"
-    for batches in loader_check.batches(loader):
-        batches = [{name: t.to(device, non_blocking=non_blocking) for name, t in batch.items()} for batch in batches]
-        # All are cut into micro-batches before the first of them is trained on. One by one, between two steps, it takes
-        # longer: a step leaves nothing of this code in the CPU's caches.
-        yield from [list(split_micro_batches(batch, config.micro_batch_size)) for batch in batches]
 
 
 def draw_loss_curve(run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:

@@ -61,6 +61,7 @@ from checks.model import constants_stay, flops_are_counted, logits_equal, values
 from config.errors import ConfigError, RunError
 from config.resolve import replace_settings
 from config.schema import TrainConfig
+from data.loader import split_micro_batches
 from data.sampler import GlobalBatches
 from distributed.cpu import use_portable_arithmetic
 from distributed.launch import num_shards, start_accelerator
@@ -77,7 +78,7 @@ from training.gradients import trainable_parameters, zero_missing_gradients
 from training.metrics import StepMetrics
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
-from training.step import GradientReducer, TrainState, split_micro_batches, train_step
+from training.step import GradientReducer, TrainState, train_step
 
 
 @dataclass
@@ -246,7 +247,7 @@ class Verification:
             for step in range(self.config.steps):
                 samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
                 batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
-                train_step(state, step, list(split_micro_batches(batch, size)))
+                train_step(state, step, split_micro_batches(batch, size))
                 result = metrics.read(now=True)
                 row = {f"train/{name}": value for name, value in result.means.items()}
                 count = torch.tensor(batch["input_ids"].numel(), device=self.device)

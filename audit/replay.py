@@ -19,8 +19,9 @@ from checkpoint.unshard import read_weights
 from config.errors import ConfigError
 from config.paths import expanded
 from config.schema import TrainConfig
-from data.corpus import Batches, load_corpus
+from data.corpus import load_corpus
 from data.files import copy_folder
+from data.loader import load_batch, split_micro_batches
 from distributed.launch import join_process_group, uses_cpu
 from distributed.launch_checks import check_request
 from distributed.nested import temporary_folder
@@ -33,7 +34,6 @@ from training.block_stats import total_norm
 from training.gradients import trainable_parameters, zero_missing_gradients
 from training.optimizer import build_optimizer, set_schedules
 from training.prepare_model import no_compiler, prepare_network
-from training.step import split_micro_batches
 
 NUM_WORST_TOKENS, MAX_TEXT_LENGTH = 5, 120  # shown of a sequence: tokens, characters
 
@@ -168,7 +168,7 @@ def print_sequences(run: RecordedRun, checkpoint: Path | None, step: int, config
     optimizer = build_optimizer(model.to(device), run.config.optimizer)  # freezes what a fork does not train
     set_schedules(optimizer, model, run.config_at(step), step - 1)  # a fork may schedule dropout
     indices = corpus.order(run.config).indices(step - 1)
-    batch = {name: tensor.to(device) for name, tensor in Batches(corpus.train)[list(indices)].items()}
+    batch = {name: tensor.to(device) for name, tensor in load_batch(corpus.train, indices).items()}
     precision = run.session_at(step).mixed_precision or "no"
     token_losses = torch.cat(compute_step(model, batch, step, run.config, precision)[0])  # [B, T - 1]
     is_target = batch["labels"][:, 1:] != -100

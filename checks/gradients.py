@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from checks.model import with_windows_within
 from config.schema import TrainConfig
-from data.corpus import Batches
+from data.loader import load_batch
 from model import kernels
 from model.gpt import GPTModel
 from model.loss import CHUNK_BYTES
@@ -79,7 +79,7 @@ def gradient_errors(config: TrainConfig, dataset: Dataset, accelerator: Accelera
 def first_rows(dataset: Dataset, length: int) -> dict[str, Tensor]:
     """A batch of them, cut to `length` positions; all are targets but for half a row."""
     num_rows = MIN_TARGETS // (length - 1) + 2
-    batch = Batches(dataset)[[index % len(dataset) for index in range(num_rows)]]
+    batch = load_batch(dataset, [index % len(dataset) for index in range(num_rows)])
     batch = {name: rows[:, :length].clone() for name, rows in batch.items()}
     batch["labels"] = batch["labels"].where(batch["labels"] != -100, batch["input_ids"])
     batch["labels"][0, length // 2 :] = -100

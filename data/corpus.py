@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from config.errors import ConfigError, no_code_for
 from config.resolve import replace_settings
@@ -22,33 +21,6 @@ if TYPE_CHECKING:
 
 Sums = dict[str, tuple[Tensor | float, Tensor | float]]
 """Numbers to be reported as sum / count, by their names, which must always be the same."""
-
-
-TOKENS_AT_ONCE = 2**15  # batches that together have no more tokens than this are made in one go
-
-
-class Batches(Dataset):
-    """A map-style dataset by whole batches: item [i, j, ...] is the dict of their tensors, each [B, T].
-
-    One that has a method `arrays(indices)`, which gives those of a batch, is asked for them: stacking rows takes as
-    long as making them.
-    """
-
-    def __init__(self, dataset: Dataset):
-        self.dataset = dataset
-
-    def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
-        if hasattr(self.dataset, "arrays"):
-            return {name: torch.from_numpy(rows) for name, rows in self.dataset.arrays(indices).items()}
-        return default_collate([self.dataset[index] for index in indices])
-
-    def __getitems__(self, batches: list[list[int]]) -> list[dict[str, Tensor]]:
-        """Several items, made in one go: a step of training empties the CPU's caches of code and tables, and after each
-        the first row takes far longer than those that follow."""
-        together = self[[index for indices in batches for index in indices]]
-        sizes = [len(indices) for indices in batches]
-        split = {name: tensor.split(sizes) for name, tensor in together.items()}
-        return [{name: tensors[i] for name, tensors in split.items()} for i in range(len(batches))]
 
 
 @dataclass

@@ -6,7 +6,6 @@ would cost 8 GB and a start-up). Resuming at step s is therefore just asking for
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from itertools import accumulate, islice
 
 import numpy as np
@@ -15,7 +14,7 @@ from config.schema import TrainConfig
 from model.seeds import derive_seed, mix_bits
 
 MIX_BLOCK = 1000  # samples in which a mixture has its exact shares
-POSITIONS_AT_ONCE = 1024
+POSITIONS_AT_ONCE = 256
 FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need 4; the tiny halves of small corpora need more to look uniform
 
 
@@ -100,22 +99,28 @@ class GlobalBatches(BatchSizes):
         """`warmup` is that of BatchSizes."""
         super().__init__(global_batch_size, *warmup)
         self.num_samples, self.seed = num_samples, seed
+        self._cached_key, self._cached_indices = None, []
 
     def indices(self, step: int, rank: int = 0, num_processes: int = 1) -> list[int]:
-        """Sample indices of process `rank`'s share of the global batch that step `step` (from 0) trains on.
+        """Return the sample indices of process `rank`'s part of the global batch of `step` (from 0).
 
-        The share is the contiguous slice [rank * B / W, (rank + 1) * B / W) of the B indices, so that the shares of
-        any number of processes W, in the order of their ranks, are the same global batch.
+        It is the contiguous slice [rank * B / W, (rank + 1) * B / W) of the B indices, so that the slices of any number
+        of processes W, in the order of their ranks, are the same global batch.
         """
-        return self.of_steps(range(step, step + 1), rank, num_processes)[0]
+        # Several steps at once: numpy takes as long for 16 positions as for 256, about 1% of a step of 50 ms.
+        num_steps = max(1, POSITIONS_AT_ONCE * num_processes // self.global_batch_size)
+        key = step // num_steps, rank, num_processes
+        if key != self._cached_key:
+            self._cached_indices, self._cached_key = self._indices_of_steps(num_steps, *key), key
+        return self._cached_indices[step % num_steps]
 
-    def of_steps(self, steps: range, rank: int = 0, num_processes: int = 1) -> list[list[int]]:
-        """The `indices` of several steps."""
-        shares = [self.size(step) // num_processes for step in steps]
-        firsts = [self.before(step) + rank * share for step, share in zip(steps, shares, strict=True)]
-        positions = [np.arange(first, first + share) for first, share in zip(firsts, shares, strict=True)]
+    def _indices_of_steps(self, num_steps: int, block: int, rank: int, num_processes: int) -> list[list[int]]:
+        steps = range(block * num_steps, (block + 1) * num_steps)
+        sizes = [self.size(step) // num_processes for step in steps]
+        firsts = [self.before(step) + rank * size for step, size in zip(steps, sizes, strict=True)]
+        positions = [np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
         indices = iter(self.at(np.concatenate(positions)).tolist())
-        return [list(islice(indices, share)) for share in shares]
+        return [list(islice(indices, size)) for size in sizes]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
@@ -169,21 +174,3 @@ def share_out(number: int, quotas: list[int]) -> list[int]:
         shares[shares.argmax()] -= 1
         shares[empty] = 1
     return shares.tolist()
-
-
-class StepSampler:
-    """A sampler for a `DataLoader` of batches: yields this process's share of global batch s for s = first_step, ....
-
-    It takes the place of `DistributedSampler`, `set_epoch` and skipping ahead after a resume. Do not let Accelerate
-    prepare the loader: it would shard the shares once more.
-    """
-
-    def __init__(self, batches: GlobalBatches, first_step: int, last_step: int, rank: int, num_processes: int):
-        self.batches, self.steps = batches, range(first_step, last_step)
-        self.rank, self.num_processes = rank, num_processes
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # Several steps at once: for a few positions numpy takes as long as for a thousand, 2% of a step of 50 ms.
-        at_once = max(1, POSITIONS_AT_ONCE * self.num_processes // self.batches.global_batch_size)
-        for first in range(0, len(self.steps), at_once):
-            yield from self.batches.of_steps(self.steps[first : first + at_once], self.rank, self.num_processes)

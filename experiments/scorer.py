@@ -26,14 +26,15 @@ def measure(run: str) -> dict[str, object]:
     import torch.nn.functional as F
 
     from config.resolve import replace_settings
-    from data.corpus import Batches, load_corpus
+    from data.corpus import load_corpus
+    from data.loader import load_batch
     from run.load import load_run
 
     config, model, _ = load_run(run)
     config = replace_settings(config, {"evaluation.every": config.evaluation.every or 1, "exact": False})
     corpus, device = load_corpus(config), "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
-    batches, num_rows = Batches(corpus.validation), len(corpus.validation)
+    num_rows = len(corpus.validation)
     size = min(
         config.evaluation.micro_batch_size, max(1, LOGIT_BYTES // (8 * config.seq_len * config.model.vocab_size))
     )
@@ -41,7 +42,7 @@ def measure(run: str) -> dict[str, object]:
     hashed, total, count, num_bytes, looks_ahead = sha256(), 0.0, 0, 0, False
     with torch.no_grad():
         for start in range(0, num_rows, size):
-            batch = batches[list(range(start, min(start + size, num_rows)))]
+            batch = load_batch(corpus.validation, range(start, min(start + size, num_rows)))
             targets = batch.pop("labels")[:, 1:]
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             logits = model(**batch)[0]

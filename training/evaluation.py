@@ -6,7 +6,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from data.corpus import Batches, Corpus
+from data.corpus import Corpus
+from data.loader import load_batch
 from training.metrics import NonFiniteError, mean
 
 
@@ -22,7 +23,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         and the corpus report; and where the corpus knows them `val/entropy` (the lowest expected `val/loss`)
         and `val/bits_per_byte`.
     """
-    validation, score, batches = corpus.validation, corpus.score, Batches(corpus.validation)
+    validation, score = corpus.validation, corpus.score
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     starts, mine = range(0, len(validation), micro_batch_size), []
     model.eval()
@@ -31,7 +32,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         # equally often, as a sharded model needs.
         index = first + rank
         start = starts[index] if index < len(starts) else 0
-        samples = batches[range(start, min(start + micro_batch_size, len(validation)))]
+        samples = load_batch(validation, range(start, min(start + micro_batch_size, len(validation))))
         batch = {name: tensor.to(accelerator.device) for name, tensor in samples.items()}
         logits, loss_sum, *sums = model(**batch, num_items_in_batch=1, logits_to_keep=0 if score else None)
         if index < len(starts):

@@ -1,7 +1,6 @@
 """One optimizer step, the same function for train.py, verify.py and the benchmarks."""
 
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,12 +52,6 @@ class TrainState:
         # torch.manual_seed also seeds CUDA, and without a GPU it records a stack trace in each call, which is slow.
         on_cpu = self.accelerator.device.type == "cpu"
         self.seed_all = torch.default_generator.manual_seed if on_cpu else torch.manual_seed
-
-
-def split_micro_batches(batch: MicroBatch, micro_batch_size: int) -> Iterator[MicroBatch]:
-    """Split a process's part of a global batch into micro-batches, tensors of [micro_batch_size, T]."""
-    for parts in zip(*(tensor.split(micro_batch_size) for tensor in batch.values()), strict=True):
-        yield dict(zip(batch, parts, strict=True))
 
 
 def count_targets(batch: MicroBatch) -> Tensor:

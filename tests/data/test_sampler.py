@@ -6,12 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
-from data.corpus import Batches
-from data.sampler import BatchSizes, GlobalBatches, StepSampler, permute
-from data.synthetic.random_tokens import RandomTokensDataset
-from data.synthetic.stories import StoriesDataset
+from data.sampler import BatchSizes, GlobalBatches, permute
 from model.seeds import derive_seed
 
 
@@ -115,26 +111,18 @@ def test_batches_that_grow_leave_no_sample_out(num_processes):
     assert begin == 64 == batches.before(8)
 
 
-@pytest.mark.parametrize("sizes", [(8,), (600,), (6000,), (600, 4, 9)], ids="of {0} samples".format)
-def test_the_sampler_goes_on_where_another_stopped(sizes):
-    """And has the share of each step, however many steps it computes together: all, a few, or each alone."""
-    batches = GlobalBatches(50, sizes[0], 0, *sizes[1:])
-    whole = list(StepSampler(batches, 0, 20, rank=1, num_processes=2))
-    assert whole == [batches.indices(step, 1, 2) for step in range(20)]
-    assert list(StepSampler(batches, 13, 20, rank=1, num_processes=2)) == whole[13:]
+@pytest.mark.parametrize("sizes", [(8,), (600,), (3000,), (600, 4, 9)], ids="of {0} samples".format)
+def test_indices_do_not_depend_on_earlier_calls(sizes):
+    """However many steps are computed together: all, a few, or each alone."""
+    batches, steps = GlobalBatches(300, sizes[0], 0, *sizes[1:]), range(20)
+    expected = [batches.at(np.arange(batches.before(step), batches.before(step + 1))).tolist() for step in steps]
+    assert [batches.indices(step) for step in steps] == expected
+    assert [GlobalBatches(300, sizes[0], 0, *sizes[1:]).indices(step) for step in steps] == expected
+    halves = [(batches.indices(step, 0, 2), batches.indices(step, 1, 2)) for step in reversed(steps)]
+    assert [first + second for first, second in reversed(halves)] == expected
 
 
 def test_seeds_are_stable_and_distinct():
     assert derive_seed(0, "dropout", 5, 1) == 5326986413471182180  # the same on every machine and in every version
     assert len({derive_seed(0, name, i) for name in ("a", "b") for i in range(1000)}) == 2000
     assert derive_seed(1, 23) != derive_seed(12, 3)
-
-
-@pytest.mark.parametrize("make", [StoriesDataset, RandomTokensDataset])
-def test_batches_that_are_made_in_one_go_are_those_made_one_by_one(make):
-    dataset = make("train", 50, 0, 96, *([30] if make is RandomTokensDataset else []))
-    batches, asked = Batches(dataset), [[3, 49], [0, 3, 5], [7]]
-    for indices, batch in zip(asked, batches.__getitems__(asked), strict=True):
-        assert batch.keys() == {"input_ids", "labels"}
-        for name, rows in batch.items():
-            assert torch.equal(rows, torch.stack([dataset[index][name] for index in indices]))

@@ -16,7 +16,6 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -24,16 +23,16 @@ import torch
 import torch.nn.functional as F
 import yaml
 from tokenizers import Tokenizer
-from torch.utils.data import DataLoader
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import data.prepare.prepare
 from config.errors import ConfigError
 from config.parser import parse_config
 from config.resolve import replace_settings
-from data.corpus import Batches, load_corpus
+from data.corpus import load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
-from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, StepSampler, mix_quotas, share_out
+from data.loader import BatchLoader
+from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas, share_out
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
@@ -85,13 +84,6 @@ def settings(folder, *arguments):
 # Windows
 
 
-def test_batches_of_a_hugging_face_dataset():
-    """Which has a method `batch` of its own."""
-    rows = {"input_ids": [[1, 2], [3, 4], [5, 6]], "labels": [[1, 2], [-100, 4], [5, 6]]}
-    batch = Batches(datasets.Dataset.from_dict(rows).with_format("torch"))[[2, 1]]
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {name: of[:0:-1] for name, of in rows.items()}
-
-
 def test_the_windows_are_those_of_the_stream(folder):
     stream, dataset = stream_of(folder / "a"), open_split(folder / "a")
     assert len(list((folder / "a" / "train").glob("*.arrow"))) > 2, "windows cross from file to file"
@@ -114,11 +106,12 @@ def test_loader_processes_read_the_same(folder):
     dataset = open_split(folder / "a", documents="isolated")
     again = pickle.loads(pickle.dumps(dataset))
     assert dataset.values[0][0].tobytes() not in pickle.dumps(dataset), "the tokens are not sent, but opened again"
-    sampler = StepSampler(GlobalBatches(len(dataset), 4, seed=1), 0, 5, 0, 1)
+    order = GlobalBatches(len(dataset), 4, seed=1)
     for workers in (0, 2):
-        for ours, theirs in zip(DataLoader(dataset, batch_sampler=sampler, num_workers=workers), sampler, strict=True):
+        loader = BatchLoader(dataset, order, 4, torch.device("cpu"), num_workers=workers)
+        for step, [batch] in enumerate(loader.batches(0, 5)):
             for name in ("input_ids", "labels", "position_ids"):
-                assert torch.equal(ours[name], torch.stack([again[i][name] for i in theirs]))
+                assert torch.equal(batch[name], torch.stack([again[i][name] for i in order.indices(step)]))
 
 
 def write_zeros_corpus(folder, tokens, tokens_per_file, tokenizer):

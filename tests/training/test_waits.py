@@ -30,32 +30,29 @@ scripts.run_and_exit("train")
 FORGETS_TMPDIR = "import multiprocessing; multiprocessing.current_process()._config.pop('tempdir', None)"
 LOOKS_FOR_TMPDIR = IN_A_FORK.format(f"tempfile.tempdir = None; {FORGETS_TMPDIR}")
 HANGING_SAVE = IN_A_FORK.format("from checkpoint import storage; storage.write = lambda *_: time.sleep(600)")
-HANGS_AT_FIRST = IN_A_FORK.format("train.Batches.__getitems__ = lambda *_: time.sleep(600)")
-REMEDIES = r"TMPDIR of more than 75 bytes \(it is .+\), no room in /dev/shm .+ With --data.num_workers 0 "
+HANGS_AT_FIRST = IN_A_FORK.format("from data import loader; loader.load_batch = lambda *_: time.sleep(600)")
+REMEDY = r"\(data.num_workers: 1\); look above for what a worker printed, .+ data.num_workers: 0 needs no workers"
 
 
 def assert_failed(run, error, what):
-    assert re.search(rf"train.py: error: step \d+: process \d {what}.*{REMEDIES}", error), error
+    assert re.search(rf"train.py: error: step \d+: process \d {what}.*{REMEDY}", error), error
     assert error.count("train.py: error:") == 1
     assert status(run)["state"] == "failed" and what in status(run)["reason"]
 
 
-@pytest.mark.slow
-def test_batches_that_cannot_be_sent_end_the_run(runs, tmp_path):
-    """With a long TMPDIR the processes that load data cannot open a socket, so no batch ever comes."""
+def test_workers_need_no_short_tmpdir(runs, tmp_path):
+    """A socket of torch in a long TMPDIR could not be opened."""
     (folder := tmp_path / ("long" * 25)).mkdir()
-    arguments = [*LONG, "--steps", "8", "--out_dir", str(runs), "--name", "run"]
+    arguments = [*TINY_STORIES, "--data.num_workers", "1", "--out_dir", str(runs), "--name", "run"]
     done = forked.run("-c", [LOOKS_FOR_TMPDIR, *arguments], 0, environment(TMPDIR=str(folder)))
-    assert done.returncode == 1 and "AF_UNIX path too long" in done.stderr
-    assert_failed(runs / "run", done.stderr, "lost one of the processes that load data")
-    assert str(folder) in done.stderr and "Training finished." not in done.stdout
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_dead_loader_ends_the_run_after_a_save(runs):
     launch = start(["train.py", *LONG, "--out_dir", runs, "--name", "run"], 2, runs / "run")
     os.kill(children(launch.processes[1].pid)[0], signal.SIGKILL)
     assert launch.wait(120) == 1 and launch.processes[0].exitcode == 1, launch.output()
-    assert_failed(runs / "run", launch.output()[1], "lost one of the processes that load data")
+    assert_failed(runs / "run", launch.output()[1], "lost a data worker")
     saved = newest_valid(runs / "run" / "checkpoints")[1].step
     assert saved == status(runs / "run")["step"] >= 5 and f"error: step {saved + 1}: process 1" in launch.output()[1]
 
@@ -75,7 +72,7 @@ def test_a_loader_that_hangs_outlasts_neither_a_signal_nor_the_timeout(ending, r
     if ending == "signal":
         assert status(runs / "run")["state"] == "preempted"
     else:
-        assert_failed(runs / "run", launch.output()[1], "waited 10 s for a batch")
+        assert_failed(runs / "run", launch.output()[1], "waited 10 s for a batch from its data workers")
 
 
 def is_asleep(pid, samples=5):
@@ -104,19 +101,18 @@ def test_a_signal_before_the_first_batch_stops_at_once_and_the_next_start_begins
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="a file system of one's own is of Linux")
-@pytest.mark.parametrize(
-    ("size", "what"), [("8k", "cannot start the processes"), ("120k", "lost one of the processes")]
-)
-def test_shared_memory_without_room(size, what, runs):
-    """As /dev/shm is in a container: for the queues, and then for a batch."""
-    command = train_command(*LONG, "--out_dir", runs, "--name", "run")
+@pytest.mark.parametrize(("size", "code"), [("8k", 1), ("120k", 0)])
+def test_shared_memory_without_room(size, code, runs):
+    """As /dev/shm is in a container: without room for the semaphores of the queues, and with room for nothing else."""
+    command = train_command(*LONG, "--steps", "8", "--out_dir", runs, "--name", "run")
     mounted = f'mount -t tmpfs -o size={size} none /dev/shm || exit 99; exec "$@"'
     words = ["unshare", "--mount", "bash", "-c", mounted, "bash", *command]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
     if done.returncode == 99 or "unshare" in done.stderr:
         pytest.skip("this user may not mount")
-    assert done.returncode == 1, done.stderr
-    assert_failed(runs / "run", done.stderr, what)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert_failed(runs / "run", done.stderr, "cannot start its data workers")
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])

@@ -1,0 +1,174 @@
+"""One hop from a dataset to the micro-batches of each training step, on the device of this process."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
+from queue import Empty, Queue
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from data.sampler import GlobalBatches
+from distributed.signals import ignore_stop_signals
+
+Batch = dict[str, Tensor]
+"""Tensors of a batch by name, each [B, T]: `input_ids`, `labels` and what else the model's forward takes."""
+
+POLL_SECONDS = 0.2  # between two checks for a stop request while a worker is late
+
+
+class BatchLoader:
+    """Loads the local micro-batches of each step.
+
+    The batch of step s is a function of the dataset, the order (which knows the seed) and s alone, so to resume at
+    step s is to load from step s. Each process loads its own slice; do not let Accelerate shard it again.
+
+    Args:
+        dataset: Map-style training set; see `load_batch`.
+        order: Sample indices of every global batch.
+        micro_batch_size: Sequences in a micro-batch.
+        device: Where the batches are put. For CUDA they are copied from pinned memory, without waiting.
+        rank: Index of this process among `num_processes`.
+        num_workers: Worker processes that load ahead; with 0 this process loads each batch when it is asked for.
+        timeout_seconds: Longest wait for a batch from a worker.
+        stop_requested: Called while a worker is late; True ends the iteration.
+    """
+
+    problem: str | None = None
+    """Why the workers deliver no more batches; None while they do."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: GlobalBatches,
+        micro_batch_size: int,
+        device: torch.device,
+        rank: int = 0,
+        num_processes: int = 1,
+        num_workers: int = 0,
+        timeout_seconds: float = 600.0,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ):
+        self.dataset = _StepDataset(dataset, order, rank, num_processes)
+        self.micro_batch_size, self.device, self.rank = micro_batch_size, device, rank
+        self.num_workers, self.timeout_seconds, self.stop_requested = num_workers, timeout_seconds, stop_requested
+
+    def batches(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each step from `start` to `stop` - 1.
+
+        With workers the iteration ends early if a stop is requested while a batch is late. It also ends early, with
+        `problem` set, if a batch is later than `timeout_seconds` or a worker has died: the caller must agree with the
+        other processes, which may still have batches, and stop.
+        """
+        steps = range(start, stop)
+        for batch in self._load_with_workers(steps) if self.num_workers else map(self.dataset.__getitem__, steps):
+            if self.device.type == "cuda":
+                batch = {name: t.pin_memory().to(self.device, non_blocking=True) for name, t in batch.items()}
+            else:
+                batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+            yield split_micro_batches(batch, self.micro_batch_size)
+
+    def _load_with_workers(self, steps: range) -> Iterator[Batch]:
+        # Arrays come through a pipe. Tensors would come through shared memory, which is small in many containers, and
+        # sockets in TMPDIR, whose path may be too long; and receiving one from a worker that hangs has no timeout.
+        loader = DataLoader(
+            self.dataset,
+            batch_size=None,
+            sampler=steps,
+            num_workers=self.num_workers,
+            collate_fn=_to_arrays,
+            worker_init_fn=_start_worker,
+        )
+        handler, others = signal.getsignal(signal.SIGCHLD), active_children()
+        try:
+            batches = iter(loader)
+        except OSError as error:  # no room in /dev/shm for the semaphores of the queues
+            self._fail(f"cannot start its data workers: {error}")
+            return
+        # torch's handler raises in the middle of whatever the training does. A dead worker is found here, too.
+        signal.signal(signal.SIGCHLD, handler)
+        workers = [process for process in active_children() if process not in others]
+        # In a thread, because DataLoader's own timeout does not cover the rest of a batch of which a worker has sent a
+        # part. A daemon, because Python would wait for it at exit.
+        received: Queue = Queue(maxsize=1)
+        threading.Thread(target=_receive, args=(batches, received), daemon=True, name="loader").start()
+        try:
+            while isinstance(arrays := self._next(received, workers), dict):
+                yield {name: torch.from_numpy(array) for name, array in arrays.items()}
+        finally:
+            for process in workers:  # at exit Python would wait for them, and one that hangs never ends
+                process.kill()
+
+    def _next(self, received: Queue, workers: list[BaseProcess]) -> dict[str, np.ndarray] | None:
+        start = time.monotonic()
+        while True:
+            with suppress(Empty):
+                item = received.get(timeout=POLL_SECONDS)
+                break
+            if self.stop_requested():
+                return None
+            if codes := [worker.exitcode for worker in workers if worker.exitcode]:
+                return self._fail(f"lost a data worker: exit code {codes[0]}")
+            if time.monotonic() - start > self.timeout_seconds:
+                return self._fail(f"waited {self.timeout_seconds:g} s for a batch from its data workers")
+        if isinstance(item, Exception):
+            if str(item).startswith("Caught "):  # raised by the dataset, and sent here with its traceback
+                raise item
+            return self._fail(f"lost a data worker: {item}")
+        return item
+
+    def _fail(self, problem: str) -> None:
+        remedy = "look above for what a worker printed, and for a slow disk; data.num_workers: 0 needs no workers"
+        self.problem = f"process {self.rank} {problem} (data.num_workers: {self.num_workers}); {remedy}"
+
+
+class _StepDataset(Dataset):
+    """Map-style dataset by steps: item s is the local part of the global batch of step s."""
+
+    def __init__(self, dataset: Dataset, order: GlobalBatches, rank: int, num_processes: int):
+        self.dataset, self.order, self.rank, self.num_processes = dataset, order, rank, num_processes
+
+    def __getitem__(self, step: int) -> Batch:
+        return load_batch(self.dataset, self.order.indices(step, self.rank, self.num_processes))
+
+
+def load_batch(dataset: Any, indices: Iterable[int]) -> Batch:
+    """Load the samples with these indices, in their order.
+
+    A dataset with a method `arrays(indices)` returns the arrays of the whole batch, which is faster than to stack rows.
+    """
+    if hasattr(dataset, "arrays"):
+        return {name: torch.from_numpy(rows) for name, rows in dataset.arrays(list(indices)).items()}
+    return default_collate([dataset[index] for index in indices])
+
+
+def split_micro_batches(batch: Batch, micro_batch_size: int) -> list[Batch]:
+    """Split a local batch into micro-batches of `micro_batch_size` sequences; they are views of it."""
+    parts = zip(*(tensor.split(micro_batch_size) for tensor in batch.values()), strict=True)
+    return [dict(zip(batch, tensors, strict=True)) for tensors in parts]
+
+
+def _to_arrays(batch: Batch) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in batch.items()}
+
+
+def _receive(batches: Iterator[dict[str, np.ndarray]], received: Queue) -> None:
+    """Put all batches, and then None or the exception that ended them."""
+    try:
+        for arrays in batches:
+            received.put(arrays)
+        received.put(None)
+    except Exception as error:
+        received.put(error)
+
+
+def _start_worker(worker_id: int) -> None:
+    # A scheduler signals all processes at once; the training must get its data until it has stopped.
+    ignore_stop_signals()

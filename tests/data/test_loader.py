@@ -1,0 +1,132 @@
+"""The loader yields the same micro-batches for a step whatever was loaded before, by whom, and never waits forever."""
+
+import os
+import signal
+import time
+from multiprocessing import active_children
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from data.loader import BatchLoader, load_batch, split_micro_batches
+from data.sampler import GlobalBatches
+from data.synthetic.random_tokens import RandomTokensDataset
+from data.synthetic.stories import StoriesDataset
+
+CPU = torch.device("cpu")
+
+
+class Rows(Dataset):
+    """Row i is [i, i, ...]; item `broken` raises."""
+
+    def __init__(self, width=4, broken=None):
+        self.width, self.broken = width, broken
+
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise ValueError(f"row {index} is broken")
+        return {"input_ids": torch.full((self.width,), index), "labels": torch.full((self.width,), -index)}
+
+
+def load(start, stop, rank=0, num_processes=1, num_workers=0, order=None, micro_batch_size=2):
+    order = order or GlobalBatches(50, 12, 7, 4, 9)  # with a batch size warm-up
+    loader = BatchLoader(Rows(), order, micro_batch_size, CPU, rank, num_processes, num_workers)
+    return [[batch["input_ids"][:, 0].tolist() for batch in batches] for batches in loader.batches(start, stop)]
+
+
+def test_batches_follow_the_order():
+    order = GlobalBatches(50, 12, 7, 4, 9)
+    for step, micro_batches in enumerate(load(0, 12)):
+        assert {len(rows) for rows in micro_batches} == {2}
+        assert sum(micro_batches, []) == order.indices(step)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_batches_do_not_depend_on_the_first_step(num_workers):
+    whole = load(0, 12)
+    assert len(whole) == 12
+    assert load(0, 12, num_workers=num_workers) == whole
+    assert load(7, 12, num_workers=num_workers) == whole[7:]
+
+
+def test_local_batches_of_all_processes_are_the_global_batch():
+    both = [load(0, 12, rank, num_processes=2) for rank in (0, 1)]
+    assert [first + second for first, second in zip(*both, strict=True)] == load(0, 12)
+
+
+def test_batches_of_no_steps():
+    assert load(5, 5) == load(5, 5, num_workers=1) == []
+
+
+def test_load_batch_of_a_hugging_face_dataset():
+    """Such a dataset has a method `batch`, which means something else."""
+    rows = {"input_ids": [[1, 2], [3, 4], [5, 6]], "labels": [[1, 2], [-100, 4], [5, 6]]}
+    batch = load_batch(datasets.Dataset.from_dict(rows).with_format("torch"), [2, 1])
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {name: of[:0:-1] for name, of in rows.items()}
+
+
+@pytest.mark.parametrize("make", [StoriesDataset, RandomTokensDataset])
+def test_load_batch_stacks_the_rows(make):
+    dataset, indices = make("train", 50, 0, 96, *([30] if make is RandomTokensDataset else [])), [3, 49, 0]
+    batch = load_batch(dataset, indices)
+    assert batch.keys() == {"input_ids", "labels"}
+    for name, rows in batch.items():
+        assert torch.equal(rows, torch.stack([dataset[index][name] for index in indices]))
+
+
+def test_split_micro_batches_keeps_rows_together():
+    batch = load_batch(Rows(), range(6))
+    parts = split_micro_batches(batch, 4)
+    assert [part["input_ids"][:, 0].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5]]
+    assert all(torch.equal(part["labels"], -part["input_ids"]) for part in parts)
+    assert parts[0]["input_ids"].data_ptr() == batch["input_ids"].data_ptr()
+
+
+# Workers that fail
+
+
+def first_batch(**settings):
+    """A loader whose one worker has been started, its batches after the first, and that worker.
+
+    A batch is larger than what a pipe holds, so the worker is in the middle of sending one.
+    """
+    loader = BatchLoader(Rows(2**16), GlobalBatches(50, 4, 0), 4, CPU, num_workers=1, **settings)
+    others, batches = active_children(), loader.batches(0, 20)
+    assert len(next(batches)) == 1
+    [worker] = [process for process in active_children() if process not in others]
+    time.sleep(0.3)
+    return loader, batches, worker
+
+
+def test_worker_that_hangs_ends_the_batches():
+    loader, batches, worker = first_batch(timeout_seconds=1.0)
+    os.kill(worker.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    assert len(list(batches)) < 19
+    assert time.monotonic() - start < 10
+    assert "process 0 waited 1 s for a batch from its data workers (data.num_workers: 1); look" in loader.problem
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_stop_request_ends_the_batches_of_a_hanging_worker():
+    loader, batches, worker = first_batch(timeout_seconds=600.0, stop_requested=lambda: True)
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert len(list(batches)) < 19
+    assert loader.problem is None
+
+
+def test_worker_that_dies_ends_the_batches():
+    loader, batches, worker = first_batch(timeout_seconds=600.0)
+    worker.kill()
+    assert len(list(batches)) < 19
+    assert "process 0 lost a data worker: exit code -9 (data.num_workers: 1); look" in loader.problem
+
+
+def test_error_of_the_dataset_is_raised():
+    loader = BatchLoader(Rows(broken=3), GlobalBatches(5, 1, 0), 1, CPU, num_workers=1)
+    with pytest.raises(ValueError, match="row 3 is broken"):
+        list(loader.batches(0, 5))
+    assert loader.problem is None
