@@ -34,9 +34,11 @@ ROOT = Path(__file__).parent.parent
 SOURCE_DIRS = {path.parent for pattern in ("*.py", "*/*.py", "data/*/*.py") for path in ROOT.glob(pattern)}
 
 
-def run_and_exit(script: str, kind: type | None = None, needs_torch: bool = True) -> NoReturn:
+def run_and_exit(
+    script: str, kind: type | None = None, needs_torch: bool = True, module: str | None = None
+) -> NoReturn:
     """End this process with what `run_script` returns."""
-    exit_without_teardown(run_script(script, kind, needs_torch))
+    exit_without_teardown(run_script(script, kind, needs_torch, module))
 
 
 def run_in_notebook(script: str, *words: str) -> None:
@@ -50,8 +52,9 @@ def run_in_notebook(script: str, *words: str) -> None:
         raise SystemExit(exit_code)
 
 
-def run_script(script: str, kind: type | None = None, needs_torch: bool = True) -> int:
-    """Run `main` of the module `script` with the settings of the command line, and say what went wrong.
+def run_script(script: str, kind: type | None = None, needs_torch: bool = True, module: str | None = None) -> int:
+    """Run `main` of a module, which is called `script` if none is named, with the settings of the command line, and say
+    what went wrong.
 
     The settings are those of a training, or a `kind`.
 
@@ -76,7 +79,7 @@ def run_script(script: str, kind: type | None = None, needs_torch: bool = True) 
         if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
         only_a_log = script in PRINT_A_LOG and not planned
-        import_module("checks.plan" if planned else script).main(config)
+        import_module("checks.plan" if planned else module or script).main(config)
     except SystemExit as exit_:  # --help and --print_config
         if exit_.code:
             return int(exit_.code)

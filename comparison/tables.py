@@ -222,13 +222,13 @@ def by_bytes(groups: list[Group]) -> list[Table]:
 
 def ranked(recipes: Recipes, metric: str) -> Table:
     """Recipes by the mean of a metric over their seeds, and whether the best differs from each of the others."""
-    from experiments.sequential_test import welch  # takes a second to import, which a table without a verdict need not
+    from experiments.sequential_test import welch_p_value  # scipy takes a second to import
 
     found = [(label, values) for label, records in recipes.items() if (values := samples(records, metric))]
     found.sort(key=lambda item: statistics.fmean(item[1]))
     best, places = found[0][1] if found else [], [*recipes]
     # With one seed there is nothing to compare with.
-    probabilities = {label: welch(best, values) for label, values in found[1:]}
+    probabilities = {label: welch_p_value(best, values) for label, values in found[1:]}
     comparisons = sum(p is not None for p in probabilities.values())
     table = Table([["recipe", "seeds", metric, "deviation", "above the best", "p", "verdict"]])
     for label, values in found:

@@ -1,4 +1,4 @@
-"""lab/notebook.jsonl: every experiment that was made, a line each; as a table and as a picture."""
+"""lab/log.jsonl: a row for every experiment, append-only; as a table and as a figure."""
 
 import json
 import time
@@ -9,84 +9,95 @@ from data.files import lock, write_atomically
 from data.json_objects import parse_object
 from plotting.style import new_figure
 
-VERDICTS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D"}  # and their markers
-IDEA_LETTERS = 50
-MEASURED = ("time", "cost", "worth_in_time")
-LOCK_SECONDS = 0.05  # between two attempts at the lock of another machine
+MARKERS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D"}
+MAX_LABEL_CHARACTERS = 50
+# Keys whose values differ whenever the same runs are analysed again.
+VOLATILE = ("time", "cost", "time_multiplier")
+REQUIRED = {"idea", "baseline", "candidate", "verdict", "seeds"}
+LOCK_SECONDS = 0.05  # between two attempts to lock the file
 
 
 def append(lab: Path, row: dict[str, Any]) -> None:
-    """Add an experiment that has an answer, unless that stands there: several machines may come to it together."""
+    """Append an experiment that has a result, unless the same row is there: machines may share an experiment."""
     if row["verdict"] == "unknown" and "difference" not in row:
         return
     lab.mkdir(parents=True, exist_ok=True)
-    with open(lab / "notebook.jsonl", "a+") as file:
+    with open(lab / "log.jsonl", "a+") as file:
         while not lock(file):
             time.sleep(LOCK_SECONDS)
         file.seek(0)
         text = file.read()
-        known = {key(before): before for before in parsed(text)}
-        if told(known.get(key(row), {})) != told(json.loads(json.dumps(row))):
-            half = text and not text.endswith("\n")  # a line of a machine that died
-            file.write("\n" * bool(half) + json.dumps(row) + "\n")
+        row = json.loads(json.dumps(row))
+        if not any(without_volatile(before) == without_volatile(row) for before in parse_rows(text)):
+            incomplete = bool(text) and not text.endswith("\n")  # a process died while it wrote
+            file.write("\n" * incomplete + json.dumps(row) + "\n")
 
 
-def told(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what each look measures anew."""
-    sizes = [{name: value for name, value in size.items() if name not in MEASURED} for size in row.get("sizes", [])]
-    return {name: value for name, value in row.items() if name not in MEASURED} | {"sizes": sizes}
+def without_volatile(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without what a repeated analysis of the same runs changes."""
+    sizes = [{key: size[key] for key in size if key not in VOLATILE} for size in row.get("sizes", [])]
+    return {name: value for name, value in row.items() if name not in VOLATILE} | {"sizes": sizes}
 
 
-def read(lab: Path) -> list[dict[str, Any]]:
-    """The newest row of each pair of sides, in the order of their first."""
-    path = lab / "notebook.jsonl"
-    return list({key(row): row for row in parsed(path.read_text() if path.exists() else "")}.values())
+def read_log(lab: Path) -> list[dict[str, Any]]:
+    """Return the newest row with most seeds of each pair of arms and margin, in the order of their first rows."""
+    path = lab / "log.jsonl"
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in parse_rows(path.read_text(errors="replace") if path.exists() else ""):
+        key = row["baseline"], row["candidate"], row.get("margin")
+        if key not in rows or row["seeds"] >= rows[key]["seeds"]:
+            rows[key] = row
+    return [*rows.values()]
 
 
-def parsed(text: str) -> list[dict[str, Any]]:
-    """The rows; what is none, as half a line of a machine that died, is passed over."""
+def parse_rows(text: str) -> list[dict[str, Any]]:
+    """Return the rows of a log, without lines that are incomplete or damaged."""
     rows = []
     for line in text.splitlines():
         try:
             row = parse_object(line)
         except ValueError:
             continue
-        if {"idea", "baseline", "candidate", "verdict", "seeds"} <= row.keys():
+        has_result = "low" in row
+        numbers = [row.get(name) for name in ("difference", "low", "high", "margin")] if has_result else []
+        if row.keys() >= REQUIRED and type(row["seeds"]) is int and all(type(n) in (int, float) for n in numbers):
             rows.append(row)
     return rows
 
 
-def key(row: dict[str, Any]) -> tuple[str, str]:
-    """Which sides it compares."""
-    return row["baseline"], row["candidate"]
+def count_candidates(lab: Path, baseline: str) -> int:
+    """Return how many candidates were compared with a baseline, before any tuning."""
+    return len(
+        {
+            row["candidate"]
+            for row in read_log(lab)
+            if row.get("untuned_baseline", row["baseline"]) == baseline and row["verdict"] != "identical"
+        }
+    )
 
 
-def tried(lab: Path, baseline: str) -> int:
-    """How many ideas were tried against a baseline, whatever was tuned."""
-    return sum(row.get("untuned", row["baseline"]) == baseline for row in read(lab))
-
-
-def shown_percent(value: float | None) -> str:
-    """As the table has it."""
+def format_percent(value: float | None) -> str:
+    """Format a difference for the table."""
     return "-" if value is None else f"{value:+.1f}%"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """All experiments in Markdown, the best first."""
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """Return all experiments as a Markdown table, the best first."""
     lines = [
-        "| idea | against | difference | 95% | worth in steps | runs a side | verdict |",
-        "|---|---|---|---|---|---|---|",
+        "| idea | baseline | difference | 95% interval | compute multiplier | margin | seeds | verdict |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=rank):
-        interval = "-" if row.get("low") is None else f"{shown_percent(row['low'])} to {shown_percent(row['high'])}"
-        worth = "-" if not row.get("worth") else "{:.2f} ({:.2f} to {:.2f})".format(*row["worth"])
+    for row in sorted(rows, key=sort_key):
+        interval = "-" if row.get("low") is None else f"{format_percent(row['low'])} to {format_percent(row['high'])}"
+        multiplier = row.get("compute_multiplier")
         idea = row["idea"].replace("|", r"\|")
         cells = (
             f"`{idea}`",
             row["baseline"],
-            shown_percent(row.get("difference")),
+            format_percent(row.get("difference")),
             interval,
-            worth,
+            "{:.2f} ({:.2f} to {:.2f})".format(*multiplier) if multiplier else "-",
+            f"{100 * row['margin']:g}%" if row.get("margin") else "-",
             row["seeds"],
             row["verdict"],
         )
@@ -94,64 +105,67 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def rank(row: dict[str, Any]) -> tuple[bool, float]:
-    """By the difference; what has none comes last."""
+def sort_key(row: dict[str, Any]) -> tuple[bool, float]:
+    """Order rows by their difference; those without one are last."""
     return row.get("difference") is None, row.get("difference") or 0.0
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """An interval an idea, the best at the top; the marker says the verdict, so that it can be read in grey.
+    """Draw the interval of each experiment, the best at the top, over its equivalence margin.
+
+    Markers distinguish the verdicts, so the figure is readable in grey.
 
     Raises:
-        OSError: the picture cannot be written.
+        OSError: the figure cannot be written.
     """
-    drawn = sorted((row for row in rows if row.get("low") is not None), key=rank, reverse=True)
+    drawn = sorted((row for row in rows if row.get("low") is not None), key=sort_key, reverse=True)
     figure = new_figure(8, 1.4 + 0.32 * len(drawn))
     axes = figure.add_subplot()
-    for verdict, marker in VERDICTS.items():
-        having = [(height, row) for height, row in enumerate(drawn) if row["verdict"] == verdict]
-        if not having:
+    if drawn:
+        margins = [100 * row["margin"] for row in drawn]
+        widths, left = [2 * margin for margin in margins], [-margin for margin in margins]
+        axes.barh(range(len(drawn)), widths, height=1.0, left=left, color="0.85", label="equivalence margin")
+    for verdict, marker in MARKERS.items():
+        points = [(height, row) for height, row in enumerate(drawn) if row["verdict"] == verdict]
+        if not points:
             continue
-        heights, of_verdict = zip(*having, strict=True)
-        middle = [row["difference"] for row in of_verdict]
-        reach = [
-            [m - r["low"] for m, r in zip(middle, of_verdict, strict=True)],
-            [r["high"] - m for m, r in zip(middle, of_verdict, strict=True)],
+        means = [row["difference"] for _, row in points]
+        errors = [
+            [row["difference"] - row["low"] for _, row in points],
+            [row["high"] - row["difference"] for _, row in points],
         ]
-        filled = "black" if verdict in ("better", "worse") else "white"
         axes.errorbar(
-            middle,
-            heights,
-            xerr=reach,
+            means,
+            [height for height, _ in points],
+            xerr=errors,
             fmt=marker,
             color="black",
-            markerfacecolor=filled,
+            markerfacecolor="black" if verdict in ("better", "worse") else "white",
             capsize=3,
             linewidth=1.2,
             label=verdict,
         )
     axes.axvline(0, color="black", linewidth=0.8)
     if drawn:
-        margin = 100 * drawn[0]["margin"]
-        axes.axvspan(-margin, margin, color="0.85", label=f"counts as nothing: {margin:g}%")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-    axes.set_yticks(range(len(drawn)), [*map(drawable_idea, drawn)], fontsize="small", parse_math=False)
-    axes.set(xlabel="validation loss against the baseline (%, lower is better), 95% interval")
+    axes.set_yticks(range(len(drawn)), [*map(label, drawn)], fontsize="small", parse_math=False)
+    axes.set(xlabel="change of the validation loss (% of the baseline, lower is better), 95% interval")
     axes.grid(axis="x", alpha=0.4)
     figure.savefig(path, dpi=150)
 
 
-def drawable_idea(row: dict[str, Any]) -> str:
-    """What the picture calls it: a patch by its name, wherever it lies."""
+def label(row: dict[str, Any]) -> str:
+    """Return the label of an experiment in the figure; a patch has its file name."""
     code, *settings = row["idea"].split(" ", 1)
     idea = " ".join([Path(code).name if code.endswith((".patch", ".diff")) else code, *settings])
-    return idea if len(idea) <= IDEA_LETTERS else idea[: IDEA_LETTERS - 1] + "…"
+    return idea if len(idea) <= MAX_LABEL_CHARACTERS else idea[: MAX_LABEL_CHARACTERS - 1] + "…"
 
 
 def publish(lab: Path) -> str:
-    """Write notebook.png and notebook.md; the table."""
-    rows = read(lab)
-    text = table(rows)
-    write_atomically(lab / "notebook.md", text + "\n")
-    draw(rows, lab / "notebook.png")
+    """Write report.md and report.png; return the table."""
+    rows = read_log(lab)
+    text = markdown_table(rows)
+    lab.mkdir(parents=True, exist_ok=True)
+    write_atomically(lab / "report.md", text + "\n")
+    draw(rows, lab / "report.png")
     return text

@@ -1,4 +1,4 @@
-"""What an experiment found, and how it is told: a row of the notebook, and from that the answer in words."""
+"""The result of an experiment: a row of the log, and from that row the report in words."""
 
 import math
 import statistics
@@ -7,187 +7,252 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.sequential_test import ALL_LOOKS, FIRST_LOOK, Difference, Worth
+from cli.output import aligned
+from experiments.compute_multiplier import BUDGETS, ComputeMultiplier
+from experiments.score import EXCESS_LOSS
+from experiments.sequential_test import MIN_SEEDS, TOTAL_ALPHA, Difference
 
 CONFIDENCE = "95%"
-# Shares of the steps that the baseline is trained for too, to say what a gain is worth.
-BUDGETS = (0.5, 0.5**0.5, 2**0.5, 2.0)
-ONE_SIDED = ALL_LOOKS / 2  # of ideas that do nothing, the share that is called better
+FALSE_BETTER_RATE = TOTAL_ALPHA / 2  # of candidates without effect
 
 
 @dataclass
-class Answer:
-    """What is known of one size of the model."""
+class Comparison:
+    """What is known of one model size."""
 
     verdict: str
-    found: Difference
+    difference: Difference
     baseline: list[float]
+    """Values of the metric by seed."""
     candidate: list[float]
-    """Losses, above the floor where that is known."""
-    floor: float | None
+    entropy: float | None
+    """Of the data, nats/token; None if unknown."""
     margin: float
-    """The share of the baseline's loss that counts as nothing."""
-    metric: str = "val/loss"
-    more: int | None = None
-    """Of an unknown one: about how many more runs of each side would tell."""
-    worth: Worth | None = None
+    """Equivalence margin, as a fraction of the baseline's mean."""
+    metric: str
+    more_seeds: int | None = 0
+    """Estimated further seeds of each arm for a verdict; None if above the limit."""
+    multiplier: ComputeMultiplier | None = None
 
 
 @dataclass
 class Costs:
-    """What baseline and candidate need."""
+    """Resources that baseline and candidate need."""
 
-    measured: tuple[dict[str, Any], dict[str, Any]]
-    """As experiments/scorer.py gives it."""
-    memory: tuple[float, float]
-    """The peak, in bytes."""
+    scores: tuple[dict[str, Any], dict[str, Any]]
+    """From experiments/scorer.py, with `tokens`."""
+    peak_memory_bytes: tuple[float, float]
     tokens_per_second: tuple[list[float], list[float]]
-    """Measured by turns."""
-    speed: tuple[float, float, float] | None
-    """How many times as fast the candidate is, with its interval."""
+    """Measured in interleaved runs."""
+    relative_throughput: tuple[float, float, float] | None
+    """Candidate relative to baseline, with its interval."""
     diff_lines: int
 
 
-def row(words: dict[str, Any], answers: dict[float, Answer], costs: Costs | None, message: str) -> dict[str, Any]:
-    """For the notebook and for programs: plain JSON. Differences are in percent of the baseline's loss, above the floor
-    where that is known; what concerns one size is of the first, and of all in `sizes`."""
-    sizes = [{"size": size, **of_size(answer, costs)} for size, answer in answers.items()]
-    first = sizes[0] if sizes else {"seeds": 0, "verdict": "unknown"}
-    facts = {**words, **first, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+def make_row(
+    facts: dict[str, Any], comparisons: dict[float, Comparison], costs: Costs | None, message: str, verdict: str
+) -> dict[str, Any]:
+    """Return the row for the log, as plain JSON.
+
+    Differences are in percent of the baseline's mean. Results are those of the first size; with several, those of each
+    are in `sizes`.
+
+    Args:
+        facts: what was compared.
+        comparisons: by factor on the parameters.
+        costs: None without a comparison.
+        message: what went wrong, if anything.
+        verdict: of an experiment without a comparison.
+    """
+    sizes = [{"size": size, **comparison_facts(comparison, costs)} for size, comparison in comparisons.items()]
+    first = sizes[0] if sizes else {"seeds": 0, "verdict": verdict}
+    row = {**facts, **first, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     if message:
-        facts |= {"message": message} | ({} if sizes else {"verdict": "failed"})
+        row["message"] = message
     if costs:
-        ours, theirs = costs.measured
-        facts["cost"] = {name: [ours[name], theirs[name]] for name in ("parameters", "flops_per_token", "tokens")}
-        facts["cost"] |= {"peak_memory_bytes": list(costs.memory), "diff_lines": costs.diff_lines, "speed": costs.speed}
-        if None not in (ours["num_bytes"], theirs["num_bytes"]):  # by the bytes of a token of the validation text
-            facts["cost"]["bytes"] = [one["tokens"] * one["num_bytes"] / one["num_targets"] for one in costs.measured]
-        facts["cost"]["tokens_per_second"] = [
-            statistics.median(speeds) if speeds else None for speeds in costs.tokens_per_second
-        ]
+        row["cost"] = cost_facts(costs)
     if len(sizes) > 1:
-        facts |= {"sizes": sizes, "trend": trend(sizes)}
+        row |= {"sizes": sizes, "trend": trend(sizes)}
+    return row
+
+
+def comparison_facts(comparison: Comparison, costs: Costs | None) -> dict[str, Any]:
+    """Return a comparison as plain JSON."""
+    mean, difference = statistics.fmean(comparison.baseline), comparison.difference
+    percent = [100 * change / mean for change in (difference.mean, difference.low, difference.high)]
+    facts: dict[str, Any] = {
+        "verdict": comparison.verdict,
+        "seeds": difference.seeds,
+        "more_seeds": comparison.more_seeds,
+        "entropy": comparison.entropy,
+        "margin": comparison.margin,
+        "metric": comparison.metric,
+        **dict(zip(("difference", "low", "high"), percent, strict=True)),
+        "means": [mean, statistics.fmean(comparison.candidate)],
+        "stds": [statistics.stdev(losses) for losses in (comparison.baseline, comparison.candidate)],
+        "losses": [comparison.baseline, comparison.candidate],
+    }
+    if comparison.multiplier:
+        multiplier = comparison.multiplier
+        facts["compute_multiplier"] = [multiplier.ratio, multiplier.low, multiplier.high]
+        if costs and costs.relative_throughput:
+            facts["time_multiplier"] = multiply(facts["compute_multiplier"], costs.relative_throughput)
     return facts
 
 
-def of_size(answer: Answer, costs: Costs | None) -> dict[str, Any]:
-    """An answer as plain JSON."""
-    base, found = statistics.fmean(answer.baseline), answer.found
-    percent = [100 * change / base for change in (found.mean, found.low, found.high)]
-    facts: dict[str, Any] = {"verdict": answer.verdict, "seeds": found.runs, "more_seeds": answer.more}
-    facts |= {"floor": answer.floor, "margin": answer.margin, "metric": answer.metric}
-    facts |= dict(zip(("difference", "low", "high"), percent, strict=True))
-    facts |= {"means": [base, statistics.fmean(answer.candidate)]}
-    facts |= {"deviations": [statistics.stdev(side) for side in (answer.baseline, answer.candidate)]}
-    if answer.worth:
-        facts["worth"] = [answer.worth.ratio, answer.worth.low, answer.worth.high]
-        if costs and costs.speed:
-            facts["worth_in_time"] = product(facts["worth"], costs.speed)
+def cost_facts(costs: Costs) -> dict[str, Any]:
+    """Return costs as plain JSON, [baseline, candidate] each."""
+    ours, theirs = costs.scores
+    facts: dict[str, Any] = {
+        name: [ours[name], theirs[name]] for name in ("parameters", "flops_per_token", "tokens")
+    } | {
+        "peak_memory_bytes": list(costs.peak_memory_bytes),
+        "diff_lines": costs.diff_lines,
+        "relative_throughput": costs.relative_throughput,
+        "tokens_per_second": [statistics.median(values) if values else None for values in costs.tokens_per_second],
+    }
+    if None not in (ours["num_bytes"], theirs["num_bytes"]):  # estimated by the bytes per token of the validation text
+        facts["bytes"] = [score["tokens"] * score["num_bytes"] / score["num_targets"] for score in costs.scores]
     return facts
 
 
-def product(one: list[float], other: tuple[float, float, float]) -> list[float]:
-    """Of two positive numbers with their intervals, whose errors are independent: their logarithms add up, and at each
-    end the squares of their reaches."""
-    middle = one[0] * other[0]
-    if not 0 < other[1] <= other[2] < math.inf:
-        return [middle, 0.0, math.inf]
-    down, up = (math.hypot(*(math.log(side[end] / side[0]) for side in (one, other))) for end in (1, 2))
-    return [middle, middle * math.exp(-down), middle * math.exp(up)]
+def multiply(first: list[float], second: tuple[float, float, float]) -> list[float]:
+    """Return the product of two positive estimates with independent errors, each (value, low, high).
+
+    Logarithms add; half-widths combine as the root of the sum of squares.
+    """
+    value = first[0] * second[0]
+    if not 0 < second[1] <= second[2] < math.inf:
+        return [value, 0.0, math.inf]
+    down, up = (math.hypot(*(math.log(one[end] / one[0]) for one in (first, second))) for end in (1, 2))
+    return [value, value * math.exp(-down), value * math.exp(up)]
 
 
 def trend(sizes: list[dict[str, Any]]) -> str:
-    """Whether what an idea gains grows, stays or fades from the smallest to the largest size: in worth, or in percent
-    of the loss where that is not known of both."""
+    """Return whether the gain grows or shrinks from the smallest to the largest size.
+
+    The gain is the compute multiplier, or the difference in percent where that is not known for both.
+    """
     first, last = sizes[0], sizes[-1]
-    if first.get("worth") and last.get("worth"):
-        gains = [[math.log(value) for value in size["worth"]] for size in (first, last)]
+    if first.get("compute_multiplier") and last.get("compute_multiplier"):
+        gains = [[math.log(value) for value in size["compute_multiplier"]] for size in (first, last)]
     else:
         gains = [[-size["difference"], -size["high"], -size["low"]] for size in (first, last)]
     (a, a_low, a_high), (b, b_low, b_high) = gains
     change = b - a
     if change - math.hypot(b - b_low, a_high - a) > 0:
         return "grows"
-    return "fades" if change + math.hypot(b_high - b, a - a_low) < 0 else "stays, as far as these runs can tell"
+    return "shrinks" if change + math.hypot(b_high - b, a - a_low) < 0 else "does not change significantly"
 
 
-def interval(values: list[float], form: str = ".2f") -> str:
-    """A number with its interval."""
+def format_interval(values: list[float], form: str = ".2f") -> str:
+    """Format an estimate with its interval."""
     middle, low, high = (format(value, form) for value in values)
     return f"{middle} ({CONFIDENCE}: {low} to {high})"
 
 
-def worth_in_words(steps: list[float], time: list[float] | None = None) -> str:
-    """As Worth has them, of the time if that is given: an end of the budgets that were trained is only a limit."""
-    limits = ["over " * (value >= BUDGETS[-1]) + "under " * (value <= BUDGETS[0]) for value in steps]
-    words = [f"{limit}{value:.2f}" for limit, value in zip(limits, time or steps, strict=True)]
+def format_multiplier(steps: list[float], time: list[float] | None = None) -> str:
+    """Format a compute multiplier, or the time multiplier if given; the ends of BUDGETS are bounds."""
+    bounds = ["over " * (value >= BUDGETS[-1]) + "under " * (value <= BUDGETS[0]) for value in steps]
+    words = [f"{bound}{value:.2f}" for bound, value in zip(bounds, time or steps, strict=True)]
     return f"{words[0]} ({CONFIDENCE}: {words[1]} to {words[2]})"
 
 
-def sentence(found: dict[str, Any]) -> str:
-    """The answer."""
-    idea, verdict = found["idea"], found["verdict"]
+def summarize(row: dict[str, Any]) -> str:
+    """Return the result in one sentence."""
+    idea, verdict = row["idea"], row["verdict"]
     if verdict == "failed":
-        return f"Failed: {idea} does not train: {found['message']}"
-    if "difference" not in found:
-        return f"Not known: the budget was spent before {idea} had {FIRST_LOOK} runs."
-    by = interval([found[name] for name in ("difference", "low", "high")], "+.1f").replace(" (", "% (", 1)
-    what = measured_by(found)
-    told = {
-        "better": f"Better: {idea} changes the {what} by {by}",
-        "worse": f"Worse: {idea} changes the {what} by {by}",
-        "no difference": f"No difference of more than {100 * found['margin']:g}%: {idea} changes the {what} by {by}",
-        "unknown": f"Not known: {idea} changes the {what} by {by}",
+        return f"Failed: {idea}: {row['message']}"
+    if verdict == "identical":
+        return f"Identical: {idea} trains the same weights as the baseline, bit for bit; is the setting in effect?"
+    if "difference" not in row:
+        return f"Unknown: the budget ended before {idea} had {MIN_SEEDS} seeds."
+    percent = format_interval([row[name] for name in ("difference", "low", "high")], "+.1f").replace(" (", "% (", 1)
+    begin = {
+        "better": "Better",
+        "worse": "Worse",
+        "no difference": f"No difference beyond the equivalence margin of {100 * row['margin']:g}%",
+        "unknown": "Unknown",
     }[verdict]
-    if found.get("worth"):
-        told += f"; worth {worth_in_words(found['worth'])} times the steps"
-    if found.get("worth_in_time"):
-        told += f", {worth_in_words(found['worth'], found['worth_in_time'])} times the time"
+    parts = [f"{begin}: {idea} changes {row['metric']} by {percent}"]
+    if row.get("compute_multiplier"):
+        parts.append(f"compute multiplier {format_multiplier(row['compute_multiplier'])}")
+    if row.get("time_multiplier"):
+        parts.append(f"time multiplier {format_multiplier(row['compute_multiplier'], row['time_multiplier'])}")
     if verdict == "unknown":
-        more = found["more_seeds"]
-        told += f"; {f'about {more}' if more else 'more than 200'} more seeds of each side would tell"
-    if unequal := unequal_costs(found):
-        told += f"; unequal: {unequal}"
-    if "trend" in found:
-        told += f"; with size it {found['trend']}"
-    if "message" in found:
-        told += f"; of a larger one nothing is known: {found['message']}"
-    return told + "."
+        more = row["more_seeds"]
+        parts.append(f"{f'about {more}' if more else 'more than 200'} more seeds of each arm would decide")
+    if unequal := unequal_costs(row):
+        parts.append(f"unequal: {unequal}")
+    if "trend" in row:
+        parts.append(f"the gain {row['trend']} with size")
+    if "message" in row:
+        parts.append(f"no result for a larger model: {row['message']}")
+    return "; ".join(parts) + "."
 
 
-def measured_by(found: dict[str, Any]) -> str:
-    """What is compared."""
-    return "val/loss above the floor" if found.get("floor") is not None else found.get("metric", "val/loss")
-
-
-def unequal_costs(found: dict[str, Any]) -> str:
-    """Of which the idea has more or less than the baseline."""
-    cost = found.get("cost", {})
-    pairs = {"parameters": cost.get("parameters"), "FLOPs a token": cost.get("flops_per_token")}
+def unequal_costs(row: dict[str, Any]) -> str:
+    """Return in which costs the candidate differs from the baseline by more than 0.1%."""
+    cost = row.get("cost", {})
+    pairs = {"parameters": cost.get("parameters"), "FLOPs/token": cost.get("flops_per_token")}
     pairs |= {"training tokens": cost.get("tokens"), "bytes of training text": cost.get("bytes")}
     return ", ".join(
-        f"{100 * (theirs / ours - 1):+.1f}% {name}"
-        for name, (ours, theirs) in ((name, pair) for name, pair in pairs.items() if pair)
-        if abs(theirs / ours - 1) > 0.001
+        f"{100 * (pair[1] / pair[0] - 1):+.1f}% {name}"
+        for name, pair in pairs.items()
+        if pair and abs(pair[1] / pair[0] - 1) > 0.001
     )
 
 
-def table(found: dict[str, Any]) -> Iterator[list[str]]:
-    """What both sides come to, and what they cost."""
+def cost_table(row: dict[str, Any]) -> Iterator[list[str]]:
+    """Yield the lines of the table of results and costs of both arms."""
 
-    def line(name: str, pair: list[float] | None, form: str = ",d", times: float = 1) -> list[str]:
+    def line(name: str, pair: list[float] | None, form: str = ",d", factor: float = 1) -> list[str]:
         if not pair or None in pair:
             return [name, "-", "-", "-"]
-        return [name, *(format(type(value)(value * times), form) for value in pair), f"{pair[1] / pair[0]:.3f}"]
+        return [name, *(format(type(value)(value * factor), form) for value in pair), f"{pair[1] / pair[0]:.3f}"]
 
-    cost = found.get("cost", {})
-    yield ["", "baseline", "idea", "ratio"]
-    yield line(measured_by(found), found["means"], ".4f")
-    yield ["deviation over seeds", *(f"{value:.4f}" for value in found["deviations"]), ""]
-    if cost:
+    unit = " (nats/token)" if row["metric"] in ("val/loss", EXCESS_LOSS) else ""
+    yield ["", "baseline", "candidate", "ratio"]
+    yield line(f"{row['metric']}{unit}", row["means"], ".4f")
+    yield ["std over seeds", *(f"{value:.4f}" for value in row["stds"]), ""]
+    if cost := row.get("cost"):
         yield line("parameters", cost["parameters"])
-        yield line("FLOPs a token", cost["flops_per_token"])
+        yield line("FLOPs/token", cost["flops_per_token"])
         yield line("training tokens", cost["tokens"])
-        yield line("tokens/s, by turns", cost["tokens_per_second"], ",.0f")
+        yield line("tokens/s, interleaved", cost["tokens_per_second"], ",.0f")
         yield line("peak memory (MB)", cost["peak_memory_bytes"], ",.0f", 1e-6)
         yield ["lines of the diff", "", str(cost["diff_lines"]), ""]
+
+
+def format_report(row: dict[str, Any]) -> Iterator[str]:
+    """Yield the report: the result in one sentence, the table, and how it was obtained."""
+    yield summarize(row)
+    if "difference" in row:
+        yield from ["", *aligned(list(cost_table(row)))]
+    yield ""
+    for arm, commit in (("baseline", row["base"]), ("candidate", row["commit"])):
+        yield f"{arm}: {row[arm]}" + (f", commit {commit[:12]}" if commit else "")
+    if row.get("commits_behind"):
+        yield f"the baseline is {row['commits_behind']} commit(s) behind HEAD; --onto HEAD applies the change to HEAD"
+    if "tuned" in row:
+        yield f"tuned: {row['tuned'][0]:g} for the baseline, {row['tuned'][1]:g} for the candidate"
+    elif row["verdict"] in ("better", "worse"):
+        yield "neither arm is tuned: --tune optimizer.lr shows whether the learning rate only suits one of them better"
+    if row["diff"]:
+        yield f"diff: {row['diff']}"
+    for size in row.get("sizes", []):
+        percent = format_interval([size[name] for name in ("difference", "low", "high")], "+.1f")
+        multiplier = size.get("compute_multiplier")
+        words = f", compute multiplier {format_multiplier(multiplier)}" if multiplier else ""
+        begin = f"{size['size']:g} times the parameters, {size['seeds']} seeds"
+        yield f"{begin}: {size['verdict']}, {percent} percent{words}"
+    if "difference" in row:
+        yield (
+            f"{row['seeds']} seeds of each arm, analysed after each from number {MIN_SEEDS}: repeated confidence "
+            "intervals with Welch's t, valid under any stopping rule (docs/experiments_on_ideas.md)"
+        )
+    tried = row["candidates_tried"]
+    yield (
+        f"{tried} candidate(s) were compared with this baseline; of as many without effect about "
+        f"{FALSE_BETTER_RATE * tried:.2g} would be called better by chance"
+    )

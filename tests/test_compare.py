@@ -18,7 +18,7 @@ from cli import scripts
 from compare import CompareConfig, main
 from comparison.records import read_record, read_records
 from comparison.report import Curves, save_picture, wrapped
-from experiments.sequential_test import welch
+from experiments.sequential_test import welch_p_value
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 
 # Student's sleep data, with which the documentation of R's t.test shows Welch's test: p-value = 0.07939.
@@ -227,11 +227,15 @@ def recipe(tmp_path, name, losses, lr):
 
 
 def test_the_test_is_welchs():
-    assert welch(*SLEEP) == pytest.approx(0.07939, abs=5e-6)
-    assert welch([1.0], [2.0, 3.0]) is None and welch([1.0, 1.0], [1.0, 1.0]) == 1 and welch([1, 1], [2, 2]) == 0
+    assert welch_p_value(*SLEEP) == pytest.approx(0.07939, abs=5e-6)
+    assert (
+        welch_p_value([1.0], [2.0, 3.0]) is None
+        and welch_p_value([1.0, 1.0], [1.0, 1.0]) == 1
+        and welch_p_value([1, 1], [2, 2]) == 0
+    )
     # Of two and two equally far apart the degrees of freedom are 2, whose tail has a closed form.
     t = 1 / math.sqrt(0.02 / 2 + 0.02 / 2)
-    assert welch([1.0, 1.2], [2.0, 2.2]) == pytest.approx(1 - t / math.sqrt(t * t + 2), rel=1e-9)
+    assert welch_p_value([1.0, 1.2], [2.0, 2.2]) == pytest.approx(1 - t / math.sqrt(t * t + 2), rel=1e-9)
 
 
 def test_without_a_verdict_no_statistics_are_imported(pair):
@@ -248,9 +252,9 @@ def test_seeds_are_grouped_and_the_noise_is_told_from_a_difference(tmp_path, cap
     assert first["recipe"] == "optimizer.lr 0.1" and "p" not in first
     assert first["seeds"] == "3" and first["val/loss"] == "1.1000"
     assert first["deviation"] == f"{statistics.stdev(good):.4f}"
-    p = min(1.0, 2 * welch(good, same))
+    p = min(1.0, 2 * welch_p_value(good, same))
     assert (second["recipe"], second["p"], second["verdict"]) == ("optimizer.lr 0.2", f"{p:.2g}", "within the noise")
-    assert (third["p"], third["verdict"]) == (f"{2 * welch(good, bad):.2g}", "beyond the noise")
+    assert (third["p"], third["verdict"]) == (f"{2 * welch_p_value(good, bad):.2g}", "beyond the noise")
     assert third["above the best"] == f"{statistics.fmean(bad) - 1.1:.4f}"
 
 
@@ -258,7 +262,7 @@ def test_a_recipe_of_one_seed_is_no_comparison(tmp_path, capsys):
     good, bad = [1.0, 1.1, 1.2], [2.0, 2.1, 2.3]
     runs = recipe(tmp_path, "g", good, 0.1) + recipe(tmp_path, "one", [1.5], 0.2) + recipe(tmp_path, "b", bad, 0.3)
     shown = printed(capsys, *runs)
-    assert table(shown, "recipe")[2]["p"] == f"{welch(good, bad):.2g}" and "times 1 for as many" in shown
+    assert table(shown, "recipe")[2]["p"] == f"{welch_p_value(good, bad):.2g}" and "times 1 for as many" in shown
 
 
 def test_a_repeated_run_is_no_second_sample(tmp_path, capsys):
@@ -444,7 +448,7 @@ def test_tokenizers_of_one_text_are_compared_by_bits_per_byte(tmp_path, capsys):
     assert (first["recipe"], first["val/bits_per_byte"]) == ("text of bytes (hash bytes000)", f"{1.1 / 4:.4f}")
     assert (second["recipe"], second["above the best"]) == ("text of words (hash words000)", f"{3.0 / 4:.4f}")
     quarters = [[loss / 4 for loss in values] for values in losses.values()]
-    assert second["p"] == f"{welch(*quarters):.2g}" and "left out, with evaluation.num_samples: " in across
+    assert second["p"] == f"{welch_p_value(*quarters):.2g}" and "left out, with evaluation.num_samples: " in across
 
 
 def test_tokenizers_of_runs_that_have_not_ended_are_not_compared(tmp_path, capsys):

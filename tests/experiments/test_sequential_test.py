@@ -1,4 +1,4 @@
-"""The statistics of experiment.py against scipy's own, exact cases, and simulations of what they promise."""
+"""Error rates of the sequential test by simulation, and its parts against scipy and exact cases."""
 
 import math
 
@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from experiments.compute_multiplier import estimate_compute_multiplier, geometric_mean
 from experiments.sequential_test import (
-    ALL_LOOKS,
-    FIRST_LOOK,
+    MIN_SEEDS,
+    TOTAL_ALPHA,
     Difference,
+    additional_seeds,
+    alpha_spent,
     decide,
-    difference,
-    factor,
-    looks,
-    more_runs,
-    quantile,
-    spent,
-    worth,
+    estimate_difference,
+    nominal_alphas,
+    welch_quantile,
 )
 
 LAST = 24
@@ -25,14 +24,14 @@ MANY = 20_000
 
 
 def intervals(baseline, candidate):
-    """Means and reaches at every look, [experiments, looks], of many experiments at once."""
+    """Means and half-widths, [experiments, analyses], of many experiments at once."""
     means, variances = [], []
-    for side in (baseline, candidate):
-        runs = [side[:, :n] for n in range(FIRST_LOOK, side.shape[1] + 1)]
+    for arm in (baseline, candidate):
+        runs = [arm[:, :n] for n in range(MIN_SEEDS, arm.shape[1] + 1)]
         means.append(np.stack([part.mean(1) for part in runs], 1))
         variances.append(np.stack([part.var(1, ddof=1) / part.shape[1] for part in runs], 1))
-    n = np.arange(FIRST_LOOK, baseline.shape[1] + 1)
-    reach = np.sqrt(sum(variances)) * quantile(np.array(looks(baseline.shape[1])), variances, n)
+    n = np.arange(MIN_SEEDS, baseline.shape[1] + 1)
+    reach = np.sqrt(sum(variances)) * welch_quantile(np.array(nominal_alphas(baseline.shape[1])), variances, n)
     return means[1] - means[0], reach
 
 
@@ -42,64 +41,65 @@ def simulated(deviations, effect, seed):
 
 
 @pytest.mark.parametrize("deviations", [(0.004, 0.004), (0.004, 0.012), (0.004, 0.022), (0.022, 0.004), (0.02, 0.0)])
-def test_an_idea_that_does_nothing_is_called_better_or_worse_at_most_5_times_of_100(deviations):
-    """Whoever looks after every seed and stops at the first verdict."""
+def test_false_alarms_without_effect_stay_below_five_percent(deviations):
+    """With an analysis after every seed and a stop at the first verdict."""
     middle, reach = intervals(*simulated(deviations, 0.0, seed=1))
     false_alarms = (np.abs(middle) > reach).any(1).mean()
     assert 0.02 < false_alarms < 0.05
 
 
-@pytest.mark.parametrize(("of_both", "low", "high"), [(True, 0.0, 0.05), (False, 0.05, 0.08)])
-def test_false_alarms_where_a_sixth_of_the_runs_misses_something(of_both, low, high):
-    """Deviations of no bell, as the page has them of relu2. With it on one side alone the means agree all the same, but
-    most runs of that side are better."""
+@pytest.mark.parametrize(("in_both", "low", "high"), [(True, 0.0, 0.05), (False, 0.05, 0.08)])
+def test_false_alarms_with_non_gaussian_noise(in_both, low, high):
+    """A sixth of the runs ends with a much higher loss.
+
+    With such noise in one arm alone the means are equal, but most runs of that arm are better.
+    """
     draw = np.random.default_rng(5)
 
-    def side(share):
-        missed = draw.random((MANY, LAST)) < share
-        return draw.normal(0, 0.0071, (MANY, LAST)) + 0.032 * (missed - share)
+    def arm(probability):
+        missed = draw.random((MANY, LAST)) < probability
+        return draw.normal(0, 0.0071, (MANY, LAST)) + 0.032 * (missed - probability)
 
-    middle, reach = intervals(side(1 / 6 if of_both else 0.0), side(1 / 6))
+    middle, reach = intervals(arm(1 / 6 if in_both else 0.0), arm(1 / 6))
     assert low < (np.abs(middle) > reach).any(1).mean() < high
 
 
 @pytest.mark.parametrize("deviations", [(0.004, 0.004), (0.004, 0.022)])
-def test_the_interval_holds_whenever_one_stops(deviations):
-    """Of an idea that does something, too: at no look does it lack the true difference, in 95 of 100 experiments."""
+def test_intervals_cover_the_effect_at_all_analyses(deviations):
     middle, reach = intervals(*simulated(deviations, -0.006, seed=2))
     assert (np.abs(middle + 0.006) > reach).any(1).mean() < 0.05
 
 
-def test_no_difference_is_said_of_a_larger_one_at_most_5_times_of_100():
+def test_false_equivalence_stays_below_five_percent():
     margin = 0.006
     middle, reach = intervals(*simulated((0.004, 0.006), margin, seed=3))
     assert ((middle - reach >= -margin) & (middle + reach <= margin)).any(1).mean() < 0.05
 
 
-def test_a_real_difference_is_found_soon():
+def test_large_effect_is_detected_with_few_seeds():
     middle, reach = intervals(*simulated((0.01, 0.01), -0.03, seed=4))
-    seeds = FIRST_LOOK + (middle + reach < 0).argmax(1)
+    seeds = MIN_SEEDS + (middle + reach < 0).argmax(1)
     assert (middle + reach < 0).any(1).all() and seeds.mean() < 5.5
 
 
-def test_the_looks_together_spend_what_they_may():
-    """Of normal sums with a known deviation, for which the recursion is exact."""
-    sums = np.random.default_rng(5).normal(size=(200_000, 12)).cumsum(1)[:, FIRST_LOOK - 1 :]
-    z = np.abs(sums) / np.sqrt(np.arange(FIRST_LOOK, 13))
-    decided = (z > stats.norm.isf(np.array(looks(12)) / 2)).any(1).mean()
-    assert decided == pytest.approx(spent(12), abs=4 * math.sqrt(spent(12) / 200_000))
-    assert looks(20)[:4] == looks(6), "what a look is worth does not depend on how many follow"
-    assert spent(10**9) < ALL_LOOKS == pytest.approx(spent(10**12), abs=1e-6)
+def test_nominal_alphas_spend_total_alpha():
+    """With a known standard deviation the recursion is exact."""
+    sums = np.random.default_rng(5).normal(size=(200_000, 12)).cumsum(1)[:, MIN_SEEDS - 1 :]
+    z = np.abs(sums) / np.sqrt(np.arange(MIN_SEEDS, 13))
+    decided = (z > stats.norm.isf(np.array(nominal_alphas(12)) / 2)).any(1).mean()
+    assert decided == pytest.approx(alpha_spent(12), abs=4 * math.sqrt(alpha_spent(12) / 200_000))
+    assert nominal_alphas(20)[:4] == nominal_alphas(6), "levels depend on the number of analyses that follow"
+    assert alpha_spent(10**9) < TOTAL_ALPHA == pytest.approx(alpha_spent(10**12), abs=1e-6)
 
 
-def test_a_look_is_the_interval_of_welch_at_its_level():
+def test_estimate_difference_matches_scipy_welch_interval():
     baseline, candidate = [0.40, 0.41, 0.405, 0.399], [0.37, 0.365, 0.39, 0.35]
-    found = difference(baseline, candidate)
-    theirs = stats.ttest_ind(candidate, baseline, equal_var=False).confidence_interval(1 - looks(4)[-1])
+    found = estimate_difference(baseline, candidate)
+    theirs = stats.ttest_ind(candidate, baseline, equal_var=False).confidence_interval(1 - nominal_alphas(4)[-1])
     assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high))
-    assert (found.mean, found.runs) == (pytest.approx(-0.03475), 4)
-    assert difference(baseline[:2], candidate[:2]).high == math.inf
-    assert difference([1.0] * 3, [1.5] * 3).low == 0.5
+    assert (found.mean, found.seeds) == (pytest.approx(-0.03475), 4)
+    assert estimate_difference(baseline[:2], candidate[:2]).high == math.inf
+    assert estimate_difference([1.0] * 3, [1.5] * 3).low == 0.5
 
 
 @pytest.mark.parametrize(
@@ -113,22 +113,22 @@ def test_a_look_is_the_interval_of_welch_at_its_level():
         (0.1, 0.2, "no difference"),
     ],
 )
-def test_verdicts(low, high, verdict):
+def test_decide_returns_verdict(low, high, verdict):
     assert decide(Difference((low + high) / 2, low, high, 1.0, 3), margin=0.5) == verdict
 
 
-def test_how_many_more_would_tell_is_about_right():
+def test_additional_seeds_shrink_interval_as_required():
     baseline = [0.40, 0.41, 0.405, 0.399]
-    found = difference(baseline, [loss - 0.004 for loss in baseline])
-    more = more_runs(found, margin=0.001)
+    found = estimate_difference(baseline, [loss - 0.004 for loss in baseline])
+    more = additional_seeds(found, margin=0.001)
     spread = [stats.norm.isf((i + 0.5) / (4 + more)) for i in range(4 + more)]
     scale = np.std(baseline, ddof=1) / np.std(spread, ddof=1)
-    later = difference([scale * x for x in spread], [scale * x - 0.004 for x in spread])
+    later = estimate_difference([scale * x for x in spread], [scale * x - 0.004 for x in spread])
     assert 1.0 < (later.high - later.low) / 2 / 0.004 * 1.2 < 1.5
-    assert more_runs(difference([1.0, 2.0, 3.0], [1.0, 2.0, 3.1]), margin=1e-4) is None
+    assert additional_seeds(estimate_difference([1.0, 2.0, 3.0], [1.0, 2.0, 3.1]), margin=1e-4) is None
 
 
-def test_worth_is_read_off_the_curve_of_the_baseline():
+def test_compute_multiplier_recovers_known_ratio():
     def loss(share):
         return 0.4 * share**-0.9
 
@@ -139,21 +139,26 @@ def test_worth_is_read_off_the_curve_of_the_baseline():
         noise = iter(np.exp(draw.normal(0, 0.01, 30)))
         budgets = [(share, loss(share) * next(noise)) for share in shares]
         baseline, candidate = ([loss(share) * next(noise) for _ in range(4)] for share in (1.0, 1.13))
-        found = worth(budgets, float(np.mean(baseline)), difference(baseline, candidate))
+        found = estimate_compute_multiplier(budgets, float(np.mean(baseline)), estimate_difference(baseline, candidate))
         held += found.low < 1.13 < found.high
         ratios.append(found.ratio)
     assert np.median(ratios) == pytest.approx(1.13, abs=0.01) and held >= 190
 
 
-def test_worth_beyond_the_budgets_is_a_limit_and_of_no_curve_none():
+def test_compute_multiplier_clips_to_budgets():
     budgets = [(share, 1 / share) for share in (0.5, 0.7, 1.0, 1.4, 2.0)]
-    assert worth(budgets, 1.0, Difference(-0.9, -0.95, -0.85, 0.01, 3)).ratio == pytest.approx(2.0)
-    assert worth(budgets, 1.0, Difference(9.0, 8.0, 10.0, 0.01, 3)).ratio == pytest.approx(0.5)
-    assert worth([(share, share) for share, _ in budgets], 1.0, Difference(-0.1, -0.2, 0.0, 0.01, 3)) is None
-    assert worth(budgets[:2], 1.0, Difference(-0.1, -0.2, 0.0, 0.01, 3)) is None
+    assert estimate_compute_multiplier(budgets, 1.0, Difference(-0.9, -0.95, -0.85, 0.01, 3)).ratio == pytest.approx(
+        2.0
+    )
+    assert estimate_compute_multiplier(budgets, 1.0, Difference(9.0, 8.0, 10.0, 0.01, 3)).ratio == pytest.approx(0.5)
+    assert (
+        estimate_compute_multiplier([(share, share) for share, _ in budgets], 1.0, Difference(-0.1, -0.2, 0.0, 0.01, 3))
+        is None
+    )
+    assert estimate_compute_multiplier(budgets[:2], 1.0, Difference(-0.1, -0.2, 0.0, 0.01, 3)) is None
 
 
-def test_ratios_by_turns():
-    middle, low, high = factor([1.1, 1.2, 1.15])
+def test_geometric_mean_has_student_interval():
+    middle, low, high = geometric_mean([1.1, 1.2, 1.15])
     assert low < middle < high and middle == pytest.approx((1.1 * 1.2 * 1.15) ** (1 / 3))
-    assert factor([1.1])[1:] == (0.0, math.inf)
+    assert geometric_mean([1.1])[1:] == (0.0, math.inf)

@@ -1,4 +1,4 @@
-"""experiment.py: its verdicts on ideas whose effect is known, what it refuses, and that it goes on where it was."""
+"""experiment.py: verdicts on candidates whose effect is known, what it refuses, and that it resumes."""
 
 import itertools
 import json
@@ -18,24 +18,30 @@ import torch.nn.functional as F
 import yaml
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-import experiment
 from config.errors import ConfigError, RunError
 from data.text import TextCorpus, TextDataset
-from experiment import ExperimentConfig, NotebookConfig, main
-from experiments import arm, candidate, log
-from experiments.result import sentence, trend, worth_in_words
+from experiments import arm, change, experiment, log, report, score, variants
+from experiments import settings as experiment_settings
+from experiments.arm import Arm, Launch
+from experiments.experiment import main
+from experiments.result import format_multiplier, summarize, trend
+from experiments.settings import ExperimentConfig, ReportConfig
 from jobs import runner
 from run.load import load_run
 from tests import forked
 from tests.conftest import ROOT, environment, python
 from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
 
-# In the place of train.py: the loss above a floor of 0.5 is EFFECT / steps, but for half a percent by the seed, and for
-# the settings that an idea may change.
+# In place of train.py: the excess loss over an entropy of 0.5 is EFFECT / steps, with noise of 0.4% over seeds, and
+# depends on the settings that a candidate may change.
 FAKE = """
 import json, math, os, random, sys
 EFFECT = 40
+def refuse(message):
+    print(f"train.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
 settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len": 8, "global_batch_size": 1,
+    "init_from": None, "branch_from": None,
     "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "model.mlp": "gelu",
     "data.source": "stories", "data.num_samples": 100,
     "data.path": None, "data.mix": None, "optimizer.lr": 1.0, "evaluation.every": 10,
@@ -47,20 +53,20 @@ for option, value in zip(words[::2], words[1::2]):
     name = option[2:]
     if name == "config":
         if not os.path.exists(value):
-            sys.exit(f"train.py: error: config: {value} does not exist")
+            refuse(f"config: {value} does not exist")
         settings |= json.loads(open(value).read() or "{}")
         continue
     if name not in settings:
-        sys.exit(f"train.py: error: {option} is no setting; --help lists all")
+        refuse(f"{option} is no setting; --help lists all")
     try:
         settings[name] = json.loads(value)
     except ValueError:
         settings[name] = value
+nested = {}
+for name, value in settings.items():
+    section, _, last = name.rpartition(".")
+    (nested.setdefault(section, {}) if section else nested)[last] = value
 if "--print_config" in sys.argv:
-    nested = {}
-    for name, value in settings.items():
-        section, _, last = name.rpartition(".")
-        (nested.setdefault(section, {}) if section else nested)[last] = value
     sys.exit(print(json.dumps(nested)))
 run = os.path.join(settings["out_dir"], settings["name"])
 os.makedirs(run, exist_ok=True)
@@ -70,12 +76,18 @@ excess = EFFECT / settings["steps"] * (0.9 if settings["model.mlp"] == "relu2" e
 excess *= math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10) * 64 / settings["model.d_model"]
 excess *= 1 + 0.004 * random.Random(settings["name"]).gauss(0, 1)
 state = "finished" if math.isfinite(excess) else "failed"
-row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/entropy": 0.5, "perf/tokens_per_second": 100.0}
+row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/excess_loss": excess, "val/entropy": 0.5}
+row |= {"perf/tokens_per_second": 100.0, "state/digest": str(random.Random(excess).random())}
 if settings["data.source"] == "text":  # tokens of so many bytes as the name of the corpus has letters
-    row |= {"val/entropy": None, "val/bits_per_byte": row["val/loss"] / len(settings["data.path"] or "x") / math.log(2)}
+    row |= {"val/entropy": None, "val/excess_loss": None}
+    row |= {"val/bits_per_byte": row["val/loss"] / len(settings["data.path"] or "x") / math.log(2)}
 row["train/tokens"] = settings["steps"] * settings["global_batch_size"] * settings["seq_len"]
 with open(run + "/metrics.jsonl", "w") as file:
     print(json.dumps(row | {"perf/peak_memory_bytes": 2**20}), file=file)
+with open(run + "/config.yaml", "w") as file:
+    json.dump(nested, file)
+with open(run + "/sessions.jsonl", "w") as file:
+    print(json.dumps({"step": 0, "mixed_precision": "no", "processes": 1, "shards": 1, "code": "x"}), file=file)
 with open(run + "/status.json", "w") as file:
     reason = "" if state == "finished" else "the loss is nan"
     json.dump({"state": state, "step": settings["steps"], "reason": reason}, file)
@@ -83,17 +95,17 @@ sys.exit(state == "failed")
 """
 
 
-def ask(asked, what, *words):
-    """In the place of experiments/scorer.py, which needs torch."""
-    if what == "measure":
+def fake_scorer(asked, command, *words):
+    """In place of experiments/scorer.py, which needs torch."""
+    if command == "measure":
         loss = asked.run(0).last()["val/loss"]
         facts = {
             "targets": "abc",
             "num_targets": 7,
             "num_bytes": None,
-            "floor": 0.5,
+            "entropy": 0.5,
             "loss": loss,
-            "looks_ahead": False,
+            "is_causal": True,
         }
         return facts | {"parameters": 1000, "flops_per_token": 6000}
     width = asked.settings["model.d_ff"] * (3 if asked.settings["model.mlp"] == "swiglu" else 2)
@@ -102,16 +114,17 @@ def ask(asked, what, *words):
 
 @pytest.fixture
 def ask_about(tmp_path, monkeypatch):
-    """Make an experiment with fake trainings, which take no time; its row, and who was started for it."""
+    """Return a function that runs an experiment with a fake train.py, and lists the runs that it started."""
     root, lab = tmp_path / "root", tmp_path / "lab"
     (root / "configs").mkdir(parents=True)
     (root / "train.py").write_text(FAKE)
     config = root / "configs" / "lab.yaml"
     config.write_text("")
     lab.mkdir()
-    monkeypatch.setattr(experiment, "DEFAULT_CONFIG", config)
-    monkeypatch.setattr(candidate, "ROOT", root)
-    monkeypatch.setattr(arm.Side, "_ask", ask)
+    monkeypatch.setattr(experiment_settings, "DEFAULT_CONFIG", config)
+    monkeypatch.setattr(change, "ROOT", root)
+    monkeypatch.setattr(score, "run_scorer", fake_scorer)
+    monkeypatch.setattr(variants, "network_shape", lambda asked: fake_scorer(asked, "shape"))
     monkeypatch.setattr(runner, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(experiment, "code_hash", lambda: None)
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
@@ -121,7 +134,7 @@ def ask_about(tmp_path, monkeypatch):
     def experiment_on(text, *common, error=None, **others):
         (lab / "started").unlink(missing_ok=True)
         printed.clear()
-        others = {"jobs": 2, "worth": False, "json": True, "margin": 0.003, **others}
+        others = {"jobs": 2, "speedup": False, "json": True, "margin": 0.003, **others}
         config = ExperimentConfig([text, *common], lab=str(lab), **others)
         if error:
             with pytest.raises(error) as raised:
@@ -137,13 +150,13 @@ def ask_about(tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
-def test_a_better_idea_and_what_it_is_worth(ask_about):
-    found = ask_about("--model.mlp relu2", worth=True)
+def test_reports_verdict_and_compute_multiplier(ask_about):
+    found = ask_about("--model.mlp relu2", speedup=True)
     assert found["verdict"] == "better" and found["seeds"] == 3
     assert found["low"] < -10 < found["high"] < 0
-    ratio, low, high = found["worth"]
+    ratio, low, high = found["compute_multiplier"]
     assert low < 1 / 0.9 < high and ratio == pytest.approx(1 / 0.9, abs=0.01)
-    assert found["worth_in_time"][0] == pytest.approx(ratio), "both are as fast"
+    assert found["time_multiplier"][0] == pytest.approx(ratio), "the arms are equally fast"
     assert found["cost"]["parameters"] == [1000, 1000] and found["cost"]["diff_lines"] == 0
     names = [name for name in ask_about.started() if (ask_about.lab / "runs" / name).exists()]
     assert len(names) == len(set(names)) == 6 + 8
@@ -151,38 +164,38 @@ def test_a_better_idea_and_what_it_is_worth(ask_about):
     assert not list(ask_about.lab.glob("speed-*"))
 
 
-def test_a_worse_one(ask_about):
+def test_reports_worse_candidate(ask_about):
     found = ask_about("--optimizer.lr 3.0")
     assert found["verdict"] == "worse" and found["difference"] == pytest.approx(12.8, abs=1.5)
 
 
-def test_baselines_are_trained_once_for_all_ideas_and_counted_against_chance(ask_about):
+def test_baseline_is_trained_once_for_all_candidates(ask_about):
     ask_about("--model.mlp relu2")
     found = ask_about("--optimizer.lr 2.0")
-    assert found["ideas_tried"] == 2
+    assert found["candidates_tried"] == 2
     assert all(name.startswith(found["candidate"]) for name in ask_about.started())
     again = ask_about("--optimizer.lr 2.0")
     assert again == found | {"time": again["time"]} and not ask_about.started()
 
 
-def test_a_against_a_has_other_seeds_and_is_no_difference(ask_about):
+def test_equal_arms_train_separate_seeds(ask_about):
     found = ask_about("--model.mlp gelu", margin=None)
-    assert found["margin"] == 0.03, "of what is above a floor"
+    assert found["margin"] == 0.03, "of the excess loss"
     assert found["verdict"] == "no difference" and found["baseline"] == found["candidate"]
     seeds = [int(name.rpartition("-")[2]) for name in ask_about.started()]
     assert sorted(seed // 1000 for seed in seeds) == [0] * found["seeds"] + [1] * found["seeds"]
 
 
-def test_what_is_not_known_goes_on_with_more_seeds(ask_about):
+def test_raised_max_seeds_resumes(ask_about):
     found = ask_about("--optimizer.lr 1.1", max_seeds=4, jobs=1, margin=0.005)
     assert found["verdict"] == "unknown" and found["seeds"] == 4 and found["more_seeds"] > 0
     assert len(ask_about.started()) == 8
     more = ask_about("--optimizer.lr 1.1", max_seeds=6, jobs=1, margin=0.005)
     assert len(ask_about.started()) == 4 and more["seeds"] == 6
-    assert "more seeds of each side would tell" in sentence(found)
+    assert "more seeds of each arm would decide" in summarize(found)
 
 
-def test_no_core_is_idle_and_what_is_looked_at_is_the_same(ask_about):
+def test_result_does_not_depend_on_concurrent_runs(ask_about):
     one = ask_about("--optimizer.lr 1.1", max_seeds=6, jobs=1)
     eight = ask_about("--optimizer.lr 1.1", max_seeds=6, jobs=8)
     assert [one[name] for name in ("seeds", "difference", "high")] == [
@@ -190,24 +203,30 @@ def test_no_core_is_idle_and_what_is_looked_at_is_the_same(ask_about):
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "message", "runs"),
-    [("--model.mpl relu2", "--model.mpl is no setting", 0), ("--optimizer.lr 0", "the loss is nan", 1)],
-)
-def test_an_idea_that_does_not_train_is_a_verdict_and_costs_a_run(text, message, runs, ask_about):
-    found = ask_about(text, jobs=1)
-    assert found["verdict"] == "failed" and message in found["message"]
-    assert len(ask_about.started()) == runs
-    assert sentence(found).startswith(f"Failed: {text} does not train: ")
-    assert [row["verdict"] for row in log.read(ask_about.lab)] == ["failed"]
+def test_diverging_candidate_is_failed_and_costs_one_run(ask_about):
+    found = ask_about("--optimizer.lr 0", jobs=1)
+    assert found["verdict"] == "failed" and "the loss is nan" in found["message"]
+    assert len(ask_about.started()) == 2, "one of the baseline and one of the candidate"
+    assert summarize(found).startswith("Failed: --optimizer.lr 0: does not train: ")
+    assert [row["verdict"] for row in log.read_log(ask_about.lab)] == ["failed"]
 
 
-def test_an_idea_without_its_quotes_is_refused(ask_about):
+def test_refused_settings_are_no_verdict(ask_about):
+    assert "--model.mpl is no setting" in ask_about("--model.mpl relu2", error=ConfigError)
+    assert not ask_about.started() and not log.read_log(ask_about.lab)
+
+
+@pytest.mark.parametrize("words", [("--seed 7",), ("--optimizer.lr 2", "--seed", "7"), ("--out_dir=x",)])
+def test_settings_of_single_runs_are_refused(words, ask_about):
+    assert "is set for each run" in ask_about(*words, error=ConfigError)
+
+
+def test_change_without_quotes_is_refused(ask_about):
     (ask_about.root / "train.py").write_text("print('lab.yaml:')")  # as jsonargparse does with a word too many
-    assert "an idea of several words is in quotes" in ask_about("--model.mlp", "relu2", error=ConfigError)
+    assert "quote a change of several words" in ask_about("--model.mlp", "relu2", error=ConfigError)
 
 
-def test_a_baseline_that_does_not_train_is_an_error(ask_about):
+def test_broken_baseline_is_an_error(ask_about):
     assert "--x is no setting" in ask_about("--model.mlp relu2", "--x", "3", error=ConfigError)
     assert "the loss is nan" in ask_about("--optimizer.lr 1", "--optimizer.lr", "0", error=RunError)
     assert "no val/loss" in ask_about("--optimizer.lr 1", "--evaluation.every", "0", error=ConfigError)
@@ -216,80 +235,82 @@ def test_a_baseline_that_does_not_train_is_an_error(ask_about):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"targets": "other"}, "not measured by the same validation set"),
-        ({"floor": 0.4}, "the lowest possible loss is 0.5 for the baseline and 0.4"),
+        ({"targets": "other"}, "not evaluated on the same validation set"),
+        ({"entropy": 0.4}, "the entropy of the data is 0.5 for the baseline and 0.4"),
         ({"loss": 0.8}, "its code measures something else"),
     ],
 )
-def test_sides_that_are_not_measured_alike_are_refused(changes, message, ask_about, monkeypatch):
+def test_incomparable_arms_are_refused(changes, message, ask_about, monkeypatch):
     def other(asked, *words):
-        return ask(asked, *words) | (changes if asked.settings["model.mlp"] == "relu2" else {})
+        return fake_scorer(asked, *words) | (changes if asked.settings["model.mlp"] == "relu2" else {})
 
-    monkeypatch.setattr(arm.Side, "_ask", other)
+    monkeypatch.setattr(score, "run_scorer", other)
     assert message in ask_about("--model.mlp relu2", error=ConfigError)
-    assert not log.read(ask_about.lab)
+    assert not log.read_log(ask_about.lab)
 
 
 @pytest.fixture
 def ask_about_tokenizers(ask_about, monkeypatch):
-    """Tokens of the baseline's corpus have ten bytes, those of the idea's eleven: as many as its name has letters."""
+    """Tokens of the baseline's corpus have ten bytes, of the candidate's eleven: as many as the name has letters."""
     whole = ("--data.source", "text", "--evaluation.num_samples", "null")
 
-    def asked_for(text="same", common=whole, error=None, worth=False, **facts):
+    def asked_for(text="same", common=whole, error=None, speedup=False, **facts):
         def ask_of_text(asked, what, *words):
             path = asked.settings["data.path"]
-            found = {"targets": path, "floor": None, "num_targets": 3300 // len(path), "num_bytes": 3300}
-            return ask(asked, what, *words) | found | (facts if path == "of eleven ." else {})
+            found = {"targets": path, "entropy": None, "num_targets": 3300 // len(path), "num_bytes": 3300}
+            return fake_scorer(asked, what, *words) | found | (facts if path == "of eleven ." else {})
 
         texts = {"of ten ...": "same", "of eleven .": text}
-        monkeypatch.setattr(arm.Side, "_ask", ask_of_text)
-        monkeypatch.setattr(arm.Side, "validation_text", lambda asked: texts[asked.settings["data.path"]])
-        monkeypatch.setattr(experiment, "TURNS", 0)
-        return ask_about("--data.path 'of eleven .'", "--data.path", "of ten ...", *common, error=error, worth=worth)
+        monkeypatch.setattr(score, "run_scorer", ask_of_text)
+        monkeypatch.setattr(Arm, "validation_text", lambda asked: texts[asked.settings["data.path"]])
+        monkeypatch.setattr(experiment, "THROUGHPUT_ROUNDS", 0)
+        return ask_about(
+            "--data.path 'of eleven .'", "--data.path", "of ten ...", *common, error=error, speedup=speedup
+        )
 
     return asked_for
 
 
-def test_two_tokenizers_of_one_text_are_compared_by_bits_per_byte(ask_about_tokenizers):
+def test_tokenizers_are_compared_by_bits_per_byte(ask_about_tokenizers):
     """The losses are the same but for noise, 0.5 + 0.4 / steps; so the bits are ten elevenths, of more text."""
-    found = ask_about_tokenizers(worth=True)
-    assert (found["verdict"], found["metric"], found["floor"]) == ("better", "val/bits_per_byte", None)
+    found = ask_about_tokenizers(speedup=True)
+    assert (found["verdict"], found["metric"], found["entropy"]) == ("better", "val/bits_per_byte", None)
     assert found["difference"] == pytest.approx(100 * (10 / 11 - 1), abs=0.5)
     assert found["means"] == pytest.approx([0.09 / math.log(2), 0.9 / 11 / math.log(2)], rel=0.005)
-    assert found["worth"][0] == pytest.approx(0.4 / (0.9 * 10 / 11 - 0.5), rel=0.05)
+    assert found["compute_multiplier"][0] == pytest.approx(0.4 / (0.9 * 10 / 11 - 0.5), rel=0.05)
     assert found["cost"]["bytes"] == [8000, 8800]
-    told = sentence(found)
-    assert "changes the val/bits_per_byte by -9." in told and "+10.0% bytes of training text" in told
+    summary = summarize(found)
+    assert "changes val/bits_per_byte by -9." in summary and "+10.0% bytes of training text" in summary
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"text": "other"}, "nor is it the same text in other tokens (hashes same and other)"),
-        ({"text": None}, "the bytes of the text are not known of the idea"),
-        ({"num_bytes": None}, "the bytes of the text are not known of the idea"),
-        ({"num_bytes": 2000}, "the targets are 3,300 bytes of it here and 2,000 there"),
+        ({"text": "other"}, "the texts differ as well (hashes same and other)"),
+        ({"text": None}, "the bytes of the text are unknown for the candidate"),
+        ({"num_bytes": None}, "the bytes of the text are unknown for the candidate"),
+        ({"num_bytes": 2000}, "the targets cover 3,300 bytes of it here and 2,000 there"),
         ({"common": ("--data.source", "text")}, "set evaluation.num_samples to null for both"),
         ({"common": ()}, "settings of data or evaluation differ"),
         ({"num_targets": 200}, "its code measures something else"),
     ],
     ids=str,
 )
-def test_what_bits_per_byte_cannot_compare_is_refused(asked, message, ask_about_tokenizers):
+def test_incomparable_tokenizers_are_refused(asked, message, ask_about_tokenizers):
     assert message in ask_about_tokenizers(**asked, error=ConfigError)
 
 
-def test_an_idea_that_looks_ahead_fails(ask_about, monkeypatch):
-    monkeypatch.setattr(arm.Side, "_ask", lambda asked, *words: ask(asked, *words) | {"looks_ahead": True})
+def test_non_causal_candidate_fails(ask_about, monkeypatch):
+    monkeypatch.setattr(score, "run_scorer", lambda asked, *words: fake_scorer(asked, *words) | {"is_causal": False})
     found = ask_about("--model.mlp relu2")
     assert found["verdict"] == "failed" and "later tokens" in found["message"]
 
 
-def test_a_branch_is_trained_by_its_own_code(ask_about):
+def test_branch_is_trained_by_its_own_code(ask_about):
     def git(*words):
         return subprocess.run(["git", *words], cwd=ask_about.root, check=True, capture_output=True, text=True).stdout
 
-    os.environ |= candidate.NOBODY
+    os.environ |= change.AUTHOR
     git("init", "--quiet", "--initial-branch=main")
     git("add", ".")
     git("commit", "--quiet", "--message", "base")
@@ -300,17 +321,17 @@ def test_a_branch_is_trained_by_its_own_code(ask_about):
     git("commit", "--quiet", "--all", "--message", "an idea")
     again = ask_about("better")
     assert (again["difference"], again["cost"]["diff_lines"]) == (found["difference"], 2)
-    assert not ask_about.started(), "the same code and settings are the same runs"
+    assert not ask_about.started(), "runs of the same code and settings are trained again"
     assert "+EFFECT = 30" in open(again["diff"]).read()
     assert git("worktree", "list").count("\n") == 1
-    assert ask_about("better --optimizer.lr 9.0")["verdict"] == "worse", "settings of the idea alone"
+    assert ask_about("better --optimizer.lr 9.0")["verdict"] == "worse", "settings of the candidate alone"
 
 
-def test_an_idea_may_change_a_config_and_must_change_something_that_trains(ask_about):
+def test_code_candidate_must_change_config_or_code(ask_about):
     def git(*words):
         subprocess.run(["git", *words], cwd=ask_about.root, check=True, capture_output=True)
 
-    os.environ |= candidate.NOBODY
+    os.environ |= change.AUTHOR
     config, page = ask_about.root / "configs" / "lab.yaml", ask_about.root / "README.md"
     page.write_text("before")
     git("init", "--quiet", "--initial-branch=main")
@@ -322,24 +343,24 @@ def test_an_idea_may_change_a_config_and_must_change_something_that_trains(ask_a
         assert found["verdict"] == "better" and found["baseline"] != found["candidate"], words
     git("commit", "--quiet", "--all", "--message", "relu2")
     page.write_text("after")
-    assert "is neither code that trains nor a setting" in ask_about(".", error=ConfigError)
+    assert "changes neither code that trains nor a setting" in ask_about(".", error=ConfigError)
 
 
-def test_a_budget_of_minutes(ask_about, monkeypatch):
+def test_budget_minutes_limits_started_runs(ask_about, monkeypatch):
     found = ask_about("--model.mlp relu2", budget_minutes=1e-9)
-    assert found["verdict"] == "unknown" and not ask_about.started() and "before" in sentence(found)
-    assert not log.read(ask_about.lab), "no answer is no experiment"
+    assert found["verdict"] == "unknown" and not ask_about.started() and "before" in summarize(found)
+    assert not log.read_log(ask_about.lab), "an experiment without a result is logged"
     begun = []
     monkeypatch.setattr(runner, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: len(begun)}))
     monkeypatch.setattr(experiment, "time", SimpleNamespace(monotonic=lambda: 0))
     start = runner.Trainings._start
     monkeypatch.setattr(runner.Trainings, "_start", lambda self, run: begun.append(run) or start(self, run))
     found = ask_about("--model.mlp relu2", tune="optimizer.lr", budget_minutes=4 / 60)
-    assert 4 <= len(begun) <= 5 and found["verdict"] == "unknown", "of ten that are wanted together no more is begun"
+    assert 4 <= len(begun) <= 5 and found["verdict"] == "unknown", "more than four of ten requested runs have started"
 
 
 @pytest.mark.parametrize(("launch", "at_once"), [(None, 2), (sys.executable, 1)])
-def test_launches_of_several_processes_are_begun_one_after_the_other(launch, at_once, ask_about, monkeypatch):
+def test_launch_runs_one_at_a_time(launch, at_once, ask_about, monkeypatch):
     monkeypatch.setattr(runner, "cores", lambda: 2)
     found = []
     monkeypatch.setattr(experiment.Trainings, "train", lambda self, *_: found.append(self.at_once) or 1 / 0)
@@ -347,44 +368,46 @@ def test_launches_of_several_processes_are_begun_one_after_the_other(launch, at_
     assert found == [at_once]
 
 
-def test_whether_it_holds_for_a_larger_model(ask_about):
-    found = ask_about("--model.mlp relu2", sizes="1,4", worth=True)
+def test_sizes_report_trend(ask_about):
+    found = ask_about("--model.mlp relu2", sizes="1,4", speedup=True)
     assert [size["verdict"] for size in found["sizes"]] == ["better", "better"]
-    assert found["trend"] == "stays, as far as these runs can tell"
+    assert found["trend"] == "does not change significantly"
     cost = ask_about("--model.mlp relu2", sizes="4")["cost"]
-    assert cost["tokens"][0] == 4 * found["cost"]["tokens"][0], "of what was trained"
+    assert cost["tokens"][0] == 4 * found["cost"]["tokens"][0], "tokens are not those of the trained size"
     for wrong in ("1,x", "0.5", ""):
         assert "sizes: " in ask_about("--model.mlp relu2", sizes=wrong, error=ConfigError)
 
 
-def test_a_larger_model_that_does_not_train_costs_no_answer(ask_about, monkeypatch):
+def test_failure_at_larger_size_keeps_result(ask_about, monkeypatch):
     fake = FAKE.replace("state = ", 'excess = math.nan if settings["model.d_model"] > 64 else excess\nstate = ', 1)
     (ask_about.root / "train.py").write_text(fake)
     found = ask_about("--model.mlp relu2", sizes="1,4")
-    assert found["verdict"] == "better" and "of a larger one nothing is known: " in sentence(found)
-    assert found["cost"]["parameters"] == [1000, 1000] and log.read(ask_about.lab)
+    assert found["verdict"] == "better" and "no result for a larger model: " in summarize(found)
+    assert found["cost"]["parameters"] == [1000, 1000] and log.read_log(ask_about.lab)
 
 
-def test_speeds_that_cannot_be_measured_cost_no_answer(ask_about, monkeypatch):
+def test_failed_throughput_measurement_keeps_result(ask_about, monkeypatch):
     def speeds(*_):
         raise RunError("x")
 
-    monkeypatch.setattr(experiment.Experiment, "speeds", speeds)
-    found = ask_about("--model.mlp relu2", worth=True)
-    assert found["verdict"] == "better" and found["worth"] and found["cost"]["speed"] is None
+    monkeypatch.setattr(experiment.Experiment, "measure_throughput", speeds)
+    found = ask_about("--model.mlp relu2", speedup=True)
+    assert found["verdict"] == "better" and found["compute_multiplier"] and found["cost"]["relative_throughput"] is None
 
 
-def of_settings(**changes):
-    """A side that is only asked for other settings."""
+def make_arm(**changes):
+    """Return an arm that is only used to derive others."""
     settings = {"steps": 400, "global_batch_size": 4, "data.source": "text", "optimizer.lr": 1.0}
     settings |= {"model.d_model": 64, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": None}
     settings |= {"schedule.name": "wsd", "schedule.warmup_steps": 40, "schedule.decay_steps": None}
-    return arm.Side(ROOT, "", (), "no", (), settings | changes, ROOT)
+    return Arm(ROOT, "", Launch(), (), settings | changes, ROOT)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 2), (12, 4, 2), (16, 4, 2), (4, None, 2), (4, 1, 4)])
-def test_the_heads_of_a_larger_model_share_keys_as_before(heads, kv_heads, size):
-    larger = arm.scaled(of_settings(**{"model.n_heads": heads, "model.n_kv_heads": kv_heads}), size).settings
+def test_scale_parameters_keeps_queries_per_key(heads, kv_heads, size):
+    larger = variants.scale_parameters(
+        make_arm(**{"model.n_heads": heads, "model.n_kv_heads": kv_heads}), size
+    ).settings
     kv = larger["model.n_kv_heads"]
     assert (kv is None) == (kv_heads is None) and larger["model.n_heads"] % (kv or 1) == 0
     assert kv is None or larger["model.n_heads"] // kv == heads // kv_heads
@@ -402,9 +425,9 @@ def test_the_heads_of_a_larger_model_share_keys_as_before(heads, kv_heads, size)
         {"schedule.name": "linear", "global_batch_size": None, "data.source": "random", "data.num_samples": 9},
     ],
 )
-def test_every_budget_is_one_that_trains(changes):
-    found, stages = arm.budgets(of_settings(**changes), (0.5, 0.5**0.5, 2))
-    assert [one.settings["steps"] for one in found.values()] == [round(of_settings(**changes).settings["steps"] * s)
+def test_budget_arms_have_valid_schedules(changes):
+    found, stages = variants.budget_arms(make_arm(**changes), (0.5, 0.5**0.5, 2))
+    assert [one.settings["steps"] for one in found.values()] == [round(make_arm(**changes).settings["steps"] * s)
                                                                for s in (0.5, 0.5**0.5, 2)]  # fmt: skip
     for one in itertools.chain(*stages):
         of = one.settings
@@ -412,61 +435,63 @@ def test_every_budget_is_one_that_trains(changes):
         assert (of.get("schedule.batch_warmup_steps") or 0) <= of["steps"]
 
 
-def test_trends():
-    small = {"worth": [1.1, 1.08, 1.12], "difference": 0, "low": 0, "high": 0}
-    assert trend([small, small | {"worth": [1.3, 1.25, 1.35]}]) == "grows"
-    assert trend([small, small | {"worth": [1.01, 0.99, 1.03]}]) == "fades"
-    assert trend([{"difference": -9, "low": -10, "high": -8}, {"difference": -2, "low": -3, "high": -1}]) == "fades"
+def test_trend_compares_first_and_last_size():
+    small = {"compute_multiplier": [1.1, 1.08, 1.12], "difference": 0, "low": 0, "high": 0}
+    assert trend([small, small | {"compute_multiplier": [1.3, 1.25, 1.35]}]) == "grows"
+    assert trend([small, small | {"compute_multiplier": [1.01, 0.99, 1.03]}]) == "shrinks"
+    assert trend([{"difference": -9, "low": -10, "high": -8}, {"difference": -2, "low": -3, "high": -1}]) == "shrinks"
 
 
-def test_a_setting_is_tuned_for_both_sides_on_seeds_of_its_own(ask_about):
+def test_tune_searches_both_arms_on_separate_seeds(ask_about):
     found = ask_about("--model.mlp relu2", "--optimizer.lr", "0.5", tune="optimizer.lr")
     assert found["verdict"] == "better" and found["difference"] == pytest.approx(-10, abs=1)
     names = ask_about.started()
     assert len(names) == 2 * 5 * 2 + 2 * found["seeds"]
     assert {int(name.rpartition("-")[2]) for name in names[:20]} == {2000, 2001}
-    assert "tune: 'model.mlp' is 'gelu'" in ask_about("--seed 3", tune="model.mlp", error=ConfigError)
-    assert "is 0, which is no number" in ask_about("--seed 3", "--schedule.warmup_steps", "0",
-                                                   tune="schedule.warmup_steps", error=ConfigError)  # fmt: skip
+    assert "tune: 'model.mlp' is 'gelu'" in ask_about("--tracking.log_every 2", tune="model.mlp", error=ConfigError)
+    words = "--tracking.log_every 2", "--schedule.warmup_steps", "0"
+    assert "is 0; name a setting" in ask_about(*words, tune="schedule.warmup_steps", error=ConfigError)
     found = ask_about("--model.mlp relu2", tune="schedule.warmup_steps")
     assert all(isinstance(value, int) for value in found["tuned"])
-    assert log.tried(ask_about.lab, found["untuned"]) == 1 and found["untuned"].startswith("lab-")
+    assert log.count_candidates(ask_about.lab, found["untuned_baseline"]) == 1 and found["untuned_baseline"].startswith(
+        "lab-"
+    )
 
 
-def test_an_idea_that_does_not_train_costs_a_run_even_if_it_is_to_be_tuned(ask_about):
+def test_broken_candidate_costs_one_run_before_tuning(ask_about):
     (ask_about.root / "train.py").write_text(
         FAKE.replace("excess *= 1", '1 / (settings["model.mlp"] != "relu2")\nexcess *= 1')
     )
     found = ask_about("--model.mlp relu2", tune="optimizer.lr", jobs=1)
-    assert found["verdict"] == "failed" and "ZeroDivisionError" in found["message"] and len(ask_about.started()) == 1
+    assert found["verdict"] == "failed" and "ZeroDivisionError" in found["message"] and len(ask_about.started()) == 2
 
 
-def test_a_wider_feed_forward_is_narrowed_to_match(ask_about):
+def test_match_narrows_feed_forward(ask_about):
     ask_about("--model.mlp swiglu --model.d_ff 128", match="parameters")
     name = next(name for name in ask_about.started())
     logged = (ask_about.lab / "runs" / "logs" / f"{name}.log").exists()
-    shape = log.read(ask_about.lab)[0]
+    shape = log.read_log(ask_about.lab)[0]
     assert logged and shape["verdict"] in ("unknown", "no difference")
-    narrow = arm.matched(
-        arm.Side(None, "", (), "no", (), {"model.d_ff": 128, "model.mlp": "swiglu"}, None),
-        arm.Side(None, "", (), "no", (), {"model.d_ff": 64, "model.mlp": "gelu"}, None),
+    narrow = variants.match_width(
+        Arm(ROOT, "", Launch(), (), {"model.d_ff": 128, "model.mlp": "swiglu"}, ROOT),
+        Arm(ROOT, "", Launch(), (), {"model.d_ff": 64, "model.mlp": "gelu"}, ROOT),
         "parameters",
     )
     assert narrow.settings["model.d_ff"] == 40 and narrow.words == ("--model.d_ff=40",)
 
 
-def test_the_answer_comes_first_then_the_table_then_how_it_was_found(ask_about):
-    shown = ask_about("--model.mlp relu2", json=False, worth=True).splitlines()
+def test_report_starts_with_result(ask_about):
+    shown = ask_about("--model.mlp relu2", json=False, speedup=True).splitlines()
     begin = next(index for index, line in enumerate(shown) if line.startswith("Better: "))
-    assert re.match(r"Better: --model.mlp relu2 changes the val/loss above the floor by -\d+.\d% \(95%: ", shown[begin])
-    assert "times the steps" in shown[begin] and "times the time" in shown[begin]
-    assert any(line.startswith("no side is tuned: --tune optimizer.lr") for line in shown)
+    assert re.match(r"Better: --model.mlp relu2 changes val/excess_loss by -\d+.\d% \(95%: ", shown[begin])
+    assert "; compute multiplier 1.1" in shown[begin] and "; time multiplier 1.1" in shown[begin]
+    assert any(line.startswith("neither arm is tuned: --tune optimizer.lr") for line in shown)
     table = [line.split()[0] for line in shown[begin + 2 :] if line][:8]
-    assert table[:4] == ["baseline", "val/loss", "deviation", "parameters"]
-    assert "hold whenever one stops" in shown[-2] and "1 idea(s) were tried" in shown[-1]
+    assert table[:4] == ["baseline", "val/excess_loss", "std", "parameters"]
+    assert "valid under any stopping rule" in shown[-2] and "1 candidate(s) were compared" in shown[-1]
 
 
-def test_the_command_of_the_notebook_draws_it(tmp_path):
+def test_report_command_prints_table(tmp_path):
     row = {
         "idea": "--seed 7",
         "baseline": "lab-1",
@@ -475,35 +500,35 @@ def test_the_command_of_the_notebook_draws_it(tmp_path):
         "seeds": 3,
         "margin": 0.03,
     }
-    row |= {"difference": -2.0, "low": -3.0, "high": -1.0, "worth": [1.1, 1.0, 1.2]}
-    (tmp_path / "notebook.jsonl").write_text(json.dumps(row) + "\n")
-    shown = python(f"python experiment.py --notebook --lab {tmp_path}").stdout
-    assert "| `--seed 7` | lab-1 | -2.0% | -3.0% to -1.0% | 1.10 (1.00 to 1.20) | 3 | better |" in shown
-    assert (tmp_path / "notebook.png").exists()
+    row |= {"difference": -2.0, "low": -3.0, "high": -1.0, "compute_multiplier": [1.1, 1.0, 1.2]}
+    (tmp_path / "log.jsonl").write_text(json.dumps(row) + "\n")
+    shown = python(f"python experiment.py report --lab {tmp_path}").stdout
+    assert "| `--seed 7` | lab-1 | -2.0% | -3.0% to -1.0% | 1.10 (1.00 to 1.20) | 3% | 3 | better |" in shown
+    assert (tmp_path / "report.png").exists()
 
 
-def test_a_worth_beyond_the_budgets_is_a_limit_in_steps_and_in_time():
-    assert worth_in_words([2.0, 1.4, 2.0]) == "over 2.00 (95%: 1.40 to over 2.00)"
-    assert worth_in_words([0.5, 0.5, 0.6], [0.4, 0.3, 0.7]) == "under 0.40 (95%: under 0.30 to 0.70)"
+def test_format_multiplier_marks_bounds():
+    assert format_multiplier([2.0, 1.4, 2.0]) == "over 2.00 (95%: 1.40 to over 2.00)"
+    assert format_multiplier([0.5, 0.5, 0.6], [0.4, 0.3, 0.7]) == "under 0.40 (95%: under 0.30 to 0.70)"
 
 
-def test_the_notebook_is_a_picture_and_a_table(ask_about):
-    main(NotebookConfig(True, str(ask_about.lab)))  # of nothing
-    for text in ("--optimizer.lr 3.0", "--model.mlp relu2", "--optimizer.lr 0", "--seed 7"):
+def test_report_and_log_after_several_experiments(ask_about):
+    report.main(ReportConfig(str(ask_about.lab)))  # without experiments
+    for text in ("--optimizer.lr 3.0", "--model.mlp relu2", "--optimizer.lr 0", "--model.mlp gelu"):
         ask_about(text, margin=0.02)
-    (ask_about.lab / "notebook.jsonl").open("a").write('{"half a li')
-    main(NotebookConfig(True, str(ask_about.lab)))
-    before = len(log.read(ask_about.lab))
+    (ask_about.lab / "log.jsonl").open("a").write('{"half a li')
+    report.main(ReportConfig(str(ask_about.lab)))
+    before = len(log.read_log(ask_about.lab))
     ask_about("--optimizer.lr 9.0", margin=0.02)
-    assert len(log.read(ask_about.lab)) == before + 1, "half a line spoils none after it"
-    ask_about("--optimizer.lr 9.0", margin=0.02, worth=True)
-    assert "worth" in log.read(ask_about.lab)[-1], "what is new of the same runs is kept"
-    lines = (ask_about.lab / "notebook.jsonl").read_text()
-    ask_about("--optimizer.lr 9.0", margin=0.02, worth=True)
-    assert (ask_about.lab / "notebook.jsonl").read_text() == lines, "and what is not is no other line"
-    table = (ask_about.lab / "notebook.md").read_text().splitlines()[2:]
+    assert len(log.read_log(ask_about.lab)) == before + 1, "the row after an incomplete line is lost"
+    ask_about("--optimizer.lr 9.0", margin=0.02, speedup=True)
+    assert "compute_multiplier" in log.read_log(ask_about.lab)[-1], "new results of the same runs are lost"
+    lines = (ask_about.lab / "log.jsonl").read_text()
+    ask_about("--optimizer.lr 9.0", margin=0.02, speedup=True)
+    assert (ask_about.lab / "log.jsonl").read_text() == lines, "the same row is logged twice"
+    table = (ask_about.lab / "report.md").read_text().splitlines()[2:]
     assert [line.split("|")[1].strip(" `") for line in table][::3] == ["--model.mlp relu2", "--optimizer.lr 0"]
-    assert (ask_about.lab / "notebook.png").stat().st_size > 10_000
+    assert (ask_about.lab / "report.png").stat().st_size > 10_000
 
 
 REAL = """
@@ -521,15 +546,16 @@ tracking: {wandb: disabled, log_every: 2}
 
 
 def run_in_a_fork(command, **_):
-    """In the place of subprocess.run."""
+    """Run a command in a fork, in place of subprocess.run."""
     return forked.run(command[1], command[2:], 0, dict(os.environ), pictures=False)
 
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A recipe for train.py, its checkpoints and experiments/scorer.py as they are, in forks."""
+    """Return a tiny recipe; train.py and experiments/scorer.py are the real ones, in forks."""
     monkeypatch.setattr(runner, "subprocess", forked.SUBPROCESS)
-    monkeypatch.setattr(arm, "subprocess", SimpleNamespace(run=run_in_a_fork))
+    for module in (arm, score):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run_in_a_fork))
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
     (tmp_path / "tiny.yaml").write_text(REAL)
     yield tmp_path / "tiny.yaml"
@@ -537,30 +563,32 @@ def tiny(tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
-def test_real_runs_of_a_planted_defect(tiny, tmp_path, capsys):
+def test_real_runs_detect_planted_defect(tiny, tmp_path, capsys):
     """A learning rate of nearly nothing."""
     words = ["--optimizer.lr 1e-6", "--config", str(tiny)]
-    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), worth=False, json=True))
+    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), speedup=False, json=True))
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "worse" and found["seeds"] == 3
     parameters, flops = found["cost"]["parameters"], found["cost"]["flops_per_token"]
     assert parameters[0] == parameters[1] > 10_000 and flops[0] > 6 * 2 * 16 * 16
     run = tmp_path / "lab" / "runs" / f"{found['candidate']}-0"
     (start,) = map(json.loads, (run / "sessions.jsonl").read_text().splitlines())
-    assert (start["parameters"], start["flops_per_token"]) == (parameters[1], flops[1]), "from the start on"
-    measured = json.loads((run / "ruler.json").read_text())
-    assert measured["loss"] == pytest.approx(measured["val/loss"], rel=1e-5) and not measured["looks_ahead"]
-    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/entropy"] == measured["floor"]
+    assert (start["parameters"], start["flops_per_token"]) == (parameters[1], flops[1]), (
+        "sizes differ from those at the start"
+    )
+    measured = json.loads((tmp_path / "lab" / "scores" / f"{run.name}.json").read_text())
+    assert measured["loss"] == pytest.approx(measured["val/loss"], rel=1e-5) and measured["is_causal"]
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/entropy"] == measured["entropy"]
 
 
 @pytest.mark.parametrize(
     ("name", "trained"), [("wsd", 9 + 1 + 2 + 3), pytest.param("constant", 12, marks=pytest.mark.slow)]
 )
-def test_what_budgets_have_in_common_is_trained_once(name, trained, tiny, tmp_path):
+def test_budgets_train_common_trunk_once(name, trained, tiny, tmp_path):
     """And each ends as if it had been trained by itself."""
     words = ["--config", str(tiny), "--schedule.name", name, "--schedule.warmup_steps", "2"]
-    baseline = arm.Side.of(ROOT, [sys.executable], "no", words, tmp_path)
-    found, stages = arm.budgets(baseline, (2, 0.5, 1))
+    baseline = Arm.resolve(ROOT, Launch((sys.executable,)), words, tmp_path / "lab" / "runs")
+    found, stages = variants.budget_arms(baseline, (2, 0.5, 1))
     every = runner.Trainings(2)
     for stage in stages:
         every.train([one.run(0) for one in stage])
@@ -578,12 +606,12 @@ def test_what_budgets_have_in_common_is_trained_once(name, trained, tiny, tmp_pa
     "changes",
     [{"data.num_samples": 23}, {"schedule.warmup_steps": 3}, {"init_from": "x"}, {"schedule.name": "cosine"}],
 )
-def test_budgets_without_a_trunk(changes, tiny, tmp_path):
+def test_budgets_without_common_trunk(changes, tiny, tmp_path):
     """Samples that are read again, a warm-up that does not end before the first decay, weights from elsewhere."""
     words = ["--config", str(tiny), "--schedule.name", "wsd", "--schedule.warmup_steps", "2"]
-    baseline = arm.Side.of(ROOT, [sys.executable], "no", words, tmp_path)
-    assert len(arm.budgets(baseline, (0.5, 2))[1]) == 3
-    found, stages = arm.budgets(replace(baseline, settings=baseline.settings | changes), (0.5, 2))
+    baseline = Arm.resolve(ROOT, Launch((sys.executable,)), words, tmp_path / "lab" / "runs")
+    assert len(variants.budget_arms(baseline, (0.5, 2))[1]) == 3
+    found, stages = variants.budget_arms(replace(baseline, settings=baseline.settings | changes), (0.5, 2))
     assert stages == [[*found.values()]] and all(one.trunk is None for one in found.values())
 
 
@@ -594,13 +622,14 @@ def test_real_tokenizers_of_one_text(tmp_path, monkeypatch, capsys):
     for name, tokenizer in (("bytes", "byte"), ("pairs", "train:400")):
         make(text, tmp_path / name, tokenizer, validation="hash:0.3")
     monkeypatch.setattr(runner, "subprocess", forked.SUBPROCESS)
-    monkeypatch.setattr(arm, "subprocess", SimpleNamespace(run=run_in_a_fork))
+    for module in (arm, score):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run_in_a_fork))
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
     recipe = yaml.safe_load(REAL) | {"seq_len": 32, "data": {"source": "text", "path": str(tmp_path / "bytes")}}
     recipe["evaluation"]["num_samples"] = None
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     words = [f"--data.path {tmp_path / 'pairs'}", "--config", str(tmp_path / "tiny.yaml")]
-    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), worth=False, json=True))
+    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), speedup=False, json=True))
     for number, handler in handlers.items():
         signal.signal(number, handler)
     found = json.loads(capsys.readouterr().out)
@@ -616,19 +645,19 @@ def test_real_tokenizers_of_one_text(tmp_path, monkeypatch, capsys):
             nats += F.cross_entropy(model(ids[None])[0][0, :-1], ids[1:], reduction="sum").item()
             targets = (token for token in ids[1:].tolist() if token != corpus.end_of_text)
             text += bytes(byte_of[letter] for token in targets for letter in corpus.tokenizer.id_to_token(token))
-        measured = json.loads((run / "ruler.json").read_text())
+        measured = json.loads((tmp_path / "lab" / "scores" / f"{run.name}.json").read_text())
         assert measured["num_bytes"] == len(text)
         assert measured["val/bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
 
 
 def command(tmp_path, *words):
     (tmp_path / "tiny.yaml").write_text(REAL)
-    common = ["--config", tmp_path / "tiny.yaml", "--lab", tmp_path / "lab", "--worth", "false", "--json"]
+    common = ["--config", tmp_path / "tiny.yaml", "--lab", tmp_path / "lab", "--speedup", "false", "--json"]
     return list(map(str, [sys.executable, "experiment.py", *words, *common]))
 
 
 @pytest.mark.slow
-def test_a_commit_is_trained_by_its_own_code_and_looking_ahead_is_seen(tmp_path):
+def test_non_causal_commit_fails(tmp_path):
     """A clone with a commit that adds the next token to each: the best loss of all, and no candidate."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
@@ -637,7 +666,7 @@ def test_a_commit_is_trained_by_its_own_code_and_looking_ahead_is_seen(tmp_path)
     line = "x_BTC = self.token_embedding(input_ids)"
     assert text.count(line) == 1
     source.write_text(text.replace(line, line + " + self.token_embedding(input_ids.roll(-1, 1))"))
-    env = environment(**candidate.NOBODY)
+    env = environment(**change.AUTHOR)
     subprocess.run(["git", "commit", "--quiet", "--all", "--message", "x"], cwd=clone, env=env, check=True)
     done = subprocess.run(command(tmp_path, "HEAD"), cwd=clone, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -648,7 +677,7 @@ def test_a_commit_is_trained_by_its_own_code_and_looking_ahead_is_seen(tmp_path)
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_it_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_then_same_command_resumes(tmp_path):
     words = command(tmp_path, "--optimizer.lr 1e-6", "--steps", "60", "--jobs", "2")
     process = subprocess.Popen(words, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
     while not list((tmp_path / "lab" / "runs").glob("*/metrics.jsonl")):
@@ -656,24 +685,24 @@ def test_ctrl_c_stops_it_and_the_same_command_goes_on(tmp_path):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 75 and "the same command goes on from there" in said
-    assert not (tmp_path / "lab" / "notebook.jsonl").exists()
+    assert process.returncode == 75 and "rerun the same command to resume" in said
+    assert not (tmp_path / "lab" / "log.jsonl").exists()
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["verdict"] == "worse", done.stderr
     resumed = [len(starts.read_text().splitlines()) for starts in (tmp_path / "lab" / "runs").glob("*/sessions.jsonl")]
-    assert 2 in resumed, "what was under way went on"
+    assert 2 in resumed, "the interrupted run was not resumed"
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         ("no-such-branch", 2, "idea: 'no-such-branch' is no git branch"),
-        ("'--seed 3' --config nowhere.yaml", 2, "nowhere.yaml"),
-        ("'--seed 3' --max_seeds 0", 2, "max_seeds: 0 must be a whole number above 0"),
+        ("'--optimizer.lr 3' --config nowhere.yaml", 2, "nowhere.yaml"),
+        ("'--optimizer.lr 3' --max_seeds 0", 2, "max_seeds: 0 must be a whole number above 0"),
         ("--max_seeds 3", 2, "arguments"),
     ],
 )
-def test_bad_words_give_one_message(words, code, message, tmp_path):
+def test_wrong_arguments_give_one_message(words, code, message, tmp_path):
     done = forked.run("experiment.py", [*shlex.split(words), "--lab", str(tmp_path / "lab")], 0, environment())
     assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "lab").exists()

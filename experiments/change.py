@@ -1,0 +1,207 @@
+"""The change under test, as given on the command line: settings, code, or both.
+
+Code is trained from git worktrees of its own, in a temporary folder that is always removed, so that edits of the
+working tree during an experiment reach neither arm. Worktrees of a killed experiment are removed by the next one. The
+working tree and patches become commits that no branch contains, which git deletes after some weeks; the diff is kept.
+"""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from config.errors import ConfigError
+from config.paths import expanded
+from data.files import temporary_folder, write_atomically
+from experiments.config_files import replace_config_files
+
+ROOT = Path(__file__).parent.parent
+AUTHOR = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+
+# A worktree is known by these names when it must be cleaned up. The host is part of the name: a machine that shares the
+# repository must not remove the worktrees of another.
+FOLDER, WORKTREES = f"mini-gpt-experiment-{socket.gethostname()}_", ("baseline", "candidate")
+NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the candidate has and the baseline lacks."""
+
+    settings: tuple[str, ...] = ()
+    """Words of a command line."""
+    base: str | None = None
+    """Commit that trains the baseline; None: both arms are trained by this code as it is."""
+    commit: str | None = None
+    """Commit that trains the candidate."""
+    diff: str = ""
+    """From base to commit."""
+    commits_behind: int = 0
+    """Commits of HEAD that the base lacks."""
+
+    @property
+    def num_lines(self) -> int:
+        """Lines that the diff adds or removes."""
+        return len(re.findall(r"^(?:\+(?!\+\+ )|-(?!-- ))", self.diff, re.MULTILINE))
+
+    def save_diff(self, folder: Path) -> Path | None:
+        """Write the diff into a folder under a name derived from its content; return its path, None without code."""
+        if not self.diff:
+            return None
+        content = self.diff.encode(errors="surrogateescape")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{sha256(content).hexdigest()[:12]}.diff"
+        write_atomically(path, content, by_several=True)
+        return path
+
+
+def parse_change(text: str, onto: str | None = None) -> Change:
+    """Parse the first argument of experiment.py.
+
+    Args:
+        text: settings of train.py, as `--model.mlp relu2`; or a git branch or commit, a patch file, or `.` for the
+            changes of the working tree, optionally followed by settings of the candidate alone.
+        onto: commit to which the code is applied first; None: the one on which it is based.
+
+    Raises:
+        ConfigError: the text is none of these, or changes nothing.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"idea: {text!r} cannot be parsed: {error}") from None
+    if not words:
+        raise ConfigError("idea: '' is empty; give settings, a git branch, a patch file, or . for the working tree")
+    if words[0].startswith("--"):
+        if onto:
+            raise ConfigError(f"onto: {onto!r} applies to code, and {text!r} has settings only; leave it out")
+        return Change(tuple(words))
+    base, commit = resolve_commits(words[0])
+    if onto:
+        base, commit = rebase(base, commit, onto)
+    if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{commit}^{{tree}}"):
+        what = "the working tree has no changes" if words[0] == "." else f"{words[0]!r} changes nothing"
+        raise ConfigError(f"idea: {what} relative to {base[:12]}; there is nothing to compare")
+    is_ancestor = git("merge-base", "HEAD", commit) == commit  # such a commit is compared with its parent
+    behind = 0 if is_ancestor else int(git("rev-list", "--count", f"{base}..HEAD"))
+    return Change(tuple(words[1:]), base, commit, diff_of(base, commit), behind)
+
+
+def diff_of(base: str, commit: str) -> str:
+    """Return the diff between two commits as a patch that git can apply."""
+    return git("diff", "--binary", "--no-ext-diff", "--no-color", base, commit) + "\n"
+
+
+def resolve_commits(code: str) -> tuple[str, str]:
+    """Return the commit on which a piece of code is based, and the commit of the code itself."""
+    head = git("rev-parse", "HEAD")
+    if code == ".":
+        return head, commit_on(head, "add", "--update", "--", ".")
+    if (patch := expanded("idea", code)).is_file():
+        return head, commit_on(head, "apply", "--cached", str(patch.resolve()))
+    try:
+        commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{code}^{{commit}}")
+    except ConfigError:
+        raise ConfigError(
+            f"idea: {code!r} is no git branch or commit here, no patch file, and no settings, which begin with --"
+        ) from None
+    base = git("merge-base", "HEAD", commit)
+    return (git("rev-parse", f"{commit}^") if base == commit else base), commit
+
+
+def rebase(base: str, commit: str, onto: str) -> tuple[str, str]:
+    """Apply the diff between two commits to a third; return that and the new commit."""
+    target = git("rev-parse", "--verify", "--end-of-options", f"{onto}^{{commit}}")
+    with tempfile.TemporaryDirectory() as folder:
+        patch = Path(folder, "change.patch")
+        patch.write_bytes(diff_of(base, commit).encode(errors="surrogateescape"))
+        return target, commit_on(target, "apply", "--cached", "--3way", str(patch))
+
+
+def commit_on(parent: str, *change: str) -> str:
+    """Commit the result of a git command on a parent, in an index of its own: working tree and index stay unchanged."""
+    with tempfile.TemporaryDirectory() as folder:
+        index = {"GIT_INDEX_FILE": str(Path(folder, "index")), **AUTHOR}
+        git("read-tree", parent, **index)
+        git(*change, **index)
+        if change[0] == "add":  # new files of code as well
+            new = git("ls-files", "-z", "--others", "--exclude-standard", "*.py", **index).split("\0")
+            git("add", "--", *filter(None, new), **index) if any(new) else None
+        return git("commit-tree", git("write-tree", **index), "-p", parent, "-m", "Change under test", **index)
+
+
+@contextmanager
+def checked_out(change: Change) -> Iterator[tuple[Path, Path]]:
+    """Yield the folders of the code that trains baseline and candidate.
+
+    Raises:
+        ConfigError: git cannot write them.
+    """
+    if change.base is None or change.commit is None:
+        yield ROOT, ROOT
+        return
+    with temporary_folder(Path(tempfile.gettempdir()), FOLDER) as folder:
+        remove_abandoned_worktrees()
+        baseline, candidate = (folder / name for name in WORKTREES)
+        try:
+            for path, commit in ((baseline, change.base), (candidate, change.commit)):
+                git("worktree", "add", "--quiet", "--detach", str(path), commit)
+            yield baseline, candidate
+        finally:
+            remove_worktrees(baseline, candidate)
+
+
+def use_config_files_of(code: Path, words: list[str]) -> list[str]:
+    """Return a command line whose config files of this repository are those of the folder `code`."""
+
+    def own(name: str) -> str:
+        path = Path(os.path.abspath(Path(name).expanduser()))
+        there = code / path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        return str(there) if there.exists() else name
+
+    return replace_config_files(words, own)
+
+
+def remove_worktrees(*paths: Path) -> None:
+    """Remove worktrees, as far as they exist."""
+    for path in paths:
+        subprocess.run(
+            ["git", "worktree", "remove", "--force", str(path)], cwd=ROOT, capture_output=True, start_new_session=True
+        )
+
+
+def remove_abandoned_worktrees() -> None:
+    """Remove the worktrees of killed experiments, whose folders are gone."""
+    listed = git("worktree", "list", "--porcelain").splitlines()
+    for path in (Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")):
+        if path.name in WORKTREES and path.parent.name.startswith(FOLDER) and not path.parent.exists():
+            remove_worktrees(path)
+
+
+def git(*arguments: str, **environment: str) -> str:
+    """Run git in this repository, in a session of its own so that Ctrl-C reaches experiment.py alone.
+
+    Raises:
+        ConfigError: git fails, with its message, or is not installed.
+    """
+    try:
+        done = subprocess.run(
+            ["git", *NO_HOOKS, *arguments],
+            cwd=ROOT,
+            env=os.environ | environment,
+            capture_output=True,
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise ConfigError("idea: comparing code needs git, which is not installed; settings need none") from None
+    if done.returncode:
+        message = done.stderr.decode(errors="replace").strip() or "it gives no reason"
+        raise ConfigError(f"idea: git {arguments[0]} fails: {message}")
+    return done.stdout.decode(errors="surrogateescape").strip("\n")

@@ -1,0 +1,76 @@
+"""What a difference in loss is in compute: steps that the baseline would need for the candidate's loss."""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from experiments.sequential_test import Difference
+
+# Budgets that the baseline is trained for too, relative to the steps of the experiment.
+BUDGETS = (0.5, 0.5**0.5, 2**0.5, 2.0)
+
+
+@dataclass(frozen=True)
+class ComputeMultiplier:
+    """Steps at which the baseline reaches the candidate's loss, relative to the steps of the experiment, with its 95%
+    interval. Values are clipped to the range of BUDGETS, so an end of that range is a bound."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def estimate_compute_multiplier(
+    budgets: list[tuple[float, float]], baseline: float, difference: Difference, level: float = 0.05
+) -> ComputeMultiplier | None:
+    """Convert a difference in loss into a multiple of the steps, by runs of the baseline on shorter and longer budgets.
+
+    log(loss) as a function of x = log(budget) is fitted by least squares with a parabola; b x + c x^2 =
+    log(candidate / baseline) gives x. The interval combines that of the difference, mapped through the curve, with the
+    curve's own error by the delta method, as the root of the sum of squares at each end (MOVER: Zou and Donner,
+    "Construction of confidence intervals about effect measures", 2008).
+
+    Args:
+        budgets: (steps relative to the experiment, loss) of every run of the baseline.
+        baseline: mean loss of the baseline on budget 1.
+        difference: candidate minus baseline.
+        level: significance level of the curve's error.
+
+    Returns:
+        None where the losses do not fall with more steps, are not positive, or are too few for the fit.
+    """
+    relative_steps, losses = (np.array(column, float) for column in zip(*budgets, strict=True))
+    if len(set(relative_steps)) < 3 or len(relative_steps) < 5 or losses.min() <= 0:
+        return None
+    (curvature, slope, _), covariance = np.polyfit(np.log(relative_steps), np.log(losses), 2, cov=True)
+    if slope >= 0:
+        return None
+    ends = math.log(relative_steps.min()), math.log(relative_steps.max())
+
+    def log_steps(change: float) -> float:
+        """Return log(relative steps) at which the loss has changed by `change`."""
+        ratio = max(1 + change / baseline, 1e-9)
+        root = slope**2 + 4 * curvature * math.log(ratio)
+        if root < 0:  # the parabola turns before it reaches this loss
+            return ends[change < 0]
+        return min(max(2 * math.log(ratio) / (slope - math.sqrt(root)), ends[0]), ends[1])
+
+    x, low, high = (log_steps(change) for change in (difference.mean, difference.high, difference.low))
+    gradient = np.array([x**2, x]) / (slope + 2 * curvature * x)
+    error = math.sqrt(gradient @ covariance[:2, :2] @ gradient)
+    error *= float(stats.t.isf(level / 2, len(relative_steps) - 3))
+    low, high = max(x - math.hypot(x - low, error), ends[0]), min(x + math.hypot(high - x, error), ends[1])
+    return ComputeMultiplier(math.exp(x), math.exp(low), math.exp(high))
+
+
+def geometric_mean(ratios: list[float], level: float = 0.05) -> tuple[float, float, float]:
+    """Return the geometric mean of paired ratios with its confidence interval, Student's t on their logarithms."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return math.exp(mean), 0.0, math.inf
+    half_width = statistics.stdev(logs) / math.sqrt(len(logs)) * float(stats.t.isf(level / 2, len(logs) - 1))
+    return math.exp(mean), math.exp(mean - half_width), math.exp(mean + half_width)

@@ -1,0 +1,41 @@
+"""Config files in the command line of an arm."""
+
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+from data.files import write_atomically
+
+
+def copy_config_files(words: list[str], folder: Path) -> list[str]:
+    """Copy config files into a folder by their content, and return the words with the copies in their place.
+
+    An edit of a file during an experiment then changes no run. The copies keep the names of the files, from which
+    train.py derives the name of a run.
+    """
+
+    def copy(name: str) -> str:
+        file = Path(name).expanduser()
+        if not file.is_file():
+            return name
+        content = file.read_bytes()
+        target = folder / sha256(content).hexdigest()[:12] / file.name
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(target, content, by_several=True)
+        return str(target)
+
+    return replace_config_files(words, copy)
+
+
+def replace_config_files(words: list[str], rename: Callable[[str], str]) -> list[str]:
+    """Return a command line with `rename` applied to the name of each config file."""
+    replaced = []
+    for before, word in zip(["", *words], words, strict=False):
+        option, equals, value = word.partition("=")
+        if before == "--config":
+            word = rename(word)
+        elif option == "--config" and equals:
+            word = f"{option}={rename(value)}"
+        replaced.append(word)
+    return replaced

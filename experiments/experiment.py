@@ -1,0 +1,378 @@
+"""Whether a change is better than the baseline: trains seeds of both arms until a sequential test decides."""
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from checkpoint.identity import code_hash
+from config.errors import ConfigError, RunError
+from config.paths import expanded
+from data.files import temporary_folder
+from experiments import log, settings
+from experiments.arm import Arm, ArmFailed, Launch
+from experiments.change import Change, checked_out, parse_change, use_config_files_of
+from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
+from experiments.result import Comparison, Costs, format_report, make_row
+from experiments.score import BITS, choose_metric, score_arm, score_file
+from experiments.sequential_test import MIN_SEEDS, additional_seeds, decide, estimate_difference
+from experiments.settings import ExperimentConfig
+from experiments.variants import budget_arms, match_width, scale_parameters, shorten
+from jobs.runner import Failed, OutOfTime, Stopped, Training, Trainings
+
+BUDGET_SEEDS = 2  # of each of BUDGETS
+SEPARATE_SEEDS = 1000  # first seed of runs that must not share seeds with the comparison
+LOSS_MARGIN, EXCESS_MARGIN = 0.003, 0.03  # default equivalence margins
+THROUGHPUT_ROUNDS, THROUGHPUT_SECONDS = 3, 4.0
+TUNING_FACTORS, TUNING_SEEDS = (0.25, 0.5, 1.0, 2.0, 4.0), 2
+RUNNER_WORDS = ("--seed", "--out_dir", "--resume")  # set for each run
+
+
+def main(config: ExperimentConfig) -> None:
+    """Run an experiment, append it to the log and print it.
+
+    Raises:
+        ConfigError: the change or the settings are wrong, or the arms are not comparable.
+        RunError: the baseline cannot be trained, or the environment failed, as with a full disk.
+        SystemExit: with code 75 after a signal; rerun the same command to resume.
+    """
+    lab = expanded("lab", config.lab)
+    try:
+        row = Experiment(config, lab, Trainings(config.jobs or (1 if config.launch else None))).run()
+        log.append(lab, row)
+        row["candidates_tried"] = log.count_candidates(lab, row["untuned_baseline"])
+    except Stopped:
+        print_error(config, "stopped by a signal; rerun the same command to resume")
+        print("stopped by a signal; rerun the same command to resume", file=sys.stderr)
+        raise SystemExit(75) from None
+    except (ConfigError, RunError) as error:
+        print_error(config, str(error))
+        raise
+    except OSError as error:
+        print_error(config, str(error))
+        raise RunError(f"{error}; mend that, then rerun the same command to resume") from None
+    print(json.dumps(row) if config.json else "\n".join(format_report(row)))
+
+
+def print_error(config: ExperimentConfig, message: str) -> None:
+    """Print the one JSON object of an experiment without a result, if JSON is asked for."""
+    if config.json:
+        idea = next(iter(config.arguments), "")
+        print(json.dumps({"idea": idea, "verdict": "unknown", "seeds": 0, "message": message}))
+
+
+class Experiment:
+    """A candidate arm against a baseline arm."""
+
+    def __init__(self, config: ExperimentConfig, lab: Path, jobs: Trainings):
+        self.config, self.lab, self.jobs = config, lab, jobs
+        self.text, *self.common = config.arguments
+        if not any(word.split("=")[0] == "--config" for word in self.common):
+            self.common = ["--config", str(settings.DEFAULT_CONFIG), *self.common]
+        self.jobs.until = time.monotonic() + 60 * (config.budget_minutes or math.inf)
+        self.launch = Launch.parse(config.launch)
+
+    def run(self) -> dict[str, Any]:
+        """Return the row for the log.
+
+        Raises:
+            ConfigError, RunError, Stopped: as main.
+        """
+        sizes = parse_sizes(self.config.sizes)
+        change = parse_change(self.text, self.config.onto)
+        refuse_runner_settings([*self.common, *change.settings])
+        diff = change.save_diff(self.lab / "diffs")
+        self.jobs.code = None if change.commit else code_hash()  # nobody edits a worktree
+        comparisons: dict[float, Comparison] = {}
+        pairs: list[tuple[Arm, Arm]] = []
+        message, verdict = "", "unknown"
+        with checked_out(change) as (base_code, changed_code):
+            baseline = self.resolve_baseline(base_code)
+            names: dict[str, Any] = {name: baseline.name for name in ("untuned_baseline", "baseline")}
+            names["candidate"] = f"{self.text} (not resolved)"
+            try:
+                candidate = self.resolve_candidate(baseline, changed_code, change)
+                names["candidate"] = candidate.name
+                if self.config.tune:
+                    baseline, candidate = self.tune_both(baseline, candidate)
+                    names["tuned"] = [arm.settings[self.config.tune] for arm in (baseline, candidate)]
+                if candidate.digest == baseline.digest:  # an A/A test: the same seeds would be the same runs
+                    candidate = replace(candidate, first_seed=SEPARATE_SEEDS)
+                names |= {"baseline": baseline.name, "candidate": candidate.name}
+                for size in sizes:
+                    pairs.append(self.scale_both(baseline, candidate, size))
+                    if comparison := self.compare(*pairs[-1]):
+                        comparisons[size] = comparison
+                    else:
+                        verdict = "identical"
+                        break
+                    if self.config.speedup and comparison.verdict in ("better", "worse"):
+                        comparison.multiplier = self.compute_multiplier(pairs[-1][0], comparison)
+            except ArmFailed as failed:
+                message, verdict = str(failed), "failed"
+            except OutOfTime as error:
+                message = str(error) if comparisons else ""
+            except Failed as failed:
+                if not comparisons:
+                    if pairs:
+                        self.check_candidate_at_fault(failed, pairs[-1][0].run(0))
+                    else:
+                        self.check_candidate_at_fault(failed, separate(baseline).run(0))
+                message, verdict = f"does not train: {failed.training.directory}: {failed}", "failed"
+            costs = self.costs(*pairs[0], change.num_lines) if comparisons else None
+        facts = {"idea": self.text, "settings": self.common, "base": change.base, "commit": change.commit}
+        facts |= {"commits_behind": change.commits_behind, "diff": diff and str(diff)}
+        return make_row(facts | names, comparisons, costs, message, verdict)
+
+    def train(self, wanted: Iterable[Training], until_failure: bool = True) -> None:
+        """Train runs, as Trainings.train.
+
+        A score of a run that was not finished before is discarded: only the run itself can have written it.
+        """
+        unfinished = [run for run in wanted if not run.is_finished()]
+        try:
+            self.jobs.train(unfinished, until_failure)
+        finally:
+            for run in unfinished:
+                score_file(run).unlink(missing_ok=True)
+
+    def check_candidate_at_fault(self, failed: Failed, baseline: Training) -> None:
+        """Check that a failure is due to the candidate: no signal ended the run, and a run of the baseline finishes.
+
+        Raises:
+            RunError: it is not.
+        """
+        if failed.killed:
+            raise RunError(f"{failed.training.directory}: {failed}; rerun the same command to resume") from None
+        try:
+            self.train([baseline])
+        except OutOfTime:
+            return
+        except Failed as error:
+            raise RunError(f"{error.training.directory}: the baseline does not train: {error}") from None
+
+    def resolve_baseline(self, code: Path) -> Arm:
+        """Return the baseline arm.
+
+        Raises:
+            ConfigError: its settings are refused.
+            RunError: its code crashes.
+        """
+        try:
+            arm = Arm.resolve(code, self.launch, use_config_files_of(code, self.common), self.lab / "runs")
+        except ArmFailed as failed:
+            raise RunError(f"the baseline does not start: {failed}") from None
+        if not arm.settings["evaluation.every"]:
+            raise ConfigError("evaluation.every: 0 means no val/loss, which is compared; set it")
+        return arm
+
+    def resolve_candidate(self, baseline: Arm, code: Path, change: Change) -> Arm:
+        """Return the candidate arm, matched in size to the baseline if asked for.
+
+        Raises:
+            ConfigError: its settings are refused, or it has neither other code nor other settings.
+            ArmFailed: its code crashes, or no width matches.
+        """
+        words = use_config_files_of(code, [*self.common, *change.settings])
+        arm = self.match(Arm.resolve(code, self.launch, words, baseline.runs), baseline)
+        if change.commit and arm.digest == baseline.digest:
+            raise ConfigError(f"idea: {self.text!r} changes neither code that trains nor a setting")
+        return arm
+
+    def match(self, candidate: Arm, baseline: Arm) -> Arm:
+        """Return the candidate with the feed-forward width that `--match` asks for.
+
+        Raises:
+            ArmFailed: there is none.
+        """
+        if self.config.match is None:
+            return candidate
+        return match_width(candidate, baseline, {"flops": "flops_per_token"}.get(self.config.match, self.config.match))
+
+    def scale_both(self, baseline: Arm, candidate: Arm, factor: float) -> tuple[Arm, Arm]:
+        """Return both arms with `factor` times the parameters."""
+        ours, theirs = scale_parameters(baseline, factor), scale_parameters(candidate, factor)
+        return ours, theirs if factor == 1 else self.match(theirs, ours)
+
+    def compare(self, baseline: Arm, candidate: Arm) -> Comparison | None:
+        """Train seeds of both arms until the sequential test decides.
+
+        Returns:
+            None if both arms train the same weights.
+
+        Raises:
+            Failed: a run has failed.
+            ArmFailed, ConfigError: the arms are not comparable.
+            OutOfTime: there is no result yet.
+        """
+
+        def runs(n: int) -> list[Training]:
+            return [arm.run(seed) for seed in range(n) for arm in (baseline, candidate)]
+
+        def num_unfinished(n: int) -> int:
+            return sum(not run.is_finished() for run in runs(n))
+
+        at_once, most = self.jobs.at_once, max(self.config.max_seeds, MIN_SEEDS)
+        self.train(runs(1 if at_once <= 2 else MIN_SEEDS))
+        if is_identical(baseline, candidate):
+            return None
+        metric = choose_metric(baseline, candidate)
+        entropy = None if metric == BITS else score_arm(baseline)["entropy"]
+        fraction = self.config.margin or (LOSS_MARGIN if entropy is None else EXCESS_MARGIN)
+        comparison = None
+        for n in range(MIN_SEEDS, most + 1):
+            ahead = n
+            while ahead < most and 0 < num_unfinished(n) and num_unfinished(ahead) < at_once:
+                ahead += 1  # keeps every core busy; the analyses do not depend on it
+            try:
+                self.train(runs(ahead) if num_unfinished(n) else [])
+            except OutOfTime:
+                break
+            losses = baseline.losses(n, metric), candidate.losses(n, metric)
+            check_losses(*losses, entropy)
+            difference, margin = estimate_difference(*losses), fraction * statistics.fmean(losses[0])
+            comparison = Comparison(decide(difference, margin), difference, *losses, entropy, fraction, metric)
+            if comparison.verdict != "unknown":
+                return comparison
+            comparison.more_seeds = additional_seeds(difference, margin)
+        if comparison is None:
+            raise OutOfTime
+        return comparison
+
+    def compute_multiplier(self, baseline: Arm, comparison: Comparison) -> ComputeMultiplier | None:
+        """Train the baseline on shorter and longer budgets, and convert the difference into steps."""
+        arms, stages = budget_arms(baseline, BUDGETS)
+        try:
+            for stage in stages:
+                self.train([arm.run(seed) for arm in stage for seed in range(BUDGET_SEEDS)])
+        except (OutOfTime, Failed) as error:
+            print(f"the compute multiplier is unknown: {error}", file=sys.stderr)
+            return None
+        points = [
+            (factor, loss) for factor, arm in arms.items() for loss in arm.losses(BUDGET_SEEDS, comparison.metric)
+        ]
+        points += [(1.0, loss) for loss in comparison.baseline]
+        return estimate_compute_multiplier(points, statistics.fmean(comparison.baseline), comparison.difference)
+
+    def costs(self, baseline: Arm, candidate: Arm, num_lines: int) -> Costs:
+        """Return the resources that both arms need."""
+        arms = baseline, candidate
+        speeds: tuple[list[float], list[float]] = ([], [])
+        try:
+            if self.config.speedup:
+                speeds = self.measure_throughput(arms)
+        except (Failed, OutOfTime, RunError) as error:
+            print(f"the relative throughput is unknown: {error}", file=sys.stderr)
+        ratios = [theirs / ours for ours, theirs in zip(*speeds, strict=True)]
+        ours, theirs = (score_arm(arm) | {"tokens": arm.train_tokens} for arm in arms)
+        memory = baseline.peak_memory_bytes(), candidate.peak_memory_bytes()
+        return Costs((ours, theirs), memory, speeds, geometric_mean(ratios) if ratios else None, num_lines)
+
+    def measure_throughput(self, arms: tuple[Arm, Arm]) -> tuple[list[float], list[float]]:
+        """Return tokens per second of both arms, measured in interleaved short runs that are deleted."""
+        speeds: tuple[list[float], list[float]] = ([], [])
+        for turn in range(THROUGHPUT_ROUNDS):
+            with temporary_folder(self.lab, "speed-") as folder:
+                for arm, measured in [*zip(arms, speeds, strict=True)][:: 1 if turn % 2 else -1]:
+                    run = shorten(arm, THROUGHPUT_SECONDS, folder).run(0)
+                    self.train([run])
+                    measured.append(run.tokens_per_second())
+        return speeds
+
+    def tune_both(self, baseline: Arm, candidate: Arm) -> tuple[Arm, Arm]:
+        """Return both arms with the best value of the setting that `--tune` names; a broken candidate costs one run."""
+        self.train([separate(arm).run(0) for arm in (baseline, candidate)])
+        return self.tune(baseline), self.tune(candidate)
+
+    def tune(self, arm: Arm) -> Arm:
+        """Return the arm with the best of several values of a setting, by the mean over separate seeds.
+
+        Raises:
+            ConfigError: the setting is not a number, or 0.
+            RunError: a run was killed.
+        """
+        setting = self.config.tune or ""
+        value = arm.settings.get(setting)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value:
+            raise ConfigError(f"tune: {setting!r} is {value!r}; name a setting with a number other than 0")
+        values: list[float] = [value * factor for factor in TUNING_FACTORS]
+        if isinstance(value, int):
+            values = sorted({max(1, round(one)) for one in values})
+        arms = [separate(arm.changed({setting: one})) for one in values]
+        runs = {one.digest: [one.run(seed) for seed in range(TUNING_SEEDS)] for one in arms}
+        self.train([run for several in runs.values() for run in several], until_failure=False)
+        if killed := [failed for failed in self.jobs.failures.values() if failed.killed]:
+            raise RunError(f"{killed[0].training.directory}: {killed[0]}; rerun the same command to resume")
+        # A value with which a run fails, as a learning rate with which it diverges, is not a candidate.
+        trained = [one for one in arms if all(run.is_finished() for run in runs[one.digest])]
+        if not trained:
+            raise ConfigError(f"tune: training fails with all of {len(values)} values of {setting} around {value:g}")
+        best = min(trained, key=lambda one: statistics.fmean(one.losses(TUNING_SEEDS)))
+        if best in (arms[0], arms[-1]):
+            end = f"{best.settings[setting]:g}"
+            print(f"tune: the best {setting} tried, {end}, is at an end of the range", file=sys.stderr)
+        return replace(best, first_seed=arm.first_seed)
+
+
+def separate(arm: Arm) -> Arm:
+    """Return an arm with the seeds of the tuning."""
+    return replace(arm, first_seed=2 * SEPARATE_SEEDS)
+
+
+def is_identical(baseline: Arm, candidate: Arm) -> bool:
+    """Return whether the first runs of two arms, of the same seed, ended with the same fingerprint of the weights."""
+    ours, theirs = (arm.run(0).last().get("state/digest") for arm in (baseline, candidate))
+    return baseline.first_seed == candidate.first_seed and ours is not None and ours == theirs
+
+
+def check_losses(baseline: list[float], candidate: list[float], entropy: float | None) -> None:
+    """Refuse losses that no honest candidate has.
+
+    Args:
+        baseline: losses by seed.
+        candidate: losses by seed, at least two.
+        entropy: of the data; if known, losses are excess losses.
+
+    Raises:
+        ArmFailed: seeds of the candidate have equal losses, or its mean is below the entropy by more than the noise.
+    """
+    if len(set(candidate)) < len(candidate) and len(set(baseline)) == len(baseline):
+        raise ArmFailed("the losses of different seeds are equal: the candidate does not use its seed")
+    noise = 3 * statistics.stdev(candidate) / math.sqrt(len(candidate))
+    if entropy is not None and statistics.fmean(candidate) + noise < 0:
+        raise ArmFailed(
+            f"its mean loss is {-statistics.fmean(candidate):.4f} nats/token below the entropy of the data: it was "
+            "trained on the validation set"
+        )
+
+
+def refuse_runner_settings(words: list[str]) -> None:
+    """Refuse settings that are set for each run.
+
+    Raises:
+        ConfigError: one is among the words.
+    """
+    for word in words:
+        if (option := word.partition("=")[0]) in RUNNER_WORDS:
+            name = option.removeprefix("--")
+            raise ConfigError(f"{name}: is set for each run, of the seeds 0, 1, 2, ...; leave it out")
+
+
+def parse_sizes(text: str) -> list[float]:
+    """Parse factors on the parameters.
+
+    Raises:
+        ConfigError: one is not a number of at least 1.
+    """
+    try:
+        sizes = [float(word) for word in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(1 <= size < math.inf for size in sizes):
+        raise ConfigError(f"sizes: {text!r} must be numbers of at least 1, separated by commas, as 1,4")
+    return sorted(set(sizes))

@@ -1,0 +1,157 @@
+"""The independent evaluation of both arms, and the metric by which they are comparable."""
+
+import json
+import math
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from checkpoint.manifest import step_directory
+from config.errors import ConfigError, RunError
+from data.files import write_atomically
+from data.json_objects import parse_object
+from experiments.arm import Arm, ArmFailed, file_hash
+from jobs.runner import Training
+
+SCORER = Path(__file__).with_name("scorer.py")
+LOSS, EXCESS_LOSS, BITS = "val/loss", "val/excess_loss", "val/bits_per_byte"
+BYTES_TOLERANCE = 0.01  # relative: a last row of tokens that is not full is left out
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2  # relative to the loss of the logits in float32
+
+
+def score_arm(arm: Arm) -> dict[str, Any]:
+    """Return what experiments/scorer.py measures of the arm's first run, and the metrics that the run logged.
+
+    The result is kept outside the run's directory, with hashes of what it was computed from.
+
+    Raises:
+        RunError: the arm's code cannot load or evaluate its checkpoint.
+    """
+    run = arm.run(0)
+    file, source = score_file(run), score_source(run)
+    try:
+        score = parse_object(file.read_bytes())
+    except (OSError, ValueError):
+        score = {}
+    if score.get("source") != source:
+        row = run.last()
+        logged = {metric: row.get(metric) for metric in (LOSS, EXCESS_LOSS, BITS)}
+        score = {"source": source} | run_scorer(arm, "measure", str(run.directory)) | logged
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(score), by_several=True)
+    return score
+
+
+def score_file(run: Training) -> Path:
+    """Return the file of a run's score: LAB/scores/RUN.json."""
+    return run.directory.parent.parent / "scores" / f"{run.directory.name}.json"
+
+
+def score_source(run: Training) -> dict[str, str]:
+    """Return hashes of what a score is computed from: the last checkpoint, the metrics and the scorer."""
+    checkpoint = step_directory(run.directory / "checkpoints", run.steps)
+    return {
+        "manifest": file_hash(checkpoint / "manifest.json"),
+        "metrics": file_hash(run.directory / "metrics.jsonl"),
+        "scorer": sha256(SCORER.read_bytes()).hexdigest(),
+    }
+
+
+def network_shape(arm: Arm) -> dict[str, Any]:
+    """Return parameters and FLOPs per token of the arm's network, without training."""
+    return run_scorer(arm, "shape", *arm.words)
+
+
+def run_scorer(arm: Arm, command: str, *words: str) -> dict[str, Any]:
+    """Run experiments/scorer.py with the arm's code.
+
+    Raises:
+        RunError: it fails.
+    """
+    done = subprocess.run(
+        [sys.executable, str(SCORER), str(arm.code), command, *words],
+        capture_output=True,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for experiment.py to handle
+    )
+    if done.returncode:
+        last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
+        raise RunError(f"{arm.code}: {SCORER.name} {command} fails with this code: {last}")
+    return parse_object(done.stdout.splitlines()[-1])
+
+
+def choose_metric(baseline: Arm, candidate: Arm) -> str:
+    """Return the metric by which two arms are comparable.
+
+    It is the excess loss, or the loss where the entropy of the data is unknown, if both predict the same tokens; and
+    bits per byte if they differ only in the tokenizer of the same text.
+
+    Raises:
+        ConfigError: they are not evaluated on the same validation set in the same way; says what differs.
+        ArmFailed: the candidate's logits depend on the tokens that they predict.
+    """
+    scores = {"baseline": score_arm(baseline), "candidate": score_arm(candidate)}
+    ours, theirs = scores.values()
+    if theirs["is_causal"] is False:
+        raise ArmFailed("the logits of the candidate depend on later tokens, which it is to predict")
+    metric = LOSS if ours["targets"] == theirs["targets"] else BITS
+    if metric == BITS and (reason := why_bits_differ(baseline, candidate)):
+        raise ConfigError(
+            "idea: the arms are not evaluated on the same validation set: the baseline predicts "
+            f"{ours['num_targets']:,} tokens (hash {ours['targets']}), the candidate {theirs['num_targets']:,} "
+            f"({theirs['targets']}); {reason}"
+        )
+    if ours["entropy"] != theirs["entropy"]:
+        entropies = f"{ours['entropy']} for the baseline and {theirs['entropy']} for the candidate"
+        raise ConfigError(f"idea: the entropy of the data is {entropies}, so their excess losses are not comparable")
+    if metric == LOSS and ours["entropy"] is not None:
+        metric = EXCESS_LOSS
+    half = not baseline.launch.precision == candidate.launch.precision == "no"
+    tolerance = HALF_TOLERANCE if half else FLOAT32_TOLERANCE
+    for name, score in scores.items():
+        check_logged(name, LOSS, score[LOSS], score["loss"], tolerance * abs(score["loss"]))
+        if metric == EXCESS_LOSS:
+            excess = score["loss"] - score["entropy"]
+            check_logged(name, EXCESS_LOSS, score[EXCESS_LOSS], excess, tolerance * abs(score["loss"]))
+        if metric == BITS:
+            bits = score["loss"] * score["num_targets"] / score["num_bytes"] / math.log(2)
+            check_logged(name, BITS, score[BITS], bits, tolerance * abs(bits))
+    return metric
+
+
+def check_logged(name: str, metric: str, logged: Any, measured: float, tolerance: float) -> None:
+    """Check that an arm logs what the scorer measures.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not isinstance(logged, float) or not abs(logged - measured) <= tolerance:
+        raise ConfigError(
+            f"idea: the {metric} of the {name} is {logged}, but {measured:.6f} computed from its logits: its code "
+            "measures something else"
+        )
+
+
+def why_bits_differ(baseline: Arm, candidate: Arm) -> str:
+    """Return why two arms cannot be compared by bits per byte; "" if they can."""
+    arms = {"baseline": baseline, "candidate": candidate}
+    if any(arm.settings["data.source"] != "text" for arm in arms.values()):
+        return "settings of data or evaluation differ, so their losses are not comparable"
+    texts = {name: arm.validation_text() for name, arm in arms.items()}
+    num_bytes = {name: score_arm(arm)["num_bytes"] for name, arm in arms.items()}
+    if unknown := [name for name in arms if texts[name] is None or num_bytes[name] is None]:
+        return (
+            "two tokenizers of one text are compared by bits per byte, but the bytes of the text are unknown for the "
+            f"{' and the '.join(unknown)}: its tokenizer is not byte-level, or its corpus has no hash of the text"
+        )
+    ours, theirs = texts.values()
+    if ours != theirs:
+        return f"the texts differ as well (hashes {str(ours)[:8]} and {str(theirs)[:8]})"
+    if any(arm.settings["evaluation.num_samples"] is not None for arm in arms.values()):
+        return "the text is the same, but only all of it is comparable: set evaluation.num_samples to null for both"
+    ours, theirs = num_bytes.values()
+    if not math.isclose(ours, theirs, rel_tol=BYTES_TOLERANCE):
+        return f"the text is the same, but the targets cover {ours:,} bytes of it here and {theirs:,} there"
+    return ""

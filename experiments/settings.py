@@ -1,0 +1,64 @@
+"""Settings of experiment.py; importable without torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse.typing import PositiveFloat, PositiveInt
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "lab.yaml"
+
+
+@dataclass
+class ExperimentConfig:
+    """Tests whether a change is better than the baseline: by how much, at what cost, and whether it holds for larger
+    models."""
+
+    arguments: list[str]
+    """The change in one argument; then settings of train.py for both arms. Without --config: configs/lab.yaml."""
+
+    max_seeds: PositiveInt = 12
+    """Most runs of each arm. Rerun the same command with a larger number to add seeds."""
+
+    budget_minutes: PositiveFloat | None = None
+    """Minutes after which no run is started. null: only max_seeds limits the runs."""
+
+    margin: PositiveFloat | None = None
+    """Equivalence margin, as a fraction of the baseline's excess loss, or of its loss where the entropy of the data is
+    unknown. null: 0.03 of the excess loss, 0.003 of the loss."""
+
+    jobs: PositiveInt | None = None
+    """Concurrent runs. null: one with launch, else one for each GPU, or for each core up to 8."""
+
+    speedup: bool = True
+    """Whether to estimate the compute multiplier, by training the baseline on shorter and longer budgets, and to
+    measure the throughput of both arms in interleaved runs."""
+
+    sizes: str = "1"
+    """Factors on the parameters, as 1,4: the experiment is repeated with larger models, and tokens in proportion."""
+
+    tune: str | None = None
+    """A setting, as optimizer.lr, of which the best of five values is searched for each arm, on separate seeds."""
+
+    match: Literal["parameters", "flops"] | None = None
+    """Narrow or widen the feed-forward layers of the candidate until it has as many as the baseline."""
+
+    onto: str | None = None
+    """With code: a commit, as HEAD, to which it is applied first. null: the commit on which it is based."""
+
+    lab: str = "lab"
+    """The directory of runs, diffs and the log."""
+
+    launch: str | None = None
+    """Command that starts a run, as "accelerate launch --config_file X". null: python."""
+
+    json: bool = False
+    """Print one JSON object instead of text."""
+
+
+@dataclass
+class ReportConfig:
+    """Prints all experiments as a table, which is also written to LAB/report.md, and draws them in LAB/report.png."""
+
+    lab: str = "lab"
+    """The directory of the log."""

@@ -1,0 +1,141 @@
+"""Arms derived from an arm: other budgets, other sizes, matched parameters, short runs for throughput."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from experiments.arm import Arm, ArmFailed
+from experiments.score import network_shape
+from scaling.recipe import LR_POWER
+
+WIDTH_STEP = 8
+SHORT_RUN_LOGS = 8
+
+
+def scale_steps(arm: Arm, factor: float) -> Arm:
+    """Return the arm on `factor` times the steps, with a schedule of the same shape and samples in proportion."""
+    changes = {}
+    for name in ("steps", "schedule.warmup_steps", "schedule.decay_steps", "schedule.batch_warmup_steps"):
+        if value := arm.settings.get(name):
+            changes[name] = max(1, round(factor * value))
+    if "schedule.decay_steps" in changes:  # each was rounded independently
+        longest = changes["steps"] - changes.get("schedule.warmup_steps", 0)
+        changes["schedule.decay_steps"] = max(1, min(changes["schedule.decay_steps"], longest))
+    if arm.settings["data.source"] != "text":
+        changes["data.num_samples"] = max(1, round(factor * arm.settings["data.num_samples"]))
+    return arm.changed(changes) if factor != 1 else arm
+
+
+def budget_arms(arm: Arm, factors: Sequence[float]) -> tuple[dict[float, Arm], list[list[Arm]]]:
+    """Return the arm on several budgets, each with its own decay.
+
+    Where all budgets share their trajectory until the decay, that part is trained once: a trunk, from whose checkpoints
+    the budgets branch.
+
+    Args:
+        arm: the arm of budget 1.
+        factors: budgets, relative to the steps of the arm.
+
+    Returns:
+        An arm for each budget; and the arms to train, in stages that branch from the stages before.
+    """
+    settings, decay = arm.settings, decay_fraction(arm)
+    steps = {factor: max(1, round(factor * settings["steps"])) for factor in sorted(factors)}
+    decay_starts = {factor: steps[factor] - math.ceil((decay or 0) * steps[factor]) for factor in steps}
+    warmup = max(settings.get(f"schedule.{name}") or 0 for name in ("warmup_steps", "batch_warmup_steps"))
+    if decay is None or min(decay_starts.values()) < max(1, warmup):
+        arms = {factor: scale_steps(arm, factor) for factor in steps}
+        return arms, [[*arms.values()]]
+    if settings["data.source"] != "text":
+        arm = arm.changed({"data.num_samples": round(max(factors) * settings["data.num_samples"])})
+    arms, trunk = {}, None
+    stages: list[list[Arm]] = [[]]
+    for factor, start in decay_starts.items():
+        constant = {"steps": start, "schedule.name": "constant", "schedule.decay_steps": None}
+        trunk = replace(arm.changed(constant), trunk=trunk)
+        branch = arm.changed({"steps": steps[factor], "schedule.decay_steps": steps[factor] - start})
+        arms[factor] = replace(branch, trunk=trunk) if decay else trunk
+        stages[-1].append(trunk)
+        stages.append([arms[factor]])
+    return arms, stages
+
+
+def decay_fraction(arm: Arm) -> float | None:
+    """Return the fraction of the steps in which the learning rate decays.
+
+    Returns:
+        None if runs of different lengths differ before their decay.
+    """
+    settings = arm.settings
+    has_parent = settings.get("init_from") or settings.get("branch_from")  # a run has one parent
+    samples = settings["steps"] * (settings["global_batch_size"] or math.inf)  # null: known when a run has started
+    repeats = settings["data.source"] != "text" and settings["data.num_samples"] < samples  # epochs are in proportion
+    if has_parent or repeats:
+        return None
+    wsd = (settings.get("schedule.decay_steps") or 0.2 * settings["steps"]) / settings["steps"]
+    return {"constant": 0.0, "wsd": wsd}.get(settings.get("schedule.name", ""))
+
+
+def scale_parameters(arm: Arm, factor: float) -> Arm:
+    """Return the arm with `factor` times the parameters in its blocks, and tokens in proportion.
+
+    Width, feed-forward width and number of heads grow with the square root, so heads keep their size; depth stays, and
+    the learning rate falls with the width as in scaling/recipe.py.
+    """
+    if factor == 1:
+        return arm
+    settings, widening = arm.settings, math.sqrt(factor)
+    queries_per_key = settings["model.n_heads"] // (settings["model.n_kv_heads"] or settings["model.n_heads"])
+    heads = queries_per_key * max(1, round(widening * settings["model.n_heads"] / queries_per_key))
+    changes = {
+        "model.n_heads": heads,
+        "model.d_model": settings["model.d_model"] // settings["model.n_heads"] * heads,
+        "model.d_ff": 8 * round(widening * settings["model.d_ff"] / 8),
+        "optimizer.lr": settings["optimizer.lr"] * widening**LR_POWER,
+    }
+    if settings["model.n_kv_heads"]:
+        changes["model.n_kv_heads"] = heads // queries_per_key
+    return scale_steps(arm.changed(changes), factor)
+
+
+def match_width(arm: Arm, other: Arm, quantity: str) -> Arm:
+    """Return the arm with the feed-forward width at which a quantity is nearest to that of another arm.
+
+    Args:
+        arm: the arm to change.
+        other: the arm to match.
+        quantity: parameters or flops_per_token.
+
+    Raises:
+        ArmFailed: there is no such width.
+    """
+    width, target = arm.settings["model.d_ff"], network_shape(other)[quantity]
+    current = network_shape(arm)[quantity]
+    wider = network_shape(arm.changed({"model.d_ff": width + WIDTH_STEP}))[quantity]
+    slope = (wider - current) / WIDTH_STEP  # both quantities are linear in the width
+    matching = WIDTH_STEP * round((width + (target - current) / slope) / WIDTH_STEP) if slope else 0
+    if matching < WIDTH_STEP:
+        raise ArmFailed(f"match: no model.d_ff gives the candidate the {target:,} {quantity} of the baseline")
+    return arm.changed({"model.d_ff": matching})
+
+
+def shorten(arm: Arm, seconds: float, runs: Path) -> Arm:
+    """Return the arm trained for some seconds, by the throughput of its first run, with minimal evaluation."""
+    throughput = arm.run(0).tokens_per_second()
+    steps = round(seconds * throughput * arm.settings["steps"] / arm.train_tokens) if math.isfinite(throughput) else 0
+    steps = min(arm.settings["steps"], max(SHORT_RUN_LOGS, steps))
+    changes = {
+        "steps": steps,
+        "schedule.warmup_steps": min(arm.settings["schedule.warmup_steps"], steps),
+        "schedule.decay_steps": None,
+        "evaluation.every": steps,
+        "evaluation.num_samples": max(2, len(arm.corpora)),
+        "evaluation.num_scored_generations": 0,
+        "evaluation.num_logged_generations": 0,
+        "tracking.log_every": max(1, steps // SHORT_RUN_LOGS),
+        "tracking.wandb": "disabled",
+    }
+    if "schedule.batch_warmup_from" in arm.settings:
+        changes |= {"schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None}
+    return replace(arm.changed(changes), runs=runs)
