@@ -57,7 +57,15 @@ from torch.utils.data import default_collate
 import train
 from checkpoint import saver, storage
 from checks.gradients import gradient_errors
-from checks.model import constants_stay, flops_are_counted, logits_equal, values_not_saved, writes_as_trained
+from checks.model import (
+    check_cached_logits,
+    check_constant_init,
+    check_flops,
+    check_isolated_documents,
+    check_masks,
+    check_transformers_logits,
+    find_unsaved_state,
+)
 from config.errors import ConfigError, RunError
 from config.resolve import replace_settings
 from config.schema import TrainConfig
@@ -70,8 +78,8 @@ from distributed.nested import broadcast_from_main, nested_training
 from distributed.sharding import full_tensor
 from distributed.signals import Preempted
 from distributed.tree_reduce import TreeSum
+from model.config import FAMILIES
 from model.gpt import GPTModel
-from model.hf import FAMILIES
 from run.resolve import resolve
 from training.block_stats import BlockStatistics, total_norm
 from training.gradients import trainable_parameters, zero_missing_gradients
@@ -178,10 +186,15 @@ class Verification:
         model = self.config.model
         return {
             "order is a permutation in every epoch": self.order_is_a_permutation,
-            **{f"logits = transformers' {family}": partial(logits_equal, family, model) for family in FAMILIES},
-            "writing, with a cache = the whole at once": partial(writes_as_trained, model, self.config.seq_len),
-            "FLOPs a token = products that torch counts": partial(flops_are_counted, model, self.config.seq_len),
-            "constant initial weights stay constant": partial(constants_stay, model),
+            **{
+                f"logits = transformers' {family}": partial(check_transformers_logits, family, model)
+                for family in FAMILIES
+            },
+            "writing, with a cache = the whole at once": partial(check_cached_logits, model, self.config.seq_len),
+            "isolated documents = each document alone": partial(check_isolated_documents, model, self.config.seq_len),
+            "masks of both kernels = their definition": partial(check_masks, model, self.config.seq_len),
+            "FLOPs a token = products that torch counts": partial(check_flops, model, self.config.seq_len),
+            "constant initial weights stay constant": partial(check_constant_init, model),
             "gradient = autograd of plain operations": self.equals_autograd,
             "replicas are equal after every step": self.replicas_are_equal,
             "gradient = hand-written all-reduce": partial(self.equals_loop_by_hand, all_reduce=True),
@@ -288,7 +301,7 @@ class Verification:
         unbroken = self.train("unbroken", True) if exact else self.straight
         resumed = self.train("resumed", exact)
         holds, figure = self.same_bits(unbroken, resumed)
-        if (lost := values_not_saved(*self.build())) and not holds:
+        if (lost := find_unsaved_state(*self.build())) and not holds:
             figure += f"; the optimizer keeps {len(lost)} values that are no tensors, so not saved, such as {lost[0]}"
         different = set()
         for one, other in zip(unbroken.rows, resumed.rows, strict=True):

@@ -35,9 +35,9 @@ from benchmarks.runner import (
 )
 from distributed.cores import available_cores
 from distributed.cpu import prepare_cpu
-from model.config import GPTConfig
+from model.config import FAMILIES, GPTConfig
 from model.gpt import GPTModel
-from model.hf import FAMILIES, to_transformers
+from model.hf import to_transformers
 from run.metrics_log import read_rows
 
 RANDOM = {"config": "configs/random_tokens.yaml", "model.dropout": 0.0, "data.num_samples": 10_000}
@@ -219,7 +219,7 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
 
 BARE_SCRIPT = f"""
 import torch
-from model.config import GPTConfig
+from model.config import FAMILIES, GPTConfig
 from model.gpt import GPTModel
 model = GPTModel(GPTConfig(vocab_size=512, dropout=0.0, **{TINY | FAMILIES["qwen3"]}))
 optimizer = torch.optim.AdamW(model.parameters())

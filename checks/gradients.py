@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.data import Dataset
 
-from checks.model import with_windows_within
+from checks.model import with_short_windows
 from config.schema import TrainConfig
 from data.loader import load_batch
 from model import kernels
@@ -39,7 +39,7 @@ def gradient_errors(config: TrainConfig, dataset: Dataset, accelerator: Accelera
     """
     length = min(MAX_POSITIONS, config.seq_len)
     small = replace(config.model, n_layers=min(MAX_LAYERS, config.model.n_layers), dropout=0.0)
-    config = replace(config, model=with_windows_within(small, length))
+    config = replace(config, model=with_short_windows(small, length))
     eager = replace(config, compile=False)
     batch = first_rows(dataset, length)
     torch.manual_seed(0)

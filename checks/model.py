@@ -1,28 +1,36 @@
-"""What verify.py asks of a model alone, in float32 on the CPU; each answers as a check of Verification does. And what
-of its optimizer is lost."""
+"""Checks of the model and its optimizer's state for verify.py, in float32 on the CPU.
+
+Each check of a config returns (passed, detail); passed is None where the check does not apply.
+"""
 
 from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 from checkpoint import storage
-from model.config import GPTConfig
+from model.attention import attention_masks
+from model.config import FAMILIES, GPTConfig
 from model.generate import KVCache
 from model.gpt import GPTModel
-from model.hf import FAMILIES, to_transformers
+from model.hf import to_transformers
+
+Result = tuple[bool | None, str]
+MASK_POSITIONS = 24
 
 
-def with_windows_within(config: GPTConfig, length: int) -> GPTConfig:
-    """The same with windows, where it has any, that hide something of so few positions, however few layers are left."""
-    return replace(config, window=config.window and min(config.window, max(1, length // 3)), window_pattern="S")
+def with_short_windows(config: GPTConfig, seq_len: int) -> GPTConfig:
+    """Return a copy whose windows, if it has any, exclude some of `seq_len` positions, however few layers it has."""
+    return replace(config, window=config.window and min(config.window, max(1, seq_len // 3)), window_pattern="S")
 
 
 @torch.no_grad()
-def moved_from_its_start(config: GPTConfig) -> GPTModel:
-    """A model in which also what begins at zero does something, and no attention is uniform; in eval mode."""
+def build_perturbed(config: GPTConfig) -> GPTModel:
+    """Build a model in eval mode whose weights are all nonzero and whose attention is not uniform."""
     torch.manual_seed(0)
     model = GPTModel(config).eval()
     for parameter in model.parameters():
@@ -30,82 +38,155 @@ def moved_from_its_start(config: GPTConfig) -> GPTModel:
     return model
 
 
+def compare(ours: Tensor, expected: Tensor, tolerance: float) -> Result:
+    """Compare logits by their largest difference, relative to the largest expected logit."""
+    difference = ((ours - expected).abs().max() / expected.abs().max()).item()
+    return difference < tolerance, f"largest difference {difference:.1e}"
+
+
 @torch.no_grad()
-def logits_equal(family: str, config: GPTConfig) -> tuple[bool | None, str]:
-    """This config's sizes in the architecture of a family of transformers', on two rows, of which one is padded."""
-    lacking = ("logit_softcap", *(("n_kv_heads", "head_dim", "window") if family == "gpt2" else ()))
-    own = FAMILIES[family] | dict.fromkeys(lacking)
-    length = min(24, config.max_position_embeddings)
-    config = with_windows_within(config, length)
+def check_transformers_logits(family: str, config: GPTConfig) -> Result:
+    """Compare with transformers in a family's architecture with this config's sizes, one of two rows padded.
+
+    Where the family has sliding windows, its first layer has one, even if the config has none.
+    """
+    seq_len = min(24, config.max_position_embeddings)
+    absent = ["logit_softcap", *(["n_kv_heads", "head_dim", "window"] if family == "gpt2" else [])]
+    config = with_short_windows(replace(config, window=config.window or seq_len), seq_len)
+    config = replace(config, vocab_size=64, n_layers=2, dropout=0.0, **FAMILIES[family] | dict.fromkeys(absent))
     try:
-        model = moved_from_its_start(replace(config, vocab_size=64, n_layers=2, dropout=0.0, **own))
-        theirs = to_transformers(model).eval()
+        model = build_perturbed(config)
+        reference = to_transformers(model).eval()
     except ValueError as error:
-        why = str(error).splitlines()
-        return None, next((line for line in why if line.startswith(f"{family}: ")), why[0])
-    input_ids = torch.arange(2 * length).reshape(2, length)
+        reasons = str(error).splitlines()
+        return None, next((line for line in reasons if line.startswith(f"{family}: ")), reasons[0])
+    input_ids = torch.arange(2 * seq_len).reshape(2, seq_len)
     mask = torch.ones_like(input_ids)
-    mask[1, : length // 3] = 0  # padding
-    ours, expected = model(input_ids, mask)[0][mask == 1], theirs(input_ids, attention_mask=mask).logits[mask == 1]
-    difference = ((ours - expected).abs().max() / ours.abs().max()).item()
-    return difference < 1e-4, f"largest difference {difference:.1e}"
+    mask[1, : seq_len // 3] = 0  # padding
+    expected = reference(input_ids, attention_mask=mask).logits
+    return compare(model(input_ids, mask)[0][mask == 1], expected[mask == 1], 1e-4)
 
 
 @torch.no_grad()
-def writes_as_trained(config: GPTConfig, seq_len: int) -> tuple[bool | None, str]:
-    """A sequence as it is written, by a prompt, several tokens and one, each seeing what is cached, and as a whole."""
-    model = moved_from_its_start(replace(config, vocab_size=64))
+def check_cached_logits(config: GPTConfig, seq_len: int) -> Result:
+    """Compare the logits of a sequence in one forward with those of a prompt, several tokens and one token, cached."""
+    model = build_perturbed(replace(config, vocab_size=64))
     input_ids = torch.randint(64, (1, seq_len))
     cache = [KVCache(seq_len) for _ in range(config.n_layers)]
     parts = input_ids[:, : seq_len // 2], input_ids[:, seq_len // 2 : -1], input_ids[:, -1:]
-    in_parts = torch.cat([model(part, cache=cache)[0] for part in parts if part.numel()], dim=1)
-    whole = model(input_ids)[0]
-    difference = ((whole - in_parts).abs().max() / whole.abs().max()).item()
-    return difference < 1e-3, f"largest difference {difference:.1e}"
+    cached = torch.cat([model(part, cache=cache)[0] for part in parts if part.numel()], dim=1)
+    return compare(cached, model(input_ids)[0], 1e-3)
 
 
 @torch.no_grad()
-def flops_are_counted(config: GPTConfig, seq_len: int) -> tuple[bool | None, str]:
-    """flops_per_token of at most two layers, against the products of a forward, which torch counts; a backward has
-    twice as many. Without windows, for it counts what is masked, and in float64, where all products are torch's."""
+def check_isolated_documents(config: GPTConfig, seq_len: int) -> Result:
+    """Compare the logits of two documents in one row with those of each document alone."""
+    if seq_len < 2:
+        return None, "seq_len is 1"
+    model = build_perturbed(replace(config, vocab_size=64))
+    input_ids, lengths = torch.randint(64, (1, seq_len)), [seq_len // 2, seq_len - seq_len // 2]
+    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+    alone = torch.cat([model(part)[0] for part in input_ids.split(lengths, dim=1)], dim=1)
+    return compare(model(input_ids, position_ids=position_ids)[0], alone, 1e-3)
+
+
+def check_masks(config: GPTConfig, seq_len: int) -> Result:
+    """Compare the mask of flex attention and the dense mask with one written out, with and without windows, documents.
+
+    A GPU attends by the first and a CPU by the second, so that training on a CPU exercises only one of them.
+    """
+    length = min(seq_len, MASK_POSITIONS)
+    tokens, windows = torch.zeros(2, length, dtype=torch.int64), {None, 1, max(1, length // 3), config.window}
+    documents = (torch.arange(length) % max(1, length // 2)).expand(2, -1).clone()
+    documents[1] = torch.arange(length)  # a single document
+    compared = 0
+    for window in windows:
+        for position_ids in (None, documents):
+            masks = [attention_masks([window], tokens, 0, None, position_ids, flex)[window] for flex in (False, True)]
+            expected = written_out_mask(length, window, position_ids)
+            for kernel, mask in zip(("the dense mask", "the mask of flex attention"), masks, strict=True):
+                if not torch.equal(as_dense(mask, length), expected):
+                    kind = "one document" if position_ids is None else "several documents"
+                    return False, f"{kernel} is wrong for window {window} and {kind} a row"
+                compared += 1
+    return True, f"{compared} masks of {length} positions"
+
+
+def written_out_mask(length: int, window: int | None, position_ids: Tensor | None) -> Tensor:
+    """Build the mask [2, 1, T, T] from its definition, position by position."""
+    mask = torch.zeros(2, 1, length, length, dtype=torch.bool)
+    for row in range(2):
+        begin = 0
+        for query in range(length):
+            if position_ids is not None and position_ids[row, query] == 0:
+                begin = query  # of the document
+            first = begin if window is None else max(begin, query - window + 1)
+            mask[row, 0, query, first : query + 1] = True
+    return mask
+
+
+def as_dense(mask: Tensor | BlockMask | None, length: int) -> Tensor:
+    """Return any mask as bool [2, 1, T, T]; None is the causal mask."""
+    if isinstance(mask, BlockMask):
+        return create_mask(mask.mask_mod, 2, 1, length, length, device="cpu")
+    dense = torch.ones(length, length, dtype=torch.bool).tril() if mask is None else mask
+    return dense.expand(2, 1, length, length)
+
+
+@torch.no_grad()
+def check_flops(config: GPTConfig, seq_len: int) -> Result:
+    """Compare flops_per_token of at most two layers with the products of a forward that torch counts.
+
+    The backward has twice as many. Without windows, because torch counts masked products; in float64, where all
+    products are torch's.
+    """
     length = min(seq_len, 64)
-    model = moved_from_its_start(replace(config, n_layers=min(2, config.n_layers), window=None)).double()
-    tokens = torch.randint(config.vocab_size, (1, length))
+    model = build_perturbed(replace(config, n_layers=min(2, config.n_layers), window=None)).double()
+    tokens = torch.randint(model.token_embedding.num_embeddings, (1, length))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, labels=tokens)
     counted = 3 * counter.get_total_flops() / length
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
-    expected = model.flops_per_token(length) - 6 * vectors  # whose products are too few to be counted
+    expected = model.flops_per_token(length) - 6 * vectors  # elementwise products are not counted
     tolerance = 0.02 + 1 / length  # the last position has no target
-    return abs(counted / expected - 1) < tolerance, f"{expected:,.0f} for 2 layers, and {counted:,.0f} are counted"
+    return abs(counted / expected - 1) < tolerance, f"{expected:,.0f} for 2 layers, {counted:,.0f} counted"
 
 
-def constants_stay(config: GPTConfig) -> tuple[bool | None, str]:
-    """Where a module makes a parameter constant, as a gain of 1 or a gate of 0, init_weights draws no others for it."""
+def check_constant_init(config: GPTConfig) -> Result:
+    """Check that init_weights draws no random values for parameters that a module initialises to a constant.
+
+    Such as a gain of 1 or a gate of 0.
+    """
     small = replace(config, n_layers=min(2, config.n_layers))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # what torch.empty leaves open is then nan, and no constant
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN, which is not constant
     try:
         with patch.object(GPTModel, "init_weights", lambda self: None):
-            made = {name: weight for name, weight in GPTModel(small).named_parameters() if is_constant(weight)}
+            constant = {name: weight for name, weight in GPTModel(small).named_parameters() if is_constant(weight)}
     finally:
         torch.use_deterministic_algorithms(deterministic)
-    begun = GPTModel(small)
-    drawn = [name for name in made if not is_constant(begun.get_parameter(name))]
-    if drawn:
-        return False, f"init_weights draws {drawn[0]}, which its module made {made[drawn[0]].flatten()[0].item():g}"
-    return True, f"{len(made)} of 2 layers and around them"
+    initialised = GPTModel(small)
+    for name, weight in constant.items():
+        if not is_constant(initialised.get_parameter(name)):
+            value = weight.flatten()[0].item()
+            return False, f"init_weights draws {name}, which its module initialises to {value:g}"
+    return True, f"{len(constant)} in 2 layers and around them"
 
 
-def is_constant(tensor: torch.Tensor) -> bool:
+def is_constant(tensor: Tensor) -> bool:
+    """Whether all elements are equal; False for NaN and for an empty tensor."""
     return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
 
 
-def values_not_saved(model: GPTModel, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Of an optimizer that has done nothing yet: what it keeps that is no tensor, in its state and its groups."""
+def find_unsaved_state(model: GPTModel, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of values of an optimizer's state and groups that are not tensors, so not saved.
+
+    Args:
+        model: the model that the optimizer updates.
+        optimizer: an optimizer before its first step; one step with a learning rate of 0 may be taken.
+    """
     groups = [(group, dict(group)) for group in optimizer.param_groups]
-    # Does an update, at a learning rate of 0, if there is no state yet.
-    state = storage.get_state_dict(model, optimizer, options=storage.FLATTENED)[1]
+    state = storage.get_state_dict(model, optimizer, options=storage.FLATTENED)[1]  # initialises the state
     lost = [name for name, value in state.items() if name.startswith("state.") and not torch.is_tensor(value)]
     for group, before in groups:
         lost += [f"group.{key}" for key in group if key != "params" and group[key] != before.get(key)]

@@ -9,8 +9,7 @@ from typing import Literal, get_args
 class GPTConfig:
     """A decoder-only transformer. The defaults are a small member of the GPT-2 family.
 
-    Two families have an exact counterpart in transformers (see model/hf.py):
-    GPT-2 = learned + layernorm + gelu + bias; Qwen3 = rope + rmsnorm + swiglu + qk_norm, no bias.
+    The FAMILIES below have an exact counterpart in transformers (see model/hf.py).
     """
 
     vocab_size: int | None = None
@@ -167,3 +166,10 @@ class GPTConfig:
                 f"so be one of {', '.join(divisors)}"
             )
         return problems
+
+
+FAMILIES = {
+    "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
+    "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
+}
+"""The settings that define each family of models, by the model_type of transformers."""

@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from model.config import GPTConfig
+from model.config import FAMILIES, GPTConfig
 from model.gpt import GPTModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# The settings that make each family, and what the others that it has are called there.
-FAMILIES = {
-    "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
-    "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
-}
 GELUS = {"gelu": "gelu_new", "gelu_erf": "gelu"}  # what transformers calls each of ours; its GPT-2 has either
 SAME = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 NAMES = {

@@ -1,0 +1,174 @@
+"""Checks of the model pass here and fail on a model that is broken in the way they look for."""
+
+import pytest
+import torch
+
+import model.attention
+import model.gpt
+from checks import model as checks
+from config.parser import parse_config
+from model.config import GPTConfig
+from tests.conftest import TINY_STORIES
+
+SMALL = GPTConfig(vocab_size=20, d_model=16)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_transformers_logits_of_short_sequences(family):
+    config = parse_config([*TINY_STORIES, *"--seq_len 8 --model.max_position_embeddings 8".split()])
+    assert checks.check_transformers_logits(family, config.model)[0]
+
+
+@pytest.fixture
+def wider_windows(monkeypatch):
+    """Masks with windows that are too wide by one."""
+    make_mask_mod = model.attention.make_mask_mod
+    monkeypatch.setattr(model.attention, "make_mask_mod", lambda window, *rest: make_mask_mod(window + 1, *rest))
+
+
+@pytest.fixture
+def leaking_documents(monkeypatch):
+    """Masks that ignore the borders of documents."""
+    make_mask_mod = model.attention.make_mask_mod
+    monkeypatch.setattr(model.attention, "make_mask_mod", lambda window, _: make_mask_mod(window, None))
+
+
+@pytest.fixture
+def wrong_flex_mask(monkeypatch):
+    """A mask of flex attention that lets a query attend to one key after it."""
+    create = model.attention.create_block_mask
+
+    def create_wrong(mask_mod, *arguments, **settings):
+        return create(lambda row, head, query, key: mask_mod(row, head, query + 1, key), *arguments, **settings)
+
+    monkeypatch.setattr(model.attention, "create_block_mask", create_wrong)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_transformers_logits_find_wrong_window(window, wider_windows):
+    """Whether or not the config has one."""
+    config = GPTConfig(window=window, logit_softcap=3.0)
+    assert checks.check_transformers_logits("qwen3", config)[0] is False
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_transformers_logits_ignore_other_settings(family, window):
+    assert checks.check_transformers_logits(family, GPTConfig(window=window, logit_softcap=3.0))[0]
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 128])
+@pytest.mark.parametrize("window", [None, 2, 100])
+def test_masks_pass(seq_len, window):
+    assert checks.check_masks(GPTConfig(window=window), seq_len)[0]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("fault", "kernel", "kind"),
+    [
+        ("wider_windows", "the dense mask", "window"),
+        ("leaking_documents", "the dense mask", "several documents"),
+        ("wrong_flex_mask", "the mask of flex attention", "window"),
+    ],
+)
+def test_masks_find_fault(fault, kernel, kind, window, request):
+    request.getfixturevalue(fault)
+    passed, detail = checks.check_masks(GPTConfig(window=window), 16)
+    assert passed is False
+    assert detail.startswith(f"{kernel} is wrong for window ")
+    assert kind in detail
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 16])
+@pytest.mark.parametrize("settings", [{}, {"position": "rope"}], ids=str)
+def test_isolated_documents_pass(settings, seq_len):
+    assert checks.check_isolated_documents(GPTConfig(vocab_size=20, d_model=16, **settings), seq_len)[0] is True
+
+
+def test_isolated_documents_find_leak(leaking_documents):
+    assert checks.check_isolated_documents(SMALL, 16)[0] is False
+
+
+def test_isolated_documents_skip_single_positions():
+    assert checks.check_isolated_documents(SMALL, 1)[0] is None
+
+
+class Gate(torch.nn.Module):
+    """The MLP of a fork: a gate that is initialised to 0, and an embedding table in the block."""
+
+    def __init__(self, mlp, rows):
+        super().__init__()
+        self.mlp, self.values, self.gate = mlp, torch.nn.Embedding(rows, 16), torch.nn.Parameter(torch.zeros(16))
+        self.uninitialised = torch.nn.Parameter(torch.empty(16))
+
+    def forward(self, x_BTC):
+        return self.mlp(x_BTC) + self.gate * self.values(x_BTC.argmax(dim=-1))
+
+
+@pytest.fixture
+def config():
+    return parse_config([*TINY_STORIES, "--model.vocab_size", "50", "--model.window", "9"]).model
+
+
+@pytest.fixture
+def gated_mlp(monkeypatch):
+    own = model.gpt.MLP
+    monkeypatch.setattr(model.gpt, "MLP", lambda config: Gate(own(config), 500))
+
+
+def test_constant_init_passes(config):
+    assert checks.check_constant_init(config)[0]
+
+
+def test_constant_init_names_overwritten_parameter(config, gated_mlp):
+    passed, detail = checks.check_constant_init(config)
+    assert passed is False
+    assert detail == "init_weights draws blocks.0.mlp.gate, which its module initialises to 0"
+
+
+def test_flops_pass(config):
+    assert checks.check_flops(config, 128)[0]
+
+
+def test_flops_ignore_embedding_in_block(config, gated_mlp):
+    assert checks.check_flops(config, 128)[0]
+
+
+def test_flops_find_block_applied_twice(config, monkeypatch):
+    forward = model.gpt.Block.forward
+    monkeypatch.setattr(
+        model.gpt.Block, "forward", lambda self, x, *rest: forward(self, forward(self, x, *rest), *rest)
+    )
+    assert checks.check_flops(config, 128)[0] is False
+
+
+class ForgetsCache(model.gpt.GPTModel):
+    """A model that drops the cache when it is given a single token."""
+
+    def forward(self, input_ids, cache=None):
+        return super().forward(input_ids, cache=cache if input_ids.shape[1] > 1 else None)
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 16])
+@pytest.mark.parametrize("settings", [{}, {"position": "rope", "zero_init": True}], ids=str)
+def test_cached_logits_find_forgotten_cache(settings, seq_len, monkeypatch):
+    config = GPTConfig(vocab_size=20, d_model=16, **settings)
+    assert checks.check_cached_logits(config, seq_len)[0] is True
+    monkeypatch.setattr(checks, "GPTModel", ForgetsCache)
+    assert checks.check_cached_logits(config, seq_len)[0] is False
+
+
+def test_unsaved_state_is_named():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                for parameter in group["params"]:
+                    self.state[parameter]["step"] = 3
+
+    network = model.gpt.GPTModel(SMALL)
+    names = checks.find_unsaved_state(network, Counting(network.parameters()))
+    assert "group.count" in names
+    assert "state.token_embedding.weight.step" in names
+    assert checks.find_unsaved_state(network, torch.optim.AdamW(network.parameters())) == []
