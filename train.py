@@ -129,6 +129,7 @@ def train(
         stop_request.add_source(lambda: saver.failed)
         verified = corpus_check.begin()
         reporter.say(summary(config, accelerator, state.network, run.path, start, verified, corpus.conversations))
+        saver.watch(state.network, state.optimizer)
         next_batch = next(batches, [])
         stop_request.raise_on_all(start.step)
         prime(state, next_batch[0])

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from checkpoint.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from checkpoint.provenance import arrangement, provenance
 from checkpoint.tokenizer_files import expected_hashes, hash_files
+from checkpoint.unsaved_state import UnsavedState, check_optimizer_state
 from config.errors import ConfigError, RunError
 from config.schema import TrainConfig
 from data.files import fsync, sha256
@@ -58,6 +59,11 @@ class Saver(AbstractContextManager):
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_thread_priority)
         self.pending: Future[None] | None = None
+        self.unsaved: UnsavedState | None = None
+
+    def watch(self, network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Note the state before training, so that the first save can refuse what a checkpoint would lose."""
+        self.unsaved = UnsavedState(network, optimizer)
 
     def __exit__(self, exception_type, exception, traceback) -> None:
         # After any other, a process may be gone, and nothing would come of waiting.
@@ -74,9 +80,13 @@ class Saver(AbstractContextManager):
         The new checkpoint is there wholly, or not at all.
 
         Raises:
-            SaveError: as `wait` does, of the one before.
+            SaveError: the checkpoint before could not be written, as in `wait`.
+            ConfigError: the model or the optimizer has state that a checkpoint does not hold.
         """
         self.wait()
+        if self.unsaved is not None:
+            check_optimizer_state(self.unsaved.network, optimizer)
+            self.unsaved.check()
         from checkpoint import storage  # slow to import, and not needed before
 
         tensors = storage.state_tensors(model, optimizer, with_moments=bool(optimizer.state))

@@ -1,0 +1,74 @@
+"""State that a checkpoint does not hold is refused by name at the first save: else a run resumes to other bits."""
+
+import pytest
+import torch
+
+from checkpoint.unsaved_state import UnsavedState
+from config.errors import ConfigError
+from tests import forked
+from tests.conftest import ROOT, assert_same_bits, environment, tensors
+from training.schedule import SCHEDULES
+
+RECIPE = ["--config", str(ROOT / "tests" / "tiny_random.yaml"), "--name", "run", "--checkpoint.keep", "9"]
+REFUSED = {
+    "number": "optimizer: CountingSGD keeps state['step'] of token_embedding.weight as int (1), and checkpoints hold "
+    "only tensors",
+    "optimizer attribute": "optimizer.count: training changed this attribute of the optimizer from 0 to 1",
+    "parameter group": "optimizer.param_groups[0].count: training changed this attribute of the optimizer from 0 to 1",
+    "model attribute": "model.num_calls: training changed this attribute of the model from 0 to ",
+    "model tensor": "model.ema: training changed this attribute of the model in place",
+}
+
+
+def train(state, out_dir, *arguments, processes=0):
+    words = [*RECIPE, "--out_dir", str(out_dir), *map(str, arguments)]
+    return forked.run("tests/stateful_train.py", words, processes, environment(STATE=state), pictures=False)
+
+
+@pytest.mark.parametrize("state", REFUSED)
+def test_unsaved_state_is_refused_at_first_save(state, runs):
+    done = train(state, runs)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert REFUSED[state] in done.stderr and done.stderr.count("error:") == 1
+    assert not list((runs / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_unsaved_state_is_refused_by_two_processes_once(runs):
+    done = train("number", runs, processes=2)
+    assert done.returncode != 0 and done.stderr.count(REFUSED["number"]) == 1, done.stderr
+
+
+def test_state_in_tensors_resumes_bitwise(runs):
+    """Private attributes may change: nothing is read from them."""
+    assert train("tensor", runs / "uninterrupted").returncode == 0
+    for stop in (2, 4):
+        done = train("tensor", runs / "resumed", "--stop_after", stop)
+        assert done.returncode in (0, 75), done.stderr
+    assert_same_bits(tensors(runs / "uninterrupted" / "run", 4), tensors(runs / "resumed" / "run", 4))
+
+
+def test_scheduled_values_may_change(monkeypatch):
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    monkeypatch.setitem(SCHEDULES, "dropout", None)
+    unsaved = UnsavedState(network, optimizer)
+    network[1].p = 0.2
+    optimizer.param_groups[0]["lr"] = 0.5
+    unsaved.check()
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(ConfigError, match=r"optimizer.param_groups\[0\].momentum: training changed .* from 0 to 0.5"):
+        unsaved.check()
+
+
+def test_nan_and_non_persistent_buffers_are_compared_by_value():
+    network = torch.nn.Linear(2, 2)
+    network.loss, network.cache = float("nan"), None
+    network.register_buffer("table", torch.ones(3), persistent=False)
+    unsaved = UnsavedState(network, torch.optim.SGD(network.parameters(), lr=1.0))
+    network.loss, network.cache = float("nan"), torch.ones(2)
+    network.table = torch.ones(3)
+    unsaved.check()
+    network.table.add_(1)
+    with pytest.raises(ConfigError, match="model.table: training changed this attribute of the model in place"):
+        unsaved.check()
