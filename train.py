@@ -133,6 +133,11 @@ def train(
         next_batch = next(batches, [])
         stop_request.raise_on_all(start.step)
         prime(state, next_batch[0])
+        if start.step == 0 and 0 < config.evaluation.every < config.steps:
+            # A curve begins where training begins: with the loss of the initial weights.
+            digest = state_digests(state.network, state.optimizer)
+            initial_metrics = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
+            reporter.log(0, {"state/digest": str(digest)} | initial_metrics)
         gc.freeze()  # so that the collector does not walk the objects of the start again and again
         throughput.restart(start.step)
 

@@ -190,7 +190,9 @@ class RunDirectory:
         self.is_open = True
         start = self._choose_start(config, now)
         self.checkpoints.mkdir(exist_ok=True)
-        truncate_after_step(self.metrics_file, start.step, one_per_step=True)
+        # Without a checkpoint the initial evaluation, step 0, is logged again.
+        last_kept = start.step if start.checkpoint else -1
+        truncate_after_step(self.metrics_file, last_kept, one_per_step=True)
         truncate_after_step(self.samples_file, start.step)
         truncate_after_step(
             self.path / "sessions.jsonl", config.steps

@@ -142,8 +142,9 @@ def shell(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedPro
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl without those that depend on the clock."""
+    """Rows of metrics.jsonl from step 1 on, without metrics that depend on the clock."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] > 0]  # 0 is the initial evaluation
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 

@@ -113,8 +113,8 @@ def train_step(
     pending.copy_to_host(normalize_and_clip(state.parameters, denominator, max_norm))
     # The host waits for the metrics before the update only where they decide whether it is skipped.
     result = metrics.read() if metrics.max_skipped else None
-    if result is None or result.finite:
-        with state.block_statistics.record_update():
+    with state.block_statistics.record_update():
+        if result is None or result.finite:
             state.optimizer.step()
     state.optimizer.zero_grad()
     return pending

@@ -359,9 +359,10 @@ def test_every_metric_of_the_contract_is_there(runs):
     training = {"step", "train/loss", "train/lr", "train/grad_norm", "train/tokens", "perf/tokens_per_second"}
     training |= {"perf/peak_memory_bytes"}
     validation = {"val/loss", "val/perplexity", "val/bits_per_byte", "val/entropy"}
-    assert all(training <= row.keys() for row in rows)
-    assert [validation <= row.keys() for row in rows] == [False, True, False, True]
-    assert ["generation/valid" in row for row in rows] == [False, False, False, True]
+    assert rows[0]["step"] == 0 and not training <= rows[0].keys(), "the initial evaluation"
+    assert all(training <= row.keys() for row in rows[1:])
+    assert [validation <= row.keys() for row in rows] == [True, False, True, False, True]
+    assert ["generation/valid" in row for row in rows] == [False, False, False, False, True]
     assert rows[-1]["train/tokens"] == STEPS * 6 * 128
     assert rows[-1]["val/loss"] > rows[-1]["val/entropy"] > 0
     stored = parse_config(["--config", str(runs / "run" / "config.yaml")])

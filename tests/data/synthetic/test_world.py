@@ -175,7 +175,7 @@ def test_excess_by_kind_is_that_of_the_tokens_and_adds_up(facts):
             expected[teller.kind(token)] += loss - token.nats
         expected["endings"] += losses[index, len(tokens)].item()
     assert {name: total for name, (total, _) in sums.items()} == pytest.approx(
-        {f"excess/{kind}": total for kind, total in expected.items()}, abs=1e-9
+        {f"excess_loss/{kind}": total for kind, total in expected.items()}, abs=1e-9
     )
     assert {count for _, count in sums.values()} == {(batch["labels"][:, 1:] != -100).sum().item()}
     total = math.fsum(total for total, _ in sums.values())
