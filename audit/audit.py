@@ -90,7 +90,7 @@ def record_problems(run: RecordedRun) -> Iterator[str]:
     for path in checkpoints_in(run.path / "checkpoints"):
         if path not in run.manifests:
             yield f"{path}: its {MANIFEST} is missing or damaged"
-    for before, step in pairwise([run.initial_step, *run.logged_steps]):
+    for before, step in pairwise([run.initial_step or -1, *run.logged_steps]):
         if not before < step <= run.config.steps:
             yield f"metrics.jsonl: step {step} after step {before}, of {run.config.steps}"
             break

@@ -121,7 +121,7 @@ def test_a_run_that_began_with_the_weights_of_another_is_replayed_and_audited(ru
     begin = ["--init_from", run, "--model.dropout", 0.2, "--checkpoint.keep_every", 2]
     train(*RECIPE, "--steps", 4, *begin, "--out_dir", tmp_path, "--name", "tuned")
     shown = python(f"python replay.py {tmp_path / 'tuned'} 1 --num_sequences 6", CXX="/nonexistent").stdout
-    assert "step 1: reproduced bitwise (1 digest(s))" in shown
+    assert "step 1: reproduced bitwise (2 digest(s))" in shown
     row = next(row for row in map(json.loads, (tmp_path / "tuned" / "metrics.jsonl").open()) if row["step"] == 1)
     assert float(re.search(r"fp32 +([\d.]+)", shown)[1]) == pytest.approx(row["train/loss"], abs=1e-6)
     audit(RecordedRun(tmp_path / "tuned"), 99, tmp_path)
