@@ -193,10 +193,11 @@ class Arm:
                 if self.trunk:
                     actual = {name: value for name, value in actual.items() if name not in ("branch_from", "branched")}
                 shared = shared or actual
+                wanted = shared | expected
                 wrong = [
-                    f"{name}: {actual.get(name)} there, {value} in this arm"
-                    for name, value in (shared | expected).items()
-                    if actual.get(name) != value
+                    f"{name}: {actual.get(name)} there, {wanted.get(name)} in this arm"
+                    for name in sorted(wanted.keys() | actual.keys())
+                    if actual.get(name) != wanted.get(name)
                 ]
                 if wrong:
                     lines = "\n  ".join(wrong)

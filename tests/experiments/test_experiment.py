@@ -21,7 +21,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from config.errors import ConfigError, RunError
 from data.text import TextCorpus, TextDataset
 from experiments import arm, change, experiment, log, report, score, variants
-from experiments import settings as experiment_settings
 from experiments.arm import Arm, Launch
 from experiments.experiment import main
 from experiments.result import format_multiplier, summarize, trend
@@ -31,205 +30,89 @@ from run.load import load_run
 from tests import forked
 from tests.conftest import ROOT, environment, python
 from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
-
-# In place of train.py: the excess loss over an entropy of 0.5 is EFFECT / steps, with noise of 0.4% over seeds, and
-# depends on the settings that a candidate may change.
-FAKE = """
-import json, math, os, random, sys
-EFFECT = 40
-def refuse(message):
-    print(f"train.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
-settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len": 8, "global_batch_size": 1,
-    "init_from": None, "branch_from": None,
-    "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "model.mlp": "gelu",
-    "data.source": "stories", "data.num_samples": 100,
-    "data.path": None, "data.mix": None, "optimizer.lr": 1.0, "evaluation.every": 10,
-    "evaluation.num_samples": 5, "evaluation.num_scored_generations": 0, "evaluation.num_logged_generations": 0,
-    "schedule.warmup_steps": 10, "schedule.decay_steps": None, "tracking.log_every": 1, "tracking.wandb": "disabled"}
-words = [word for word in sys.argv[1:] if word != "--print_config"]
-words = [part for word in words for part in word.split("=", 1)]
-for option, value in zip(words[::2], words[1::2]):
-    name = option[2:]
-    if name == "config":
-        if not os.path.exists(value):
-            refuse(f"config: {value} does not exist")
-        settings |= json.loads(open(value).read() or "{}")
-        continue
-    if name not in settings:
-        refuse(f"{option} is no setting; --help lists all")
-    try:
-        settings[name] = json.loads(value)
-    except ValueError:
-        settings[name] = value
-nested = {}
-for name, value in settings.items():
-    section, _, last = name.rpartition(".")
-    (nested.setdefault(section, {}) if section else nested)[last] = value
-if "--print_config" in sys.argv:
-    sys.exit(print(json.dumps(nested)))
-run = os.path.join(settings["out_dir"], settings["name"])
-os.makedirs(run, exist_ok=True)
-with open(os.path.join(os.path.dirname(settings["out_dir"]), "started"), "a") as file:
-    print(settings["name"], file=file)
-excess = EFFECT / settings["steps"] * (0.9 if settings["model.mlp"] == "relu2" else 1)
-excess *= math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10) * 64 / settings["model.d_model"]
-excess *= 1 + 0.004 * random.Random(settings["name"]).gauss(0, 1)
-state = "finished" if math.isfinite(excess) else "failed"
-row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/excess_loss": excess, "val/entropy": 0.5}
-row |= {"perf/tokens_per_second": 100.0, "state/digest": str(random.Random(excess).random())}
-if settings["data.source"] == "text":  # tokens of so many bytes as the name of the corpus has letters
-    row |= {"val/entropy": None, "val/excess_loss": None}
-    row |= {"val/bits_per_byte": row["val/loss"] / len(settings["data.path"] or "x") / math.log(2)}
-row["train/tokens"] = settings["steps"] * settings["global_batch_size"] * settings["seq_len"]
-with open(run + "/metrics.jsonl", "w") as file:
-    print(json.dumps(row | {"perf/peak_memory_bytes": 2**20}), file=file)
-with open(run + "/config.yaml", "w") as file:
-    json.dump(nested, file)
-with open(run + "/sessions.jsonl", "w") as file:
-    print(json.dumps({"step": 0, "mixed_precision": "no", "processes": 1, "shards": 1, "code": "x"}), file=file)
-with open(run + "/status.json", "w") as file:
-    reason = "" if state == "finished" else "the loss is nan"
-    json.dump({"state": state, "step": settings["steps"], "reason": reason}, file)
-sys.exit(state == "failed")
-"""
+from tests.experiments.conftest import FAKE, fake_scorer
 
 
-def fake_scorer(asked, command, *words):
-    """In place of experiments/scorer.py, which needs torch."""
-    if command == "measure":
-        loss = asked.run(0).last()["val/loss"]
-        facts = {
-            "targets": "abc",
-            "num_targets": 7,
-            "num_bytes": None,
-            "entropy": 0.5,
-            "loss": loss,
-            "is_causal": True,
-        }
-        return facts | {"parameters": 1000, "flops_per_token": 6000}
-    width = asked.settings["model.d_ff"] * (3 if asked.settings["model.mlp"] == "swiglu" else 2)
-    return {"parameters": 500 + width, "flops_per_token": 6 * width}
-
-
-@pytest.fixture
-def ask_about(tmp_path, monkeypatch):
-    """Return a function that runs an experiment with a fake train.py, and lists the runs that it started."""
-    root, lab = tmp_path / "root", tmp_path / "lab"
-    (root / "configs").mkdir(parents=True)
-    (root / "train.py").write_text(FAKE)
-    config = root / "configs" / "lab.yaml"
-    config.write_text("")
-    lab.mkdir()
-    monkeypatch.setattr(experiment_settings, "DEFAULT_CONFIG", config)
-    monkeypatch.setattr(change, "ROOT", root)
-    monkeypatch.setattr(score, "run_scorer", fake_scorer)
-    monkeypatch.setattr(variants, "network_shape", lambda asked: fake_scorer(asked, "shape"))
-    monkeypatch.setattr(runner, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(experiment, "code_hash", lambda: None)
-    handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
-    printed = []
-    monkeypatch.setattr("builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words))))
-
-    def experiment_on(text, *common, error=None, **others):
-        (lab / "started").unlink(missing_ok=True)
-        printed.clear()
-        others = {"jobs": 2, "speedup": False, "json": True, "margin": 0.003, **others}
-        config = ExperimentConfig([text, *common], lab=str(lab), **others)
-        if error:
-            with pytest.raises(error) as raised:
-                main(config)
-            return str(raised.value)
-        main(config)
-        return json.loads(printed[-1]) if others["json"] else "\n".join(printed)
-
-    experiment_on.started = lambda: (lab / "started").read_text().split() if (lab / "started").exists() else []
-    experiment_on.lab, experiment_on.root = lab, root
-    yield experiment_on
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def test_reports_verdict_and_compute_multiplier(ask_about):
-    found = ask_about("--model.mlp relu2", speedup=True)
+def test_reports_verdict_and_compute_multiplier(run_experiment):
+    found = run_experiment("--model.mlp relu2", speedup=True)
     assert found["verdict"] == "better" and found["seeds"] == 3
     assert found["low"] < -10 < found["high"] < 0
     ratio, low, high = found["compute_multiplier"]
     assert low < 1 / 0.9 < high and ratio == pytest.approx(1 / 0.9, abs=0.01)
     assert found["time_multiplier"][0] == pytest.approx(ratio), "the arms are equally fast"
     assert found["cost"]["parameters"] == [1000, 1000] and found["cost"]["diff_lines"] == 0
-    names = [name for name in ask_about.started() if (ask_about.lab / "runs" / name).exists()]
+    names = [name for name in run_experiment.started() if (run_experiment.lab / "runs" / name).exists()]
     assert len(names) == len(set(names)) == 6 + 8
     assert {name.rpartition("-")[0] for name in names} >= {found["baseline"], found["candidate"]}
-    assert not list(ask_about.lab.glob("speed-*"))
+    assert not list(run_experiment.lab.glob("speed-*"))
 
 
-def test_reports_worse_candidate(ask_about):
-    found = ask_about("--optimizer.lr 3.0")
+def test_reports_worse_candidate(run_experiment):
+    found = run_experiment("--optimizer.lr 3.0")
     assert found["verdict"] == "worse" and found["difference"] == pytest.approx(12.8, abs=1.5)
 
 
-def test_baseline_is_trained_once_for_all_candidates(ask_about):
-    ask_about("--model.mlp relu2")
-    found = ask_about("--optimizer.lr 2.0")
+def test_baseline_is_trained_once_for_all_candidates(run_experiment):
+    run_experiment("--model.mlp relu2")
+    found = run_experiment("--optimizer.lr 2.0")
     assert found["candidates_tried"] == 2
-    assert all(name.startswith(found["candidate"]) for name in ask_about.started())
-    again = ask_about("--optimizer.lr 2.0")
-    assert again == found | {"time": again["time"]} and not ask_about.started()
+    assert all(name.startswith(found["candidate"]) for name in run_experiment.started())
+    again = run_experiment("--optimizer.lr 2.0")
+    assert again == found | {"time": again["time"]} and not run_experiment.started()
 
 
-def test_equal_arms_train_separate_seeds(ask_about):
-    found = ask_about("--model.mlp gelu", margin=None)
+def test_equal_arms_train_separate_seeds(run_experiment):
+    found = run_experiment("--model.mlp gelu", margin=None)
     assert found["margin"] == 0.03, "of the excess loss"
     assert found["verdict"] == "no difference" and found["baseline"] == found["candidate"]
-    seeds = [int(name.rpartition("-")[2]) for name in ask_about.started()]
+    seeds = [int(name.rpartition("-")[2]) for name in run_experiment.started()]
     assert sorted(seed // 1000 for seed in seeds) == [0] * found["seeds"] + [1] * found["seeds"]
 
 
-def test_raised_max_seeds_resumes(ask_about):
-    found = ask_about("--optimizer.lr 1.1", max_seeds=4, jobs=1, margin=0.005)
+def test_raised_max_seeds_resumes(run_experiment):
+    found = run_experiment("--optimizer.lr 1.1", max_seeds=4, jobs=1, margin=0.005)
     assert found["verdict"] == "unknown" and found["seeds"] == 4 and found["more_seeds"] > 0
-    assert len(ask_about.started()) == 8
-    more = ask_about("--optimizer.lr 1.1", max_seeds=6, jobs=1, margin=0.005)
-    assert len(ask_about.started()) == 4 and more["seeds"] == 6
+    assert len(run_experiment.started()) == 8
+    more = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=1, margin=0.005)
+    assert len(run_experiment.started()) == 4 and more["seeds"] == 6
     assert "more seeds of each arm would decide" in summarize(found)
 
 
-def test_result_does_not_depend_on_concurrent_runs(ask_about):
-    one = ask_about("--optimizer.lr 1.1", max_seeds=6, jobs=1)
-    eight = ask_about("--optimizer.lr 1.1", max_seeds=6, jobs=8)
+def test_result_does_not_depend_on_concurrent_runs(run_experiment):
+    one = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=1)
+    eight = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=8)
     assert [one[name] for name in ("seeds", "difference", "high")] == [
         eight[name] for name in ("seeds", "difference", "high")
     ]
 
 
-def test_diverging_candidate_is_failed_and_costs_one_run(ask_about):
-    found = ask_about("--optimizer.lr 0", jobs=1)
+def test_diverging_candidate_is_failed_and_costs_one_run(run_experiment):
+    found = run_experiment("--optimizer.lr 0", jobs=1)
     assert found["verdict"] == "failed" and "the loss is nan" in found["message"]
-    assert len(ask_about.started()) == 2, "one of the baseline and one of the candidate"
+    assert len(run_experiment.started()) == 2, "one of the baseline and one of the candidate"
     assert summarize(found).startswith("Failed: --optimizer.lr 0: does not train: ")
-    assert [row["verdict"] for row in log.read_log(ask_about.lab)] == ["failed"]
+    assert [row["verdict"] for row in log.read_log(run_experiment.lab)] == ["failed"]
 
 
-def test_refused_settings_are_no_verdict(ask_about):
-    assert "--model.mpl is no setting" in ask_about("--model.mpl relu2", error=ConfigError)
-    assert not ask_about.started() and not log.read_log(ask_about.lab)
+def test_refused_settings_are_no_verdict(run_experiment):
+    assert "--model.mpl is no setting" in run_experiment("--model.mpl relu2", error=ConfigError)
+    assert not run_experiment.started() and not log.read_log(run_experiment.lab)
 
 
 @pytest.mark.parametrize("words", [("--seed 7",), ("--optimizer.lr 2", "--seed", "7"), ("--out_dir=x",)])
-def test_settings_of_single_runs_are_refused(words, ask_about):
-    assert "is set for each run" in ask_about(*words, error=ConfigError)
+def test_settings_of_single_runs_are_refused(words, run_experiment):
+    assert "is set for each run" in run_experiment(*words, error=ConfigError)
 
 
-def test_change_without_quotes_is_refused(ask_about):
-    (ask_about.root / "train.py").write_text("print('lab.yaml:')")  # as jsonargparse does with a word too many
-    assert "quote a change of several words" in ask_about("--model.mlp", "relu2", error=ConfigError)
+def test_change_without_quotes_is_refused(run_experiment):
+    (run_experiment.root / "train.py").write_text("print('lab.yaml:')")  # as jsonargparse does with a word too many
+    assert "quote a change of several words" in run_experiment("--model.mlp", "relu2", error=ConfigError)
 
 
-def test_broken_baseline_is_an_error(ask_about):
-    assert "--x is no setting" in ask_about("--model.mlp relu2", "--x", "3", error=ConfigError)
-    assert "the loss is nan" in ask_about("--optimizer.lr 1", "--optimizer.lr", "0", error=RunError)
-    assert "no val/loss" in ask_about("--optimizer.lr 1", "--evaluation.every", "0", error=ConfigError)
+def test_broken_baseline_is_an_error(run_experiment):
+    assert "--x is no setting" in run_experiment("--model.mlp relu2", "--x", "3", error=ConfigError)
+    assert "the loss is nan" in run_experiment("--optimizer.lr 1", "--optimizer.lr", "0", error=RunError)
+    assert "no val/loss" in run_experiment("--optimizer.lr 1", "--evaluation.every", "0", error=ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -240,17 +123,17 @@ def test_broken_baseline_is_an_error(ask_about):
         ({"loss": 0.8}, "its code measures something else"),
     ],
 )
-def test_incomparable_arms_are_refused(changes, message, ask_about, monkeypatch):
+def test_incomparable_arms_are_refused(changes, message, run_experiment, monkeypatch):
     def other(asked, *words):
         return fake_scorer(asked, *words) | (changes if asked.settings["model.mlp"] == "relu2" else {})
 
     monkeypatch.setattr(score, "run_scorer", other)
-    assert message in ask_about("--model.mlp relu2", error=ConfigError)
-    assert not log.read_log(ask_about.lab)
+    assert message in run_experiment("--model.mlp relu2", error=ConfigError)
+    assert not log.read_log(run_experiment.lab)
 
 
 @pytest.fixture
-def ask_about_tokenizers(ask_about, monkeypatch):
+def run_experiment_tokenizers(run_experiment, monkeypatch):
     """Tokens of the baseline's corpus have ten bytes, of the candidate's eleven: as many as the name has letters."""
     whole = ("--data.source", "text", "--evaluation.num_samples", "null")
 
@@ -264,16 +147,16 @@ def ask_about_tokenizers(ask_about, monkeypatch):
         monkeypatch.setattr(score, "run_scorer", ask_of_text)
         monkeypatch.setattr(Arm, "validation_text", lambda asked: texts[asked.settings["data.path"]])
         monkeypatch.setattr(experiment, "THROUGHPUT_ROUNDS", 0)
-        return ask_about(
+        return run_experiment(
             "--data.path 'of eleven .'", "--data.path", "of ten ...", *common, error=error, speedup=speedup
         )
 
     return asked_for
 
 
-def test_tokenizers_are_compared_by_bits_per_byte(ask_about_tokenizers):
+def test_tokenizers_are_compared_by_bits_per_byte(run_experiment_tokenizers):
     """The losses are the same but for noise, 0.5 + 0.4 / steps; so the bits are ten elevenths, of more text."""
-    found = ask_about_tokenizers(speedup=True)
+    found = run_experiment_tokenizers(speedup=True)
     assert (found["verdict"], found["metric"], found["entropy"]) == ("better", "val/bits_per_byte", None)
     assert found["difference"] == pytest.approx(100 * (10 / 11 - 1), abs=0.5)
     assert found["means"] == pytest.approx([0.09 / math.log(2), 0.9 / 11 / math.log(2)], rel=0.005)
@@ -296,102 +179,104 @@ def test_tokenizers_are_compared_by_bits_per_byte(ask_about_tokenizers):
     ],
     ids=str,
 )
-def test_incomparable_tokenizers_are_refused(asked, message, ask_about_tokenizers):
-    assert message in ask_about_tokenizers(**asked, error=ConfigError)
+def test_incomparable_tokenizers_are_refused(asked, message, run_experiment_tokenizers):
+    assert message in run_experiment_tokenizers(**asked, error=ConfigError)
 
 
-def test_non_causal_candidate_fails(ask_about, monkeypatch):
+def test_non_causal_candidate_fails(run_experiment, monkeypatch):
     monkeypatch.setattr(score, "run_scorer", lambda asked, *words: fake_scorer(asked, *words) | {"is_causal": False})
-    found = ask_about("--model.mlp relu2")
+    found = run_experiment("--model.mlp relu2")
     assert found["verdict"] == "failed" and "later tokens" in found["message"]
 
 
-def test_branch_is_trained_by_its_own_code(ask_about):
+def test_branch_is_trained_by_its_own_code(run_experiment):
     def git(*words):
-        return subprocess.run(["git", *words], cwd=ask_about.root, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *words], cwd=run_experiment.root, check=True, capture_output=True, text=True
+        ).stdout
 
     os.environ |= change.AUTHOR
     git("init", "--quiet", "--initial-branch=main")
     git("add", ".")
     git("commit", "--quiet", "--message", "base")
     git("checkout", "--quiet", "-b", "better")
-    (ask_about.root / "train.py").write_text(FAKE.replace("EFFECT = 40", "EFFECT = 30"))
-    found = ask_about(".")
+    (run_experiment.root / "train.py").write_text(FAKE.replace("EFFECT = 40", "EFFECT = 30"))
+    found = run_experiment(".")
     assert found["verdict"] == "better" and found["difference"] == pytest.approx(-25, abs=2)
     git("commit", "--quiet", "--all", "--message", "an idea")
-    again = ask_about("better")
+    again = run_experiment("better")
     assert (again["difference"], again["cost"]["diff_lines"]) == (found["difference"], 2)
-    assert not ask_about.started(), "runs of the same code and settings are trained again"
+    assert not run_experiment.started(), "runs of the same code and settings are trained again"
     assert "+EFFECT = 30" in open(again["diff"]).read()
     assert git("worktree", "list").count("\n") == 1
-    assert ask_about("better --optimizer.lr 9.0")["verdict"] == "worse", "settings of the candidate alone"
+    assert run_experiment("better --optimizer.lr 9.0")["verdict"] == "worse", "settings of the candidate alone"
 
 
-def test_code_candidate_must_change_config_or_code(ask_about):
+def test_code_candidate_must_change_config_or_code(run_experiment):
     def git(*words):
-        subprocess.run(["git", *words], cwd=ask_about.root, check=True, capture_output=True)
+        subprocess.run(["git", *words], cwd=run_experiment.root, check=True, capture_output=True)
 
     os.environ |= change.AUTHOR
-    config, page = ask_about.root / "configs" / "lab.yaml", ask_about.root / "README.md"
+    config, page = run_experiment.root / "configs" / "lab.yaml", run_experiment.root / "README.md"
     page.write_text("before")
     git("init", "--quiet", "--initial-branch=main")
     git("add", ".")
     git("commit", "--quiet", "--message", "base")
     config.write_text('{"model.mlp": "relu2"}')
     for words in ((), ("--config", str(config)), (f"--config={config}",)):
-        found = ask_about(".", *words)
+        found = run_experiment(".", *words)
         assert found["verdict"] == "better" and found["baseline"] != found["candidate"], words
     git("commit", "--quiet", "--all", "--message", "relu2")
     page.write_text("after")
-    assert "changes neither code that trains nor a setting" in ask_about(".", error=ConfigError)
+    assert "changes neither code that trains nor a setting" in run_experiment(".", error=ConfigError)
 
 
-def test_budget_minutes_limits_started_runs(ask_about, monkeypatch):
-    found = ask_about("--model.mlp relu2", budget_minutes=1e-9)
-    assert found["verdict"] == "unknown" and not ask_about.started() and "before" in summarize(found)
-    assert not log.read_log(ask_about.lab), "an experiment without a result is logged"
+def test_budget_minutes_limits_started_runs(run_experiment, monkeypatch):
+    found = run_experiment("--model.mlp relu2", budget_minutes=1e-9)
+    assert found["verdict"] == "unknown" and not run_experiment.started() and "before" in summarize(found)
+    assert not log.read_log(run_experiment.lab), "an experiment without a result is logged"
     begun = []
     monkeypatch.setattr(runner, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: len(begun)}))
     monkeypatch.setattr(experiment, "time", SimpleNamespace(monotonic=lambda: 0))
     start = runner.Trainings._start
     monkeypatch.setattr(runner.Trainings, "_start", lambda self, run: begun.append(run) or start(self, run))
-    found = ask_about("--model.mlp relu2", tune="optimizer.lr", budget_minutes=4 / 60)
+    found = run_experiment("--model.mlp relu2", tune="optimizer.lr", budget_minutes=4 / 60)
     assert 4 <= len(begun) <= 5 and found["verdict"] == "unknown", "more than four of ten requested runs have started"
 
 
 @pytest.mark.parametrize(("launch", "at_once"), [(None, 2), (sys.executable, 1)])
-def test_launch_runs_one_at_a_time(launch, at_once, ask_about, monkeypatch):
+def test_launch_runs_one_at_a_time(launch, at_once, run_experiment, monkeypatch):
     monkeypatch.setattr(runner, "cores", lambda: 2)
     found = []
     monkeypatch.setattr(experiment.Trainings, "train", lambda self, *_: found.append(self.at_once) or 1 / 0)
-    ask_about("--model.mlp relu2", jobs=None, launch=launch, error=ZeroDivisionError)
+    run_experiment("--model.mlp relu2", jobs=None, launch=launch, error=ZeroDivisionError)
     assert found == [at_once]
 
 
-def test_sizes_report_trend(ask_about):
-    found = ask_about("--model.mlp relu2", sizes="1,4", speedup=True)
+def test_sizes_report_trend(run_experiment):
+    found = run_experiment("--model.mlp relu2", sizes="1,4", speedup=True)
     assert [size["verdict"] for size in found["sizes"]] == ["better", "better"]
     assert found["trend"] == "does not change significantly"
-    cost = ask_about("--model.mlp relu2", sizes="4")["cost"]
+    cost = run_experiment("--model.mlp relu2", sizes="4")["cost"]
     assert cost["tokens"][0] == 4 * found["cost"]["tokens"][0], "tokens are not those of the trained size"
     for wrong in ("1,x", "0.5", ""):
-        assert "sizes: " in ask_about("--model.mlp relu2", sizes=wrong, error=ConfigError)
+        assert "sizes: " in run_experiment("--model.mlp relu2", sizes=wrong, error=ConfigError)
 
 
-def test_failure_at_larger_size_keeps_result(ask_about, monkeypatch):
+def test_failure_at_larger_size_keeps_result(run_experiment, monkeypatch):
     fake = FAKE.replace("state = ", 'excess = math.nan if settings["model.d_model"] > 64 else excess\nstate = ', 1)
-    (ask_about.root / "train.py").write_text(fake)
-    found = ask_about("--model.mlp relu2", sizes="1,4")
+    (run_experiment.root / "train.py").write_text(fake)
+    found = run_experiment("--model.mlp relu2", sizes="1,4")
     assert found["verdict"] == "better" and "no result for a larger model: " in summarize(found)
-    assert found["cost"]["parameters"] == [1000, 1000] and log.read_log(ask_about.lab)
+    assert found["cost"]["parameters"] == [1000, 1000] and log.read_log(run_experiment.lab)
 
 
-def test_failed_throughput_measurement_keeps_result(ask_about, monkeypatch):
+def test_failed_throughput_measurement_keeps_result(run_experiment, monkeypatch):
     def speeds(*_):
         raise RunError("x")
 
     monkeypatch.setattr(experiment.Experiment, "measure_throughput", speeds)
-    found = ask_about("--model.mlp relu2", speedup=True)
+    found = run_experiment("--model.mlp relu2", speedup=True)
     assert found["verdict"] == "better" and found["compute_multiplier"] and found["cost"]["relative_throughput"] is None
 
 
@@ -442,35 +327,39 @@ def test_trend_compares_first_and_last_size():
     assert trend([{"difference": -9, "low": -10, "high": -8}, {"difference": -2, "low": -3, "high": -1}]) == "shrinks"
 
 
-def test_tune_searches_both_arms_on_separate_seeds(ask_about):
-    found = ask_about("--model.mlp relu2", "--optimizer.lr", "0.5", tune="optimizer.lr")
+def test_tune_searches_both_arms_on_separate_seeds(run_experiment):
+    found = run_experiment("--model.mlp relu2", "--optimizer.lr", "0.5", tune="optimizer.lr")
     assert found["verdict"] == "better" and found["difference"] == pytest.approx(-10, abs=1)
-    names = ask_about.started()
+    names = run_experiment.started()
     assert len(names) == 2 * 5 * 2 + 2 * found["seeds"]
     assert {int(name.rpartition("-")[2]) for name in names[:20]} == {2000, 2001}
-    assert "tune: 'model.mlp' is 'gelu'" in ask_about("--tracking.log_every 2", tune="model.mlp", error=ConfigError)
-    words = "--tracking.log_every 2", "--schedule.warmup_steps", "0"
-    assert "is 0; name a setting" in ask_about(*words, tune="schedule.warmup_steps", error=ConfigError)
-    found = ask_about("--model.mlp relu2", tune="schedule.warmup_steps")
-    assert all(isinstance(value, int) for value in found["tuned"])
-    assert log.count_candidates(ask_about.lab, found["untuned_baseline"]) == 1 and found["untuned_baseline"].startswith(
-        "lab-"
+    assert "tune: 'model.mlp' is 'gelu'" in run_experiment(
+        "--tracking.log_every 2", tune="model.mlp", error=ConfigError
     )
+    words = "--tracking.log_every 2", "--schedule.warmup_steps", "0"
+    assert "is 0; name a setting" in run_experiment(*words, tune="schedule.warmup_steps", error=ConfigError)
+    found = run_experiment("--model.mlp relu2", tune="schedule.warmup_steps")
+    assert all(isinstance(value, int) for value in found["tuned"])
+    assert log.count_candidates(run_experiment.lab, found["untuned_baseline"]) == 1 and found[
+        "untuned_baseline"
+    ].startswith("lab-")
 
 
-def test_broken_candidate_costs_one_run_before_tuning(ask_about):
-    (ask_about.root / "train.py").write_text(
+def test_broken_candidate_costs_one_run_before_tuning(run_experiment):
+    (run_experiment.root / "train.py").write_text(
         FAKE.replace("excess *= 1", '1 / (settings["model.mlp"] != "relu2")\nexcess *= 1')
     )
-    found = ask_about("--model.mlp relu2", tune="optimizer.lr", jobs=1)
-    assert found["verdict"] == "failed" and "ZeroDivisionError" in found["message"] and len(ask_about.started()) == 2
+    found = run_experiment("--model.mlp relu2", tune="optimizer.lr", jobs=1)
+    assert (
+        found["verdict"] == "failed" and "ZeroDivisionError" in found["message"] and len(run_experiment.started()) == 2
+    )
 
 
-def test_match_narrows_feed_forward(ask_about):
-    ask_about("--model.mlp swiglu --model.d_ff 128", match="parameters")
-    name = next(name for name in ask_about.started())
-    logged = (ask_about.lab / "runs" / "logs" / f"{name}.log").exists()
-    shape = log.read_log(ask_about.lab)[0]
+def test_match_narrows_feed_forward(run_experiment):
+    run_experiment("--model.mlp swiglu --model.d_ff 128", match="parameters")
+    name = next(name for name in run_experiment.started())
+    logged = (run_experiment.lab / "runs" / "logs" / f"{name}.log").exists()
+    shape = log.read_log(run_experiment.lab)[0]
     assert logged and shape["verdict"] in ("unknown", "no difference")
     narrow = variants.match_width(
         Arm(ROOT, "", Launch(), (), {"model.d_ff": 128, "model.mlp": "swiglu"}, ROOT),
@@ -480,8 +369,8 @@ def test_match_narrows_feed_forward(ask_about):
     assert narrow.settings["model.d_ff"] == 40 and narrow.words == ("--model.d_ff=40",)
 
 
-def test_report_starts_with_result(ask_about):
-    shown = ask_about("--model.mlp relu2", json=False, speedup=True).splitlines()
+def test_report_starts_with_result(run_experiment):
+    shown = run_experiment("--model.mlp relu2", json=False, speedup=True).splitlines()
     begin = next(index for index, line in enumerate(shown) if line.startswith("Better: "))
     assert re.match(r"Better: --model.mlp relu2 changes val/excess_loss by -\d+.\d% \(95%: ", shown[begin])
     assert "; compute multiplier 1.1" in shown[begin] and "; time multiplier 1.1" in shown[begin]
@@ -512,23 +401,23 @@ def test_format_multiplier_marks_bounds():
     assert format_multiplier([0.5, 0.5, 0.6], [0.4, 0.3, 0.7]) == "under 0.40 (95%: under 0.30 to 0.70)"
 
 
-def test_report_and_log_after_several_experiments(ask_about):
-    report.main(ReportConfig(str(ask_about.lab)))  # without experiments
+def test_report_and_log_after_several_experiments(run_experiment):
+    report.main(ReportConfig(str(run_experiment.lab)))  # without experiments
     for text in ("--optimizer.lr 3.0", "--model.mlp relu2", "--optimizer.lr 0", "--model.mlp gelu"):
-        ask_about(text, margin=0.02)
-    (ask_about.lab / "log.jsonl").open("a").write('{"half a li')
-    report.main(ReportConfig(str(ask_about.lab)))
-    before = len(log.read_log(ask_about.lab))
-    ask_about("--optimizer.lr 9.0", margin=0.02)
-    assert len(log.read_log(ask_about.lab)) == before + 1, "the row after an incomplete line is lost"
-    ask_about("--optimizer.lr 9.0", margin=0.02, speedup=True)
-    assert "compute_multiplier" in log.read_log(ask_about.lab)[-1], "new results of the same runs are lost"
-    lines = (ask_about.lab / "log.jsonl").read_text()
-    ask_about("--optimizer.lr 9.0", margin=0.02, speedup=True)
-    assert (ask_about.lab / "log.jsonl").read_text() == lines, "the same row is logged twice"
-    table = (ask_about.lab / "report.md").read_text().splitlines()[2:]
+        run_experiment(text, margin=0.02)
+    (run_experiment.lab / "log.jsonl").open("a").write('{"half a li')
+    report.main(ReportConfig(str(run_experiment.lab)))
+    before = len(log.read_log(run_experiment.lab))
+    run_experiment("--optimizer.lr 9.0", margin=0.02)
+    assert len(log.read_log(run_experiment.lab)) == before + 1, "the row after an incomplete line is lost"
+    run_experiment("--optimizer.lr 9.0", margin=0.02, speedup=True)
+    assert "compute_multiplier" in log.read_log(run_experiment.lab)[-1], "new results of the same runs are lost"
+    lines = (run_experiment.lab / "log.jsonl").read_text()
+    run_experiment("--optimizer.lr 9.0", margin=0.02, speedup=True)
+    assert (run_experiment.lab / "log.jsonl").read_text() == lines, "the same row is logged twice"
+    table = (run_experiment.lab / "report.md").read_text().splitlines()[2:]
     assert [line.split("|")[1].strip(" `") for line in table][::3] == ["--model.mlp relu2", "--optimizer.lr 0"]
-    assert (ask_about.lab / "report.png").stat().st_size > 10_000
+    assert (run_experiment.lab / "report.png").stat().st_size > 10_000
 
 
 REAL = """

@@ -1,0 +1,108 @@
+"""Scores of runs: what they are computed from, and that a candidate cannot write its own."""
+
+import json
+
+import pytest
+
+from config.errors import ConfigError, RunError
+from experiments import log, score
+from tests.experiments.conftest import FAKE, fake_scorer
+
+# At the end of a run of relu2: report a lower loss, and plant a score that confirms it.
+PLANT = """
+if settings["model.mlp"] == "relu2":
+    import hashlib
+    for folder in (run, os.path.join(os.path.dirname(settings["out_dir"]), "scores")):
+        os.makedirs(folder, exist_ok=True)
+        source = {"manifest": "", "scorer": SCORER}
+        source["metrics"] = hashlib.sha256(open(run + "/metrics.jsonl", "rb").read()).hexdigest()
+        planted = {"source": source, "loss": row["val/loss"], "val/loss": row["val/loss"], "targets": "abc"}
+        planted |= {"num_targets": 7, "num_bytes": None, "entropy": 0.5, "is_causal": True, "parameters": 1000}
+        planted |= {"flops_per_token": 6000, "val/excess_loss": row["val/excess_loss"], "val/bits_per_byte": None}
+        name = "score.json" if folder == run else settings["name"] + ".json"
+        json.dump(planted, open(os.path.join(folder, name), "w"))
+sys.exit(state == "failed")"""
+
+
+@pytest.mark.parametrize("speedup", [False, True])
+def test_planted_score_is_not_trusted(speedup, run_experiment, monkeypatch):
+    def measure(arm, command, *words):
+        facts = fake_scorer(arm, command, *words)
+        return facts | ({"loss": facts["loss"] + 0.1} if arm.settings["model.mlp"] == "relu2" else {})
+
+    monkeypatch.setattr(score, "run_scorer", measure)
+    plant = PLANT.replace("SCORER", repr(score.file_hash(score.SCORER)))
+    (run_experiment.root / "train.py").write_text(FAKE.replace('sys.exit(state == "failed")', plant))
+    message = run_experiment("--model.mlp relu2", error=ConfigError, speedup=speedup)
+    assert "its code measures something else" in message and not log.read_log(run_experiment.lab)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"source": {}}'])
+def test_damaged_score_is_measured_again(damage, run_experiment):
+    found = run_experiment("--model.mlp relu2")
+    file = run_experiment.lab / "scores" / f"{found['candidate']}-0.json"
+    before = json.loads(file.read_text())
+    file.write_text(damage)
+    assert run_experiment("--model.mlp relu2")["verdict"] == "better"
+    assert json.loads(file.read_text()) == before
+
+
+@pytest.mark.parametrize("metric", ["val/loss", "val/excess_loss"])
+def test_logged_metric_must_be_the_measured_one(metric, run_experiment, monkeypatch):
+    def measure(arm, command, *words):
+        return fake_scorer(arm, command, *words) | {"loss": 0.5 + arm.run(0).last()["true"]}
+
+    monkeypatch.setattr(score, "run_scorer", measure)
+    lie = f'row["true"] = excess\nrow["{metric}"] -= 0.1 * (settings["model.mlp"] == "relu2")\nrow["train/tokens"]'
+    (run_experiment.root / "train.py").write_text(FAKE.replace('row["train/tokens"]', lie))
+    assert f"the {metric} of the candidate is" in run_experiment("--model.mlp relu2", error=ConfigError)
+
+
+def test_below_entropy_is_failed(run_experiment):
+    below = 'if settings["model.mlp"] == "relu2":\n    excess = -0.1 - excess / 100\nstate ='
+    (run_experiment.root / "train.py").write_text(FAKE.replace("state =", below, 1))
+    found = run_experiment("--model.mlp relu2")
+    assert found["verdict"] == "failed" and "below the entropy of the data" in found["message"]
+
+
+def test_equal_losses_of_seeds_are_failed(run_experiment):
+    same = 'if settings["model.mlp"] == "relu2":\n    excess = 0.3\nstate ='
+    (run_experiment.root / "train.py").write_text(FAKE.replace("state =", same, 1))
+    found = run_experiment("--model.mlp relu2")
+    assert found["verdict"] == "failed" and "does not use its seed" in found["message"]
+
+
+def test_equal_weights_are_identical_after_one_seed(run_experiment):
+    (run_experiment.root / "train.py").write_text(FAKE.replace('Random(settings["name"])', 'Random(settings["seed"])'))
+    found = run_experiment("--evaluation.num_samples 6")
+    assert found["verdict"] == "identical" and len(run_experiment.started()) == 2
+    assert found["candidates_tried"] == 0
+
+
+def test_killed_run_is_no_verdict(run_experiment):
+    kill = 'if settings["model.mlp"] == "relu2":\n    os.kill(os.getpid(), 9)\nstate ='
+    (run_experiment.root / "train.py").write_text(FAKE.replace("state =", kill, 1))
+    assert "SIGKILL" in run_experiment("--model.mlp relu2", error=RunError)
+    assert "SIGKILL" in run_experiment("--model.mlp relu2", tune="optimizer.lr", error=RunError)
+    assert not log.read_log(run_experiment.lab)
+
+
+@pytest.mark.parametrize("words", ["No space left on device", "File too large", "Disk quota exceeded"])
+def test_full_disk_is_no_verdict(words, run_experiment):
+    full = f'if settings["model.mlp"] == "relu2":\n    raise OSError("{words}")\nstate ='
+    (run_experiment.root / "train.py").write_text(FAKE.replace("state =", full, 1))
+    assert words in run_experiment("--model.mlp relu2", error=RunError)
+    assert not log.read_log(run_experiment.lab)
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 8])
+def test_baseline_that_fails_too_is_no_verdict(jobs, run_experiment):
+    (run_experiment.root / "train.py").write_text(FAKE.replace("state =", "1 / 0\nstate =", 1))
+    assert "ZeroDivisionError" in run_experiment("--model.mlp relu2", jobs=jobs, error=RunError)
+    assert not log.read_log(run_experiment.lab)
+
+
+def test_json_has_one_object_for_errors(run_experiment):
+    message = run_experiment("--model.mpl relu2", error=ConfigError)
+    (printed,) = [json.loads(line) for line in run_experiment.printed if line.startswith("{")]
+    assert printed["verdict"] == "unknown" and printed["message"] == message
