@@ -1,8 +1,8 @@
 """Compares runs: python compare.py RUN RUN..., for a sweep python compare.py runs/*.
 
-Says which settings differ, at which step the runs part, how good and how fast each is, what it cost, and whether
-recipes differ beyond the noise of their seeds. Draws the curves over each other. Runs that predict different data are
-told apart. docs/comparing.md explains what it prints.
+Prints which settings differ, at which step runs diverge, losses, throughput and cost, and which recipes differ
+significantly over their seeds. Plots the curves in one figure. Runs that predict different data are compared
+separately. docs/comparing.md explains the output.
 """
 
 from collections.abc import Iterator
@@ -13,99 +13,105 @@ from typing import Literal
 from jsonargparse.typing import PositiveFloat
 
 from cli.output import printable
-from comparison import tables as comparison_tables
-from comparison.branches import trees
+from comparison.branches import format_trees
 from comparison.records import read_records
-from comparison.report import of_group, save_page, save_picture
-from comparison.tables import Group, Table, grouped
+from comparison.report import make_curves, save_page, save_picture
+from comparison.tables import (
+    Group,
+    Table,
+    cost_table,
+    format_differing_settings,
+    group_by_data,
+    loss_table,
+    significance_table,
+    tokenizer_tables,
+)
 from config.errors import ConfigError
 from config.paths import expanded
 
 
 @dataclass
 class CompareConfig:
-    """Compares runs: settings, where they part, losses, costs, and whether recipes differ beyond the noise."""
+    """Compares runs: settings, divergence, losses, costs, and significant differences between recipes."""
 
     runs: list[str]
-    """The directories of the runs. Where runs part is said against the first one that predicts the same data."""
+    """Run directories. Divergence is measured from the first one that predicts the same data."""
 
     loss: PositiveFloat | None = None
-    """The validation loss to which to count training tokens. null: the lowest that every finished run reached."""
+    """The validation loss to count training tokens to. null: the lowest that every finished run reached."""
 
     x: Literal["steps", "tokens", "flops", "seconds"] = "steps"
-    """What the curves are drawn over: optimizer steps, training tokens, the FLOPs of these, or seconds of training."""
+    """The x axis of the curves: optimizer steps, training tokens, training FLOPs, or seconds of training."""
 
     out: str | None = "compare"
-    """Where to draw the curves: OUT.png, of several kinds of data OUT-1.png, OUT-2.png, ...; and OUT.html, with the
-    tables, to hover and zoom. null: nowhere."""
+    """Where to write the curves: OUT.png, or for several kinds of data OUT-1.png, OUT-2.png, ...; and OUT.html, an
+    interactive page with the tables. null: nowhere."""
 
 
 def main(config: CompareConfig) -> None:
-    """Print and draw.
+    """Print the comparison and write the figures.
 
     Raises:
-        ConfigError: none of them is a run, one does not exist, or the curves cannot be drawn there.
+        ConfigError: A path does not exist, none is a run, or the figures cannot be written.
     """
     paths = [expanded("runs", run) for run in config.runs]
-    if absent := [path for path in paths if not path.exists()]:
-        raise ConfigError(f"runs: {str(absent[0])!r} does not exist")
+    if missing := [path for path in paths if not path.exists()]:
+        raise ConfigError(f"runs: {str(missing[0])!r} does not exist")
     records, skipped = read_records(paths)
     for reason in skipped:
         print(f"skipped: {printable(reason)}")
     if not records:
         raise ConfigError("runs: none of these is the directory of a run")
-    groups = grouped(records)
-    tables = [[*filter(None, tables_of(group, config.loss))] for group in groups]
-    across = comparison_tables.by_bytes(groups)
-    for line in (*report(groups, tables, across), *trees(records)):
+    groups = group_by_data(records)
+    tables = [make_tables(group, config.loss) for group in groups]
+    by_tokenizer = tokenizer_tables(groups)
+    for line in (*format_report(groups, tables, by_tokenizer), *format_trees(records)):
         print(line)
     if config.out:
         out = expanded("out", config.out)
-        draw(groups, tables, across, out / "compare" if out.is_dir() else out, config.x)
+        save_figures(groups, tables, by_tokenizer, out / "compare" if out.is_dir() else out, config.x)
 
 
-def tables_of(group: Group, loss: float | None) -> Iterator[Table | None]:
-    """What is said of runs that predict the same."""
-    yield comparison_tables.runs(group, loss)
-    yield comparison_tables.costs(group)
-    yield comparison_tables.verdicts(group)
+def make_tables(group: Group, target_loss: float | None) -> list[Table]:
+    """Make the tables of a group of runs."""
+    tables = [loss_table(group, target_loss), cost_table(group), significance_table(group)]
+    return [table for table in tables if table is not None]
 
 
-def report(groups: list[Group], tables: list[list[Table]], across: list[Table]) -> Iterator[str]:
-    """All that is printed but for branches."""
+def format_report(groups: list[Group], tables: list[list[Table]], by_tokenizer: list[Table]) -> Iterator[str]:
+    """Format everything except branches, a line at a time."""
     if len(groups) > 1:
-        yield f"These runs predict {len(groups)} kinds of data; a loss says nothing beside one on other data."
-    for number, (group, of_one) in enumerate(zip(groups, tables, strict=True), start=1):
+        yield f"These runs predict {len(groups)} kinds of data, whose losses are not comparable."
+    for number, (group, group_tables) in enumerate(zip(groups, tables, strict=True), start=1):
         if len(groups) > 1:
             yield from ["", f"{number}. {group.title}: {len(group.records)} run{'s'[: len(group.records) > 1]}"]
-        yield from comparison_tables.settings(group.records)
-        for table in of_one:
+        yield from format_differing_settings(group.records)
+        for table in group_tables:
             yield from ["", *table.lines()]
-    for table in across:
+    for table in by_tokenizer:
         yield from ["", "The same text in the tokens of several tokenizers:", *table.lines()]
 
 
-def draw(groups: list[Group], tables: list[list[Table]], across: list[Table], out: Path, x: str) -> None:
-    """Write a picture for each group, and the page.
+def save_figures(groups: list[Group], tables: list[list[Table]], by_tokenizer: list[Table], out: Path, x: str) -> None:
+    """Write a figure for each group, and the page.
 
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: They cannot be written.
     """
-    ends = [f"-{number}.png" for number in range(1, len(groups) + 1)] if len(groups) > 1 else [".png"]
-    if lost := [record.label for group in groups for record in group.records if not record.tells(x)]:
-        print(f"not drawn, for their files do not tell {x}: {', '.join(lost)}")
+    suffixes = [f"-{number}.png" for number in range(1, len(groups) + 1)] if len(groups) > 1 else [".png"]
+    if left_out := [record.label for group in groups for record in group.records if not record.has_axis(x)]:
+        print(f"not plotted, because they did not log {x}: {', '.join(left_out)}")
     try:
-        curves = [of_group(group, x) for group in groups]
+        curves = [make_curves(group, x) for group in groups]
         out.parent.mkdir(parents=True, exist_ok=True)
-        for group, of_one, end in zip(groups, curves, ends, strict=True):
-            save_picture(group.title, of_one, out.with_name(out.name + end), x)
-        titles = [group.title for group in groups]
-        pages = [(title, *rest) for title, *rest in zip(titles, curves, tables, strict=True)]
-        pages += [("the same text by several tokenizers", [], [table]) for table in across]
+        for group, group_curves, suffix in zip(groups, curves, suffixes, strict=True):
+            save_picture(group.title, group_curves, out.with_name(out.name + suffix), x)
+        pages = [(groups[i].title, curves[i], tables[i]) for i in range(len(groups))]
+        pages += [("the same text by several tokenizers", [], [table]) for table in by_tokenizer]
         save_page(pages, out.with_name(out.name + ".html"), x)
     except OSError as error:
-        raise ConfigError(f"out: {str(out)!r}: the curves cannot be drawn there: {error}") from None
-    print(f"curves: {', '.join(f'{out}{end}' for end in ends)}, and {out}.html with the tables, to hover and zoom")
+        raise ConfigError(f"out: {str(out)!r}: the figures cannot be written: {error}") from None
+    print(f"curves: {', '.join(f'{out}{suffix}' for suffix in suffixes)}; interactive, with the tables: {out}.html")
 
 
 if __name__ == "__main__":

@@ -1,39 +1,44 @@
-"""Runs that left others at a checkpoint, as a tree: what each changed, and the effect beside the noise."""
+"""Branches as a tree: what each changed, and the effect on the validation loss beside the noise of seeds."""
 
 import statistics
 from collections.abc import Iterator
 
 from cli.output import printable
-from comparison.records import Record, changes, effect
-from comparison.tables import shown, word
+from comparison.records import Record, changed_by_branch, measure_effect
+from comparison.tables import format_setting, format_value
 
 
-def trees(records: list[Record]) -> Iterator[str]:
-    """Every run that others branched from, and those below it."""
+def format_trees(records: list[Record]) -> Iterator[str]:
+    """Format every run that others branched from, with its branches below it."""
     if any(record.branch for record in records):
         yield from ["", "branches:"]
     for record in records:
-        if record.parent is None and record.branch:
+        if record.parent is not None:
+            continue
+        if record.branch:
             parent = printable(record.branch.run)
-            yield f"{record.label}, from step {record.branch.step} of {parent}, which is not among these"
-        elif record.parent is None and any(other.parent is record for other in records):
-            yield f"{record.label}: val/loss {shown(record.last('val/loss'))}"
-        if record.parent is None:
-            yield from branches_of(record, records, "")
+            yield f"{record.label}, from step {record.branch.step} of {parent}, which is not compared"
+        elif any(other.parent is record for other in records):
+            yield f"{record.label}: val/loss {format_value(record.last_value('val/loss'))}"
+        yield from format_branches(record, records, "")
 
 
-def branches_of(parent: Record, records: list[Record], indent: str) -> Iterator[str]:
-    """The branches of a run, and theirs: what each changed, the effect, and the noise of changing a seed alone."""
-    children = sorted((r for r in records if r.parent is parent), key=lambda r: (r.branch.step, r.label))
-    for child in children:
-        is_last = child is children[-1]
-        changed = [f"{name} {word(parent, name)} -> {word(child, name)}" for name in changes(child)]
-        line = f"{indent}{'└' if is_last else '├'}─ step {child.branch.step}: {child.label}"
+def format_branches(parent: Record, records: list[Record], indent: str) -> Iterator[str]:
+    """Format the branches of a run, and their branches below them."""
+    children = [(record.branch.step, record) for record in records if record.parent is parent and record.branch]
+    children.sort(key=lambda child: (child[0], child[1].label))
+    for number, (branch_step, child) in enumerate(children, start=1):
+        is_last = number == len(children)
+        changed = [
+            f"{name} {format_setting(parent, name)} -> {format_setting(child, name)}"
+            for name in changed_by_branch(child)
+        ]
+        line = f"{indent}{'└' if is_last else '├'}─ step {branch_step}: {child.label}"
         line += f" ({', '.join(changed) or 'nothing changed'})"
-        if measured := effect(child, records):
-            step, difference, repeats = measured
+        if effect := measure_effect(child, records):
+            step, difference, repeats = effect
             line += f": {difference:+.4g} at step {step}"
             if len(repeats) > 1:
-                line += f", noise {statistics.stdev(repeats):.4g} by {len(repeats)} seeds"
+                line += f", std over {len(repeats)} seeds {statistics.stdev(repeats):.4g}"
         yield line
-        yield from branches_of(child, records, indent + ("   " if is_last else "│  "))
+        yield from format_branches(child, records, indent + ("   " if is_last else "│  "))

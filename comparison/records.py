@@ -1,325 +1,319 @@
-"""What runs left behind, side by side: their curves, where they part, which are the same recipe, and its noise.
+"""Runs read from disk for comparison: curves, costs, where two diverge, and which are one recipe with other seeds.
 
-compare.py prints it. Nothing here needs torch.
+Nothing here needs torch.
 """
 
+import glob
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from checkpoint.identity import FACTS, compare_facts, lasting_starts
+from checkpoint.identity import FACTS, compare_facts
 from cli.output import printable
 from config.errors import ConfigError
 from config.schema import flat_settings
-from data.json_objects import typed
 from data.sampler import BatchSizes
 from plotting.style import step_to_x
-from run.metrics_log import read_rows
+from run.reader import Branch, RunReader, Session, surviving_sessions
 from run.resume import FREE_SETTINGS, OF_SCHEDULES
-from run.status import Status, read_status
-from run.stored_settings import read_settings
+from run.status import Status
 
 SEEDS = ("seed", "data.seed")
-# What two runs of one recipe may have different: where they lie, and what moves no loss by more than rounding.
-NOT_OF_A_RECIPE = FREE_SETTINGS - OF_SCHEDULES - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
-WHEN_EVALUATED = (
-    "every",
-    "micro_batch_size",
-    "num_scored_generations",
-    "num_logged_generations",
-    "temperature",
-)  # not on what
-NOT_OF_A_RECIPE |= {f"evaluation.{name}" for name in WHEN_EVALUATED}
-
-
-@dataclass(frozen=True)
-class Branch:
-    """The checkpoint that a branch began from."""
-
-    run: str
-    """Where its run lay then."""
-    step: int
-    digest: str | None
-
-
-@dataclass(frozen=True)
-class StartRow:
-    """What is read of a row of sessions.jsonl; older versions wrote less."""
-
-    step: int
-    config: dict[str, Any] | None = None
-    mixed_precision: str | None = None
-    code: str | None = None
-    git_commit: str | None = None
-    branched_from: Branch | None = None
+# Runs of one recipe may differ in these settings: the location, and what changes losses by rounding at most.
+IGNORED_SETTINGS = FREE_SETTINGS - OF_SCHEDULES - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
+IGNORED_SETTINGS |= {
+    f"evaluation.{name}"
+    for name in ("every", "micro_batch_size", "num_scored_generations", "num_logged_generations", "temperature")
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What runs have in common that differ by their seeds alone, and so by nothing but noise."""
+    """What runs that differ by their seeds alone have in common."""
 
     settings: tuple[tuple[str, str], ...]
-    """Names and JSON values of what makes another run: settings, and the facts of checkpoint/identity.py."""
-    begin: "tuple[int, Recipe | str] | None" = None
-    """Of a branch: the step at which it left, and the recipe of its parent, or the place where that lay."""
+    """Names and JSON values of the settings that matter, and of the FACTS in checkpoint/identity.py."""
+    branch_point: "tuple[int, Recipe | str] | None" = None
+    """For a branch, its first step and the recipe of its parent or, if that run is gone, the digest of its state."""
 
     @classmethod
-    def of(cls, settings: dict[str, Any], begin: "tuple[int, Recipe | str] | None" = None) -> "Recipe":
-        """The recipe of flat settings, with `mixed_precision` and `code` among them."""
-        names = sorted(name for name in settings if is_of_recipe(name) and name not in SEEDS)
-        return cls(tuple((name, json.dumps(settings[name], sort_keys=True)) for name in names), begin)
+    def from_settings(
+        cls, settings: dict[str, Any], branch_point: "tuple[int, Recipe | str] | None" = None
+    ) -> "Recipe":
+        """Create the recipe of flat settings that include `mixed_precision` and `code`."""
+        names = sorted(name for name in settings if belongs_to_recipe(name) and name not in SEEDS)
+        return cls(tuple((name, json.dumps(settings[name], sort_keys=True)) for name in names), branch_point)
 
 
 @dataclass(eq=False)
 class Record:
-    """A run, as it lies on the disk."""
+    """A run as it is on disk."""
 
     path: Path
     settings: dict[str, Any]
-    """Flat, as `section.name`; and beside them `mixed_precision` and `code`, null where an older version did not write
-    them down."""
+    """Flat, as `section.name`, with the facts `mixed_precision` and `code` of its sessions."""
     rows: dict[int, dict[str, Any]]
-    """Of metrics.jsonl, by step; of a branch those after it left its parent."""
+    """Rows of metrics.jsonl by step; for a branch, those after it left its parent."""
     status: Status | None
     branch: Branch | None
+    sessions: list[Session]
+    """The sessions that trained its steps, oldest first."""
     parent: "Record | None" = None
-    """Of a branch: the run that it left, where that is at hand."""
+    """For a branch, its parent if that is among the runs that are compared."""
+    origin: "Record | None" = None
+    """For a branch, its parent if that is compared or still on disk."""
     label: str = ""
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of sessions.jsonl whose steps are still there."""
 
     def code(self, after: int = 0) -> str | None:
-        """The hash of the code that trained the steps after `after`; of several codes, also from which step on. None
-        where an older version did not write it down."""
-        begun = [start for start, end in pairwise([*self.starts, None]) if end is None or end["step"] > after]
-        codes = [(start["step"], start.get("code")) for start in begun]
+        """Return the hash of the code that trained the steps after `after`; if it changed, with the steps."""
+        pairs = pairwise([*self.sessions, None])
+        sessions = [session for session, later in pairs if session and (later is None or later.step > after)]
+        codes = [(session.step, session.code) for session in sessions]
         if not codes or any(code is None for _, code in codes):
             return None
-        later = [f"{code} from step {step + 1}" for (_, before), (step, code) in pairwise(codes) if code != before]
-        return ", ".join([codes[0][1], *later])
+        changes = [f"{code} from step {step + 1}" for (_, before), (step, code) in pairwise(codes) if code != before]
+        return ", ".join([str(codes[0][1]), *changes])
 
-    def history(self) -> dict[int, dict[str, Any]]:
-        """The rows of the whole trajectory: the parent's until the branch, then its own."""
-        if self.parent is None:
+    def all_rows(self) -> dict[int, dict[str, Any]]:
+        """Return the rows by step from step 1: for a branch, its parent's until it left and its own."""
+        if self.parent is None or self.branch is None:
             return self.rows
-        shared = {s: row for s, row in self.parent.history().items() if s <= self.branch.step}
+        shared = {step: row for step, row in self.parent.all_rows().items() if step <= self.branch.step}
         return shared | self.rows
 
-    def curve(self, metric: str, whole: bool = False) -> list[tuple[int, float]]:
-        """Steps and finite values of a metric, of the run alone or of its whole trajectory."""
-        rows = self.history() if whole else self.rows
+    def curve(self, metric: str, from_start: bool = False) -> list[tuple[int, float]]:
+        """Return steps and finite values of a metric; `from_start` includes the parent's of a branch."""
+        rows = self.all_rows() if from_start else self.rows
         return [(step, row[metric]) for step, row in sorted(rows.items()) if is_finite(row.get(metric))]
 
-    def last(self, metric: str) -> float | None:
-        """The newest value of a metric, None without any."""
-        return next((value for _, value in reversed(self.curve(metric, whole=True))), None)
+    def last_value(self, metric: str) -> float | None:
+        """Return the newest finite value of a metric, or None."""
+        return next((value for _, value in reversed(self.curve(metric, from_start=True))), None)
 
     def best_loss(self) -> float | None:
-        """The lowest validation loss, None without any."""
+        """Return the lowest validation loss on the current validation samples, or None."""
         return min((loss for _, loss in self.comparable_losses()), default=None)
 
     def comparable_losses(self) -> list[tuple[int, float]]:
-        """Steps and validation losses of the whole trajectory, since it is evaluated on as many sequences as now."""
-        since = self.evaluated_alike_since()
-        return [(step, loss) for step, loss in self.curve("val/loss", whole=True) if step > since]
+        """Return steps and validation losses since the number of validation samples last changed."""
+        since = self.validation_unchanged_since()
+        return [(step, loss) for step, loss in self.curve("val/loss", from_start=True) if step > since]
 
-    def evaluated_alike_since(self) -> int:
-        """The step after which all evaluations are of `evaluation.num_samples` sequences."""
-        now, since = self.settings["evaluation.num_samples"], 0
-        if self.parent:
-            alike = self.parent.settings["evaluation.num_samples"] == now
-            since = min(self.branch.step, self.parent.evaluated_alike_since()) if alike else self.branch.step
-        for start, later in pairwise(self.starts):
-            then = flat_settings(start.get("config") or {}).get("evaluation.num_samples", now)
-            since = later["step"] if then != now else since
+    def validation_unchanged_since(self) -> int:
+        """Return the step after which `evaluation.num_samples` has had its current value."""
+        name, since = "evaluation.num_samples", 0
+        current = self.settings[name]
+        if self.parent and self.branch:
+            unchanged = self.parent.settings[name] == current
+            since = min(self.branch.step, self.parent.validation_unchanged_since()) if unchanged else self.branch.step
+        for session, later in pairwise(self.sessions):
+            if flat_settings(session.config or {}).get(name, current) != current:
+                since = later.step
         return since
 
     def final(self, metric: str = "val/loss") -> float | None:
-        """A metric after the last step; None while there is none."""
-        value = self.history().get(self.settings["steps"], {}).get(metric)
+        """Return a metric after the last step; None if the run is not there yet or the value is not finite."""
+        value = self.all_rows().get(self.settings["steps"], {}).get(metric)
         return value if is_finite(value) else None
 
-    def tokens_to(self, loss: float) -> int | None:
-        """Training tokens until an evaluation gave at most `loss`; None if none did."""
-        reached = (step for step, value in self.comparable_losses() if value <= loss)
-        return next((self.tokens(step) for step in reached), None)
+    def tokens_to_loss(self, loss: float) -> int | None:
+        """Return the training tokens until the first evaluation of at most `loss`, or None."""
+        steps = (step for step, value in self.comparable_losses() if value <= loss)
+        return next((self.tokens(step) for step in steps), None)
 
     def tokens(self, step: int) -> int:
-        """Training tokens until a step: of a branch those of its parent, whose batches may have been others, and its
-        own."""
-        if self.parent is None:
+        """Return the training tokens until a step; for a branch, its parent's until it left and its own."""
+        if self.parent is None or self.branch is None:
             return self.logged_tokens(step)
         begin = min(step, self.branch.step)
         return self.parent.tokens(begin) + self.logged_tokens(step) - self.logged_tokens(begin)
 
     def logged_tokens(self, step: int) -> int:
-        """`train/tokens` until a step; between two that are logged, in proportion to the sequences."""
-        logged = [(0, 0), *self.curve("train/tokens")]
+        """Return `train/tokens` at a step, interpolated by the number of sequences between logged steps."""
+        logged = [(0, 0.0), *self.curve("train/tokens")]
         before, tokens = max(point for point in logged if point[0] <= step)
         names = ("global_batch_size", "schedule.batch_warmup_from", "schedule.batch_warmup_steps")
         sizes = BatchSizes(*(self.settings[name] for name in names))
         tokens_per_sequence = self.settings["seq_len"]
         if later := [point for point in logged if point[0] > step]:
             tokens_per_sequence = (later[0][1] - tokens) / (sizes.before(later[0][0]) - sizes.before(before))
-        return tokens + round((sizes.before(step) - sizes.before(before)) * tokens_per_sequence)
+        return round(tokens + (sizes.before(step) - sizes.before(before)) * tokens_per_sequence)
 
-    def places(self, x: str) -> Callable[[float], float]:
-        """What a step of the whole trajectory is on an axis of plotting.style.X_AXES.
+    def step_to_x(self, x: str) -> Callable[[float], float]:
+        """Return the function from a step to its position on an axis of plotting.style.X_AXES.
 
         Raises:
-            ConfigError: its files do not tell.
-            OSError: they cannot be read.
+            ConfigError: The run logged too little to know.
+            OSError: Its files cannot be read.
         """
         own = step_to_x(x, self.path)
-        if self.parent is None or x == "steps":
+        if self.parent is None or self.branch is None or x == "steps":
             return own
-        begin, before = self.branch.step, self.parent.places(x)
+        begin, before = self.branch.step, self.parent.step_to_x(x)
         return lambda step: before(min(step, begin)) + own(max(step, begin)) - own(begin)
 
-    def tells(self, x: str) -> bool:
-        """Whether its files tell what a step is on that axis."""
+    def has_axis(self, x: str) -> bool:
+        """Return whether the run logged enough to be plotted over an axis of plotting.style.X_AXES."""
         with suppress(ConfigError, OSError):
-            return self.places(x) is not None
+            return self.step_to_x(x) is not None
         return False
 
-    def spent(self, what: str) -> float | None:
-        """Tokens, FLOPs or seconds of training, as plotting.style.X_AXES calls them; None where it wrote none down."""
-        if what == "flops" and self.fact("flops_per_token") is None:
-            return None  # what an older version had no need to write down is not worth importing torch
+    def cost(self, x: str) -> float | None:
+        """Return the tokens, FLOPs or seconds of training so far, by the name of the axis; None if unknown."""
         with suppress(ConfigError, OSError):
-            return self.places(what)(self.done())
+            return self.step_to_x(x)(self.completed_steps())
         return None
 
-    def fact(self, name: str) -> Any:
-        """What its newest start wrote down, as `parameters`; None in a run of an older version."""
-        return self.starts[-1].get(name) if self.starts else None
+    def session_fact(self, name: str) -> Any:
+        """Return a fact of the newest session, such as `parameters`; None without sessions."""
+        return getattr(self.sessions[-1], name) if self.sessions else None
 
-    def done(self) -> int:
-        """The newest step that it has logged, or shares with its parent."""
-        return max(self.history(), default=0)
-
-    def above_floor(self) -> float | None:
-        """The newest validation loss less the lowest possible one; None where that is not known."""
-        loss, floor = self.curve("val/loss", whole=True), dict(self.curve("val/entropy", whole=True))
-        return loss[-1][1] - floor[loss[-1][0]] if loss and loss[-1][0] in floor else None
+    def completed_steps(self) -> int:
+        """Return the newest logged step."""
+        return max(self.all_rows(), default=0)
 
     def peak_memory_bytes(self) -> float | None:
-        """The most that its first process has held, as tensors on a GPU or else in memory."""
+        """Return the peak memory of the main process: of tensors on a GPU, resident on a CPU."""
         return max((value for _, value in self.curve("perf/peak_memory_bytes")), default=None)
 
     def tokens_per_second(self) -> float | None:
-        """The median over the logged intervals."""
+        """Return the median over the logged intervals."""
         speeds = [speed for _, speed in self.curve("perf/tokens_per_second")]
         return statistics.median(speeds) if speeds else None
 
-    def seeds(self) -> tuple[int, ...]:
-        """Runs of one recipe are the same run where these are."""
-        return tuple(self.settings[name] for name in SEEDS)
+    def seeds(self) -> tuple[Any, ...]:
+        """Return the sequence of seeds from step 1; runs of one recipe with equal sequences are the same run.
+
+        A branch adds its seeds to those of its parent unless they are equal; if the parent is gone, the digest of the
+        state that it started from stands for the parent's seeds.
+        """
+        own = tuple(self.settings[name] for name in SEEDS)
+        if self.branch is None:
+            return (own,)
+        before = self.origin.seeds() if self.origin else (self.branch.digest or self.branch.run,)
+        return before if before[-1] == own else (*before, own)
 
     def recipe(self) -> Recipe:
-        """What it has in common with runs that differ by their seeds alone."""
-        begin = None
-        if self.branch:
-            begin = self.branch.step, self.parent.recipe() if self.parent else self.branch.run
-        return Recipe.of(self.settings, begin)
+        """Return what the run has in common with runs that differ by their seeds alone."""
+        if self.branch is None:
+            return Recipe.from_settings(self.settings)
+        parent = self.origin.recipe() if self.origin else self.branch.digest or self.branch.run
+        return Recipe.from_settings(self.settings, (self.branch.step, parent))
 
 
-def predicted(record: Record) -> tuple[Any, ...]:
-    """What a run predicts: losses of runs that predict something else do not compare."""
+def prediction_task(record: Record) -> tuple[Any, ...]:
+    """Return a key of the data that a run predicts; only losses with equal keys are comparable."""
     source, setting = record.settings["data.source"], record.settings.get
     if source == "random":
         return source, setting("model.vocab_size")
-    if source == "text":  # the hash is of the tokens; of a mixture the shares count too
+    if source == "text":  # the hash covers the tokens, but not the weights of a mixture
         return source, setting("data.hash") or setting("data.path"), *(setting("data.mix") or {}).values()
     return source, setting("data.facts"), setting("data.zipf") if setting("data.facts") else None
 
 
-def is_of_recipe(name: str) -> bool:
-    """Whether a setting says what is trained, and not where or how fast."""
-    return not NOT_OF_A_RECIPE & {name, name.split(".")[0]}
+def belongs_to_recipe(name: str) -> bool:
+    """Return whether a setting affects the training, not only where or how fast it happens."""
+    return not IGNORED_SETTINGS & {name, name.split(".")[0]}
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that can be drawn."""
+    """Return whether a value of a row is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_record(path: Path) -> Record:
-    """The run in the directory `path`.
+    """Read the run in a directory.
 
     Raises:
-        ConfigError: it is none, or it is damaged.
+        ConfigError: It is not a run directory, or it is damaged.
     """
-    settings = read_settings(path / "config.yaml", remedy="")
-    if settings is None:
-        raise ConfigError(f"{path} is no run: it has no config.yaml")
-    try:
-        metrics, starts = path / "metrics.jsonl", path / "sessions.jsonl"
-        rows = {row["step"]: row for row in read_rows(metrics)} if metrics.exists() else {}
-        all_starts = list(read_rows(starts)) if starts.exists() else []
-        begins = [typed(row, StartRow, f"{starts}: a start").branched_from for row in all_starts]
-        branch = next(filter(None, begins), None)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    reader = RunReader(path)
+    settings, all_sessions = reader.settings, reader.sessions()
+    rows, status = {row["step"]: row for row in reader.metrics()}, reader.status()
+    branch = next(filter(None, (session.branched_from for session in all_sessions)), None)
     if branch:
         rows = {step: row for step, row in rows.items() if step > branch.step}
-    status = read_status(path / "status.json")
-    done = max([*rows, status.step if status else 0])
-    record = Record(path, settings, rows, status, branch, starts=lasting_starts(all_starts, done))
-    precision = record.starts[-1].get("mixed_precision") if record.starts else None
-    record.settings |= {"mixed_precision": precision, "code": record.code()}
+    completed = max([*rows, status.step if status else 0])
+    record = Record(path, dict(settings), rows, status, branch, surviving_sessions(all_sessions, completed))
+    record.settings |= {"mixed_precision": record.session_fact("mixed_precision"), "code": record.code()}
     return record
 
 
 def read_records(paths: list[Path]) -> tuple[list[Record], list[str]]:
-    """The runs among these directories, parents found and labels given; and of what is no run, why."""
+    """Read the runs among directories, with labels and parents.
+
+    Returns:
+        The runs; and for each directory that is not a run, the reason.
+    """
     records, skipped = [], []
     for path in dict.fromkeys(paths):
         try:
             records.append(read_record(path))
         except ConfigError as error:
-            skipped.append(str(error))
+            skipped.append(str(error).removeprefix("run: "))
     names = [record.path.resolve().name for record in records]
     for record, name in zip(records, names, strict=True):
         record.label = printable(name if names.count(name) == 1 else str(record.path))
-        record.parent = find_parent(record, records)
+    on_disk = read_ancestors(records)
+    for record in on_disk:
+        record.parent, record.origin = find_parent(record, records), find_parent(record, on_disk)
     return records, skipped
 
 
-def find_parent(record: Record, records: list[Record]) -> Record | None:
-    """The run that a branch left: the one at the place that it wrote down, or, where that was moved, the one that had
-    the same state after the same step."""
-    if record.branch is None:
+def read_ancestors(records: list[Record]) -> list[Record]:
+    """Return the runs and, for branches, the runs on disk that may be their parents, and the parents of those.
+
+    Parents decide which branches are one recipe, which must not depend on the runs that happen to be compared.
+    """
+    known = {record.path.resolve(): record for record in records}
+    queue = [*records]
+    while queue:
+        if (branch := queue.pop().branch) is None:
+            continue
+        parent = Path(branch.run)
+        moved_aside = sorted(parent.parent.glob(f"{glob.escape(parent.name)}.old-*"))  # by --resume never
+        for path in (parent, *moved_aside):
+            if path.resolve() not in known:
+                with suppress(ConfigError):
+                    known[path.resolve()] = record = read_record(path)
+                    queue.append(record)
+    return [*known.values()]
+
+
+def find_parent(record: Record, candidates: Iterable[Record]) -> Record | None:
+    """Return the run that a branch left: it had the same state digest after the same step.
+
+    Among several such runs it is the one at the recorded path, else the first by path.
+    """
+    if (branch := record.branch) is None:
         return None
-    step, digest = record.branch.step, record.branch.digest
-    older = [other for other in records if other is not record and other.rows and min(other.rows) <= step]
-    at_its_place = [other for other in older if str(other.path.resolve()) == record.branch.run]
-    if digest is None:
-        return next(iter(at_its_place), None)
-    same_state = [other for other in older if other.rows.get(step, {}).get("state/digest") == digest]
-    return next((other for other in [*at_its_place, *same_state] if other in same_state), None)
+    older = [other for other in candidates if other is not record and other.rows and min(other.rows) <= branch.step]
+    older.sort(key=lambda other: (str(other.path.resolve()) != branch.run, str(other.path.resolve())))
+    if branch.digest is None:
+        return next((other for other in older if str(other.path.resolve()) == branch.run), None)
+    return next((o for o in older if o.rows.get(branch.step, {}).get("state/digest") == branch.digest), None)
 
 
-def first_difference(one: Record, other: Record, *metrics: str) -> int | None:
-    """The first step that both logged where one of these metrics differs: 0 if none does, None if none is of both."""
-    ours, theirs = one.history(), other.history()
-    compared = 0
+def first_divergence(one: Record, other: Record, *metrics: str) -> int | None:
+    """Return the first step where one of these metrics differs; 0 if none does, None if no step has both values."""
+    ours, theirs = one.all_rows(), other.all_rows()
+    num_compared = 0
     for step in sorted(ours.keys() & theirs.keys()):
         both = [name for name in metrics if name in ours[step] and name in theirs[step]]
         if any(ours[step][name] != theirs[step][name] for name in both):
             return step
-        compared += len(both)
-    return 0 if compared else None
+        num_compared += len(both)
+    return 0 if num_compared else None
 
 
-def differing(records: list[Record]) -> list[str]:
-    """The settings that are not the same in all of these runs, but for those that say where a run lies."""
+def differing_settings(records: list[Record]) -> list[str]:
+    """Return the settings that differ between runs, except their location."""
     names = dict.fromkeys(name for record in records for name in record.settings)
     return [
         name
@@ -329,47 +323,49 @@ def differing(records: list[Record]) -> list[str]:
     ]
 
 
-def changes(branch: Record) -> list[str]:
-    """The settings by which a branch is another run than its parent; its code against that of the same steps."""
-    step, parent = branch.branch.step, branch.parent
-    names = [name for name in differing([parent, branch]) if is_of_recipe(name) and name not in FACTS]
-    then, now = (record.settings | {"code": record.code(after=step)} for record in (parent, branch))
-    return names + compare_facts(then, now)
+def changed_by_branch(branch: Record) -> list[str]:
+    """Return the settings and facts in which a branch differs from the same steps of its parent."""
+    assert branch.parent is not None
+    assert branch.branch is not None
+    names = [name for name in differing_settings([branch.parent, branch]) if belongs_to_recipe(name)]
+    step = branch.branch.step
+    facts_then, facts_now = (record.settings | {"code": record.code(after=step)} for record in (branch.parent, branch))
+    return [name for name in names if name not in FACTS] + compare_facts(facts_then, facts_now)
 
 
-def effect(branch: Record, records: list[Record]) -> tuple[int, float, list[float]] | None:
-    """What the change made by a branch gives: its validation loss less its parent's, after the last step that evaluated
-    both.
+def measure_effect(branch: Record, records: list[Record]) -> tuple[int, float, list[float]] | None:
+    """Compare the validation loss of a branch with its parent's.
 
     Returns:
-        The step; the effect; and the losses after it of runs that differ by their seeds alone, the parent and the
-        branches that left it at the same step: what such effects are without a cause. None without such a step, or
-        where the two predict different data.
+        The last step at which both were evaluated; the difference branch - parent; and the losses at that step of the
+        parent and of the branches from the same checkpoint that changed only a seed, one for each seed. None if there
+        is no such step, or if the two predict different data.
     """
-    ours, theirs = dict(branch.curve("val/loss")), dict(branch.parent.curve("val/loss", whole=True))
-    evaluated_both = ours.keys() & theirs.keys()
-    if not evaluated_both or predicted(branch) != predicted(branch.parent):
+    assert branch.parent is not None
+    assert branch.branch is not None
+    ours, theirs = dict(branch.curve("val/loss")), dict(branch.parent.curve("val/loss", from_start=True))
+    both = ours.keys() & theirs.keys()
+    if not both or prediction_task(branch) != prediction_task(branch.parent):
         return None
-    step = max(evaluated_both)
+    step = max(both)
     repeats = [(branch.parent.seeds(), theirs[step])]
     for other in records:
-        left_there = other.parent is branch.parent and other.branch.step == branch.branch.step
-        if left_there and set(changes(other)) <= {*SEEDS}:
+        if other.parent is branch.parent and other.branch and other.branch.step == branch.branch.step:
             loss = dict(other.curve("val/loss")).get(step)
-            repeats += [(other.seeds(), loss)] if loss is not None else []
-    return step, ours[step] - theirs[step], one_of_each(repeats)
+            if loss is not None and set(changed_by_branch(other)) <= {*SEEDS}:
+                repeats.append((other.seeds(), loss))
+    return step, ours[step] - theirs[step], average_by_seed(repeats)
 
 
-def samples(records: list[Record], metric: str = "val/loss") -> list[float]:
-    """A metric after the last step of runs of one recipe, one for each of the seeds."""
+def final_values(records: list[Record], metric: str = "val/loss") -> list[float]:
+    """Return a metric after the last step of runs of one recipe, one value for each seed."""
     losses = [(record.seeds(), record.final(metric)) for record in records]
-    return one_of_each([(seeds, loss) for seeds, loss in losses if loss is not None])
+    return average_by_seed([(seeds, loss) for seeds, loss in losses if loss is not None])
 
 
-def one_of_each(losses: list[tuple[tuple[int, ...], float]]) -> list[float]:
-    """A loss for each of the seeds. A run is a function of them: one that was repeated gives no second sample, but what
-    its repetitions, which may differ by rounding, have in the mean."""
-    by_seeds: dict[tuple[int, ...], list[float]] = {}
-    for seeds, loss in losses:
-        by_seeds.setdefault(seeds, []).append(loss)
-    return [statistics.fmean(same) for same in by_seeds.values()]
+def average_by_seed(values: list[tuple[tuple[Any, ...], float]]) -> list[float]:
+    """Average the values with equal seeds: repeating a run adds no sample, though it may differ by rounding."""
+    by_seeds: dict[tuple[Any, ...], list[float]] = {}
+    for seeds, value in values:
+        by_seeds.setdefault(seeds, []).append(value)
+    return [statistics.fmean(repetitions) for repetitions in by_seeds.values()]

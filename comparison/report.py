@@ -1,15 +1,17 @@
-"""The curves of runs over each other: a picture of the losses, and a page of every metric with the tables beside it.
+"""Figures and an HTML page that compare runs: losses as PNG; every metric, with the tables, as HTML.
 
-Runs of one recipe, which differ by their seeds alone, are one curve in one colour: the mean, in a band from the lowest
-to the highest of them. A run that has not come to its last step, as one that diverged, is a curve of its own in that
-colour: at no step does the mean change for a run that ends there.
+Runs of one recipe, which differ by their seeds alone, are one curve: the mean over seeds, in a band from the lowest to
+the highest. A run that has not reached its last step, for example because it diverged, is a curve of its own in the
+same colour, so that the mean does not jump where a run ends.
 """
 
 import json
 import statistics
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from comparison.records import Record
 from comparison.tables import Group, Table
@@ -28,169 +30,185 @@ from plotting.style import (
     style_loss_axes,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 PAGE = Path(__file__).with_name("report.html")
-NUM_POINTS_DRAWN = 1000  # of a line, in a page
-NUM_ROWS, NUM_KEYS = 24, 4  # of a legend in a column, and what it explains besides the names
-LEGEND_LETTERS = 70  # of a line, beside one panel
-SHOWN = ("train/", "val/", "perf/", "generation/")
-ABOVE_FLOOR = "val/loss above the floor"
+MAX_POINTS = 1000  # of a line in the page, approximately
+MAX_LEGEND_ROWS = 24
+NUM_STYLE_ENTRIES = 4  # legend entries that explain line styles
+LEGEND_WIDTH = 70  # characters of a legend beside one panel
+PAGE_METRICS = ("train/", "val/", "perf/", "generation/")
+EXCESS_LOSS = "val/excess_loss"
 
 Line = list[tuple[float, ...]]
-"""Points (x, value) of one run, or (x, mean, lowest, highest) of several."""
+"""Points (x, value) of one run, or (x, mean, lowest, highest) over seeds."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """A recipe, as it is drawn."""
+    """The curves of a recipe."""
 
     label: str
     metrics: dict[str, list[Line]]
+    """Lines by metric: the mean of the finished runs, and each unfinished run."""
 
     def values(self, metric: str) -> list[float]:
-        """All that is drawn of it."""
+        """Return all values of a metric, including the band."""
         return [value for line in self.metrics.get(metric, []) for point in line for value in point[1:]]
 
 
-def of_group(group: Group, x: str) -> list[Curves]:
-    """Of each of its recipes, over an axis of X_AXES; but for the runs that do not tell what a step is on it."""
-    seeds = {label: len({record.seeds() for record in records}) for label, records in group.recipes.items()}
-    if all(number == 1 for number in seeds.values()):
+def make_curves(group: Group, x: str) -> list[Curves]:
+    """Make the curves of each recipe over an axis of X_AXES; runs that logged too little for the axis are left out."""
+    num_seeds = {label: len({record.seeds() for record in records}) for label, records in group.recipes.items()}
+    if all(number == 1 for number in num_seeds.values()):
         names = {label: records[0].label for label, records in group.recipes.items()}
     else:
-        names = {label: f"{label} ({number} seeds)" if number > 1 else label for label, number in seeds.items()}
+        names = {label: f"{label} ({number} seeds)" if number > 1 else label for label, number in num_seeds.items()}
     return [
-        Curves(names[label], lines([record for record in records if record.tells(x)], x))
+        Curves(names[label], make_lines([record for record in records if record.has_axis(x)], x))
         for label, records in group.recipes.items()
     ]
 
 
-def lines(records: list[Record], x: str) -> dict[str, list[Line]]:
-    """By metrics: the mean of those that are finished, and each of the others by itself."""
-    finished = {record.seeds(): record for record in records if record.final() is not None}  # a repetition is no seed
-    together = [[*finished.values()], *([record] for record in records if record.final() is None)]
-    found: dict[str, list[Line]] = {}
-    for members in filter(None, together):
-        curves, places = [curves_of(record) for record in members], [record.places(x) for record in members]
-        for metric in dict.fromkeys(metric for each in curves for metric in each):
-            of_metric = [each.get(metric, {}) for each in curves]
-            line = []
-            for step in sorted(set.intersection(*map(set, of_metric))):
-                values = [each[step] for each in of_metric]
-                band = (min(values), max(values)) if len(values) > 1 else ()
-                mean = statistics.fmean(values) if band else values[0]
-                line.append((statistics.fmean(place(step) for place in places) if x != "steps" else step, mean, *band))
-            if line:
-                found.setdefault(metric, []).append(line)
-    return found
+def make_lines(records: list[Record], x: str) -> dict[str, list[Line]]:
+    """Make the lines of one recipe by metric: the mean of its finished runs, then its unfinished runs."""
+    finished = {record.seeds(): record for record in records if record.final() is not None}  # ignores repetitions
+    unfinished = [record for record in records if record.final() is None]
+    lines: dict[str, list[Line]] = {}
+    for members in filter(None, [[*finished.values()], *([record] for record in unfinished)]):
+        curves, to_x = [read_curves(record) for record in members], [record.step_to_x(x) for record in members]
+        for metric in dict.fromkeys(metric for of_run in curves for metric in of_run):
+            if line := average_curves([of_run.get(metric, {}) for of_run in curves], to_x, x):
+                lines.setdefault(metric, []).append(line)
+    return lines
 
 
-def curves_of(record: Record) -> dict[str, dict[int, float]]:
-    """By metrics the value at every step. What a branch shares with its parent is drawn there, but for the point where
-    it leaves."""
+def average_curves(curves: list[dict[int, float]], to_x: list[Callable[[float], float]], x: str) -> Line:
+    """Average one metric over runs at the steps that all of them logged."""
+    line: Line = []
+    for step in sorted(set.intersection(*map(set, curves))):
+        values = [curve[step] for curve in curves]
+        position = step if x == "steps" else statistics.fmean(convert(step) for convert in to_x)
+        line.append(
+            (position, statistics.fmean(values), min(values), max(values)) if len(values) > 1 else (position, values[0])
+        )
+    return line
+
+
+def read_curves(record: Record) -> dict[str, dict[int, float]]:
+    """Return the values of each metric by step; for a branch, from the last point that it shares with its parent."""
     curves = {}
-    names = dict.fromkeys(key for row in record.rows.values() for key in row)
-    for metric in names:
-        if metric.startswith(SHOWN) and (own := record.curve(metric)):
-            curves[metric] = dict(record.curve(metric, whole=True)[-len(own) - 1 :])
-    floors = curves.get("val/entropy", {})
-    above = {step: loss - floors[step] for step, loss in curves.get("val/loss", {}).items() if step in floors}
-    return curves | ({ABOVE_FLOOR: above} if above else {})
+    for metric in dict.fromkeys(key for row in record.rows.values() for key in row):
+        if metric.startswith(PAGE_METRICS) and (own := record.curve(metric)):
+            curves[metric] = dict(record.curve(metric, from_start=True)[-len(own) - 1 :])
+    return curves
 
 
 def save_picture(title: str, curves: list[Curves], path: Path, x: str = "steps") -> None:
-    """Write the training losses, thin, and the validation losses, thick, as a picture, with every floor that is known;
-    then beside them what is above it, on a logarithmic axis: there the last hundredth can be seen.
+    """Plot training losses (thin) and validation losses (thick) with the entropy of the data where it is known.
+
+    A second panel shows the excess validation loss on a logarithmic axis, where small differences near the entropy are
+    visible.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The picture cannot be written.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    has_floor = any(value > 0 for each in curves for value in each.values(ABOVE_FLOOR))
-    figure = new_figure(11 if has_floor else 8, 4.4)
-    panels = figure.subplots(1, 1 + has_floor, sharex=True, squeeze=False)[0]
-    room, key = LEGEND_LETTERS // (1 + len(curves) // NUM_ROWS) // (1 + has_floor), []
-    num_lines = max(1, (NUM_ROWS - NUM_KEYS) // len(curves)) if curves else 1
+    has_excess = any(value > 0 for each in curves for value in each.values(EXCESS_LOSS))
+    figure = new_figure(11 if has_excess else 8, 4.4)
+    panels = figure.subplots(1, 1 + has_excess, sharex=True, squeeze=False)[0]
+    width = LEGEND_WIDTH // (1 + len(curves) // MAX_LEGEND_ROWS) // (1 + has_excess)
+    max_lines = max(1, (MAX_LEGEND_ROWS - NUM_STYLE_ENTRIES) // len(curves)) if curves else 1
+    legend: list[Any] = []
     for index, each in enumerate(curves):
-        draw_lines(panels[0], each.metrics.get("train/loss", []), run_style(index) | THIN, shade=False)
+        plot_lines(panels[0], each.metrics.get("train/loss", []), run_style(index) | THIN)
         thick = run_style(index) | THICK
-        for axes, metric in zip(panels, ("val/loss", ABOVE_FLOOR), strict=False):
-            draw_lines(axes, each.metrics.get(metric, []), thick, index)
-        marked = markers(index, 1) if "val/loss" in each.metrics else {}
-        key.append(Line2D([], [], **thick, **marked, label=wrapped(each.label, room, num_lines)))
-    floors = sorted({float(f"{floor:.5g}") for each in curves for floor in each.values("val/entropy")[-1:]})
-    for floor in floors:
-        key.append(panels[0].axhline(floor, **ENTROPY_LINE, label=f"floor = {floor:.4f}"))
-    for kind, style, words in (
+        for axes, metric in zip(panels, ("val/loss", EXCESS_LOSS), strict=False):
+            plot_evaluations(axes, each.metrics.get(metric, []), thick, index)
+        marker = markers(index, 1) if "val/loss" in each.metrics else {}
+        legend.append(Line2D([], [], **thick, **marker, label=wrap_label(each.label, width, max_lines)))
+    entropies = sorted({float(f"{value:.5g}") for each in curves for value in each.values("val/entropy")[-1:]})
+    for entropy in entropies:
+        legend.append(panels[0].axhline(entropy, **ENTROPY_LINE, label=f"entropy of the data = {entropy:.4f}"))
+    for metric, style, label in (
         ("train/loss", THIN, "thin: training"),
         ("val/loss", THICK, "thick: validation"),
     ):
-        if any(kind in each.metrics for each in curves):
-            key.append(Line2D([], [], color=ENTROPY_LINE["color"], **style, label=words))
+        if any(metric in each.metrics for each in curves):
+            legend.append(Line2D([], [], color=ENTROPY_LINE["color"], **style, label=label))
     if any(len(point) > 2 for each in curves for line in each.metrics.get("val/loss", []) for point in line):
-        key.append(Patch(color=ENTROPY_LINE["color"], alpha=0.25, linewidth=0, label="band: lowest to highest seed"))
-    for axes, metrics in zip(panels, (("train/loss", "val/loss"), (ABOVE_FLOOR,)), strict=False):
-        drawn = [value for each in curves for metric in metrics for value in each.values(metric)]
-        style_loss_axes(axes, [*drawn, *(floors if axes is panels[0] else ())], x)
-    if has_floor:
-        panels[1].set_ylabel("validation loss above the floor (nats per token)")
+        legend.append(Patch(color=ENTROPY_LINE["color"], alpha=0.25, linewidth=0, label="band: min to max over seeds"))
+    losses = [value for each in curves for metric in ("train/loss", "val/loss") for value in each.values(metric)]
+    style_loss_axes(panels[0], [*losses, *entropies], x)
+    if has_excess:
+        style_loss_axes(panels[1], [value for each in curves for value in each.values(EXCESS_LOSS)], x)
+        panels[1].set_ylabel("excess validation loss (nats/token)")
     figure.suptitle(fit_label(title), fontsize="medium")
-    figure.legend(
-        handles=key, loc="outside right upper", fontsize="small", handlelength=4, ncols=1 + len(key) // NUM_ROWS
-    )
+    num_columns = 1 + len(legend) // MAX_LEGEND_ROWS
+    figure.legend(handles=legend, loc="outside right upper", fontsize="small", handlelength=4, ncols=num_columns)
     figure.savefig(path, dpi=150)
 
 
-def wrapped(name: str, room: int, num_lines: int) -> str:
-    """A name in at most so many lines of `room` letters. Recipes differ anywhere in their names, sweeps at the end."""
-    lines = textwrap.wrap(name, room)
-    if num_lines == 1 or not lines:
-        return fit_label(name, room)
-    if len(lines) > num_lines:
-        begin = num_lines // 2
-        lines = [*lines[: begin - 1], f"{lines[begin - 1][: room - 1]}…", *lines[begin - num_lines :]]
-    return "\n".join(fit_label(line, room) for line in lines)
+def wrap_label(label: str, width: int, max_lines: int) -> str:
+    """Wrap a label into lines of at most `width` characters; leave out the middle if there are too many."""
+    lines = textwrap.wrap(label, width)
+    if max_lines == 1 or not lines:
+        return fit_label(label, width)
+    if len(lines) > max_lines:
+        begin = max_lines // 2
+        lines = [*lines[: begin - 1], f"{lines[begin - 1][: width - 1]}…", *lines[begin - max_lines :]]
+    return "\n".join(fit_label(line, width) for line in lines)
 
 
-def draw_lines(axes, lines: list[Line], style: dict, index: int | None = None, shade: bool = True) -> None:
-    """A recipe's lines of one metric: evaluations, at place `index`, with markers."""
+def plot_lines(axes: "Axes", lines: list[Line], style: dict[str, Any]) -> None:
+    """Plot lines without their bands; a single point gets a marker."""
     for line in lines:
-        places, values, *band = zip(*line, strict=True)
-        own = markers(index, len(line)) if index is not None else {"marker": "o"} if len(line) == 1 else {}
-        axes.plot(places, values, **({"markersize": 3} | style | own))
-        if band and shade:
-            axes.fill_between(places, *band, color=style["color"], alpha=0.2, linewidth=0)
+        marker = {"marker": "o", "markersize": 3} if len(line) == 1 else {}
+        axes.plot([point[0] for point in line], [point[1] for point in line], **style, **marker)
+
+
+def plot_evaluations(axes: "Axes", lines: list[Line], style: dict[str, Any], index: int) -> None:
+    """Plot lines with the markers of recipe number `index` and with their bands."""
+    for line in lines:
+        xs, values, *band = (list(column) for column in zip(*line, strict=True))
+        axes.plot(xs, values, **style, **markers(index, len(line)))
+        if band:
+            axes.fill_between(xs, band[0], band[1], color=style["color"], alpha=0.2, linewidth=0)
 
 
 def save_page(groups: list[tuple[str, list[Curves], list[Table]]], path: Path, x: str = "steps") -> None:
-    """Write a page that shows every metric of groups of runs, to hover and to zoom, and their tables; it needs nothing
-    but a browser. A recipe has the colour and the dashes that it has in the picture.
+    """Write a self-contained HTML page with every metric of groups of runs, to hover and zoom, and their tables.
+
+    Recipes have the colours and dashes of the figure.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The page cannot be written.
     """
     data = [
         {
             "title": title,
             "curves": [
-                (each.label, {metric: [*map(few_points, lines)] for metric, lines in each.metrics.items()})
+                (each.label, {metric: [*map(thin_out, lines)] for metric, lines in each.metrics.items()})
                 for each in curves
             ],
             "tables": [vars(table) for table in tables],
         }
         for title, curves, tables in groups
     ]
-    # Inside a script of a page, a name must not be able to end it.
-    written = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    # Without this, a run's name could close the script element.
+    encoded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = PAGE.read_text().replace("COLORS_OF_RUNS", json.dumps(COLORS)).replace("DASHES_OF_RUNS", json.dumps(DASHES))
-    write_atomically(path, page.replace("X_OF_RUNS", json.dumps([x, X_AXES[x]])).replace("GROUPS_OF_RUNS", written))
+    write_atomically(path, page.replace("X_OF_RUNS", json.dumps([x, X_AXES[x]])).replace("GROUPS_OF_RUNS", encoded))
 
 
-def few_points(line: Line) -> Line:
-    """Of many points a few: of those beside each other the least and the greatest, so that no spike is passed over."""
-    size = 1 + 2 * len(line) // NUM_POINTS_DRAWN
-    few = {line[0], line[-1]}
-    for i in range(0, len(line), size):
-        few |= {choice(line[i : i + size], key=lambda point: point[1]) for choice in (min, max)}
-    return [(point[0], *(v if isinstance(v, int) else float(f"{v:.6g}") for v in point[1:])) for point in sorted(few)]
+def thin_out(line: Line) -> Line:
+    """Reduce a line to about MAX_POINTS points, keeping the minimum and the maximum of every interval."""
+    size = 1 + 2 * len(line) // MAX_POINTS
+    kept = {line[0], line[-1]}
+    for begin in range(0, len(line), size):
+        interval = line[begin : begin + size]
+        kept |= {min(interval, key=lambda point: point[1]), max(interval, key=lambda point: point[1])}
+    return [(point[0], *(v if isinstance(v, int) else float(f"{v:.6g}") for v in point[1:])) for point in sorted(kept)]

@@ -1,6 +1,4 @@
-"""What compare.py says of runs, as tables: which of them compare, how good each is and what it cost, and which recipes
-differ beyond the noise of their seeds.
-"""
+"""The tables of compare.py: losses, costs, and which recipes differ significantly over their seeds."""
 
 import json
 import os.path
@@ -12,191 +10,214 @@ from typing import Any
 
 from checkpoint.identity import describe_code
 from cli.output import aligned, printable
-from comparison.records import SEEDS, Recipe, Record, differing, first_difference, is_of_recipe, predicted, samples
+from comparison.records import (
+    SEEDS,
+    Recipe,
+    Record,
+    belongs_to_recipe,
+    differing_settings,
+    final_values,
+    first_divergence,
+    prediction_task,
+)
+from data.validation_bytes import measure_same_text
 
-SIGNIFICANT = 0.05
-NUM_COLUMNS, NUM_NAMED = 6, 4  # settings that have a column or are in a label; runs that are named one by one
+SIGNIFICANCE_LEVEL = 0.05
+MAX_COLUMNS = 6  # settings shown as columns, or in a label
+MAX_LISTED_RUNS = 4
 LOSSES = ("train/loss", "val/loss")
-# Settings that say on which sequences of its data a validation loss is measured.
-MEASURE = ("evaluation.num_samples", "seq_len", "data.packing")
-Recipes = dict[str, list[Record]]  # by their labels
+# Settings that select the sequences on which the validation loss is measured.
+VALIDATION_SETTINGS = ("evaluation.num_samples", "seq_len", "data.packing")
+Recipes = dict[str, list[Record]]
+"""Runs by the label of their recipe."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that predict the same data, whose losses compare."""
+    """Runs that predict the same data, so that their losses are comparable."""
 
     title: str
     records: list[Record]
     recipes: Recipes
-    """Runs that differ by their seeds alone, by what distinguishes them in this group."""
 
-    def place(self, record: Record) -> int:
-        """That of its recipe, which has one colour."""
-        return next(place for place, records in enumerate(self.recipes.values()) if record in records)
+    def recipe_index(self, record: Record) -> int:
+        """Return the index of the run's recipe, which determines its colour."""
+        return next(index for index, records in enumerate(self.recipes.values()) if record in records)
 
 
 @dataclass
 class Table:
-    """Rows of words, the first of them titles."""
+    """Rows of cells, the first of them titles."""
 
     rows: list[list[str]]
     recipes: list[int | None] = field(default_factory=list)
-    """Of each row but the titles: the place of its recipe in the group, None where it has none."""
+    """For each row except the titles, the index of its recipe in the group, or None."""
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """As text."""
+        """Format as text."""
         yield from aligned(self.rows)
         yield from self.notes
 
 
-def grouped(records: list[Record]) -> list[Group]:
-    """By what they predict, in the order of their first runs."""
+def group_by_data(records: list[Record]) -> list[Group]:
+    """Group runs by what they predict, in the order of their first runs."""
     by_data: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        by_data.setdefault(predicted(record), []).append(record)
-    return [Group(data_name(members[0]), members, recipes_of(members)) for members in by_data.values()]
+        by_data.setdefault(prediction_task(record), []).append(record)
+    return [Group(describe_data(members[0]), members, group_by_recipe(members)) for members in by_data.values()]
 
 
-def data_name(record: Record) -> str:
-    """What it predicts, in words."""
+def describe_data(record: Record) -> str:
+    """Describe what a run predicts."""
     setting = record.settings.get
     match record.settings["data.source"]:
         case "text":
             corpora = setting("data.mix") or {setting("data.path"): None}
-            names = [f"{path}" + (f" x {share:g}" if share is not None else "") for path, share in corpora.items()]
+            names = [f"{path}" + (f" x {weight:g}" if weight is not None else "") for path, weight in corpora.items()]
             return printable(f"text of {', '.join(names)} (hash {str(setting('data.hash'))[:8]})")
         case "random":
-            return f"random tokens, {setting('model.vocab_size')} of them"
+            return f"random tokens, vocabulary of {setting('model.vocab_size')}"
     facts = setting("data.facts")
     return f"stories of {facts} facts (zipf {setting('data.zipf')})" if facts else "stories"
 
 
-def recipes_of(records: list[Record]) -> Recipes:
-    """Runs that differ by their seeds alone, by the settings in which they differ from the others; where these are too
-    many, by the name of the runs."""
-    found: dict[Recipe, list[Record]] = {}
+def group_by_recipe(records: list[Record]) -> Recipes:
+    """Group runs that differ by their seeds alone.
+
+    A label names the settings in which recipes differ or, if these are too many, the runs.
+    """
+    groups: dict[Recipe, list[Record]] = {}
     for record in records:
-        found.setdefault(record.recipe(), []).append(record)
-    all_differing = differing([members[0] for members in found.values()])
-    names = [name for name in all_differing if is_of_recipe(name) and name not in SEEDS]
+        groups.setdefault(record.recipe(), []).append(record)
+    differing = differing_settings([members[0] for members in groups.values()])
+    names = [name for name in differing if belongs_to_recipe(name) and name not in SEEDS]
     labelled: Recipes = {}
-    for members in found.values():
-        one = members[0]
-        own = [f"{name} {word(one, name)}" for name in names]
-        own = own if len(names) <= NUM_COLUMNS else [common_name(members)]
-        own += [f"from step {one.branch.step}"] if one.branch else []
-        label = ", ".join(own) or common_name(members)
-        labelled[label if label not in labelled else f"{label}, {one.label}"] = members
+    for members in groups.values():
+        first = members[0]
+        parts = [f"{name} {format_setting(first, name)}" for name in names]
+        parts = parts if len(names) <= MAX_COLUMNS else [common_name(members)]
+        parts += [f"from step {first.branch.step}"] if first.branch else []
+        label = ", ".join(parts) or common_name(members)
+        labelled[label if label not in labelled else f"{label}, {first.label}"] = members
     return labelled
 
 
 def common_name(records: list[Record]) -> str:
-    """What the names of runs of several seeds begin with."""
+    """Return the common prefix of the names of runs with several seeds."""
     names = [record.label for record in records]
-    begin = re.sub(r"[-_.]*(seed)?[-_.]*$", "", os.path.commonprefix(names)) if len(names) > 1 else ""
-    return begin or names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    prefix = re.sub(r"[-_.]*(seed)?[-_.]*$", "", os.path.commonprefix(names)) if len(names) > 1 else ""
+    return prefix or names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def settings(records: list[Record]) -> Iterator[str]:
-    """The settings that differ, a line each: every value, and which runs have it."""
-    names = differing(records)
+def format_differing_settings(records: list[Record]) -> Iterator[str]:
+    """Format the settings that differ, one a line: every value and the runs that have it."""
+    names = differing_settings(records)
     if len(records) > 1:
         yield "settings that differ:" if names else "settings that differ: none"
     for name in names:
-        having: dict[str, list[str]] = {}
+        runs_by_value: dict[str, list[str]] = {}
         for record in records:
-            having.setdefault(word(record, name), []).append(record.label)
+            runs_by_value.setdefault(format_setting(record, name), []).append(record.label)
         yield f"  {name}: " + "; ".join(
-            f"{value} in {', '.join(labels) if len(labels) <= NUM_NAMED else f'{len(labels)} runs'}"
-            for value, labels in having.items()
+            f"{value} in {', '.join(labels) if len(labels) <= MAX_LISTED_RUNS else f'{len(labels)} runs'}"
+            for value, labels in runs_by_value.items()
         )
     if "code" in names:
-        starts = [start for record in records for start in record.starts if "code" in start]
-        yield "  code is a hash of the sources that train; it was " + "; ".join(
-            dict.fromkeys(map(describe_code, starts))
-        )
+        sessions = [vars(session) for record in records for session in record.sessions if session.code]
+        codes = "; ".join(dict.fromkeys(map(describe_code, sessions)))
+        yield f"  code is a hash of the sources that train: {codes}"
 
 
-def runs(group: Group, loss: float | None) -> Table:
-    """A line a run: that with the lowest validation loss first, those without one last."""
+def loss_table(group: Group, target_loss: float | None) -> Table:
+    """Create a row for each run, lowest validation loss first.
+
+    Args:
+        group: The runs.
+        target_loss: The validation loss to count training tokens to; by default the lowest that all finished runs
+            reached.
+    """
     records = group.records
-    if loss is None:
+    if target_loss is None:
         finished = [record for record in records if record.final() is not None] or records
-        loss = max((best for record in finished if (best := record.best_loss()) is not None), default=0.0)
-    first, names = records[0], differing(records)
-    names = names if len(names) <= NUM_COLUMNS else []
-    floor = ["above floor"] if any(record.curve("val/entropy", whole=True) for record in records) else []
-    titles = ["run", *names, "state", "step", "train/loss", "val/loss", *floor, "best", f"tokens to {loss:.4f}"]
-    table = Table([titles + (["digest parts", "loss parts"] if len(records) > 1 else [])])
-    for record in sorted(records, key=by_loss):
+        target_loss = max((best for record in finished if (best := record.best_loss()) is not None), default=0.0)
+    reference, names = records[0], differing_settings(records)
+    names = names if len(names) <= MAX_COLUMNS else []
+    excess = ["excess loss"] if any(record.curve("val/excess_loss", from_start=True) for record in records) else []
+    titles = ["run", *names, "state", "step", "train/loss", "val/loss", *excess, "best", f"tokens to {target_loss:.4f}"]
+    table = Table([titles + (["digest diverges", "loss diverges"] if len(records) > 1 else [])])
+    for record in sorted(records, key=sort_key):
         row = [
             record.label,
-            *(word(record, name) for name in names),
+            *(format_setting(record, name) for name in names),
             record.status.state if record.status else "unknown",
-            str(record.done()),
-            shown(record.last("train/loss")),
-            shown(record.last("val/loss")),
-            *(shown(record.above_floor()) for _ in floor),
-            shown(record.best_loss()),
-            shown(record.tokens_to(loss), ",d"),
+            str(record.completed_steps()),
+            format_value(record.last_value("train/loss")),
+            format_value(record.last_value("val/loss")),
+            *(format_value(record.last_value("val/excess_loss")) for _ in excess),
+            format_value(record.best_loss()),
+            format_value(record.tokens_to_loss(target_loss), ",d"),
         ]
-        if record is not first:
-            parts = first_difference(first, record, "state/digest"), first_difference(first, record, *LOSSES)
-            row += ["never" if step == 0 else shown(step, "d") for step in parts]
+        if record is not reference:
+            steps = (first_divergence(reference, record, *metrics) for metrics in (["state/digest"], LOSSES))
+            row += ["never" if step == 0 else format_value(step, "d") for step in steps]
         table.rows.append(row)
-        table.recipes.append(group.place(record))
+        table.recipes.append(group.recipe_index(record))
     if len(records) > 1:
-        table.notes.append(f"parts: the first step that both have logged where it is not that of {first.label}")
+        table.notes.append(f"diverges: the first step logged by both where it differs from {reference.label}")
     return table
 
 
-def costs(group: Group) -> Table:
-    """A line a run, in the same order: what it needed until where it stands."""
+def cost_table(group: Group) -> Table:
+    """Create a row for each run, in the same order, with what it cost so far."""
     titles = ["run", "parameters", "tokens", "FLOPs", "seconds", "tokens/s", "peak memory"]
-    table = Table([titles], notes=["seconds: of training, without evaluations and saves"])
-    for record in sorted(group.records, key=by_loss):
-        parameters, memory = record.fact("parameters"), record.peak_memory_bytes()
-        row = [record.label, shown(parameters, ",d"), f"{record.tokens(record.done()):,d}"]
-        row += [shown(record.spent("flops"), ".3g"), shown(record.spent("seconds"), ",.1f")]
-        row += [shown(record.tokens_per_second(), ",.0f"), "-" if memory is None else f"{memory / 1e6:,.0f} MB"]
-        table.rows.append(row)
-        table.recipes.append(group.place(record))
+    table = Table([titles], notes=["seconds: of training, without evaluations and checkpoints"])
+    for record in sorted(group.records, key=sort_key):
+        memory = record.peak_memory_bytes()
+        row = [record.label, format_value(record.session_fact("parameters"), ",d")]
+        row += [f"{record.tokens(record.completed_steps()):,d}", format_value(record.cost("flops"), ".3g")]
+        row += [format_value(record.cost("seconds"), ",.1f"), format_value(record.tokens_per_second(), ",.0f")]
+        table.rows.append([*row, "-" if memory is None else f"{memory / 1e6:,.0f} MB"])
+        table.recipes.append(group.recipe_index(record))
     return table
 
 
-def by_loss(record: Record) -> tuple[bool, float, str]:
-    """The key that sorts runs by their last validation loss, those without one last."""
-    loss = record.last("val/loss")
+def sort_key(record: Record) -> tuple[bool, float, str]:
+    """Return the key that sorts runs by their last validation loss, runs without one last."""
+    loss = record.last_value("val/loss")
     return loss is None, loss or 0.0, record.label
 
 
-def verdicts(group: Group) -> Table | None:
-    """Runs that differ by their seeds alone, as one: mean and deviation, and whether the best differs from the rest.
-    None where there is nothing to compare."""
-    finished = [(records, losses) for records in group.recipes.values() if (losses := samples(records))]
+def significance_table(group: Group) -> Table | None:
+    """Create a row for each recipe: mean and standard deviation over seeds, and whether the best is significantly so.
+
+    None if there is nothing to compare.
+    """
+    finished = [(records, values) for records in group.recipes.values() if (values := final_values(records))]
     if len(group.records) == 1 or not finished:
         return None
-    names, warnings = differing([records[0] for records, _ in finished]), []
+    names, warnings = differing_settings([records[0] for records, _ in finished]), []
     if "steps" in names:
-        warnings += ["warning: these recipes train for different numbers of steps, which is a part of every difference"]
-    if measured := [name for name in names if name in MEASURE]:
-        warnings += [f"warning: these losses are not measured on the same sequences ({', '.join(measured)})"]
-    if all(len(losses) == 1 for _, losses in finished):
-        told = "No recipe has finished with two seeds: what differs beyond the noise cannot be told."
-        return Table([], notes=[*warnings, told])
-    table = ranked(group.recipes, "val/loss")
+        warnings.append("warning: these recipes train for different numbers of steps, which adds to every difference")
+    if measured := [name for name in names if name in VALIDATION_SETTINGS]:
+        warnings.append(f"warning: these losses are not measured on the same sequences ({', '.join(measured)})")
+    if all(len(values) == 1 for _, values in finished):
+        return Table([], notes=[*warnings, "No recipe has finished with two seeds: significance needs at least two."])
+    table = rank_recipes(group.recipes, "val/loss")
     table.notes = warnings + table.notes
     return table
 
 
-def by_bytes(groups: list[Group]) -> list[Table]:
-    """Of groups that predict the same text, cut into tokens by several tokenizers, which compare by bits per byte. The
-    whole of it must have been evaluated: so many rows are another part of the text for another tokenizer."""
+def tokenizer_tables(groups: list[Group]) -> list[Table]:
+    """Create a table for each text that several tokenizers encode, by bits per byte.
+
+    Bits per byte are comparable if the same part of the text was evaluated: the whole of it, with the same number of
+    bytes within the tolerance of data/validation_bytes.py.
+    """
     by_text: dict[str, list[Group]] = {}
     for group in groups:
-        if text := next(filter(None, (record.fact("validation_text") for record in group.records)), None):
+        texts = (record.session_fact("validation_text") for record in group.records)
+        if text := next(filter(None, texts), None):
             by_text.setdefault(text, []).append(group)
     tables = []
     for members in (members for members in by_text.values() if len(members) > 1):
@@ -205,67 +226,79 @@ def by_bytes(groups: list[Group]) -> list[Table]:
             for group in members
             for label, records in group.recipes.items()
         }
-        whole = {
+        num_bytes = max(record.final("val/bytes") or 0 for records in recipes.values() for record in records)
+        comparable = {
             label: kept
             for label, records in recipes.items()
-            if (kept := [one for one in records if one.settings["evaluation.num_samples"] is None])
+            if (kept := [record for record in records if measures_whole_text(record, num_bytes)])
         }
-        table = ranked(whole, "val/bits_per_byte")
-        if not table.recipes:  # none has come to its end
+        table = rank_recipes(comparable, "val/bits_per_byte")
+        if len(table.rows) < 3:  # fewer than two recipes have finished
             continue
-        table.recipes = [None for _ in table.recipes]  # no place in one group
-        if len(whole) < len(recipes):
-            table.notes.append("left out, with evaluation.num_samples: what they evaluate is not all of the text")
+        table.recipes = [None for _ in table.recipes]  # their indices differ between groups
+        kept_labels = {record.label for records in comparable.values() for record in records}
+        finished = [r for records in recipes.values() for r in records if r.final("val/bits_per_byte") is not None]
+        if left_out := [record.label for record in finished if record.label not in kept_labels]:
+            table.notes.append(f"left out, evaluated on another part of the text: {', '.join(left_out)}")
         tables.append(table)
     return tables
 
 
-def ranked(recipes: Recipes, metric: str) -> Table:
-    """Recipes by the mean of a metric over their seeds, and whether the best differs from each of the others."""
-    from experiments.sequential_test import welch_p_value  # scipy takes a second to import
+def measures_whole_text(record: Record, num_bytes: float) -> bool:
+    """Return whether a run was evaluated on all of a validation text of `num_bytes` bytes."""
+    if record.settings["evaluation.num_samples"] is not None:
+        return False
+    evaluated = record.final("val/bytes")
+    return evaluated is not None and measure_same_text(evaluated, num_bytes)
 
-    found = [(label, values) for label, records in recipes.items() if (values := samples(records, metric))]
-    found.sort(key=lambda item: statistics.fmean(item[1]))
-    best, places = found[0][1] if found else [], [*recipes]
-    # With one seed there is nothing to compare with.
-    probabilities = {label: welch_p_value(best, values) for label, values in found[1:]}
-    comparisons = sum(p is not None for p in probabilities.values())
-    table = Table([["recipe", "seeds", metric, "deviation", "above the best", "p", "verdict"]])
-    for label, values in found:
+
+def rank_recipes(recipes: Recipes, metric: str) -> Table:
+    """Rank recipes by the mean of a metric over seeds and test the best against each of the others."""
+    from experiments.sequential_test import welch_p_value  # imports scipy, which takes a second
+
+    samples = [(label, values) for label, records in recipes.items() if (values := final_values(records, metric))]
+    samples.sort(key=lambda sample: statistics.fmean(sample[1]))
+    best, labels = samples[0][1] if samples else [], [*recipes]
+    p_values = {
+        label: welch_p_value(best, values) for label, values in samples[1:]
+    }  # None if both have one seed or fewer
+    num_comparisons = sum(p is not None for p in p_values.values())
+    table = Table([["recipe", "seeds", metric, "std", "above best", "p", "verdict"]])
+    for label, values in samples:
         mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
-        row = [label, str(len(values)), shown(mean), shown(deviation)]
+        row = [label, str(len(values)), format_value(mean), format_value(deviation)]
         if values is not best:
-            p = probabilities[label]
-            difference = shown(mean - statistics.fmean(best))
-            row += [difference, *(verdict(p * comparisons) if p is not None else untold(best, values))]
+            p = p_values[label]
+            row.append(format_value(mean - statistics.fmean(best)))
+            row += explain_untested(best, values) if p is None else judge(p * num_comparisons)
         table.rows.append(row)
-        table.recipes.append(places.index(label))
+        table.recipes.append(labels.index(label))
     if unfinished := [one.label for records in recipes.values() for one in records if one.final(metric) is None]:
         table.notes.append(f"left out, without a validation loss after the last step: {', '.join(unfinished)}")
-    if comparisons:
+    if num_comparisons:
         table.notes.append(
-            f"p: Welch's t-test against the best, times {comparisons} for as many comparisons (Bonferroni)"
+            f"p: Welch's t-test against the best, Bonferroni-corrected for {num_comparisons} comparison(s)"
         )
     return table
 
 
-def verdict(p: float) -> list[str]:
-    """The corrected p, and what it says."""
+def judge(p: float) -> list[str]:
+    """Format a corrected p-value and the verdict."""
     p = min(1.0, p)
-    return [f"{p:.2g}", f"{'beyond' if p < SIGNIFICANT else 'within'} the noise"]
+    return [f"{p:.2g}", "significant" if p < SIGNIFICANCE_LEVEL else "not significant"]
 
 
-def untold(best: list[float], values: list[float]) -> list[str]:
-    """Of which of the two there is only one."""
-    whose = "this recipe" if len(best) > 1 else "the best" if len(values) > 1 else "each of the two"
-    return ["-", f"cannot be told from one seed of {whose}"]
+def explain_untested(best: list[float], values: list[float]) -> list[str]:
+    """Format a missing p-value and which of the two recipes needs a second seed."""
+    missing = "this recipe" if len(best) > 1 else "the best" if len(values) > 1 else "both"
+    return ["-", f"needs a second seed of {missing}"]
 
 
-def word(record: Record, name: str) -> str:
-    """The value of a setting."""
+def format_setting(record: Record, name: str) -> str:
+    """Format the value of a setting."""
     return printable(json.dumps(record.settings.get(name), ensure_ascii=False)).strip('"')
 
 
-def shown(value: float | None, form: str = ".4f") -> str:
-    """A number, or a dash where there is none."""
+def format_value(value: float | None, form: str = ".4f") -> str:
+    """Format a number, or a dash for None."""
     return "-" if value is None else format(value, form)

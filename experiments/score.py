@@ -12,12 +12,12 @@ from checkpoint.manifest import step_directory
 from config.errors import ConfigError, RunError
 from data.files import write_atomically
 from data.json_objects import parse_object
+from data.validation_bytes import measure_same_text
 from experiments.arm import Arm, ArmFailed, file_hash
 from jobs.runner import Training
 
 SCORER = Path(__file__).with_name("scorer.py")
 LOSS, EXCESS_LOSS, BITS = "val/loss", "val/excess_loss", "val/bits_per_byte"
-BYTES_TOLERANCE = 0.01  # relative: a last row of tokens that is not full is left out
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2  # relative to the loss of the logits in float32
 
 
@@ -152,6 +152,6 @@ def why_bits_differ(baseline: Arm, candidate: Arm) -> str:
     if any(arm.settings["evaluation.num_samples"] is not None for arm in arms.values()):
         return "the text is the same, but only all of it is comparable: set evaluation.num_samples to null for both"
     ours, theirs = num_bytes.values()
-    if not math.isclose(ours, theirs, rel_tol=BYTES_TOLERANCE):
+    if not measure_same_text(ours, theirs):
         return f"the text is the same, but the targets cover {ours:,} bytes of it here and {theirs:,} there"
     return ""

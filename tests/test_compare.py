@@ -17,7 +17,7 @@ import yaml
 from cli import scripts
 from compare import CompareConfig, main
 from comparison.records import read_record, read_records
-from comparison.report import Curves, save_picture, wrapped
+from comparison.report import Curves, save_picture, wrap_label
 from experiments.sequential_test import welch_p_value
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 
@@ -96,14 +96,14 @@ def test_what_differs_and_where_it_begins(pair, capsys):
     assert (b["run"], b["val/loss"], b["train/loss"]) == ("b", "2.5000", "3.0000")
     assert (a["run"], a["best"], a["state"], a["step"]) == ("a", "3.5000", "finished", "30")
     assert [row["tokens/s"] for row in costs(shown)] == ["200", "110"]
-    assert (b["digest parts"], b["loss parts"]) == ("20", "30") and "digest parts" not in a
+    assert (b["digest diverges"], b["loss diverges"]) == ("20", "30") and "digest diverges" not in a
 
 
 def test_runs_that_are_the_same_never_part(pair, capsys, tmp_path):
     shutil.copytree(pair[0], tmp_path / "copy")
     shown = printed(capsys, pair[0], tmp_path / "copy")
     assert "settings that differ: none" in shown
-    assert (table(shown)[1]["digest parts"], table(shown)[1]["loss parts"]) == ("never", "never")
+    assert (table(shown)[1]["digest diverges"], table(shown)[1]["loss diverges"]) == ("never", "never")
 
 
 def test_tokens_are_counted_to_a_loss(pair, capsys):
@@ -178,11 +178,11 @@ def test_what_is_no_run_is_skipped_in_a_line(pair, capsys, tmp_path):
     (tmp_path / "unread" / "metrics.jsonl").unlink()
     (tmp_path / "unread" / "metrics.jsonl").mkdir()
     shown = printed(capsys, *(tmp_path / name for name in ("empty", "damaged", "blank", "edited", "unread")), *pair)
-    assert f"skipped: {tmp_path / 'unread'} cannot be read: " in shown
-    assert f"skipped: {tmp_path / 'empty'} is no run: it has no config.yaml\n" in shown
+    assert f"skipped: {tmp_path / 'unread' / 'metrics.jsonl'} cannot be read: " in shown
+    assert f"skipped: '{tmp_path / 'empty'}' is not the directory of a run: it has no config.yaml\n" in shown
     assert re.search(r"^skipped: .*damaged", shown) or "damaged/config.yaml is damaged" in shown
     assert f"skipped: {tmp_path / 'blank' / 'config.yaml'} is damaged (it is empty)\n" in shown
-    assert f"skipped: {tmp_path / 'edited' / 'config.yaml'} is damaged (seq_len is none)\n" in shown
+    assert f"skipped: {tmp_path / 'edited' / 'config.yaml'} is damaged (seq_len is 'long')\n" in shown
     assert [row["run"] for row in table(shown)] == ["b", "a"]
 
 
@@ -251,18 +251,21 @@ def test_seeds_are_grouped_and_the_noise_is_told_from_a_difference(tmp_path, cap
     first, second, third = table(printed(capsys, *runs), "recipe")
     assert first["recipe"] == "optimizer.lr 0.1" and "p" not in first
     assert first["seeds"] == "3" and first["val/loss"] == "1.1000"
-    assert first["deviation"] == f"{statistics.stdev(good):.4f}"
+    assert first["std"] == f"{statistics.stdev(good):.4f}"
     p = min(1.0, 2 * welch_p_value(good, same))
-    assert (second["recipe"], second["p"], second["verdict"]) == ("optimizer.lr 0.2", f"{p:.2g}", "within the noise")
-    assert (third["p"], third["verdict"]) == (f"{2 * welch_p_value(good, bad):.2g}", "beyond the noise")
-    assert third["above the best"] == f"{statistics.fmean(bad) - 1.1:.4f}"
+    assert (second["recipe"], second["p"], second["verdict"]) == ("optimizer.lr 0.2", f"{p:.2g}", "not significant")
+    assert (third["p"], third["verdict"]) == (f"{2 * welch_p_value(good, bad):.2g}", "significant")
+    assert third["above best"] == f"{statistics.fmean(bad) - 1.1:.4f}"
 
 
 def test_a_recipe_of_one_seed_is_no_comparison(tmp_path, capsys):
     good, bad = [1.0, 1.1, 1.2], [2.0, 2.1, 2.3]
     runs = recipe(tmp_path, "g", good, 0.1) + recipe(tmp_path, "one", [1.5], 0.2) + recipe(tmp_path, "b", bad, 0.3)
     shown = printed(capsys, *runs)
-    assert table(shown, "recipe")[2]["p"] == f"{welch_p_value(good, bad):.2g}" and "times 1 for as many" in shown
+    assert (
+        table(shown, "recipe")[2]["p"] == f"{welch_p_value(good, bad):.2g}"
+        and "Bonferroni-corrected for 1 comparison" in shown
+    )
 
 
 def test_a_repeated_run_is_no_second_sample(tmp_path, capsys):
@@ -270,8 +273,8 @@ def test_a_repeated_run_is_no_second_sample(tmp_path, capsys):
     shutil.copytree(runs[0], tmp_path / "again")
     shown = printed(capsys, *runs, tmp_path / "again")
     first, second = table(shown, "recipe")
-    assert (first["seeds"], first["deviation"]) == ("1", "-")
-    assert second["p"] == "-" and "cannot be told" in shown
+    assert (first["seeds"], first["std"]) == ("1", "-")
+    assert second["p"] == "-" and "needs a second seed of" in shown
 
 
 @pytest.mark.parametrize("fact", ["code", "precision"])
@@ -285,7 +288,7 @@ def test_the_seeds_of_another_code_or_precision_are_another_recipe(fact, tmp_pat
     for order in (runs, runs[::-1]):
         shown = printed(capsys, *order)
         main_, branch = table(shown, "recipe")
-        assert (main_["val/loss"], branch["val/loss"], branch["above the best"]) == ("1.0500", "2.0500", "1.0000")
+        assert (main_["val/loss"], branch["val/loss"], branch["above best"]) == ("1.0500", "2.0500", "1.0000")
         name = {"code": "code", "precision": "mixed_precision"}[fact]
         assert branch["recipe"] == f"{name} {other}" and f"{other} in branch-" in shown
     assert ("bbbbbbbbbbbb (commit 12345678)" in shown) == (fact == "code")
@@ -351,7 +354,7 @@ def test_losses_on_more_samples_are_of_another_recipe(tmp_path, capsys):
 
 
 def test_without_a_second_seed_nothing_is_told(pair, capsys):
-    assert "what differs beyond the noise cannot be told" in printed(capsys, *pair)
+    assert "significance needs at least two" in printed(capsys, *pair)
 
 
 @pytest.mark.parametrize("seed", [9, 1], ids=["of its own seed", "of the seed of one that has"])
@@ -363,13 +366,11 @@ def test_a_run_that_has_not_ended_is_no_sample(seed, tmp_path, capsys):
     assert "left out, without a validation loss after the last step: half" in shown
 
 
-@pytest.mark.parametrize(
-    ("best", "other", "whose"), [(1, 2, "the best"), (2, 1, "this recipe"), (1, 1, "each of the two")]
-)
+@pytest.mark.parametrize(("best", "other", "whose"), [(1, 2, "the best"), (2, 1, "this recipe"), (1, 1, "both")])
 def test_whose_seed_is_too_few(best, other, whose, tmp_path, capsys):
     losses = {"a": [1.0, 1.1][:best], "b": [2.0, 2.1][:other], "c": [3.0, 3.1]}
     runs = [run for n, (name, values) in enumerate(losses.items()) for run in recipe(tmp_path, name, values, 0.1 + n)]
-    assert table(printed(capsys, *runs), "recipe")[1]["verdict"] == f"cannot be told from one seed of {whose}"
+    assert table(printed(capsys, *runs), "recipe")[1]["verdict"] == f"needs a second seed of {whose}"
 
 
 def test_a_recipe_that_differs_in_many_settings_is_called_by_the_name_of_its_runs(tmp_path, capsys):
@@ -382,9 +383,12 @@ def test_a_recipe_that_differs_in_many_settings_is_called_by_the_name_of_its_run
 # Runs of different data
 
 
-def of_text(path, corpus, losses, seed=0, text="ffff", num_samples=None, **settings):
+def of_text(path, corpus, losses, seed=0, text="ffff", num_samples=None, num_bytes=16406, **settings):
     """A run of a corpus that is called as its tokens are; its bits per byte are a quarter of its losses."""
-    rows = {step: {**row, "val/bits_per_byte": row["val/loss"] / 4} for step, row in rows_of(val=losses).items()}
+    rows = {
+        step: {**row, "val/bits_per_byte": row["val/loss"] / 4, "val/bytes": num_bytes}
+        for step, row in rows_of(val=losses).items()
+    }
     settings |= {"evaluation": {"num_samples": num_samples}}
     run = fake_run(path, rows, seed=seed, starts=[start(validation_text=text)], **settings)
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -446,9 +450,28 @@ def test_tokenizers_of_one_text_are_compared_by_bits_per_byte(tmp_path, capsys):
     across = shown.partition("The same text in the tokens of several tokenizers:\n")[2]
     first, second = table(across, "recipe")
     assert (first["recipe"], first["val/bits_per_byte"]) == ("text of bytes (hash bytes000)", f"{1.1 / 4:.4f}")
-    assert (second["recipe"], second["above the best"]) == ("text of words (hash words000)", f"{3.0 / 4:.4f}")
+    assert (second["recipe"], second["above best"]) == ("text of words (hash words000)", f"{3.0 / 4:.4f}")
     quarters = [[loss / 4 for loss in values] for values in losses.values()]
-    assert second["p"] == f"{welch_p_value(*quarters):.2g}" and "left out, with evaluation.num_samples: " in across
+    assert (
+        second["p"] == f"{welch_p_value(*quarters):.2g}"
+        and "left out, evaluated on another part of the text: " in across
+    )
+
+
+@pytest.mark.parametrize(("num_bytes", "is_compared"), [(2159, False), (16300, True)])
+def test_tokenizers_are_compared_on_equal_bytes_only(num_bytes, is_compared, tmp_path, capsys):
+    """A run that was evaluated on a seventh of the text is not ranked beside one that was evaluated on all of it."""
+    runs = [of_text(tmp_path / f"bytes-{n}", "bytes", [9, 8, 1.0 + n / 10], n) for n in range(2)]
+    runs += [of_text(tmp_path / f"words-{n}", "words", [9, 8, 2.0 + n / 10], n, num_bytes=num_bytes) for n in range(2)]
+    assert ("several tokenizers" in printed(capsys, *runs)) == is_compared
+
+
+def test_tokenizer_table_names_run_of_other_bytes(tmp_path, capsys):
+    sizes = {"bytes": 16406, "words": 16300, "other": 2159}
+    runs = [of_text(tmp_path / name, name, [9, 8, 1.0], num_bytes=size) for name, size in sizes.items()]
+    across = printed(capsys, *runs).partition("several tokenizers:\n")[2]
+    assert len(table(across, "recipe")) == 2
+    assert "left out, evaluated on another part of the text: other\n" in across
 
 
 def test_tokenizers_of_runs_that_have_not_ended_are_not_compared(tmp_path, capsys):
@@ -468,7 +491,7 @@ def test_a_folder_is_where_pictures_go(pair, capsys, tmp_path, page_alone, monke
     monkeypatch.chdir(tmp_path / "here" / "below")
     for out, place in ((".", "."), ("..", ".."), ("../below/", "."), ("new/one", "new")):
         name = "one" if place == "new" else "compare"
-        assert f"{name}.html with the tables" in printed(capsys, *pair, out=out)
+        assert f"{name}.html" in printed(capsys, *pair, out=out)
         assert (Path(place) / f"{name}.html").exists(), out
 
 
@@ -507,7 +530,7 @@ def test_curves_over_what_was_spent_are_the_mean_of_the_seeds_in_a_band(x, place
     other = {1: {"train/loss": 1.0, "train/tokens": 100, "perf/tokens_per_second": 1.0}}
     runs.append(fake_run(tmp_path / "other", other, lr=0.5, starts=[{"step": 0, "flops_per_token": 6000}]))
     bare = fake_run(tmp_path / "bare", rows_of(val=[3, 2, 1]), lr=0.7)
-    assert f"not drawn, for their files do not tell {x}: bare\n" in printed(
+    assert f"not plotted, because they did not log {x}: bare\n" in printed(
         capsys, *runs, bare, x=x, out=str(tmp_path / "all")
     )
     assert page_groups(tmp_path / "all.html")[0]["curves"][-1] == ["optimizer.lr 0.7", {}]
@@ -550,16 +573,16 @@ def test_branches_are_a_tree_with_the_effect_beside_the_noise(family, capsys):
     noise = statistics.stdev([3.0, 3.2, 2.9])
     assert tree(printed(capsys, *family)) == [
         "root: val/loss 3.0000",
-        f"├─ step 10: faster (optimizer.lr 0.001 -> 0.01): -1 at step 30, noise {noise:.4g} by 3 seeds",
+        f"├─ step 10: faster (optimizer.lr 0.001 -> 0.01): -1 at step 30, std over 3 seeds {noise:.4g}",
         "│  └─ step 20: twig (optimizer.lr 0.01 -> 0.1): -0.5 at step 30",
-        f"├─ step 10: other_seed (seed 0 -> 1): +0.2 at step 30, noise {noise:.4g} by 3 seeds",
-        f"└─ step 10: third_seed (seed 0 -> 2): -0.1 at step 30, noise {noise:.4g} by 3 seeds",
+        f"├─ step 10: other_seed (seed 0 -> 1): +0.2 at step 30, std over 3 seeds {noise:.4g}",
+        f"└─ step 10: third_seed (seed 0 -> 2): -0.1 at step 30, std over 3 seeds {noise:.4g}",
     ]
 
 
 def test_the_past_that_branches_share_is_counted_once_and_drawn_once(family, capsys, tmp_path, page_alone):
     shown = table(printed(capsys, *family, out=str(tmp_path / "new" / "picture"), loss=4.5))
-    parts = {row["run"]: row.get("digest parts") for row in shown}
+    parts = {row["run"]: row.get("digest diverges") for row in shown}
     assert parts == {"root": None, "faster": "20", "other_seed": "20", "third_seed": "20", "twig": "20"}
     assert {row["tokens to 4.5000"] for row in shown} == {f"{20 * 64:,d}"}
     curves = page_data(tmp_path / "new" / "picture.html")
@@ -603,12 +626,59 @@ def test_a_branch_of_other_code_or_precision_has_changed_something_and_is_no_noi
     other = fake_run(tmp_path / "other", rows, begin, starts=[start(**fact)], seed=2)
     shown = tree(printed(capsys, root, plain, other))
     name, value = {"code": "code", "precision": "mixed_precision"}[[*fact][0]], [*fact.values()][0]
-    assert f"{name} " in shown[1] and f"-> {value})" in shown[1] and "noise" in shown[1] and "by 2 seeds" in shown[1]
+    assert f"{name} " in shown[1] and f"-> {value})" in shown[1] and "std over 2 seeds" in shown[1]
     assert "plain (seed 0 -> 1)" in shown[2]
 
 
 def test_a_branch_without_its_parent_says_where_it_was(family, capsys):
-    assert tree(printed(capsys, family[1]))[0] == f"faster, from step 10 of {family[0]}, which is not among these"
+    assert tree(printed(capsys, family[1]))[0] == f"faster, from step 10 of {family[0]}, which is not compared"
+
+
+@pytest.fixture
+def two_parents(tmp_path):
+    """A run that was started afresh with another seed, which moved it aside, and a branch of each with one seed."""
+    parents, branches = [], []
+    for seed, (name, loss) in enumerate([("base.old-1", 3.0), ("base", 3.1)]):
+        rows = rows_of(val=[5, 4, loss], digest=[f"{seed}d10", f"{seed}d20", f"{seed}d30"])
+        parents.append(fake_run(tmp_path / name, rows, seed=seed))
+        begin = {"run": str(tmp_path / "base"), "step": 10, "digest": f"{seed}d10"}
+        rows = rows_of(val=[None, 3.5, 2.0 + loss], digest=[None, f"{seed}b20", f"{seed}b30"])
+        branches.append(fake_run(tmp_path / f"branch-{seed}", rows, begin, seed=7, lr=0.1))
+    return parents, branches
+
+
+def test_branches_of_two_parents_are_two_seeds(two_parents, capsys, tmp_path, page_alone):
+    parents, branches = two_parents
+    (row,) = table(printed(capsys, *branches, out=str(tmp_path / "picture")), "recipe")
+    assert (row["seeds"], row["val/loss"]) == ("2", "5.0500")
+    [(label, metrics)] = page_groups(tmp_path / "picture.html")[0]["curves"]
+    assert "(2 seeds)" in label
+    assert metrics["val/loss"][0][-1] == [30, pytest.approx(5.05), 5.0, 5.1]
+
+
+def test_recipes_of_branches_ignore_order_and_number_of_runs(two_parents, capsys):
+    """Whether the parents are compared too, and in which order runs are named, changes no recipe."""
+    parents, branches = two_parents
+    for runs in (branches, branches[::-1], [*parents, *branches], [parents[1], *branches], [*branches, parents[0]]):
+        rows = table(printed(capsys, *runs), "recipe")
+        assert [row["seeds"] for row in rows if "from step 10" in row["recipe"] or len(rows) == 1] == ["2"], runs
+
+
+def test_branches_of_retrained_parent_are_two_recipes(two_parents):
+    """The run that was started afresh has another learning rate, so its branch is another recipe."""
+    parents, branches = two_parents
+    config = yaml.safe_load((parents[1] / "config.yaml").read_text())
+    (parents[1] / "config.yaml").write_text(yaml.safe_dump(config | {"optimizer": {"lr": 0.5}}))
+    for runs in (branches, branches[::-1], [*parents, *branches], [parents[1], *branches[::-1]]):
+        records = {record.label: record for record in read_records(runs)[0]}
+        assert records["branch-0"].recipe() != records["branch-1"].recipe()
+
+
+def test_repeated_branch_with_seed_of_parent_adds_no_seed(family):
+    begin = {"run": str(family[0]), "step": 10, "digest": "d10"}
+    again = fake_run(family[0].with_name("again"), rows_of(val=[None, 4.0, 3.0]), begin)
+    records = read_records([family[0], again])[0]
+    assert records[1].seeds() == records[0].seeds()
 
 
 def test_branches_of_real_runs(runs, capsys):
@@ -626,9 +696,9 @@ def test_branches_of_real_runs(runs, capsys):
     root, seed, smaller = tree(shown)
     assert root.startswith("base: ") and "seed (seed 0 -> 1): " in seed
     assert re.search(
-        r"smaller \(optimizer.weight_decay 0.1 -> 0.5\): [+-][\d.e-]+ at step 8, noise [\d.]+ by 2", smaller
+        r"smaller \(optimizer.weight_decay 0.1 -> 0.5\): [+-][\d.e-]+ at step 8, std over 2 seeds [\d.]+", smaller
     )
-    assert {row["digest parts"] for row in table(shown) if row["run"] != "base"} == {"5"}
+    assert {row["digest diverges"] for row in table(shown) if row["run"] != "base"} == {"5"}
     # Started again, a branch goes on with its own checkpoints and is no branch of itself.
     train(*recipe, *begin, "--name", "seed", "--seed", 1)
     assert len(read_records([runs / "base", runs / "seed"])[0][1].rows) == 4
@@ -749,7 +819,7 @@ out.swatches = all(byId.tables).filter((one) => one.kind === "line").map((line) 
 out.keys = all(byId.legend).filter((one) => one.kind === "line").map((line) => line.attributes.stroke);
 byId.group.value = 1; byId.group.onchange();
 out.other = [words(byId.legend), byId.metric.value, !!byId.log.checked, find("polygon").length];
-byId.metric.value = "val/loss above the floor"; byId.metric.onchange();
+byId.metric.value = "val/excess_loss"; byId.metric.onchange();
 out.above = [byId.log.checked, ...lines().map((line) => line.split(" ").length), find("polygon").length];
 console.log(JSON.stringify(out));
 """
@@ -759,8 +829,9 @@ console.log(JSON.stringify(out));
 def test_the_page_hovers_and_zooms(pair, capsys, tmp_path, page_alone):
     """In a document of a few lines: 800 x 400 units inside the margins."""
     fake_run(tmp_path / "c", {step: {"train/loss": step * 1e6} for step in (1000, 100_000)}, lr=0.1)
-    floor = {10: {"val/loss": 3.0, "val/entropy": 1.0}, 30: {"val/loss": 2.0, "val/entropy": 1.0}}
-    worlds = [fake_run(tmp_path / f"w{seed}", floor, seed=seed, lr=0.1) for seed in range(2)]
+    excess = {10: 2.0, 30: 1.0}
+    rows = {step: {"val/loss": 1.0 + e, "val/entropy": 1.0, "val/excess_loss": e} for step, e in excess.items()}
+    worlds = [fake_run(tmp_path / f"w{seed}", rows, seed=seed, lr=0.1) for seed in range(2)]
     for run in worlds:
         config = yaml.safe_load((run / "config.yaml").read_text())
         (run / "config.yaml").write_text(yaml.safe_dump(config | {"data": {"seed": 0, "facts": 64}}))
@@ -801,9 +872,9 @@ def test_a_long_name_leaves_room_for_the_curves(tmp_path):
 
 def test_a_legend_tells_recipes_apart_that_differ_in_the_middle_of_their_names():
     names = [f"steps 400, model.position {one}, data.num_samples 6400 (3 seeds)" for one in ("rope", "learned")]
-    rows = [wrapped(name, 35, 3).split("\n") for name in names]
+    rows = [wrap_label(name, 35, 3).split("\n") for name in names]
     assert [" ".join(lines) for lines in rows] == names and max(map(len, rows[0])) <= 35
     long = " ".join(f"setting{i} {i}," for i in range(20))
-    first, *_, last = lines = wrapped(long, 35, 3).split("\n")
+    first, *_, last = lines = wrap_label(long, 35, 3).split("\n")
     assert len(lines) == 3 and max(map(len, lines)) <= 35 and first[-1] == "…" and last.endswith("19,")
-    assert "\n" not in wrapped(names[0], 35, 1)
+    assert "\n" not in wrap_label(names[0], 35, 1)

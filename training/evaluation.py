@@ -20,8 +20,8 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
 
     Returns:
         `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of what else the model (see GPTModel.forward)
-        and the corpus report; and where the corpus knows them `val/entropy` (the lowest expected `val/loss`)
-        and `val/bits_per_byte`.
+        and the corpus report; and where the corpus knows them `val/entropy` (the lowest expected `val/loss`),
+        `val/excess_loss`, `val/bits_per_byte` and `val/bytes` (of the text that the targets stand for).
     """
     validation, score = corpus.validation, corpus.score
     rank, num_processes = accelerator.process_index, accelerator.num_processes
@@ -49,6 +49,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         metrics["val/excess_loss"] = metrics["val/loss"] - metrics["val/entropy"]
     if num_bytes := getattr(validation, "num_bytes", None):
         metrics["val/bits_per_byte"] = mean(loss_sums, [num_bytes]) / math.log(2)
+        metrics["val/bytes"] = num_bytes
     return metrics
 
 

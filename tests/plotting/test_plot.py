@@ -11,7 +11,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from comparison import report
-from comparison.report import ABOVE_FLOOR, Curves, save_page, save_picture
+from comparison.report import EXCESS_LOSS, Curves, save_page, save_picture
 from config.errors import ConfigError
 from plotting import run_plots as plot
 from plotting import style
@@ -113,12 +113,19 @@ def test_recipes_over_each_other_look_as_in_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "new_figure", lambda *size: figures.append(style.new_figure(*size)) or figures[-1])
     recipes = [Curves(f"run {n}", {"val/loss": [[(1, 5.0 + n), (2, 1.0 + n)]]}) for n in range(2)]
     band = {"val/loss": [[(1, 4.0, 3.5, 4.5), (2, 0.7, 0.6, 0.8)]], "val/entropy": [[(2, 0.5)]]}
-    recipes.append(Curves("mean (3 seeds)", band | {ABOVE_FLOOR: [[(1, 3.5, 3.0, 4.0), (2, 0.2, 0.1, 0.3)]]}))
+    recipes.append(Curves("mean (3 seeds)", band | {EXCESS_LOSS: [[(1, 3.5, 3.0, 4.0), (2, 0.2, 0.1, 0.3)]]}))
     save_picture("stories", recipes, tmp_path / "all.png", "tokens")
     save_page([("stories", recipes, [])], tmp_path / "all.html", "tokens")
     (losses, above), (key,) = figures[0].axes, figures[0].legends
     assert [text.get_text() for text in key.get_texts()] == [
-        *("run 0", "run 1", "mean (3 seeds)", "floor = 0.5000", "thick: validation", "band: lowest to highest seed"),
+        *(
+            "run 0",
+            "run 1",
+            "mean (3 seeds)",
+            "entropy of the data = 0.5000",
+            "thick: validation",
+            "band: min to max over seeds",
+        ),
     ]
     colors, dashes = re.search(r"COLORS = (\[.*\]), DASHES = (\[.*\]);", (tmp_path / "all.html").read_text()).groups()
     for index, (of_key, line) in enumerate(zip(key.legend_handles[:3], losses.get_lines(), strict=False)):
@@ -126,7 +133,10 @@ def test_recipes_over_each_other_look_as_in_the_page(tmp_path, monkeypatch):
         assert list(line._unscaled_dash_pattern[1] or ()) == json.loads(dashes)[index]
     [shaded] = above.collections
     assert shaded.get_datalim(above.transData).intervaly.tolist() == [0.1, 4.0] and above.get_yscale() == "log"
-    assert above.get_lines()[0].get_color() == json.loads(colors)[2] and "above the floor" in above.get_ylabel()
+    assert (
+        above.get_lines()[0].get_color() == json.loads(colors)[2]
+        and above.get_ylabel() == "excess validation loss (nats/token)"
+    )
     assert losses.get_xlabel() == "training tokens" and "training tokens" in (tmp_path / "all.html").read_text()
 
 
@@ -152,7 +162,9 @@ def test_the_page_has_the_floor_and_round_numbers(tmp_path):
     done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     wide, narrow = json.loads(done.stdout)
-    assert {"0.5", "1", "2", "5", "floor = 0.4427", "optimizer steps", "val/loss (nats per token)"} <= set(wide)
+    assert {"0.5", "1", "2", "5", "entropy of the data = 0.4427", "optimizer steps", "val/loss (nats/token)"} <= set(
+        wide
+    )
     assert {"0.5", "1", "2"} <= set(narrow) and "3.981" not in wide + narrow
 
 
