@@ -24,7 +24,7 @@ from config.resolve import replace_settings, with_stored_model
 from config.schema import TrainConfig, flat_settings
 from jobs.runner import Stopped, Training, Trainings, launch_command, launched_precision
 from run.metrics_log import read_rows
-from run.resume import check_resume, differences
+from run.resume import check_resume, differing_settings
 from run.status import read_status
 from run.stored_settings import read_settings
 
@@ -133,7 +133,7 @@ def check_existing(settings: TrainConfig, before: dict[str, Any], now: dict[str,
     path = directory(settings)
     if settings.init_from is not None:  # whose model train.py takes over at the start
         settings = with_stored_model(settings, before)
-    if different := differences(before, settings) + differing_facts(path, now):
+    if different := differing_settings(before, settings) + differing_facts(path, now):
         raise ConfigError(
             f"{path} holds a run with other settings:\n  "
             + "\n  ".join(different)

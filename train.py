@@ -32,11 +32,12 @@ from plotting.run_plots import save_block_stats, save_excess_loss, save_loss_cur
 from plotting.style import report_plot_errors
 from run import trackers
 from run.corpus_check import CorpusCheck
-from run.directory import RunDirectory, Start
+from run.directory import RunDirectory
 from run.initial_weights import copy_initial_weights
 from run.load import Loaded
 from run.reporting import Reporter
 from run.resolve import resolve
+from run.resume import Start
 from run.summary import summary
 from training.block_stats import BlockStatistics
 from training.ema import ema_weights
@@ -62,7 +63,7 @@ def main(config: TrainConfig) -> None:
         Preempted: a signal asked to stop, and the checkpoint is saved.
     """
     run = RunDirectory(config.out_dir, config.name)
-    with run.outcome_recorded(config):
+    with run.record_outcome(config):
         check_request(config)
         trackers.check(config)
         config, corpus, initial = resolve(config, run)

@@ -19,7 +19,7 @@ from checkpoint.unshard import whole_tensors
 from config.errors import ConfigError, RunError
 from distributed.nested import broadcast_from_main
 from distributed.state_hash import digests
-from run.resume import differences
+from run.resume import differing_settings
 from run.stored_settings import complete_settings
 from training.schedule import should_evaluate, should_log
 
@@ -110,7 +110,7 @@ def session_problems(run: RecordedRun) -> Iterator[str]:
         for name, value in size.items():
             if getattr(session, name) != value:
                 yield f"{where} has {name} {getattr(session, name)}, and config.yaml gives {value}"
-        if lines := differences(complete_settings(session.config or {}), run.config):
+        if lines := differing_settings(complete_settings(session.config or {}), run.config):
             yield f"{where} has other settings than config.yaml: {lines[0]}"
         if (patch := session.uncommitted_changes) and not is_patch_intact(run.path / patch):
             yield f"{where} names {patch}, which is missing or has other content"
@@ -142,7 +142,7 @@ def checkpoint_problem(run: RecordedRun, checkpoint: Path, manifest: Manifest) -
         validate(checkpoint)
     except InvalidCheckpoint as invalid:
         return str(invalid)
-    if lines := differences(complete_settings(manifest.config), run.config):
+    if lines := differing_settings(complete_settings(manifest.config), run.config):
         return f"its settings differ from config.yaml: {lines[0]}"
     if changed := manifest.tokenizer and changed_files(run.path / "tokenizer", manifest.tokenizer):
         return f"{run.path / 'tokenizer'} is not what it was trained with ({changed})"

@@ -28,8 +28,9 @@ from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from data.files import lock
 from distributed.signals import signals_to_catch
+from run.lock import IN_USE, LOCK_FILE
 from run.metrics_log import read_rows
-from run.status import IN_USE, LOCK, Status, read_status
+from run.status import Status, read_status
 
 # What a failed run reports when its disk is full, its quota used up or a file at its size limit. The last is the check
 # before each save (checkpoint/saver.py).
@@ -60,7 +61,7 @@ class Training:
 
     def is_in_use(self) -> bool:
         """Whether a process trains it, on whichever machine."""
-        if not (file := self.directory / LOCK).exists():
+        if not (file := self.directory / LOCK_FILE).exists():
             return False
         with open(file, "a") as opened:
             return not lock(opened)

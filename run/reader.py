@@ -7,10 +7,10 @@ from typing import Any
 
 from checkpoint.manifest import Manifest, readable_checkpoints
 from config.errors import ConfigError
-from data.files import lock
 from data.json_objects import typed
+from run.lock import is_locked
 from run.metrics_log import RowReader
-from run.status import LOCK, Status, read_status
+from run.status import Status, read_status
 from run.stored_settings import read_settings
 
 
@@ -117,10 +117,7 @@ class RunReader:
 
     def is_locked(self) -> bool:
         """Return whether a process, on whichever machine, is training in this directory."""
-        if not (file := self.path / LOCK).exists():
-            return False
-        with open(file, "a") as opened:
-            return not lock(opened)
+        return is_locked(self.path)
 
     def _rows(self, reader: RowReader) -> list[dict[str, Any]]:
         try:

@@ -56,7 +56,7 @@ class Reporter(AbstractContextManager):
             total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not has_room, file=sys.stdout
         )
         self.metrics_file = RowWriter(run.metrics_file)
-        self.samples_file = run.samples_file
+        self.samples_file = run.generations_file
         self.remote = start_tracker(config, run, step, self.say, export_newest)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ from distributed.world import num_processes
 from run.directory import RunDirectory
 from run.initial_weights import hash_weights
 from run.load import Loaded, load_run
+from run.resume import data_seed_of_branch, has_replaced_initial_model, resumed_settings
 from run.tokenizer import check_tokenizer
 
 
@@ -31,12 +32,12 @@ def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
         ConfigError: the settings contradict each other, the run, the initial model or the corpus.
     """
     initial, needs_initial = None, config.init_from is not None
-    if run is not None and (stored := run.stored_settings(config)) is not None:
+    if run is not None and (stored := resumed_settings(run.path, config)) is not None:
         config = step.with_stored_settings(config, stored)
-        if needs_initial and run.has_replaced_initial_model(config, stored):
+        if needs_initial and has_replaced_initial_model(run.path, config, stored):
             config, needs_initial = step.with_stored_model(config, stored), False
     elif run is not None and config.data.seed is None:
-        config = step.replace_settings(config, {"data.seed": run.data_seed_of_branch(config)})
+        config = step.replace_settings(config, {"data.seed": data_seed_of_branch(config)})
     if needs_initial:
         config, initial = resolve_initial_model(config)
     step.require_consistent(config, num_processes())

@@ -1,44 +1,106 @@
-"""Whether these settings may go on with a run or a checkpoint that others began, which settings are said by name."""
+"""Decide where a start of train.py begins, and refuse settings that would change a run half-way."""
 
-from dataclasses import asdict, fields, replace
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from checkpoint.manifest import Manifest
+from checkpoint.identity import compare_facts, compare_summation_order, describe_code
+from checkpoint.manifest import (
+    InvalidCheckpoint,
+    Manifest,
+    newest_valid,
+    read_manifest,
+    readable_checkpoints,
+    validate,
+)
 from config.errors import ConfigError
+from config.paths import expanded
 from config.schema import ScheduleConfig, TrainConfig, flat_settings
-from run.stored_settings import complete_settings
+from run.metrics_log import read_rows
+from run.status import read_status
+from run.stored_settings import complete_settings, read_settings
 from training.schedule import SCHEDULES, at_step
 
-# What may change when a run goes on: nothing here moves the trajectory by more than rounding. Those of schedules are
-# compared by what these gave so far; data.path and the paths of data.mix by data.hash, if there is one, init_from by
-# init_hash.
+# A resumed run may change these, since they move the trajectory by no more than rounding. Three kinds are compared in
+# another way: schedules by the values that they gave so far; data.path and the paths of data.mix by data.hash, if there
+# is one; init_from by init_hash.
 OF_SCHEDULES = {"steps", *(f"schedule.{name}" for name in ("name", "warmup_steps", "decay_steps", "min_lr_ratio"))}
 FREE_SETTINGS = OF_SCHEDULES | {
     *("name", "out_dir", "resume", "branch_from", "compile", "on_nonfinite"),
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
     *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
-# But this of them: what the optimizer keeps depends on it.
+# Except this one: the optimizer has the moving average in its state.
 FIXED_SETTINGS = {"evaluation.ema_decay"}
-# Filled in at a start where they are null.
+# Filled in at the first start where they are null.
 RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
 
+NONE_LEFT = "no valid checkpoint is left"
 
-def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
-    """What going on with `config` would change of the trajectory of a run with the settings `before`, a line each."""
+
+@dataclass(frozen=True)
+class Start:
+    """Where a start begins: at step 0, or after the step of a checkpoint."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    """Completed steps."""
+    skipped: tuple[int, int] = (0, 0)
+    """Skipped updates so far: in all, and in a row until the last step."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Metrics of `step`."""
+
+
+def starts_afresh(config: TrainConfig) -> bool:
+    """Return whether an existing run is to be moved aside.
+
+    A launcher that restarts the job after a crash repeats the command: then `resume: never` resumes.
+    """
+    return config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
+
+
+def resumed_settings(run: Path, config: TrainConfig) -> dict[str, Any] | None:
+    """Return the flat settings of the run that this start resumes; None if it starts afresh.
+
+    Raises:
+        ConfigError: config.yaml is damaged.
+    """
+    return None if starts_afresh(config) else read_settings(run / "config.yaml")
+
+
+def data_seed_of_branch(config: TrainConfig) -> int:
+    """Return the data seed of the checkpoint that `branch_from` names, 0 if there is none or it cannot be read."""
+    with suppress(ConfigError, InvalidCheckpoint):
+        if config.branch_from is not None:
+            return complete_settings(read_manifest(Path(config.branch_from)).config)["data.seed"]
+    return 0
+
+
+def has_replaced_initial_model(run: Path, config: TrainConfig, stored: dict[str, Any]) -> bool:
+    """Return whether the run, initialised from the same `init_from`, has a checkpoint to resume from.
+
+    Then the initial model is not read: it may have been trained since, or deleted.
+    """
+    is_same = stored["init_from"] == config.init_from and stored["init_hash"] is not None
+    return is_same and bool(readable_checkpoints(run / "checkpoints"))
+
+
+def differing_settings(before: dict[str, Any], config: TrainConfig) -> list[str]:
+    """Return a line for each setting by which `config` would change the trajectory of a run with settings `before`."""
     now = flat_settings(asdict(config))
-    yet_unknown = {key for key in RESOLVED_AT_START if now[key] is None}
+    unresolved = {key for key in RESOLVED_AT_START if now[key] is None}
     if config.init_from is None:
-        yet_unknown.discard("init_hash")  # that there is none is known
+        unresolved.discard("init_hash")  # it will stay null
     free = set(FREE_SETTINGS)
     if before["data.hash"] is None:
-        free.discard("data.path")  # a source without a hash, as a fork's may be, is known by its path alone
-    elif _same_shares(before["data.mix"], now["data.mix"]):
+        free.discard("data.path")  # the only name of data without a hash, as those of a fork's source may be
+    elif _have_same_weights(before["data.mix"], now["data.mix"]):
         free.add("data.mix")  # its keys are paths
     lines = []
-    for key in sorted((before.keys() | now.keys()) - yet_unknown):
+    for key in sorted((before.keys() | now.keys()) - unresolved):
         section = key.split(".")[0]
         is_free = key not in FIXED_SETTINGS and not free.isdisjoint((key, section))
         if key not in now:
@@ -49,27 +111,107 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
     return lines
 
 
-def _same_shares(one: Any, other: Any) -> bool:
-    """Whether both are mixtures of corpora with the same weights, in the same order."""
+def _have_same_weights(one: Any, other: Any) -> bool:
+    """Return whether both are mixtures of corpora with the same weights in the same order."""
     return isinstance(one, dict) and isinstance(other, dict) and [*one.values()] == [*other.values()]
 
 
-def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
-    """Refuse settings by which the updates until the checkpoint at `path` of the run itself would have been others.
+def check_existing_run(run: Path, config: TrainConfig, before: dict[str, Any]) -> None:
+    """Refuse to resume the run in the directory `run`, which has the settings `before`, as another run.
 
     Raises:
-        ConfigError: with those settings, with the first step of which a schedule says otherwise now, or if more steps
-            are done.
+        ConfigError: `branch_from` or a setting that changes the trajectory differs.
+    """
+    if config.branch_from != before["branch_from"]:
+        problem = f"branch_from: {config.branch_from!r} starts a new run, but {run} already holds one"
+        raise ConfigError(f"{problem}; choose another name, or --resume never moves that run aside")
+    if different := differing_settings(before, config):
+        raise ConfigError(
+            f"{run} holds a run with other settings, and resuming would change it half-way:\n  "
+            + "\n  ".join(different)
+            + "\nchoose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
+        )
+
+
+def check_new_run(run: Path, config: TrainConfig) -> None:
+    """Refuse to start a run from something that is not there, or will not be once its directory `run` is made.
+
+    Raises:
+        ConfigError: `branch_from` is not a directory; a path is in the run that is moved aside; or `init_from` is the
+            run itself.
+    """
+    if config.branch_from is not None and not os.path.isdir(config.branch_from):
+        raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
+    inputs = [("branch_from", config.branch_from), ("init_from", config.init_from), ("data.path", config.data.path)]
+    inputs += [("data.mix", corpus) for corpus in config.data.mix or []]
+    run = run.resolve()
+    for setting, value in inputs:
+        place = expanded(setting, value).resolve() if value else Path("/")
+        if starts_afresh(config) and place.exists() and run in (place, *place.parents):
+            problem = f"{setting}: {value!r} is of the run that --resume never would move aside"
+            raise ConfigError(f"{problem}; choose another name")
+        if setting == "init_from" and place == run and place.exists():
+            raise ConfigError(f"init_from: {value!r} is the directory of this run itself; choose another name")
+
+
+def choose_start(run: Path, config: TrainConfig, now: dict[str, Any]) -> Start:
+    """Choose the newest valid checkpoint of the run, else that of `branch_from`, else step 0; print what differs.
+
+    Args:
+        run: the directory of the run.
+        config: the resolved config.
+        now: `provenance` and `arrangement` of this start.
+
+    Raises:
+        ConfigError: all checkpoints of the run are damaged, or the checkpoint does not fit the config or the launch.
+    """
+    checkpoints = run / "checkpoints"
+    path, manifest, rejected = newest_valid(checkpoints)
+    for reason in rejected:
+        print(f"Checkpoint skipped: {reason}")
+    if path is not None and manifest is not None:
+        if "mixed_precision" in compare_facts(vars(manifest), now):
+            raise ConfigError(
+                f"mixed_precision: {now['mixed_precision']} of the launch, but {path} was trained with "
+                f"{manifest.mixed_precision}; use that, or a new run: --name NEW --branch_from {path}"
+            )
+        check_resume(config, path, manifest)
+    elif rejected or _had_checkpoint(run):
+        raise ConfigError(f"{NONE_LEFT} in {checkpoints}; repair one, or start afresh with --resume never")
+    elif config.branch_from is not None:
+        path = Path(config.branch_from)
+        try:
+            manifest = validate(path)
+        except InvalidCheckpoint as invalid:
+            raise ConfigError(f"branch_from: {invalid}") from None
+        check_branch(config, path, manifest)
+    if manifest is None:
+        return Start()
+    then = vars(manifest) | manifest.provenance
+    if "code" in compare_facts(then, now):
+        print(f"Other code: {path} was trained by {describe_code(then)}, and this is {describe_code(now)}.")
+    if changed := compare_summation_order(then, now, config.exact):
+        counts = ", ".join(f"{now[name]} {name} instead of {then[name]}" for name in changed)
+        print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
+    return Start(path, manifest.step, manifest.skipped, manifest.metrics)
+
+
+def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
+    """Refuse a config with which the steps until the run's own checkpoint at `path` would have been computed otherwise.
+
+    Raises:
+        ConfigError: a setting differs, a schedule gives another value for a completed step, or more steps are
+            completed than the config has.
     """
     before = complete_settings(manifest.config)
-    if different := differences(before, config):  # config.yaml is gone, or was edited
-        raise ConfigError("\n  ".join([f"{path} is of other settings, which going on would change:", *different]))
+    if different := differing_settings(before, config):  # config.yaml was deleted or edited
+        raise ConfigError("\n  ".join([f"{path} is of other settings, and resuming would change them:", *different]))
     old_schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
     is_unchanged = old_schedule == config.schedule and before["steps"] == config.steps
-    to_compare = 0 if is_unchanged else min(manifest.step, config.steps)  # of millions it takes seconds
+    num_compared = 0 if is_unchanged else min(manifest.step, config.steps)  # comparing millions of steps takes seconds
     then = replace(config, schedule=old_schedule, steps=before["steps"])
     values = {name: before[key] for key in before for name in SCHEDULES if key.endswith(f".{name}")}
-    for step, (name, value) in product(range(to_compare), values.items()):
+    for step, (name, value) in product(range(num_compared), values.items()):
         old, new = at_step(name, value, then, step), at_step(name, value, config, step)
         if old != new:
             what = "learning rate" if name == "lr" else name
@@ -84,16 +226,26 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
 
 
 def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
-    """Refuse to begin a new run with the weights and moments of a checkpoint that do not fit it.
+    """Refuse to start a new run with the weights and moments of a checkpoint that do not fit it.
 
     Raises:
-        ConfigError: it is of another model or optimizer, or leaves nothing to do.
+        ConfigError: it is of another model or optimizer, or no step is left to train.
     """
     fixed = ("model.", "optimizer.name:", *(f"{name}:" for name in FIXED_SETTINGS))
-    if different := [
-        line for line in differences(complete_settings(manifest.config), config) if line.startswith(fixed)
-    ]:
-        what = "\n  ".join(different)
-        raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {what}")
+    lines = differing_settings(complete_settings(manifest.config), config)
+    if different := [line for line in lines if line.startswith(fixed)]:
+        settings = "\n  ".join(different)
+        raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {settings}")
     if config.steps <= manifest.step:
         raise ConfigError(f"steps: {config.steps} leaves nothing to do after the {manifest.step} of {path}")
+
+
+def _had_checkpoint(run: Path) -> bool:
+    """Return whether the run certainly had a checkpoint; one that was killed may have been writing its first."""
+    sessions, status = run / "sessions.jsonl", read_status(run / "status.json")
+    starts = {row["step"] for row in read_rows(sessions)} if sessions.exists() else set()
+    if len(starts) > 1:
+        return True  # one of these starts resumed from a checkpoint
+    if status is None:
+        return False
+    return (status.state in ("finished", "preempted") and status.step > 0) or NONE_LEFT in status.reason

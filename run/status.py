@@ -1,4 +1,4 @@
-"""status.json: how a run stands, for whoever decides whether to start it again."""
+"""status.json: the state of a run, for programs that decide whether to start it again."""
 
 import json
 import os
@@ -9,22 +9,23 @@ from pathlib import Path
 from data.files import write_atomically
 from data.json_objects import parse_object, typed
 
-# A run's directory has a file that the process which trains in it keeps locked, and what the next one is told.
-LOCK, IN_USE = ".lock", "is in use: another training is running in it"
-LONGEST_REASON = 1000  # characters: the file stays within one block of the disk
+MAX_REASON_CHARACTERS = 1000  # so that the file fits into one block of the disk
 
 
 @dataclass(frozen=True)
 class Status:
-    """`state` is running, finished, preempted or failed; `step` the last one done or saved."""
+    """Content of status.json."""
 
     state: str
+    """running, finished, preempted or failed."""
     step: int
+    """The last step that was completed or saved."""
     reason: str = ""
+    """Why the run was preempted or failed."""
 
 
 def read_status(path: Path) -> Status | None:
-    """What the file says; None if there is none, or it is damaged."""
+    """Return the content of the file; None if it is absent or damaged."""
     try:
         return typed(parse_object(path.read_bytes()), Status, "status")
     except (OSError, ValueError):
@@ -32,13 +33,13 @@ def read_status(path: Path) -> Status | None:
 
 
 def write_status(path: Path, status: Status) -> None:
-    """Replace the file, as well as the disk allows: that it cannot be written must not hide how the run ended."""
-    text = json.dumps(asdict(status) | {"reason": status.reason[:LONGEST_REASON]}) + "\n"
+    """Replace the file. An error is only printed: it must not hide how the run ended."""
+    text = json.dumps(asdict(status) | {"reason": status.reason[:MAX_REASON_CHARACTERS]}) + "\n"
     try:
         try:
             write_atomically(path, text)
         except OSError:
-            # A full disk has no room for a second file, but the first one has a block of its own.
+            # A full disk has no room for a second file, but the old one has a block of its own.
             with open(path, "rb+", buffering=0) as file:
                 file.write(text.encode())
                 file.truncate()
@@ -46,3 +47,9 @@ def write_status(path: Path, status: Status) -> None:
     except OSError as error:
         if path.parent.is_dir():
             print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def write_outcome(path: Path, state: str, reason: str = "") -> None:
+    """Replace the state and the reason; the step stays."""
+    before = read_status(path)
+    write_status(path, Status(state, before.step if before else 0, reason))

@@ -10,7 +10,7 @@ from data.sampler import BatchSizes
 from distributed.launch import num_shards
 from model.attention import HAS_TRITON
 from model.gpt import GPTModel
-from run.directory import Start
+from run.resume import Start
 from training.gradients import trainable_parameters
 from training.prepare_model import no_compiler
 

@@ -17,7 +17,7 @@ from uuid import uuid4
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import patch_environment
 
-from checkpoint.identity import SUMMATION_ORDER
+from checkpoint.identity import ROOT, SUMMATION_ORDER, training_sources
 from checkpoint.manifest import Manifest
 from checkpoint.provenance import provenance
 from config.errors import ConfigError, no_code_for
@@ -29,7 +29,6 @@ from run.directory import RunDirectory
 from run.metrics_log import read_rows
 from training.metrics import NonFiniteError
 
-ROOT = Path(__file__).parent.parent
 STOPPING_SECONDS = 10  # for which a run that was asked to stop waits for its tracker
 ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # from a run's directory to the folder, and what it is of
 
@@ -190,7 +189,7 @@ class WandbRun(TrackerRun):
 
     def __init__(self, config: TrainConfig, run: RunDirectory, *others):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="wandb")
-        self.samples = list(read_rows(run.samples_file)) if run.samples_file.exists() else []
+        self.samples = list(read_rows(run.generations_file)) if run.generations_file.exists() else []
         self.num_given = len(self.samples)
         self.until_finished = ExitStack()
         super().__init__(config, run, *others)
@@ -252,9 +251,9 @@ class WandbRun(TrackerRun):
     def _log_code(self, run) -> None:
         """What trains, as W&B keeps code, and what of it the commits of all starts lack."""
         with TemporaryDirectory() as folder:
-            for file in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py")):  # log_code itself would walk all data and runs
+            for file in training_sources():  # log_code itself would walk all data and runs
                 copy = Path(folder, file.relative_to(ROOT))
-                copy.parent.mkdir(exist_ok=True)
+                copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, copy)
             run.log_code(folder)
         for changes in self.directory.glob("code-*.diff"):

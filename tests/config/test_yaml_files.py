@@ -93,11 +93,11 @@ def odd_config(chance):
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_run_writes_is_read_as_it_was(seed, tmp_path, monkeypatch):
     """Odd values of every type, through `--config` and by whoever goes on with the run."""
-    from run.directory import _plain
+    from run.directory import settings_to_store
 
     config = odd_config(random.Random(seed))
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(_plain(config), sort_keys=False))
+    file.write_text(yaml.safe_dump(settings_to_store(config), sort_keys=False))
     monkeypatch.setattr(TrainConfig, "problems", lambda *_: [])
     assert asdict(parse_config(["--config", str(file)])) == asdict(config)
     assert read_settings(file) == flat_settings(asdict(config))

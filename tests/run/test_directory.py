@@ -67,9 +67,9 @@ def stored(**changes):
 
 def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
     settings, config = stored(optimizer__betas=..., model__zero_init=...)
-    assert resume.differences(complete_settings(settings), config) == []
+    assert resume.differing_settings(complete_settings(settings), config) == []
     config = replace_settings(config, {"model.zero_init": True})
-    assert resume.differences(complete_settings(settings), config) == ["model.zero_init: False there, True now"]
+    assert resume.differing_settings(complete_settings(settings), config) == ["model.zero_init: False there, True now"]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_a_stored_number_that_is_none_is_named(name, value, tmp_path):
 def test_the_growth_of_the_batch_may_not_change(name):
     settings, config = stored(schedule__batch_warmup_from=2, schedule__batch_warmup_steps=4)
     config = replace_settings(config, {"schedule.batch_warmup_from": 2, "schedule.batch_warmup_steps": 4})
-    assert resume.differences(complete_settings(settings), config) == []
+    assert resume.differing_settings(complete_settings(settings), config) == []
     config = replace_settings(config, {f"schedule.{name}": 3})
-    assert resume.differences(complete_settings(settings), config) == [
+    assert resume.differing_settings(complete_settings(settings), config) == [
         f"schedule.{name}: {settings['schedule'][name]} there, 3 now"
     ]
 
@@ -109,27 +109,27 @@ def test_whatever_changes_with_the_step_must_have_been_so_until_now(monkeypatch)
 def test_a_path_may_change_where_a_hash_says_what_lies_there():
     settings, config = stored(data__path="a.csv")
     config = replace_settings(config, {"data.path": "b.csv"})
-    assert resume.differences(complete_settings(settings), config) == ["data.path: a.csv there, b.csv now"]
+    assert resume.differing_settings(complete_settings(settings), config) == ["data.path: a.csv there, b.csv now"]
     settings["data"]["hash"] = "0123"
     config = replace_settings(config, {"data.hash": "0123"})
-    assert resume.differences(complete_settings(settings), config) == []
+    assert resume.differing_settings(complete_settings(settings), config) == []
 
 
 def test_the_corpora_of_a_mixture_may_move_but_weigh_what_they_did():
     settings, config = stored(data__mix={"a": 2.0, "b": 1.0}, data__hash="01+23")
     config = replace_settings(config, {"data.mix": {"c": 2.0, "d": 1.0}, "data.hash": "01+23"})
-    assert resume.differences(complete_settings(settings), config) == []
+    assert resume.differing_settings(complete_settings(settings), config) == []
     for mix, digest in ({"c": 1.0, "d": 2.0}, "01+23"), ({"c": 2.0, "d": 1.0}, None):
         settings["data"]["hash"] = digest
         config = replace_settings(config, {"data.mix": mix, "data.hash": digest})
-        assert resume.differences(complete_settings(settings), config) == [
+        assert resume.differing_settings(complete_settings(settings), config) == [
             f"data.mix: {settings['data']['mix']} there, {mix} now"
         ]
 
 
 def test_a_stored_setting_that_is_gone_is_named():
     settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
-    assert resume.differences(complete_settings(settings), config) == [
+    assert resume.differing_settings(complete_settings(settings), config) == [
         "optimizer.nesterov: True there, and no setting any more",
         "schedule.cycles: 3 there, and no setting any more",
     ]
@@ -324,9 +324,9 @@ def test_only_the_process_that_writes_a_refusal_down_takes_the_lock(run, monkeyp
     config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="^refused$"):
-        with (directory := RunDirectory(config.out_dir, config.name)).outcome_recorded(config):
+        with (directory := RunDirectory(config.out_dir, config.name)).record_outcome(config):
             raise ConfigError("refused")
-    assert directory._lock_file is None
+    assert not directory.lock.is_held
 
 
 @pytest.mark.parametrize("arguments", [["--seed", 5], ["--resume", "never"], ["--branch_from", "elsewhere"]], ids=str)
@@ -571,9 +571,9 @@ def test_a_disk_without_room_for_a_result_is_an_error_and_for_a_log_none(words, 
 def test_null_settings_are_filled_in_before_they_are_compared():
     settings, config = stored()
     settings["model"]["vocab_size"] = 17
-    assert resume.differences(complete_settings(settings), config) == ["model.vocab_size: 17 there, 16 now"]
+    assert resume.differing_settings(complete_settings(settings), config) == ["model.vocab_size: 17 there, 16 now"]
     config = replace_settings(config, {"model.vocab_size": None})
-    assert resume.differences(complete_settings(settings), config) == []
+    assert resume.differing_settings(complete_settings(settings), config) == []
 
 
 def test_the_defaults_are_a_config_like_any_other():

@@ -7,9 +7,9 @@ import pytest
 
 from config.errors import ConfigError
 from run import metrics_log
+from run.lock import LOCK_FILE
 from run.metrics_log import RowReader, truncate_after_step
 from run.reader import RunReader, Session, surviving_sessions
-from run.status import LOCK
 
 
 def test_reader_of_empty_directory(tmp_path):
@@ -21,7 +21,7 @@ def test_reader_of_empty_directory(tmp_path):
 
 
 def test_reader_sees_lock(tmp_path):
-    with open(tmp_path / LOCK, "w") as file:
+    with open(tmp_path / LOCK_FILE, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert RunReader(tmp_path).is_locked()
     assert not RunReader(tmp_path).is_locked()
