@@ -125,13 +125,13 @@ class Bench:
 
     def __init__(self, config: ScaleConfig, out_dir: Path):
         from checkpoint.identity import code_hash
-        from jobs.runner import Trainings, launch_command, launched_precision, launched_processes
+        from jobs.runner import JobRunner, launched_precision, launched_processes, parse_launcher
         from scaling.ladder import BATCH
 
-        self.out_dir, self.launch = out_dir, tuple(launch_command(config.launch))
+        self.out_dir, self.launch = out_dir, tuple(parse_launcher(config.launch))
         share = max(1, BATCH // launched_processes([*self.launch]))
         self.settings = ("--micro_batch_size", str(share), *own_settings(config.arguments))
-        self.trainings = Trainings(config.jobs or (1 if config.launch else None))
+        self.trainings = JobRunner(config.jobs or (1 if config.launch else None))
         self.trainings.code = code_hash()
         precision = launched_precision([*self.launch])
         check_alike(out_dir, {"arguments": config.arguments, "precision": precision, "code": self.trainings.code})

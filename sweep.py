@@ -22,7 +22,7 @@ from config.errors import ConfigError, RunError
 from config.parser import own_arguments_first, parse_config
 from config.resolve import replace_settings, with_stored_model
 from config.schema import TrainConfig, flat_settings
-from jobs.runner import Stopped, Training, Trainings, launch_command, launched_precision
+from jobs.runner import JobRunner, Stopped, Training, launched_precision, parse_launcher
 from run.metrics_log import read_rows
 from run.resume import check_resume, differing_settings
 from run.status import read_status
@@ -57,11 +57,11 @@ def main(config: SweepConfig) -> None:
         RunError: a run has failed; the others were trained.
         SystemExit: with 75 after a signal, or where a run was stopped as asked: the same command goes on.
     """
-    launch = launch_command(config.launch)
+    launch = parse_launcher(config.launch)
     now = {"mixed_precision": launched_precision(launch), "code": code_hash()}
     runs, changed = plan(config.arguments, now), None
-    trainings = Trainings(config.jobs or (1 if config.launch else None))
-    trainings.code, trainings.on_screen = now["code"], trainings.at_once == 1
+    trainings = JobRunner(config.jobs or (1 if config.launch else None))
+    trainings.code, trainings.show_output = now["code"], trainings.max_running == 1
     wanted, outcomes = {}, {}
     for arguments, settings in runs:
         path = directory(settings)
@@ -69,7 +69,7 @@ def main(config: SweepConfig) -> None:
         if is_finished(settings) and now["mixed_precision"] is not None:
             outcomes[path] = "finished before"
         else:
-            wanted[path] = replace(training, again=training.is_finished())
+            wanted[path] = replace(training, restart=training.is_finished())
     try:
         trainings.train(wanted.values(), until_failure=False)
     except Stopped:  # which the outcomes say

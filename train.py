@@ -22,7 +22,7 @@ from data.corpus import Corpus
 from data.loader import BatchLoader
 from data.sampler import GlobalBatches
 from distributed.launch import start_accelerator
-from distributed.launch_checks import check_request, check_same_settings
+from distributed.launch_checks import check_launch, check_same_settings
 from distributed.signals import Preempted, StopSignal
 from distributed.state_hash import state_digests
 from distributed.tree_reduce import TreeSum
@@ -64,7 +64,7 @@ def main(config: TrainConfig) -> None:
     """
     run = RunDirectory(config.out_dir, config.name)
     with run.record_outcome(config):
-        check_request(config)
+        check_launch(config)
         trackers.check(config)
         config, corpus, initial = resolve(config, run)
         run.check(config)

@@ -73,7 +73,7 @@ from data.loader import split_micro_batches
 from data.sampler import GlobalBatches
 from distributed.cpu import use_portable_arithmetic
 from distributed.launch import num_shards, start_accelerator
-from distributed.launch_checks import check_request
+from distributed.launch_checks import check_launch
 from distributed.nested import broadcast_from_main, nested_training
 from distributed.sharding import full_tensor
 from distributed.signals import Preempted
@@ -341,7 +341,7 @@ def main(config: TrainConfig) -> None:
     """
     if config.steps < 2:
         raise ConfigError(f"verify_steps: {config.steps} leaves none to do after a resume; use 2 or more")
-    check_request(config)
+    check_launch(config)
     with contextlib.suppress(ConfigError):  # where it cannot be, the check of exact says so
         use_portable_arithmetic()
     verification, all_hold = Verification(config), True

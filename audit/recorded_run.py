@@ -28,7 +28,7 @@ from config.errors import RunError
 from config.resolve import replace_settings
 from config.schema import TrainConfig
 from distributed.cpu import prepare_exact
-from distributed.launch import is_on, uses_cpu
+from distributed.launch import env_flag, uses_cpu
 from distributed.nested import broadcast_from_main, nested_training
 from distributed.world import is_main_process, num_processes
 from run.reader import RunReader, Session, surviving_sessions
@@ -119,7 +119,7 @@ class RecordedRun:
     def why_inexact(self, begin: int, end: int) -> str:
         """Explain why retraining steps begin + 1 to `end` here may differ by rounding; "" if it is bitwise."""
         here: dict[str, Any] = {"processes": num_processes(), "shards": 1}
-        if is_on(os.environ, "ACCELERATE_USE_FSDP"):
+        if env_flag(os.environ, "ACCELERATE_USE_FSDP"):
             here["shards"] = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", num_processes()))
         if num_processes() > 1:  # a single process sets its number of threads to the recorded one
             here["threads"] = torch.get_num_threads()

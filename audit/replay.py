@@ -23,7 +23,7 @@ from data.corpus import load_corpus
 from data.files import copy_folder
 from data.loader import load_batch, split_micro_batches
 from distributed.launch import join_process_group, uses_cpu
-from distributed.launch_checks import check_request
+from distributed.launch_checks import check_launch
 from distributed.nested import temporary_folder
 from distributed.world import is_main_process
 from model.gpt import GPTModel
@@ -49,7 +49,7 @@ def main(config: ReplayConfig) -> None:
     if (config.step is None) == (not config.audit):
         raise ConfigError("step: name a step of the run to replay, or --audit N to retrain N intervals of it")
     run = RecordedRun(expanded("run", config.run))
-    check_request(run.config)
+    check_launch(run.config)
     join_process_group(run.config)
     if run.other_code:
         print_on_main(run.other_code)

@@ -31,7 +31,7 @@ from config.resolve import replace_settings
 from config.schema import TrainConfig
 from data.sampler import BatchSizes
 from distributed.launch import num_shards, start_accelerator
-from distributed.launch_checks import check_request
+from distributed.launch_checks import check_launch
 from distributed.nested import broadcast_from_main, nested_training, temporary_folder
 from distributed.world import num_processes
 from model.gpt import GPTModel
@@ -254,7 +254,7 @@ def main(config: TrainConfig) -> None:
         RunError: a step cannot be gone through without data.
         Preempted: a signal asked to stop.
     """
-    check_request(config)
+    check_launch(config)
     config, corpus, _ = resolve(config)
     accelerator = start_accelerator(config)
     base = {"torch itself": torch_itself(config, accelerator)} if accelerator.device.type == "cpu" else {}

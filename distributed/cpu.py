@@ -39,7 +39,8 @@ def prepare_exact() -> None:
         ConfigError: See `use_portable_arithmetic`.
     """
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and no code here reads uninitialised memory
+    # Filling is slow, and no code here reads uninitialised memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] no stub
     torch.set_num_threads(1)  # the number of threads decides the order of a sum
     use_portable_arithmetic()
 

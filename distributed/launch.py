@@ -1,7 +1,7 @@
-"""From a launch (`accelerate launch`, `torchrun`, `python`) to an Accelerator.
+"""Initialise the process group and the Accelerator, whatever started this process: accelerate, torchrun or python.
 
-Accelerate places devices, makes process groups, wraps the model and casts. What this repository does itself (data
-order, learning rate, accumulation, checkpoints, compilation) a launch file must not do a second time.
+Accelerate places devices, wraps the model and casts. Data order, learning rate, accumulation, checkpoints and
+compilation belong to this repository; launch_checks.py refuses launch files that set them too.
 """
 
 import os
@@ -22,33 +22,33 @@ from distributed.rendezvous import fresh_store
 from distributed.world import is_main_process, num_processes
 
 
-def is_on(environment: Mapping[str, str], name: str) -> bool:
-    """Whether a switch of Accelerate is on.
+def env_flag(environment: Mapping[str, str], name: str) -> bool:
+    """Return a boolean environment variable of Accelerate; False if it is absent or empty.
 
     Raises:
-        ConfigError: its value is no word for it.
+        ConfigError: Its value is not a boolean.
     """
     value = environment.get(name) or "false"
     try:
         return bool(str_to_bool(value))
     except ValueError:
-        raise ConfigError(f"{name}: {value!r} of the environment must be true or false") from None
+        raise ConfigError(f"{name}: {value!r} in the environment must be true or false") from None
 
 
 def uses_cpu(environment: Mapping[str, str]) -> bool:
-    """Whether to compute on the CPU: because it was asked for, or there is nothing else.
+    """Return whether a run computes on the CPU: because ACCELERATE_USE_CPU says so, or for lack of a device.
 
-    Several processes cannot be joined on an MPS device, so they use the CPU.
+    Several processes cannot communicate on MPS devices, so they use the CPU.
     """
-    alone = int(environment.get("WORLD_SIZE", 1)) == 1
-    has_device = torch.cuda.is_available() or (alone and torch.backends.mps.is_available())
-    return is_on(environment, "ACCELERATE_USE_CPU") or not has_device
+    is_single = int(environment.get("WORLD_SIZE", 1)) == 1
+    has_device = torch.cuda.is_available() or (is_single and torch.backends.mps.is_available())
+    return env_flag(environment, "ACCELERATE_USE_CPU") or not has_device
 
 
 def join_process_group(config: TrainConfig) -> None:
-    """Bring the process group up, if there are several processes and it is not up yet.
+    """Initialise the process group, unless there is one process only or it is initialised already.
 
-    Processes on CPUs are joined by gloo. Those on GPUs by NCCL, and by gloo for tensors on the CPU.
+    The backend is gloo on CPUs; on GPUs it is NCCL, and gloo for tensors on the CPU.
     """
     use_cpu = uses_cpu(os.environ)
     if num_processes() > 1 and not dist.is_initialized():
@@ -66,7 +66,7 @@ def join_process_group(config: TrainConfig) -> None:
 
 
 def start_accelerator(config: TrainConfig) -> Accelerator:
-    """The Accelerator of this process, with the process group up."""
+    """Initialise the process group and return the Accelerator of this process."""
     use_cpu = uses_cpu(os.environ)
     if use_cpu:
         prepare_cpu()
@@ -74,38 +74,40 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         prepare_exact()
     join_process_group(config)
     accelerator = Accelerator(
-        cpu=use_cpu or None,
-        fsdp_plugin=sharding(use_cpu) if is_on(os.environ, "ACCELERATE_USE_FSDP") else None,
+        cpu=use_cpu,
+        fsdp_plugin=fsdp_plugin(use_cpu) if env_flag(os.environ, "ACCELERATE_USE_FSDP") else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    if accelerator.mixed_precision == "fp16":  # the loss is scaled by training/gradients.py, and a CPU casts too
+    if (
+        accelerator.mixed_precision == "fp16"
+    ):  # Accelerate autocasts on GPUs only; training/gradients.py scales the loss
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=False)
     return accelerator
 
 
-def sharding(use_cpu: bool) -> FullyShardedDataParallelPlugin:
-    """What the launch file says of FSDP2, with our precisions; on the CPU it makes Accelerate do what it says.
+def fsdp_plugin(use_cpu: bool) -> FullyShardedDataParallelPlugin:
+    """Return the FSDP2 settings of the launch file with our mixed precision; on CPUs, make Accelerate shard.
 
-    Accelerate's own policy rounds inputs (so also the number of targets that a loss is divided by), outputs and sums of
-    gradients to bf16.
+    Accelerate's own mixed-precision policy rounds to bf16: inputs (including the number of targets that the loss is
+    divided by), outputs, and the sums of gradients.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy  # slow to import
 
-    warnings.filterwarnings("ignore", "Slicing a flattened dim")  # of Accelerate, for hybrid sharding
-    if not os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"):  # empty from the questionnaire: as the model says
+    warnings.filterwarnings("ignore", "Slicing a flattened dim")  # Accelerate's own code for hybrid sharding
+    if not os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"):  # `accelerate config` leaves it empty: use the model's own
         os.environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
     state = PartialState(cpu=use_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU:
-        state.distributed_type = DistributedType.MULTI_GPU  # one of those that Accelerate shards, whatever the device
+        state.distributed_type = DistributedType.MULTI_GPU  # Accelerate shards only types on its list; CPU is not on it
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
 
 
 def num_shards(accelerator: Accelerator) -> int:
-    """How many processes share a replica of the model: neighbours in rank, each with its part of every tensor."""
+    """Return the number of processes (neighbours in rank) over which one replica of the model is sharded."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return 1
     sizes = accelerator.parallelism_config
-    return sizes.dp_shard_size if sizes else accelerator.num_processes
+    return (sizes.dp_shard_size or 1) if sizes else accelerator.num_processes

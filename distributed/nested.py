@@ -1,4 +1,4 @@
-"""Trainings that are a part of something else: an audit, a plan, verify.py. All processes call these together."""
+"""Training as a part of other work (an audit, a plan, verify.py). All processes call these functions together."""
 
 import io
 import signal
@@ -16,8 +16,8 @@ from distributed.world import is_main_process, num_processes
 
 
 def broadcast_from_main(value: Any) -> Any:
-    """What the main process gives here, on all processes."""
-    box = [value]  # which the others find filled
+    """Return the main process's `value` on all processes."""
+    box = [value]
     if num_processes() > 1:
         dist.broadcast_object_list(box)
     return box[0]
@@ -25,27 +25,28 @@ def broadcast_from_main(value: Any) -> Any:
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """One folder for all processes, removed when the main one is done with it."""
+    """Yield one temporary folder for all processes; the main process removes it when it leaves the context."""
     with tempfile.TemporaryDirectory(prefix=prefix) if is_main_process() else nullcontext() as folder:
         yield Path(broadcast_from_main(folder))
 
 
 @contextmanager
 def nested_training() -> Iterator[None]:
-    """Around a training: it is silent, and after its `stop_after` the whole goes on, once all processes are done.
+    """Run a training silently, and return normally when it stops at its `stop_after`.
 
-    A signal, however, asks the whole to stop. Afterwards signals do again what they did before.
+    A signal during the training stops the caller on all processes; otherwise the caller's signal handlers are
+    restored afterwards.
 
     Raises:
-        Preempted: on all processes alike, where one of them got a signal.
+        Preempted: On all processes, if any of them received a signal.
     """
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with redirect_stdout(io.StringIO()), suppress(Preempted):
             yield
     finally:
-        if not StopSignal.received:  # otherwise a second signal must still find the handler that stops at once
-            for number, handler in before.items():
+        if not StopSignal.received:  # otherwise StopSignal's handler stays, so that a second signal ends the process
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
     if any(gather_object([StopSignal.received])):
-        raise Preempted("stopped as asked, before the end")
+        raise Preempted("stopped by a signal before the end")

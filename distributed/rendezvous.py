@@ -1,8 +1,9 @@
-"""Processes that find each other again after an elastic restart.
+"""Rendezvous of processes that survives elastic restarts.
 
-The launcher's key-value store outlives a restart, so a process may read the address that its neighbour had before the
-crash, and connect to nothing (pytorch#135712; launchers with a static rendezvous still share the store). Restart counts
-cannot keep the keys apart, since each machine counts its own. So every start agrees on a fresh prefix first.
+The launcher's key-value store outlives a restart of the processes, so a new process may read the address that another
+one had before the crash, and wait for it until the timeout (pytorch#135712; launchers with a static rendezvous share
+the store too). Restart counts cannot separate the keys, because each machine counts its own restarts. Therefore the
+processes of each start first agree on a fresh prefix.
 """
 
 import os
@@ -11,71 +12,71 @@ import time
 from datetime import timedelta
 from uuid import uuid4
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] public
 
 from config.errors import RunError
-from distributed.environment import size_variable
+from distributed.environment import world_size_variable
 
 SILENT_SECONDS = 5
 POLL_SECONDS = 0.02
 
 
 def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
-    """The launcher's store under a prefix that only the processes of this start know; called by all of them.
+    """Return the launcher's store under a prefix that only the processes of this start use; all call this together.
 
-    Process 0 invites those that it sees, again and again, until all of one invitation have accepted it: an entry that
-    a dead process left is replaced by its successor's before that can happen.
+    Process 0 repeatedly invites the processes whose names it finds in the store, until all processes of one invitation
+    have accepted it. A name left by a dead process is never accepted, and its successor overwrites it.
 
     Raises:
-        RunError: not all processes came.
+        RunError: Not all processes arrived within `timeout_seconds`.
     """
-    store = PrefixStore("start", _launchers_store(rank, timeout_seconds))
-    own_name, start, said = uuid4().hex, time.monotonic(), False
+    store = PrefixStore("start", _launcher_store(rank, timeout_seconds))
+    own_name, start, reported = uuid4().hex, time.monotonic(), False
+    size_variable = world_size_variable(os.environ)
     if rank > 0:
         store.set(f"present/{rank}", own_name)
     while (waited := time.monotonic() - start) < timeout_seconds:
-        absent = []
+        absent: list[int] = []
         if rank == 0:
             host, absent = _invite(store, own_name, num_processes)
         else:
             host = _accept(store, own_name, rank)
         if host is not None:
             return PrefixStore(host, store)
-        if absent and not said and waited > SILENT_SECONDS:
+        if absent and not reported and waited > SILENT_SECONDS:
             print(
-                f"still waiting for process(es) {absent} to be started, on {os.environ['MASTER_ADDR']} or elsewhere, "
-                f"for at most {timeout_seconds} s ({size_variable(os.environ)}={num_processes}) ...",
+                f"still waiting for process(es) {absent} to start, on {os.environ['MASTER_ADDR']} or elsewhere, for at "
+                f"most {timeout_seconds} s ({size_variable}={num_processes}) ...",
                 file=sys.stderr,
                 flush=True,
             )
-            said = True
+            reported = True
         time.sleep(POLL_SECONDS)
-    told_by = size_variable(os.environ)
     raise RunError(
-        f"process {rank} waited {timeout_seconds} s for all {num_processes} processes to start, as many as {told_by} "
-        f"of the environment says; if there is but one, unset {told_by}"
+        f"process {rank} waited {timeout_seconds} s for all {num_processes} processes to start ({size_variable} in the "
+        f"environment); to train with one process, unset {size_variable}"
     )
 
 
-def _launchers_store(rank: int, timeout_seconds: float) -> Store:
+def _launcher_store(rank: int, timeout_seconds: float) -> Store:
     address = os.environ["MASTER_ADDR"]
-    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    launcher_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         return TCPStore(
             address,
             int(os.environ["MASTER_PORT"]),
-            is_master=rank == 0 and not of_launcher,
+            is_master=rank == 0 and not launcher_hosts_store,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_seconds),
             multi_tenant=True,
         )
     except DistError as error:
-        why = str(error).splitlines()[0]
-        raise RunError(f"process {rank} finds no meeting place at MASTER_ADDR {address}: {why}") from None
+        reason = str(error).splitlines()[0]
+        raise RunError(f"process {rank} cannot connect to MASTER_ADDR {address}: {reason}") from None
 
 
 def _invite(store: Store, own_name: str, num_processes: int) -> tuple[str | None, list[int]]:
-    """Of process 0: its name, if all that it sees have accepted its invitation, and who is absent."""
+    """Invite all present processes (process 0); return its name if all have accepted, else None and absent ranks."""
     others = range(1, num_processes)
     names = {other: store.get(f"present/{other}").decode() for other in others if store.check([f"present/{other}"])}
     invited = [names.get(other, "absent") for other in others]
@@ -87,11 +88,11 @@ def _invite(store: Store, own_name: str, num_processes: int) -> tuple[str | None
 
 
 def _accept(store: Store, own_name: str, rank: int) -> str | None:
-    """Of all others: the name of the process 0 that has invited this one, once all have accepted."""
+    """Accept an invitation (all other processes); return the name of process 0 once all have accepted, else None."""
     if not store.check(["invitation"]):
         return None
     host, *invited = store.get("invitation").decode().split()
-    if invited[rank - 1] != own_name:  # it is for the process that had this rank before the restart
+    if invited[rank - 1] != own_name:  # addressed to the process that had this rank before a restart
         return None
     store.set(f"accepted/{host}/{own_name}", "")
     return host if store.check([f"begin/{host}"]) else None

@@ -1,20 +1,25 @@
 """Helpers for tensors that FSDP2 may have sharded."""
 
+from typing import TYPE_CHECKING, TypeGuard
+
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a DTensor, of which this process holds a part. (The class is slow to import.)"""
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Return whether `tensor` is a DTensor, without importing the class, which is slow."""
     return hasattr(tensor, "full_tensor")
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a tensor that may be sharded (a DTensor); called by all processes together."""
+    """Gather a tensor that may be sharded. All processes call this together."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def shard_like(like: Tensor, tensor: Tensor) -> Tensor:
-    """Shard a tensor that all processes hold whole as `like` is sharded, if it is."""
+    """Shard a tensor that every process holds whole with the placement of `like`, if `like` is sharded."""
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor

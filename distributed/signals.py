@@ -1,54 +1,56 @@
-"""Stopping on a signal: the first asks for a stop after the running step, the second stops at once."""
+"""Stopping on a signal: the first one requests a stop after the current step, the second one ends the process."""
 
 import os
 import signal
 import time
 from contextlib import suppress
+from types import FrameType
 
-# What asks a program to end: terminals (SIGINT by Ctrl-C, SIGHUP when they close), schedulers (SIGTERM, SIGUSR1 or
-# SIGUSR2 some time before the limit, SIGXCPU at a limit of processor time) and containers (SIGTERM, SIGPWR). SIGQUIT
-# (Ctrl-\) is left to end at once a process that does not answer.
+from distributed.world import is_main_process
+
+# Sent by terminals (SIGINT by Ctrl-C, SIGHUP when they close), schedulers (SIGTERM; SIGUSR1 or SIGUSR2 some time before
+# the time limit; SIGXCPU at a limit of processor time) and containers (SIGTERM, SIGPWR). SIGQUIT (Ctrl-\) keeps its
+# default: it ends a process that does not respond.
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR")
 STOP_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))  # macOS has no SIGPWR
-SAME_SIGNAL_SECONDS = 1.0
+REPEAT_SECONDS = 1.0
 
 
 class Preempted(Exception):
-    """The run stopped on a signal, after saving; started again, it goes on."""
+    """The run stopped early and has saved; the same command resumes it."""
 
 
 def ignore_stop_signals() -> None:
-    """From now on no signal that asks for a stop does anything to this process."""
+    """Ignore all stop signals in this process from now on."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def signals_to_catch() -> list[signal.Signals]:
-    """The stop signals, without SIGHUP where it is ignored: `nohup` says that the end of a terminal is no reason."""
+    """Return the stop signals, without SIGHUP if it is ignored, as under `nohup`."""
     under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (under_nohup and number == signal.SIGHUP)]
 
 
 class StopSignal:
-    """Remembers whether a signal asked this process to stop."""
+    """Records whether this process has received a stop signal."""
 
-    received = False  # since the newest one was made; distributed/nested.py asks after it is gone
+    received = False  # a class attribute, reset by each new object: distributed/nested.py reads it after the training
 
     def __init__(self) -> None:
         StopSignal.received = False
-        self.first_seconds = 0.0
+        self._first_time = 0.0
         for number in signals_to_catch():
             signal.signal(number, self._receive)
 
-    def _receive(self, number: int, frame) -> None:
-        # Ctrl-C comes twice within a moment: once from the terminal, once forwarded by the launcher. And the kernel
-        # repeats SIGXCPU every second.
-        repeated = number == signal.SIGXCPU or time.monotonic() - self.first_seconds <= SAME_SIGNAL_SECONDS
-        if self.received and not repeated:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        # Ctrl-C arrives twice: from the terminal, and forwarded by the launcher. The kernel repeats SIGXCPU.
+        is_repeat = number == signal.SIGXCPU or time.monotonic() - self._first_time <= REPEAT_SECONDS
+        if self.received and not is_repeat:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self.received:
-            StopSignal.received, self.first_seconds = True, time.monotonic()
-            if int(os.environ.get("RANK", 0)) == 0:
-                with suppress(OSError):  # not by print, which may be what was interrupted
-                    os.write(2, b"\nStopping after this step; again to stop at once.\n")
+            StopSignal.received, self._first_time = True, time.monotonic()
+            if is_main_process():
+                with suppress(OSError):  # os.write: the signal may have interrupted a print
+                    os.write(2, b"\nStopping after this step; a second signal stops at once.\n")

@@ -1,35 +1,41 @@
-"""Gradients with the same bits on 1, 2, 4, 8, ... processes: one fixed tree of additions for every number of them.
+"""Sums of gradients with the same bits on 1, 2, 4, 8, ... processes, by one fixed tree of additions.
 
-Floating-point addition is not associative: DDP, whose order of additions depends on the number of processes, gives
-other bits on each. Here the micro-batches of a global batch are the leaves of one binary tree. Every process owns a
-whole subtree, adds that up alone, and the upper levels are added by recursive doubling (Thakur, Rabenseifner and
-Gropp 2005), in which partners add the same two numbers and so need no further exchange.
+Floating-point addition is not associative, and DDP's order of additions depends on the number of processes. Here the
+micro-batches of a global batch are the leaves of one binary tree. Each process sums one subtree; the upper levels are
+summed by recursive doubling (Thakur, Rabenseifner and Gropp 2005), in which both partners add the same two tensors, so
+all processes end with the same sum.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+add_in_place = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] one kernel for a list; optimizers use it
+
 
 class TreeSum:
-    """Takes DDP's place: call `add_micro_batch` after every backward; after the last, `.grad` is the global sum.
+    """Replaces DDP: call `add_micro_batch` after each backward; after the last one of a step `.grad` is the global sum.
 
-    G micro-batches, G = m * 2**k with odd m, make 2**k leaves of m micro-batches each, which backward itself adds up
-    in their order. So any power of two that divides G may be the number of processes. A process holds at most
-    log2(leaves of the process) + 1 partial sums, each the size of the gradients, and one more to receive.
+    A global batch of G = m * 2**k micro-batches, m odd, has 2**k leaves. A leaf is the sum of m micro-batches, which
+    backward accumulates in order. The number of processes may be any power of two that divides G. Memory per process:
+    at most log2(leaves of the process) + 1 partial sums, each the size of the gradients, and one receive buffer.
     """
 
     def __init__(self, parameters: list[nn.Parameter], rank: int, num_processes: int):
         self.parameters = parameters
         self.rank, self.num_processes = rank, num_processes
         self.num_added = 0
-        self.partial_sums: list[list[Tensor]] = []  # of distinct powers of two of leaves, like the digits of a counter
+        # Each sums a distinct power of two of leaves, largest first, like the digits of a binary counter.
+        self.partial_sums: list[list[Tensor]] = []
 
     def add_micro_batch(self, accumulation: int) -> None:
-        """Add what the last backward left in `.grad`, of one of the `accumulation` micro-batches that every process has
-        in this step."""
+        """Move the gradients of the last backward from `.grad` into the tree.
+
+        Args:
+            accumulation: Micro-batches per process in this step.
+        """
         micro_batches = accumulation * self.num_processes
-        leaves_of_step = micro_batches & -micro_batches  # the largest power of two that divides it
+        leaves_of_step = micro_batches & -micro_batches  # the largest power of two that divides micro_batches
         self.num_added += 1
         num_leaves, in_leaf = divmod(self.num_added, micro_batches // leaves_of_step)
         if in_leaf:
@@ -37,10 +43,10 @@ class TreeSum:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        # As often as 2 divides the number of leaves so far: sums of equal size are added, as a binary counter carries.
+        # Add sums of equal size, as a binary counter carries: as often as 2 divides the number of leaves so far.
         num_carries = (num_leaves & -num_leaves).bit_length() - 1
         for _ in range(num_carries):
-            torch._foreach_add_(gradients, self.partial_sums.pop())
+            add_in_place(gradients, self.partial_sums.pop())
         self.partial_sums.append(gradients)
         if self.num_added == accumulation:
             self._add_processes(gradients)
@@ -49,6 +55,7 @@ class TreeSum:
             self.num_added, self.partial_sums = 0, []
 
     def _add_processes(self, gradients: list[Tensor]) -> None:
+        """Add the sums of all processes to `gradients` in place, by recursive doubling."""
         distance = 1
         while distance < self.num_processes:
             partner = self.rank ^ distance
@@ -57,5 +64,5 @@ class TreeSum:
             exchanges += [dist.P2POp(dist.irecv, buffer, partner) for buffer in received]
             for work in dist.batch_isend_irecv(exchanges):
                 work.wait()
-            torch._foreach_add_(gradients, received)
+            add_in_place(gradients, received)
             distance *= 2

@@ -1,13 +1,18 @@
-"""Which of the processes that a launcher started this one is; known before torch is imported."""
+"""Rank and number of processes, from the launcher's environment variables; usable before torch is imported."""
 
 import os
 
 
 def num_processes() -> int:
-    """How many processes the launcher started in all."""
+    """Return the number of processes on all machines."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def process_rank() -> int:
+    """Return the rank of this process among all processes, from 0."""
+    return int(os.environ.get("RANK", 0))
+
+
 def is_main_process() -> bool:
-    """Whether this process is the one that prints; known before there is a process group."""
-    return int(os.environ.get("RANK", 0)) == 0
+    """Return whether this is process 0, the one that prints."""
+    return process_rank() == 0

@@ -20,7 +20,7 @@ from config.errors import ConfigError, RunError
 from config.schema import flat_settings
 from config.yaml_files import read_yaml
 from experiments.config_files import copy_config_files
-from jobs.runner import Training, accelerate_settings, launch_command, launched_precision
+from jobs.runner import Training, accelerate_settings, launched_precision, parse_launcher
 from run.metrics_log import read_rows
 
 # Settings with other values of which a run still belongs to the same arm.
@@ -52,7 +52,7 @@ class Launch:
         Raises:
             ConfigError: there is no such program.
         """
-        command = launch_command(text)
+        command = parse_launcher(text)
         if text is None:
             processes = 1
         else:
@@ -147,7 +147,7 @@ class Arm:
     @property
     def train_tokens(self) -> int:
         """Tokens on which its first run has trained."""
-        return int(self.run(0).last()["train/tokens"])
+        return int(self.run(0).last_row()["train/tokens"])
 
     def run(self, index: int) -> Training:
         """Return the run with the seed `first_seed + index`."""
@@ -170,7 +170,7 @@ class Arm:
         self.check_runs(n)
         values = []
         for training in map(self.run, range(n)):
-            row = training.last()
+            row = training.last_row()
             if row["step"] != training.steps or not isinstance(row.get(metric), float):
                 raise RunError(f"{training.directory} has no {metric} of its last step")
             values.append(row[metric])
@@ -216,7 +216,7 @@ class Arm:
 
     def peak_memory_bytes(self) -> float:
         """Return the peak memory of its first run; NaN if unknown."""
-        return self.run(0).last().get("perf/peak_memory_bytes", math.nan)
+        return self.run(0).last_row().get("perf/peak_memory_bytes", math.nan)
 
 
 def is_of_arm(name: str) -> bool:

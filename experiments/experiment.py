@@ -23,7 +23,7 @@ from experiments.score import BITS, choose_metric, score_arm, score_file
 from experiments.sequential_test import MIN_SEEDS, additional_seeds, decide, estimate_difference
 from experiments.settings import ExperimentConfig
 from experiments.variants import budget_arms, match_width, scale_parameters, shorten
-from jobs.runner import Failed, OutOfTime, Stopped, Training, Trainings
+from jobs.runner import Failed, JobRunner, OutOfTime, Stopped, Training
 
 BUDGET_SEEDS = 2  # of each of BUDGETS
 SEPARATE_SEEDS = 1000  # first seed of runs that must not share seeds with the comparison
@@ -43,7 +43,7 @@ def main(config: ExperimentConfig) -> None:
     """
     lab = expanded("lab", config.lab)
     try:
-        row = Experiment(config, lab, Trainings(config.jobs or (1 if config.launch else None))).run()
+        row = Experiment(config, lab, JobRunner(config.jobs or (1 if config.launch else None))).run()
         log.append(lab, row)
         row["candidates_tried"] = log.count_candidates(lab, row["untuned_baseline"])
     except Stopped:
@@ -69,12 +69,12 @@ def print_error(config: ExperimentConfig, message: str) -> None:
 class Experiment:
     """A candidate arm against a baseline arm."""
 
-    def __init__(self, config: ExperimentConfig, lab: Path, jobs: Trainings):
+    def __init__(self, config: ExperimentConfig, lab: Path, jobs: JobRunner):
         self.config, self.lab, self.jobs = config, lab, jobs
         self.text, *self.common = config.arguments
         if not any(word.split("=")[0] == "--config" for word in self.common):
             self.common = ["--config", str(settings.DEFAULT_CONFIG), *self.common]
-        self.jobs.until = time.monotonic() + 60 * (config.budget_minutes or math.inf)
+        self.jobs.deadline = time.monotonic() + 60 * (config.budget_minutes or math.inf)
         self.launch = Launch.parse(config.launch)
 
     def run(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Experiment:
         return make_row(facts | names, comparisons, costs, message, verdict)
 
     def train(self, wanted: Iterable[Training], until_failure: bool = True) -> None:
-        """Train runs, as Trainings.train.
+        """Train runs, as JobRunner.train.
 
         A score of a run that was not finished before is discarded: only the run itself can have written it.
         """
@@ -217,7 +217,7 @@ class Experiment:
         def num_unfinished(n: int) -> int:
             return sum(not run.is_finished() for run in runs(n))
 
-        at_once, most = self.jobs.at_once, max(self.config.max_seeds, MIN_SEEDS)
+        at_once, most = self.jobs.max_running, max(self.config.max_seeds, MIN_SEEDS)
         self.train(runs(1 if at_once <= 2 else MIN_SEEDS))
         if is_identical(baseline, candidate):
             return None
@@ -326,7 +326,7 @@ def separate(arm: Arm) -> Arm:
 
 def is_identical(baseline: Arm, candidate: Arm) -> bool:
     """Return whether the first runs of two arms, of the same seed, ended with the same fingerprint of the weights."""
-    ours, theirs = (arm.run(0).last().get("state/digest") for arm in (baseline, candidate))
+    ours, theirs = (arm.run(0).last_row().get("state/digest") for arm in (baseline, candidate))
     return baseline.first_seed == candidate.first_seed and ours is not None and ours == theirs
 
 

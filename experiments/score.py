@@ -36,7 +36,7 @@ def score_arm(arm: Arm) -> dict[str, Any]:
     except (OSError, ValueError):
         score = {}
     if score.get("source") != source:
-        row = run.last()
+        row = run.last_row()
         logged = {metric: row.get(metric) for metric in (LOSS, EXCESS_LOSS, BITS)}
         score = {"source": source} | run_scorer(arm, "measure", str(run.directory)) | logged
         file.parent.mkdir(parents=True, exist_ok=True)

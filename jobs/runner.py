@@ -1,8 +1,8 @@
-"""Many trainings at once: each has its share of the cores or a GPU of its own, and one line on the screen.
+"""Train many runs at once: each on a share of the cores or on its own GPU, with one line of output per run.
 
-Who trains a run is decided by the lock that a run has: what another process trains, here or on a machine that sees the
-same directory, is left to it, and taken over when that has died. So the same command, started several times, shares the
-work. Nothing here needs torch.
+The lock of a run decides who trains it. A run that another process trains, here or on a machine that has the same
+directory mounted, is left to that process, and started here if that process dies. So the same command, started several
+times, divides the work. This module does not import torch.
 """
 
 import errno
@@ -18,89 +18,88 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
-import psutil
 from tqdm import tqdm
 
 from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
-from data.files import lock
+from distributed.cores import available_cores
 from distributed.signals import signals_to_catch
-from run.lock import IN_USE, LOCK_FILE
-from run.metrics_log import read_rows
-from run.status import Status, read_status
+from run.lock import IN_USE
+from run.reader import RunReader
+from run.status import Status
 
-# What a failed run reports when its disk is full, its quota used up or a file at its size limit. The last is the check
-# before each save (checkpoint/saver.py).
+# Parts of the messages of runs whose disk is full, quota used up, or file at its size limit. The last one is from the
+# check before each save (checkpoint/saver.py).
 DISK_FULL = (*map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)), "MB are needed, but ")
-LOOK_SECONDS = 0.2
-MOST_AT_ONCE = 8  # on a CPU, unless told: each needs memory of its own
+POLL_SECONDS = 0.2
+DEFAULT_MAX_RUNNING = 8  # on CPUs, where each run needs memory of its own
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run to be trained, and the command that does."""
+    """A run to train, and the command that trains it."""
 
     directory: Path
     steps: int
     command: tuple[str, ...]
-    again: bool = False
-    """Whether to start it even if it is finished, as with --resume never."""
+    restart: bool = False
+    """Start it even if it is finished, as with --resume never."""
+
+    @cached_property
+    def reader(self) -> RunReader:
+        """Reader of the run directory; it parses each row of metrics once, however often it is asked."""
+        return RunReader(self.directory)
 
     @property
     def output(self) -> Path:
-        """Where what it prints is kept."""
+        """Log file of what the run prints."""
         return self.directory.parent / "logs" / f"{self.directory.name}.log"
 
     def is_finished(self) -> bool:
-        """Whether all its steps are done."""
-        status = read_status(self.directory / "status.json")
+        """Return whether all steps are trained."""
+        status = self.reader.status()
         return status is not None and status.state == "finished" and status.step >= self.steps
 
-    def is_in_use(self) -> bool:
-        """Whether a process trains it, on whichever machine."""
-        if not (file := self.directory / LOCK_FILE).exists():
-            return False
-        with open(file, "a") as opened:
-            return not lock(opened)
-
-    def rows(self) -> list[dict[str, float]]:
-        """Of its metrics."""
-        file = self.directory / "metrics.jsonl"
-        return list(read_rows(file)) if file.exists() else []
-
-    def last(self) -> dict[str, float]:
-        """The newest row; only a step 0 before there is any."""
-        return max(self.rows(), key=lambda row: row["step"], default={"step": 0})
+    def last_row(self) -> dict[str, float]:
+        """Return the newest row of metrics.jsonl; {"step": 0} if there is none."""
+        return (self.reader.metrics() or [{"step": 0}])[-1]
 
     def tokens_per_second(self) -> float:
-        """The median of what it logged, but for the first, which includes what is done once."""
-        speeds = [row["perf/tokens_per_second"] for row in self.rows() if "perf/tokens_per_second" in row]
+        """Return the median of the logged speeds, without the first, which includes one-time work; NaN if unknown."""
+        rows = self.reader.metrics()
+        speeds = [row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row]
         return statistics.median(speeds[1:] or speeds or [math.nan])
 
-    def status(self, since: float) -> Status | None:
-        """What it wrote since a start at that time; what ends before it begins leaves the status of the time before."""
-        file = self.directory / "status.json"
-        return read_status(file) if file.exists() and file.stat().st_mtime >= since else None
+    def status_since(self, start_time: float) -> Status | None:
+        """Return the status, or None if it is older than `start_time` (seconds since the epoch).
 
-    def message(self, since: float) -> str:
-        """Why a start at that time ended otherwise than it should have."""
-        if (status := self.status(since)) and status.reason:
+        A process that fails before the training starts leaves the status of an earlier one.
+        """
+        file = self.directory / "status.json"
+        return self.reader.status() if file.exists() and file.stat().st_mtime >= start_time else None
+
+    def failure_message(self, start_time: float) -> str:
+        """Return why the process started at `start_time` failed, from its status or its output."""
+        if (status := self.status_since(start_time)) and status.reason:
             return status.reason
         if not self.output.exists():
-            return "its own messages say why"
+            return "see its own messages"
         lines = [line for line in self.output.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line.partition("error: ")[2] for line in lines if line.startswith("train.py: error: ")]
         return next(iter([*errors, *lines[-1:]]), "it printed nothing")
 
 
 class Failed(Exception):
-    """A run ended otherwise than finished or stopped; its message.
+    """A run failed; the message says why.
 
     Attributes:
-        killed: whether a signal that was not sent from here ended the process, as when memory runs out.
+        training: The run.
+        killed: Whether a signal from elsewhere ended the process, as when memory runs out.
     """
 
     def __init__(self, training: Training, message: str, killed: bool = False):
@@ -109,148 +108,172 @@ class Failed(Exception):
 
 
 class Stopped(Exception):
-    """A signal asked to stop; what was under way is saved."""
+    """A signal stopped the runs; they have saved."""
 
 
 class OutOfTime(Exception):
-    """No run is begun any more, and one that is wanted is not finished."""
+    """The deadline has passed, and some runs were not started."""
 
     def __init__(self):
         super().__init__("the budget of minutes is spent")
 
 
 class Started(NamedTuple):
-    """A run that is being trained here."""
+    """A process that trains a run."""
 
     process: subprocess.Popen
     slot: int
-    seconds: float
-    """When, since the epoch."""
+    """Index below `max_running`; decides the GPU."""
+    start_time: float
+    """Seconds since the epoch."""
 
 
-class Trainings:
-    """Trains runs, at most `at_once` together. All that it starts gets the signals that come here, in process groups of
-    their own: a launcher does not hand on each of them."""
+class JobRunner:
+    """Trains runs, at most `max_running` at the same time.
 
-    def __init__(self, at_once: int | None = None):
-        self.gpus = gpus()
-        self.at_once = at_once or len(self.gpus) or min(cores(), MOST_AT_ONCE)
-        self.signal = 0
-        self.on_screen = False  # whether what a run prints is not kept in a file, but goes to the screen
-        self.code: str | None = None  # its hash, if nothing is to be started once it has changed
-        self.until = math.inf  # on the clock of time.monotonic: no run is begun after that
-        self.sharers = self.at_once  # of the cores
-        self.running: dict[Training, Started] = {}
-        self.outcomes: dict[Training, str] = {}  # finished, stopped or failed
+    Each process is the leader of a process group, to which signals are forwarded: launchers do not forward all of them.
+
+    Attributes:
+        max_running: By default the number of GPUs, else the number of cores, at most 8.
+        show_output: Let runs print to the terminal instead of a log file.
+        code: Hash of the sources; if given, no run starts once they have changed.
+        deadline: No run starts after this time of time.monotonic().
+        outcomes: "finished", "stopped" or "failed" of each run that was started.
+        failures: The error of each run that failed.
+        signal: The last stop signal received; 0 if none.
+    """
+
+    def __init__(self, max_running: int | None = None):
+        self.gpus = visible_gpus()
+        self.max_running = max_running or len(self.gpus) or min(available_cores(), DEFAULT_MAX_RUNNING)
+        self.show_output = False
+        self.code: str | None = None
+        self.deadline = math.inf
+        self.outcomes: dict[Training, str] = {}
         self.failures: dict[Training, Failed] = {}
+        self.signal = 0
+        self._running: dict[Training, Started] = {}
+        self._sharing_cores = self.max_running
         for number in signals_to_catch():
             signal.signal(number, self._receive)
 
-    def train(self, wanted: Iterable[Training], until_failure: bool = True) -> None:
-        """Return once all are finished; begun in this order. What became of each is in `outcomes`.
+    def train(self, trainings: Iterable[Training], until_failure: bool = True) -> None:
+        """Train all runs that are not finished, started in this order, and return when they have ended.
+
+        Args:
+            trainings: The runs.
+            until_failure: Stop the other runs as soon as one fails or is stopped.
 
         Raises:
-            Failed: one has failed and, with `until_failure`, so the others were stopped, and go on when wanted again.
-            Stopped: a signal asked to; or, with `until_failure`, one was stopped by others.
-            OutOfTime: it is later than `until`, and what was begun before is finished.
-            RunError: a disk is full, or the code was changed meanwhile.
+            Failed: A run failed; with `until_failure` only.
+            Stopped: A signal was received; or, with `until_failure`, a run was stopped from elsewhere.
+            OutOfTime: The deadline has passed; the runs that were started are finished.
+            RunError: A disk is full, or the code changed before all runs were started.
         """
-        self.check()
-        missing = [training for training in dict.fromkeys(wanted) if training.again or not training.is_finished()]
-        waiting, shown, self.sharers = list(missing), [], min(self.at_once, len(missing))
-        steps = sum(training.steps for training in missing)
-        quiet = True if self.on_screen else None  # None: off a terminal
-        bar = tqdm(total=steps, unit="step", disable=quiet, leave=False, file=sys.stderr)
+        self.raise_if_stopped()
+        missing = [training for training in dict.fromkeys(trainings) if training.restart or not training.is_finished()]
+        waiting, ended = list(missing), []
+        self._sharing_cores = min(self.max_running, len(missing))
+        num_steps = sum(training.steps for training in missing)
+        disable = True if self.show_output else None  # None: tqdm disables itself off a terminal
+        bar = tqdm(total=num_steps, unit="step", disable=disable, leave=False, file=sys.stderr)
         try:
-            while len(shown) < len(missing):
-                self.check()
-                self._end(waiting, until_failure)
-                if time.monotonic() < self.until:
-                    self._begin(waiting)
-                elif waiting and not self.running:
+            while len(ended) < len(missing):
+                self.raise_if_stopped()
+                self._collect_ended(waiting, until_failure)
+                if time.monotonic() < self.deadline:
+                    self._start_waiting(waiting)
+                elif waiting and not self._running:
                     raise OutOfTime
-                bar.update(sum(training.last()["step"] for training in missing) - bar.n)
+                bar.update(sum(training.last_row()["step"] for training in missing) - bar.n)
                 for training in missing:
-                    if training not in (*waiting, *self.running, *shown):
-                        shown.append(training)
-                        loss = training.last().get("val/loss")
-                        said = self.outcomes.setdefault(training, "finished")
-                        said += f", val/loss {loss:.4f}" if loss is not None else ""
-                        number = f"[run {len(shown)} / {len(missing)}]"
-                        bar.write(f"{number} {training.directory.name}: {said}", file=sys.stderr)
-                time.sleep(LOOK_SECONDS if len(shown) < len(missing) else 0)
+                    if training not in (*waiting, *self._running, *ended):
+                        ended.append(training)
+                        bar.write(f"[run {len(ended)} / {len(missing)}] {self._describe(training)}", file=sys.stderr)
+                time.sleep(POLL_SECONDS if len(ended) < len(missing) else 0)
         finally:
             self._stop_all()
             bar.close()
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise Stopped after a signal."""
         if self.signal:
             raise Stopped
 
-    def _begin(self, waiting: list[Training]) -> None:
+    def _describe(self, training: Training) -> str:
+        outcome = self.outcomes.setdefault(training, "finished")
+        loss = training.last_row().get("val/loss")
+        return f"{training.directory.name}: {outcome}" + (f", val/loss {loss:.4f}" if loss is not None else "")
+
+    def _start_waiting(self, waiting: list[Training]) -> None:
         for training in list(waiting):
-            if training.is_finished() and not training.again:  # elsewhere
+            if training.is_finished() and not training.restart:  # by another process
                 waiting.remove(training)
-            elif len(self.running) < self.at_once and not training.is_in_use():
+            elif len(self._running) < self.max_running and not training.reader.is_locked():
                 waiting.remove(training)
-                self.running[training] = self._start(training)
+                self._running[training] = self._start(training)
 
     def _start(self, training: Training) -> Started:
         if self.code not in (None, code_hash()):
-            raise RunError("the code that trains was changed meanwhile: what is not started would be of another code")
-        slot = next(slot for slot in range(self.at_once) if slot not in [run.slot for run in self.running.values()])
-        own = dict(os.environ)
-        if self.sharers > 1:
-            own = {"OMP_NUM_THREADS": str(max(1, cores() // self.sharers)), **own}
-        if self.at_once > 1 and self.gpus:
-            own["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
-        seconds = time.time()
-        if self.on_screen:
-            return Started(subprocess.Popen(training.command, start_new_session=True, env=own), slot, seconds)
+            raise RunError(
+                "the code has changed since the first run was started; runs of different code do not compare"
+            )
+        used = [run.slot for run in self._running.values()]
+        slot = next(slot for slot in range(self.max_running) if slot not in used)
+        environment = dict(os.environ)
+        if self._sharing_cores > 1:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // self._sharing_cores)))
+        if self.max_running > 1 and self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
+        start_time = time.time()
+        if self.show_output:
+            process = subprocess.Popen(training.command, start_new_session=True, env=environment)
+            return Started(process, slot, start_time)
         training.output.parent.mkdir(parents=True, exist_ok=True)
         with open(training.output, "w") as output:
-            streams = {"stdout": output, "stderr": subprocess.STDOUT}
-            process = subprocess.Popen(training.command, start_new_session=True, env=own, **streams)
-        return Started(process, slot, seconds)
+            process = subprocess.Popen(
+                training.command, start_new_session=True, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+        return Started(process, slot, start_time)
 
-    def _end(self, waiting: list[Training], until_failure: bool) -> None:
-        """Take those away that have ended, and what another process took first back among those that wait."""
-        for training, run in list(self.running.items()):
-            if run.process.poll() is None:
+    def _collect_ended(self, waiting: list[Training], until_failure: bool) -> None:
+        """Remove processes that have ended; a run that another process locked first waits again."""
+        for training, run in list(self._running.items()):
+            if (exit_code := run.process.poll()) is None:
                 continue
-            del self.running[training]
-            if run.process.returncode == 0:
+            del self._running[training]
+            if exit_code == 0:
                 self.outcomes[training] = "finished"
                 continue
-            status, message = training.status(run.seconds), training.message(run.seconds)
-            if run.process.returncode < 0:
-                message = f"ended by {signal.Signals(-run.process.returncode).name}, as where memory is out"
+            message = training.failure_message(run.start_time)
+            if exit_code < 0:
+                message = f"ended by {signal.Signals(-exit_code).name}; out of memory?"
             if any(words in message for words in DISK_FULL):
-                raise RunError(f"{training.directory}: {message}; with room there, the same command goes on")
-            if IN_USE in message or training.is_in_use():
+                raise RunError(f"{training.directory}: {message}; free some space and run the same command again")
+            if IN_USE in message or training.reader.is_locked():
                 waiting.append(training)
                 continue
-            # A launcher makes 1 of every code.
-            stopped = run.process.returncode == 75 or (status is not None and status.state == "preempted")
+            status = training.status_since(run.start_time)
+            # A launcher exits with 1 whatever its processes return.
+            stopped = exit_code == 75 or (status is not None and status.state == "preempted")
             self.outcomes[training] = "stopped" if stopped else "failed"
-            failure = Failed(training, message, killed=run.process.returncode < 0)
+            failure = Failed(training, message, killed=exit_code < 0)
             if not stopped:
                 self.failures[training] = failure
             if until_failure:
                 raise Stopped if stopped else failure
 
     def _stop_all(self) -> None:
-        for run in self.running.values():
+        for run in self._running.values():
             self._send(run, self.signal or signal.SIGTERM)
-        for training, run in self.running.items():
+        for training, run in self._running.items():
             self.outcomes[training] = "stopped" if run.process.wait() else "finished"
-        self.running.clear()
+        self._running.clear()
 
-    def _receive(self, number: int, frame) -> None:
-        # _stop_all hands the first one on, and each that follows goes on at once: a run that gets two ends unsaved.
-        again, self.signal = self.signal, number
-        for run in self.running.values() if again else ():
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        # _stop_all forwards the first signal. Later ones are forwarded here: a second one ends a run without saving.
+        is_first, self.signal = not self.signal, number
+        for run in () if is_first else self._running.values():
             self._send(run, number)
 
     def _send(self, run: Started, number: int) -> None:
@@ -258,51 +281,47 @@ class Trainings:
             os.killpg(run.process.pid, number)
 
 
-def cores() -> int:
-    """Those that this process may use."""
-    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
-
-
-def gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may be for each GPU here."""
-    if (told := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in told.split(",") if name.strip()]
+def visible_gpus() -> list[str]:
+    """Return a value of CUDA_VISIBLE_DEVICES for each GPU that this process may use."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name.strip()]
     if shutil.which("nvidia-smi") is None:
         return []
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    return [str(index) for index in range(listed.stdout.count("UUID: GPU"))]
+    listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
+    return [str(index) for index in range(listing.count("UUID: GPU"))]
 
 
-def launch_command(launch: str | None) -> list[str]:
-    """The words to put before train.py.
+def parse_launcher(launch: str | None) -> list[str]:
+    """Split the setting `launch` into words to put before train.py; the default is this Python.
 
     Raises:
-        ConfigError: there is no such program.
+        ConfigError: Its program is not found.
     """
     words = shlex.split(launch) if launch else [sys.executable]
     if not words or shutil.which(words[0]) is None:
-        raise ConfigError(f"launch: {launch!r} begins with no program that is found; activate the environment?")
+        raise ConfigError(f"launch: {launch!r} does not start with a program on the PATH; activate the environment")
     return words
 
 
-def launched_precision(launch: list[str]) -> str | None:
-    """The mixed precision that runs started like this have; None where that is not for us to know, as with a script."""
-    if (settings := accelerate_settings(launch)) is not None:
+def launched_precision(launcher: list[str]) -> str | None:
+    """Return the mixed precision of runs started by this launcher; None if unknown, as for a script."""
+    if (settings := accelerate_settings(launcher)) is not None:
         return settings.get("mixed_precision") or "no"
-    names = [Path(word).name for word in launch]
-    passes_on = names[0].startswith(("python", "torchrun")) and "accelerate" not in " ".join(names)
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if passes_on else None
+    program = Path(launcher[0]).name
+    inherits_environment = program.startswith(("python", "torchrun")) and "accelerate" not in " ".join(launcher[1:])
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if inherits_environment else None
 
 
-def launched_processes(launch: list[str]) -> int:
-    """Of each run that is started like this, as far as `accelerate launch` is told; else 1."""
-    return int((accelerate_settings(launch) or {}).get("num_processes") or 1)
+def launched_processes(launcher: list[str]) -> int:
+    """Return the number of processes of each run, if the launcher is `accelerate launch`; else 1."""
+    return int((accelerate_settings(launcher) or {}).get("num_processes") or 1)
 
 
-def accelerate_settings(launch: list[str]) -> dict[str, Any] | None:
-    """Of `accelerate launch` with its file; None where something else starts a run."""
-    if [Path(word).name for word in launch[:2]] != ["accelerate", "launch"]:
+def accelerate_settings(launcher: list[str]) -> dict[str, Any] | None:
+    """Return the settings of `accelerate launch` and its launch file; None if the launcher is another program."""
+    if not any("accelerate" in Path(word).name for word in launcher):
         return None
-    from distributed.launch_checks import parse_launch_command  # imports torch
+    from distributed.launch_file import parse_launch_command  # imports torch
 
-    return parse_launch_command([*launch[2:], "train.py"], os.getcwd())[1]
+    command = parse_launch_command(launcher, os.getcwd())
+    return command.settings if command else None

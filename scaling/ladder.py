@@ -87,7 +87,7 @@ class Rung:
 
     def point(self, training: Training) -> Point:
         """What it came to."""
-        last = training.last()
+        last = training.last_row()
         answers = math.fsum(value for name, value in last.items() if name.startswith("val/excess_loss/facts_"))
         tokens = last["train/tokens"]
         flops = flops_per_token(self.model, SEQ_LEN) * tokens

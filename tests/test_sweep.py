@@ -184,7 +184,7 @@ def test_the_precision_of_a_launch_is_what_its_runs_have(monkeypatch, tmp_path):
         assert launched_precision(launch) == expected, launch
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert launched_precision(["torchrun", "--nproc-per-node=2"]) == "bf16"
-    assert launched_precision([sys.executable, "-m", "accelerate.commands.launch"]) is None
+    assert launched_precision([sys.executable, "-m", "accelerate.commands.launch"]) == "no"
 
 
 def test_a_sweep_from_weights_of_another_model_goes_on(sweep):

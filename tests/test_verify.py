@@ -213,7 +213,7 @@ def test_a_gpu_is_made_ready_for_exact_before_the_first_product(monkeypatch):
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr("model.kernels.use_onednn", model.kernels.use_onednn)
-    monkeypatch.setattr(verify_module, "check_request", lambda config: None)
+    monkeypatch.setattr(verify_module, "check_launch", lambda config: None)
     monkeypatch.setattr(verify_module, "Verification", begin)
     with pytest.raises(Begun):
         verify_module.main(SimpleNamespace(steps=6))

@@ -21,7 +21,7 @@ from config.errors import ConfigError
 from config.parser import parse_config
 from evaluate import EvaluateConfig
 from export import ExportConfig
-from jobs.runner import Trainings
+from jobs.runner import JobRunner
 from plotting.run_plots import save_loss_curve
 from replay import ReplayConfig, name_step_argument
 from sample import SampleConfig
@@ -196,7 +196,7 @@ def used(in_process, tmp_path_factory):
 
 @pytest.mark.parametrize("seed", CASES)
 def test_a_tool_reads_a_damaged_run_rightly_or_refuses_it(seed, used, tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainings, "train", lambda *_, **__: None)
+    monkeypatch.setattr(JobRunner, "train", lambda *_, **__: None)
     chance = random.Random(seed)
     folder, right = used
     tool = list(TOOLS)[seed % len(TOOLS)]

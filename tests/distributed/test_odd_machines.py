@@ -70,7 +70,7 @@ class Row:
     silent: list[str] = field(default_factory=lambda: ["Traceback"])
 
 
-PREEMPTED = {"words": ["train.py", *ENDLESS], "exit_code": 75, "says": ["stopped as asked after step"]}
+PREEMPTED = {"words": ["train.py", *ENDLESS], "exit_code": 75, "says": ["stopped after step"]}
 NONE_SET = dict.fromkeys(["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"], "")
 NONE_SET |= dict.fromkeys(
     ["ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RESTART_COUNT", "PMI_SIZE", "OMP_NUM_THREADS"], ""
@@ -83,26 +83,28 @@ ROWS = {
     "RANK and WORLD_SIZE alone": Row({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
     "variables that are empty": Row(NONE_SET),
     "the rank of nobody": Row(
-        {"RANK": "1"}, exit_code=2, says=["RANK: 1 of the environment, but WORLD_SIZE is not set; ranks are counted"]
+        {"RANK": "1"}, exit_code=2, says=["RANK: 1 in the environment, but WORLD_SIZE is not set; ranks start at 0"]
     ),
     "the local rank of nobody": Row(
-        {"LOCAL_RANK": "3"}, exit_code=2, says=["LOCAL_RANK: 3 of the environment, but WORLD_SIZE is not set"]
+        {"LOCAL_RANK": "3"}, exit_code=2, says=["LOCAL_RANK: 3 in the environment, but WORLD_SIZE is not set"]
     ),
     "a rank that is none": Row(
-        {"WORLD_SIZE": "2", "RANK": "x"}, exit_code=2, says=["RANK: 'x' of the environment is no whole number"]
+        {"WORLD_SIZE": "2", "RANK": "x"}, exit_code=2, says=["RANK: 'x' in the environment is not an integer"]
     ),
     "a size that a scheduler left": Row(
-        {"PMI_SIZE": "4"}, exit_code=2, says=["PMI_SIZE: 4 processes, but RANK,", "process alone, unset PMI_SIZE"]
+        {"PMI_SIZE": "4"},
+        exit_code=2,
+        says=["PMI_SIZE: 4 processes, but", "To train with one process, unset PMI_SIZE"],
     ),
     "a whole rank that a scheduler left": Row(
         {"PMI_SIZE": "2", "PMI_RANK": "0"},
         words=["train.py", *ONE_STEP, "--global_batch_size", "8", "--timeout_seconds", "1"],
         exit_code=1,
-        says=["as many as PMI_SIZE of the environment says; if there is but one, unset PMI_SIZE"],
+        says=["(PMI_SIZE in the environment); to train with one process, unset PMI_SIZE"],
     ),
     "a scheduler's size beside torch's": Row({"WORLD_SIZE": "1", "PMI_SIZE": "4", "PMI_RANK": "3"}),
     "a scheduler's size that is none": Row(
-        {"PMI_SIZE": "many"}, exit_code=2, says=["PMI_SIZE: 'many' of the environment is no whole number"]
+        {"PMI_SIZE": "many"}, exit_code=2, says=["PMI_SIZE: 'many' in the environment is not an integer"]
     ),
     # What else people export
     "W&B off by its mode": Row(

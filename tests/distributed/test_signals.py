@@ -77,7 +77,7 @@ def test_a_signal_saves(runs):
     launch = start(["train.py", *LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"], 0, runs / "run")
     os.kill(launch.processes[0].pid, signal.SIGINT)
     assert launch.wait(60) == 75, launch.output()
-    assert launch.output()[1].count("Stopping after this step; again to stop at once.") == 1
+    assert launch.output()[1].count("Stopping after this step; a second signal stops at once.") == 1
     assert status(runs / "run")["state"] == "preempted" and 5 <= status(runs / "run")["step"] < 20_000
     assert "Training finished." not in launch.output()[0]
 
@@ -195,7 +195,7 @@ def test_a_signal_to_one_process_makes_the_launcher_restart_all(runs, left_alone
     os.kill(children(process.pid)[-1], signal.SIGUSR1)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0 and output.count("resumed at step") == 1, output
-    assert "stopped as asked after step" in output
+    assert "stopped after step" in output
     assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
     assert metrics(runs / "run") == metrics(left_alone)
 
@@ -274,7 +274,7 @@ def test_a_signal_stops_what_trains_as_a_part_of_its_work(words, processes, shor
     assert {process.exitcode for process in launch.processes} == {75}, launch.output()
     said, errors = launch.output()
     assert "FAIL" not in said and "holds" not in said and "is what its settings give" not in said
-    assert "stopped as asked, before the end\n" in errors and "Traceback" not in errors
+    assert "stopped by a signal before the end\n" in errors and "Traceback" not in errors
     assert not list(tmp_path.iterdir()) and not list(short.glob("verified/*"))
 
 

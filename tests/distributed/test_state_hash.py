@@ -96,7 +96,7 @@ def test_a_state_that_was_not_read_as_it_was_saved_is_refused(run):
     forged = {**manifest.metrics, "state/digest": "0123456789abcdef"}
     replace(manifest, metrics=forged).write(checkpoint)
     done = train(*TINY_STORIES, "--branch_from", checkpoint, "--name", "other", "--out_dir", run.parent, exit_code=1)
-    assert "the state that was read has the digest" in done.stderr and "Traceback" not in done.stderr
+    assert "the loaded state has the digest" in done.stderr and "Traceback" not in done.stderr
 
 
 # The same bits on any processor

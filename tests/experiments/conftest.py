@@ -77,7 +77,7 @@ sys.exit(state == "failed")
 def fake_scorer(asked, command, *words):
     """In place of experiments/scorer.py, which needs torch."""
     if command == "measure":
-        loss = asked.run(0).last()["val/loss"]
+        loss = asked.run(0).last_row()["val/loss"]
         facts = {
             "targets": "abc",
             "num_targets": 7,

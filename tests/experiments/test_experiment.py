@@ -238,17 +238,17 @@ def test_budget_minutes_limits_started_runs(run_experiment, monkeypatch):
     begun = []
     monkeypatch.setattr(runner, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: len(begun)}))
     monkeypatch.setattr(experiment, "time", SimpleNamespace(monotonic=lambda: 0))
-    start = runner.Trainings._start
-    monkeypatch.setattr(runner.Trainings, "_start", lambda self, run: begun.append(run) or start(self, run))
+    start = runner.JobRunner._start
+    monkeypatch.setattr(runner.JobRunner, "_start", lambda self, run: begun.append(run) or start(self, run))
     found = run_experiment("--model.mlp relu2", tune="optimizer.lr", budget_minutes=4 / 60)
     assert 4 <= len(begun) <= 5 and found["verdict"] == "unknown", "more than four of ten requested runs have started"
 
 
 @pytest.mark.parametrize(("launch", "at_once"), [(None, 2), (sys.executable, 1)])
 def test_launch_runs_one_at_a_time(launch, at_once, run_experiment, monkeypatch):
-    monkeypatch.setattr(runner, "cores", lambda: 2)
+    monkeypatch.setattr(runner, "available_cores", lambda: 2)
     found = []
-    monkeypatch.setattr(experiment.Trainings, "train", lambda self, *_: found.append(self.at_once) or 1 / 0)
+    monkeypatch.setattr(experiment.JobRunner, "train", lambda self, *_: found.append(self.max_running) or 1 / 0)
     run_experiment("--model.mlp relu2", jobs=None, launch=launch, error=ZeroDivisionError)
     assert found == [at_once]
 
@@ -478,7 +478,7 @@ def test_budgets_train_common_trunk_once(name, trained, tiny, tmp_path):
     words = ["--config", str(tiny), "--schedule.name", name, "--schedule.warmup_steps", "2"]
     baseline = Arm.resolve(ROOT, Launch((sys.executable,)), words, tmp_path / "lab" / "runs")
     found, stages = variants.budget_arms(baseline, (2, 0.5, 1))
-    every = runner.Trainings(2)
+    every = runner.JobRunner(2)
     for stage in stages:
         every.train([one.run(0) for one in stage])
     sides = {one.name: one for one in itertools.chain(*stages)}.values()

@@ -50,7 +50,7 @@ def test_damaged_score_is_measured_again(damage, run_experiment):
 @pytest.mark.parametrize("metric", ["val/loss", "val/excess_loss"])
 def test_logged_metric_must_be_the_measured_one(metric, run_experiment, monkeypatch):
     def measure(arm, command, *words):
-        return fake_scorer(arm, command, *words) | {"loss": 0.5 + arm.run(0).last()["true"]}
+        return fake_scorer(arm, command, *words) | {"loss": 0.5 + arm.run(0).last_row()["true"]}
 
     monkeypatch.setattr(score, "run_scorer", measure)
     lie = f'row["true"] = excess\nrow["{metric}"] -= 0.1 * (settings["model.mlp"] == "relu2")\nrow["train/tokens"]'

@@ -1,4 +1,4 @@
-"""Many trainings at once: who takes a run, what it gets of the machine, how it ends, and what a signal does."""
+"""JobRunner: which process trains a run, its cores or GPU, how it ends, and what a signal does."""
 
 import fcntl
 import json
@@ -14,11 +14,13 @@ import pytest
 
 from config.errors import RunError
 from jobs import runner
-from jobs.runner import Failed, Stopped, Training, Trainings
+from jobs.runner import Failed, JobRunner, Stopped, Training
+from run import metrics_log
+from run.reader import RunReader
 from tests.conftest import ROOT
 
-# In the place of train.py, and of an interpreter that has torch: takes the lock of its run, notes when it begins and
-# ends and what it was given, and ends as it is told. It stops on SIGTERM.
+# Replaces train.py, without torch: locks its run, writes its start, environment and end to a file shared by all runs,
+# and ends as its argument says. It stops on SIGTERM.
 FAKE = """
 import fcntl, json, os, signal, sys, time
 run, how = sys.argv[1:]
@@ -31,7 +33,7 @@ def note(what):
 def end(state, code, reason=""):
     with open(run + "/status.json", "w") as file:
         json.dump({"state": state, "step": 4, "reason": reason}, file)
-    note("ends")
+    note("end")
     os._exit(code)
 try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,7 +41,7 @@ except BlockingIOError:
     print(f"train.py: error: {run} is in use: another training is running in it; choose another name")
     os._exit(2)
 signal.signal(signal.SIGTERM, lambda *_: end("preempted", 75))
-note("begins")
+note("start")
 time.sleep({"slowly": 60, "for a moment": 0.6}.get(how, 0))
 if how == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +60,7 @@ end(*ends.get(how, ("finished", 0)))
 
 @pytest.fixture
 def run(tmp_path):
-    """A training of this name that goes on like this; `notes` are those of all."""
+    """Return a function that makes a Training by name and outcome; its `notes` reads the file shared by all runs."""
     (tmp_path / "fake.py").write_text(FAKE)
 
     def training(name, how="at once", **others):
@@ -73,43 +75,43 @@ def run(tmp_path):
         signal.signal(number, handler)
 
 
-def test_as_many_at_once_as_asked_each_with_its_share(run, monkeypatch):
-    monkeypatch.setattr(runner, "cores", lambda: 6)
-    monkeypatch.setattr(runner, "gpus", lambda: ["3", "5"])
+def test_train_divides_cores_and_gpus(run, monkeypatch):
+    monkeypatch.setattr(runner, "available_cores", lambda: 6)
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "5"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    Trainings(at_once=3).train([run(f"run-{number}", "for a moment") for number in range(5)])
+    JobRunner(max_running=3).train([run(f"run-{number}", "for a moment") for number in range(5)])
     notes, at_once, most = run.notes(), 0, 0
     for what, *_ in notes:
-        at_once += 1 if what == "begins" else -1
+        at_once += 1 if what == "start" else -1
         most = max(most, at_once)
     assert most == 3 and len(notes) == 10
     assert {threads for _, _, threads, *_ in notes} == {"2"}
-    assert [gpu for what, _, _, gpu, _ in sorted(notes, key=lambda note: note[1]) if what == "begins"][:3] == [
+    assert [gpu for what, _, _, gpu, _ in sorted(notes, key=lambda note: note[1]) if what == "start"][:3] == [
         "3",
         "5",
         "3",
     ]
 
 
-def test_one_at_a_time_has_the_whole_machine_and_a_user_who_says_otherwise_is_heard(run, monkeypatch):
-    monkeypatch.setattr(runner, "gpus", lambda: ["3", "5"])
+def test_train_keeps_thread_count_of_the_user(run, monkeypatch):
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "5"])
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    Trainings(at_once=1).train([run("one")])
-    Trainings(at_once=2).train([run("two")])
-    monkeypatch.setattr(runner, "cores", lambda: 6)
+    JobRunner(max_running=1).train([run("one")])
+    JobRunner(max_running=2).train([run("two")])
+    monkeypatch.setattr(runner, "available_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    Trainings(at_once=3).train([run("three")])
-    Trainings(at_once=3).train([run("four"), run("five")])
-    begun = [note[2:4] for note in sorted(run.notes(), key=lambda note: note[1]) if note[0] == "begins"]
-    assert begun[2:] == [["7", None], [None, "3"], ["7", "3"]] and {threads for threads, _ in begun[:2]} == {"3"}
+    JobRunner(max_running=3).train([run("three")])
+    JobRunner(max_running=3).train([run("four"), run("five")])
+    starts = [note[2:4] for note in sorted(run.notes(), key=lambda note: note[1]) if note[0] == "start"]
+    assert starts[2:] == [["7", None], [None, "3"], ["7", "3"]] and {threads for threads, _ in starts[:2]} == {"3"}
 
 
-def test_what_is_finished_is_not_started_but_if_it_shall_again(run):
+def test_train_skips_finished_runs_unless_restarted(run):
     for _ in range(2):
-        Trainings(1).train([run("one"), run("one")])
+        JobRunner(1).train([run("one"), run("one")])
     assert len(run.notes()) == 2
-    Trainings(1).train([run("one", again=True)])
+    JobRunner(1).train([run("one", restart=True)])
     assert len(run.notes()) == 4
 
 
@@ -118,20 +120,20 @@ def test_what_is_finished_is_not_started_but_if_it_shall_again(run):
     [
         ("fails", "RunError: the loss is nan"),
         ("is refused", "optimizer.lr: x must be a number"),
-        ("dies", "ended by SIGKILL, as where memory is out"),
+        ("dies", "ended by SIGKILL; out of memory?"),
     ],
 )
-def test_one_that_fails_stops_the_others_which_go_on_later(how, message, run):
+def test_train_failed_run_stops_the_others(how, message, run):
     with pytest.raises(Failed) as failed:
-        Trainings(2).train([run("slow", "slowly"), run("bad", how), run("later")])
+        JobRunner(2).train([run("slow", "slowly"), run("bad", how), run("later")])
     assert str(failed.value) == message and failed.value.training.directory.name == "bad"
     assert json.loads((run("slow").directory / "status.json").read_text())["state"] == "preempted"
     assert not run("later").directory.exists()
-    Trainings(2).train([run("slow"), run("bad"), run("later")])
+    JobRunner(2).train([run("slow"), run("bad"), run("later")])
 
 
-def test_or_not(run):
-    found = Trainings(2)
+def test_train_without_until_failure_continues(run):
+    found = JobRunner(2)
     found.train([run("bad", "fails"), run("asked", "fails under a launcher"), run("good")], until_failure=False)
     assert {training.directory.name: outcome for training, outcome in found.outcomes.items()} == {
         "bad": "failed",
@@ -150,25 +152,25 @@ def test_or_not(run):
     ],
 )
 def test_train_full_disk_raises_run_error(how, message, run):
-    with pytest.raises(RunError, match=f"{message}.*; with room there"):
-        Trainings(1).train([run("one", how)])
+    with pytest.raises(RunError, match=f"{message}.*; free some space"):
+        JobRunner(1).train([run("one", how)])
 
 
 def test_train_killed_run_fails_as_killed(run):
     with pytest.raises(Failed, match="SIGKILL") as failed:
-        Trainings(1).train([run("one", "dies")])
+        JobRunner(1).train([run("one", "dies")])
     assert failed.value.killed
 
 
-def test_the_status_of_an_older_start_is_not_taken_for_that_of_this_one(run):
+def test_failure_message_ignores_status_of_earlier_start(run):
     with pytest.raises(Failed):
-        Trainings(1).train([run("one", "fails")])
+        JobRunner(1).train([run("one", "fails")])
     os.utime(run("one").directory / "status.json", (1e9, 1e9))
     with pytest.raises(Failed, match="optimizer.lr: x"):
-        Trainings(1).train([run("one", "is refused")])
+        JobRunner(1).train([run("one", "is refused")])
 
 
-def test_a_run_of_another_machine_is_left_to_it_and_taken_over_when_that_has_died(run):
+def test_train_waits_for_locked_run_then_trains_it(run):
     directory = run("theirs").directory
     directory.mkdir()
     held = open(directory / ".lock", "w")
@@ -185,50 +187,50 @@ def test_a_run_of_another_machine_is_left_to_it_and_taken_over_when_that_has_die
 
     other = threading.Thread(target=die)
     other.start()
-    Trainings(1).train([run("theirs"), run("ours")])
+    JobRunner(1).train([run("theirs"), run("ours")])
     other.join()
-    assert started == [False], "nobody tries while it is theirs"
-    assert [name for what, name, *_ in run.notes() if what == "begins"] == ["ours", "theirs"]
+    assert started == [False], "it was started while it was locked"
+    assert [name for what, name, *_ in run.notes() if what == "start"] == ["ours", "theirs"]
 
 
-def test_who_loses_the_race_for_a_run_waits_for_it(run, monkeypatch):
-    """Between our look and its lock another machine took it."""
+def test_train_waits_after_losing_the_lock(run, monkeypatch):
+    """Another machine takes the lock between the check and the start."""
     directory = run("theirs").directory
     directory.mkdir()
     held = open(directory / ".lock", "w")
     fcntl.flock(held, fcntl.LOCK_EX)
     looks = []
 
-    def is_in_use(training):
-        looks.append(training)
+    def is_locked(reader):
+        looks.append(reader)
         if len(looks) > 2:
             held.close()
         return False
 
-    monkeypatch.setattr(Training, "is_in_use", is_in_use)
-    Trainings(1).train([run("theirs")])
+    monkeypatch.setattr(RunReader, "is_locked", is_locked)
+    JobRunner(1).train([run("theirs")])
     assert run("theirs").is_finished() and len(looks) > 2
 
 
 @pytest.mark.slow
-def test_two_commands_share_the_work(run, tmp_path):
+def test_two_commands_divide_the_runs(run, tmp_path):
     program = f"""
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
-        from jobs.runner import Training, Trainings
+        from jobs.runner import Training, JobRunner
         runs = [Path({str(tmp_path / "runs")!r}, f"run-{{number}}") for number in range(6)]
         fake = ({sys.executable!r}, "-S", {str(tmp_path / "fake.py")!r})
-        Trainings(1).train([Training(path, 4, (*fake, str(path), "for a moment")) for path in runs])
+        JobRunner(1).train([Training(path, 4, (*fake, str(path), "for a moment")) for path in runs])
     """
     both = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) for _ in range(2)]
     assert [one.wait(timeout=120) for one in both] == [0, 0]
-    begun = [(name, pid) for what, name, *_, pid in run.notes() if what == "begins"]
-    assert sorted(name for name, _ in begun) == [f"run-{number}" for number in range(6)], "each was trained once"
+    starts = [(name, pid) for what, name, *_, pid in run.notes() if what == "start"]
+    assert sorted(name for name, _ in starts) == [f"run-{number}" for number in range(6)], "each was trained once"
 
 
-def test_a_signal_stops_all_and_they_go_on_later(run):
-    found = Trainings(2)
+def test_signal_stops_all_runs(run):
+    found = JobRunner(2)
 
     def send():
         while len(run.notes() if (run("one").directory.parent / "notes").exists() else ()) < 2:
@@ -244,11 +246,25 @@ def test_a_signal_stops_all_and_they_go_on_later(run):
         ("one", "two"), "stopped"
     )
     with pytest.raises(Stopped):
-        found.check()
+        found.raise_if_stopped()
 
 
-def test_gpus_are_those_that_the_user_left(monkeypatch):
+def test_visible_gpus_reads_the_environment(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-abc")
-    assert runner.gpus() == ["1", "GPU-abc"]
+    assert runner.visible_gpus() == ["1", "GPU-abc"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert runner.gpus() == []
+    assert runner.visible_gpus() == []
+
+
+def test_last_row_parses_only_appended_rows(tmp_path, monkeypatch):
+    """A sweep asks for the newest row of every run several times a second."""
+    parsed = []
+    parse = metrics_log._parse_row
+    monkeypatch.setattr(metrics_log, "_parse_row", lambda line: parsed.append(line) or parse(line))
+    training = Training(tmp_path, 100, ())
+    assert training.last_row() == {"step": 0}
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 51):
+            print(json.dumps({"step": step}), file=file, flush=True)
+            assert training.last_row() == {"step": step}
+    assert len([line for line in parsed if line]) == 50

@@ -1,0 +1,155 @@
+"""Processes that no launcher of torch has started: by mpirun, by a notebook, by hand; and what imports may load."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from config.errors import ConfigError, RunError
+from distributed import rendezvous
+from distributed.environment import normalize_environment
+from model import attention
+from tests.conftest import ROOT, TINY_STORIES, environment
+from tests.forked import Launch, free_port, run
+from training.prepare_model import no_compiler
+
+
+def test_normalize_environment_translates_mpi():
+    variables = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PATH": "/bin"}
+    variables |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    normalize_environment(variables)
+    expected = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+    expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "PATH": "/bin"}
+    assert variables.items() >= expected.items()
+    intel = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+    with pytest.raises(ConfigError, match="PMI_SIZE: 2 processes, but MASTER_ADDR is not set in the environment"):
+        normalize_environment(dict(intel))
+    there = intel | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    normalize_environment(there)
+    assert (there["RANK"], there["LOCAL_RANK"], there["MASTER_PORT"]) == ("1", "0", "1234")
+
+
+def test_normalize_environment_prefers_torch_to_mpi():
+    for variables in ({}, {"PMI_SIZE": "1", "PMI_RANK": "0"}):
+        before = dict(variables)
+        normalize_environment(variables)
+        assert variables == before
+    variables = {"WORLD_SIZE": "1", "RANK": "0", "PMI_SIZE": "2"}
+    normalize_environment(variables)
+    assert variables == {"WORLD_SIZE": "1", "RANK": "0"}, "Accelerate would read the rest"
+    with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT"):
+        normalize_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"RANK": "2"}, "RANK: 2 in the environment, but WORLD_SIZE is 2; ranks start at 0"),
+        ({"WORLD_SIZE": "0"}, "RANK: 1 in the environment, but WORLD_SIZE is 0"),
+        ({"WORLD_SIZE": ""}, "RANK: 1 in the environment, but WORLD_SIZE is not set"),
+        ({"MASTER_PORT": "tcp"}, "MASTER_PORT: 'tcp' in the environment is not an integer"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT: '70000' in the environment is not an integer from 0 to 65,535"),
+    ],
+    ids=lambda value: " ".join(map("=".join, value.items())) if isinstance(value, dict) else "",
+)
+def test_normalize_environment_refuses_wrong_counts(wrong, message):
+    """Otherwise a traceback, or ten minutes of waiting."""
+    variables = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    with pytest.raises(ConfigError, match=message):
+        normalize_environment(variables | wrong)
+
+
+def test_processes_of_mpirun_train_together(runs):
+    def mpirun(*arguments):
+        port, launches = str(free_port()), []
+        for rank in ("0", "1"):
+            variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "MASTER_PORT": port}
+            words = [str(word) for word in (*TINY_STORIES, "--out_dir", runs, "--name", "run", *arguments)]
+            launches.append(Launch("train.py", words, 0, environment(**variables)))
+        code = launches[0].wait(120)
+        launches[1].end()  # as mpirun does
+        return code, *launches[0].output()
+
+    code, out, err = mpirun("--steps", 3, "--schedule.warmup_steps", 0)
+    assert code == 0 and "2 x cpu" in out and "2 processes x 3 accumulation" in out, err
+    code, _, err = mpirun("--global_batch_size", 5)
+    assert code == 2 and "global_batch_size: 5 is not a multiple" in err
+
+
+def test_windows_is_refused():
+    code = "import sys, runpy; sys.modules['fcntl'] = None; runpy.run_path('train.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Linux and macOS" in done.stderr and "WSL" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_fresh_store_reports_absent_processes(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "SILENT_SECONDS", 0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(RunError, match="waited 1 s for all 3 processes"):
+        rendezvous.fresh_store(0, 3, 1)
+    assert "still waiting for process(es) [1, 2] to start, on 127.0.0.1" in capsys.readouterr().err
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(RunError, match="process 1 cannot connect to MASTER_ADDR 127.0.0.1"):
+        rendezvous.fresh_store(1, 2, 1)
+
+
+NOTEBOOK = f"""
+from accelerate import notebook_launcher
+from cli.scripts import run_in_notebook
+words = [*{TINY_STORIES!r}, "--name", "run", "--out_dir", OUT, *MORE]
+notebook_launcher(run_in_notebook, ("train", *words), PROCESSES, mixed_precision="bf16", use_port=PORT)
+print("next cell")
+"""
+
+
+def run_notebook(runs, processes, *more):
+    """Run the cell in a fork; several processes are forks of it, as in a notebook."""
+    variables = f"OUT, PROCESSES, PORT, MORE = {str(runs)!r}, {processes}, {str(free_port())!r}, {more}"
+    return run("-c", [variables + NOTEBOOK], 0, environment())
+
+
+def test_notebook_launcher_trains_on_two_processes(runs):
+    done = run_notebook(runs, 2)
+    assert done.returncode == 0 and done.stdout.endswith("next cell\n"), done.stdout + done.stderr
+    assert "2 x cpu" in done.stdout and "precision: bf16" in done.stdout and "Training finished." in done.stdout
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (("--optimizer.lr", "-1"), "train.py: error: optimizer.lr: -1 must be a number of at least 0"),
+        (("--stop_after", "2"), "stopped after step 2 (stop_after); run the same command"),
+    ],
+    ids=["wrong", "stopped"],
+)
+def test_failed_notebook_cell_prints_one_message(more, message, processes, runs):
+    """Only the first of two processes prints it."""
+    done = run_notebook(runs, processes, *more)
+    assert done.returncode and "next cell" not in done.stdout
+    assert (done.stdout + done.stderr).count(message) == 1 and done.stderr.count("train.py: error") < 2, done.stderr
+
+
+def test_no_compiler_without_triton(monkeypatch):
+    monkeypatch.setattr(attention, "HAS_TRITON", False)
+    assert no_compiler(torch.device("cuda")) == "no Triton" and no_compiler(torch.device("cpu")) != "no Triton"
+
+
+def test_importing_train_loads_no_slow_packages():
+    slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
+    slow += ("transformers", "datasets", "wandb", "matplotlib")
+    code = f"import sys, train, model.hf; print([name for name in sys.modules if name.startswith({slow})])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_imports_do_not_initialise_cuda():
+    """Forks of a process that has initialised CUDA cannot use it; notebooks and tests/forked.py fork."""
+    code = "import torch; torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = lambda: 1 / 0\n"
+    code += "import train, verify, replay, sample, export, evaluate, checkpoint.storage"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
