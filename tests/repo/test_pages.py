@@ -151,7 +151,8 @@ def test_the_page_of_the_examples_is_true_to_the_repository():
     text = (ROOT / "examples" / "README.md").read_text()
     rows = re.findall(r"^\| \[(\w+)\.py\]\((\w+)\.py\) \|.*\| (.*) \|$", text, re.MULTILINE)
     assert [name for name, *_ in rows] == [link for _, link, _ in rows] == RUNGS and rungs == set(RUNGS)
-    lines = {line.strip() for line in (ROOT / "train.py").read_text().splitlines()}
+    sources = [ROOT / "train.py", ROOT / "training" / "step.py"]
+    lines = {line.strip() for source in sources for line in source.read_text().splitlines()}
     for name, _, where in rows:
         assert where.strip("`") in lines or name == "model_parallel", where
     tested = {f"python -m examples.{rung}" for rung in RUNGS if rung != "ring_allreduce"}
