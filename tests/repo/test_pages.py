@@ -71,8 +71,8 @@ def test_a_command_of_the_first_pages(command, out_dir):
     if command == "make verify":
         assert done.stdout.count("\nPASS  ") == 12 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
-        assert "above the floor" in done.stdout and "generation/valid" in done.stdout
-        assert "The run lies in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
+        assert "val/entropy" in done.stdout and "generation/valid" in done.stdout
+        assert "The run is in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
         assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
 
 
