@@ -1,4 +1,4 @@
-"""sweep.py: which runs it starts under which names, how it goes on, and what it refuses before it starts any."""
+"""sweep.py: the runs that it starts and their names, how it resumes, and what it refuses before any run."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import yaml
@@ -14,11 +15,15 @@ from checkpoint.manifest import File, Manifest
 from cli import scripts
 from config.errors import ConfigError, RunError
 from config.parser import own_arguments_first, parse_config
-from sweep import SweepConfig, launched_precision, main, plan, split
+from config.resolve import given_model_settings
+from jobs import runner
+from jobs.runner import launched_precision
+from jobs.sweep import plan_sweep, split_values, write_run_config
+from sweep import SweepConfig, main
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
 
-# In the place of `python train.py`: leaves what a run leaves, and fails as it is told to.
+# In place of train.py: writes the files of a run, and ends as `told` says.
 FAKE = """
 import json, os, signal, sys, time
 sys.path.insert(0, {root!r})
@@ -54,7 +59,10 @@ end(*told)
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
-    """Sweeps with fake runs below tmp_path/runs; `told` says how each ends. Returns the names of those it started."""
+    """Return a function that sweeps with fake runs in tmp_path/runs and returns the names of those started.
+
+    `told` says how each ends.
+    """
     monkeypatch.setattr("jobs.runner.subprocess", forked.SUBPROCESS)
     (tmp_path / "fake.py").write_text(FAKE.format(root=str(ROOT)))
     (tmp_path / "runs").mkdir()
@@ -79,47 +87,49 @@ def sweep(tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
-def test_every_combination_is_trained_and_named_by_what_differs(sweep, capsys):
+def test_sweep_trains_and_names_every_combination(sweep, capsys):
     started = sweep("--optimizer.lr", "1e-2,1e-3", "--seed=0,1", "--steps", 4)
     assert started == [f"tiny_stories-lr_{lr}-seed_{seed}" for lr in (0.01, 0.001) for seed in (0, 1)]
     for name, lr, seed in [(started[0], 0.01, 0), (started[3], 0.001, 1)]:
         settings = yaml.safe_load((sweep.directory / name / "config.yaml").read_text())
         assert (settings["optimizer"]["lr"], settings["seed"], settings["steps"]) == (lr, seed, 4)
-        assert settings["tracking"]["group"] == "tiny_stories", "one group of W&B"
+        assert settings["tracking"]["group"] == "tiny_stories", "not one group of W&B"
     shown = capsys.readouterr().out
     rows = [line for line in shown.splitlines() if line.startswith("tiny_stories-") and "finished" in line]
-    assert [row.split()[0].rstrip(":") for row in rows] == started + [*started[2:], *started[:2]], "sorted by the loss"
+    assert [row.split()[0].rstrip(":") for row in rows] == started + [*started[2:], *started[:2]], (
+        "not sorted by the loss"
+    )
     assert "Welch's t-test" in shown
 
 
-def test_it_goes_on_where_it_was_stopped(sweep, capsys):
+def test_sweep_resumes(sweep, capsys):
     names = [f"tiny_stories-seed_{seed}" for seed in range(3)]
     assert sweep("--seed", "0,1,2", told={names[1]: ["preempted", 75]}, error=SystemExit) == names
     assert sweep("--seed", "0,1,2") == [names[1]]
     assert f"{names[0]}: finished before" in capsys.readouterr().out
     assert sweep("--seed", "0,1,2") == []
     assert sweep("--seed", "0,1,2,3") == ["tiny_stories-seed_3"]
-    assert sweep("--seed", "0,1", "--steps", 20) == names[:2], "what has more steps to do is not finished"
+    assert sweep("--seed", "0,1", "--steps", 20) == names[:2], "a run with more steps to do is taken for finished"
     assert sweep("--seed", "0,1", "--steps", 20, "--resume", "never") == names[:2]
 
 
 @pytest.mark.parametrize(("state", "code", "error"), [("failed", 1, RunError), ("failed", 2, RunError)])
-def test_a_run_that_fails_does_not_stop_the_others(state, code, error, sweep, capsys):
+def test_failed_run_does_not_stop_others(state, code, error, sweep, capsys):
     names = [f"tiny_stories-seed_{seed}" for seed in range(3)]
     assert sweep("--seed", "0,1,2", told={names[0]: [state, code]}, error=error) == names
     shown = capsys.readouterr().out
     assert f"{names[0]}: failed" in shown and f"{names[2]}: finished" in shown and "val/loss" in shown
-    assert sweep("--seed", "0,1,2") == names[:1], "and is tried again"
+    assert sweep("--seed", "0,1,2") == names[:1], "the failed run is not tried again"
 
 
-def test_a_stop_under_a_launcher_is_no_failure(sweep):
-    """It turns every exit code into 1."""
+def test_stop_under_launcher_is_no_failure(sweep):
+    """A launcher turns every exit code into 1."""
     with pytest.raises(SystemExit) as stop:
         sweep("--seed", "0,1", told={"tiny_stories-seed_0": ["preempted", 1]})
     assert stop.value.code == 75
 
 
-def test_what_ends_before_it_begins_did_not_stop_as_asked(sweep, capsys):
+def test_old_status_is_not_taken_for_new(sweep, capsys):
     name = "tiny_stories-seed_0"
     sweep("--seed", "0,1", told={name: ["preempted", 75]}, error=SystemExit)
     assert sweep("--seed", "0,1", told={name: ["", 1]}, error=RunError)[0] == name
@@ -133,13 +143,13 @@ def test_what_ends_before_it_begins_did_not_stop_as_asked(sweep, capsys):
         ("--optimizer.lr=1e-3,-1", "--optimizer.lr=-1"),
         ("--seed 0,1 --model.d_modl 3", "d_modl"),
         ("--micro_batch_size 1,4", "global_batch_size: 6 is not a multiple"),
-        ("--optimizer.lr 1e-3,0.001", "would be called 'tiny_stories-lr_0.001'"),
-        (f"--init_from {'a' * 250},{'b' * 250}", "is longer than a directory's may be"),
-        ("--seed 0,1 --print_config", "train.py's own"),
+        ("--optimizer.lr 1e-3,0.001", "would be named 'tiny_stories-lr_0.001'"),
+        (f"--init_from {'a' * 250},{'b' * 250}", "is too long for a directory"),
+        ("--seed 0,1 --print_config", "options of train.py"),
         ("--seed 0,", "--seed ''"),
     ],
 )
-def test_a_wrong_setting_is_refused_before_the_first_run(arguments, message, sweep, capfd):
+def test_wrong_setting_is_refused_before_any_run(arguments, message, sweep, capfd):
     words = [*TINY_STORIES, "--out_dir", str(sweep.directory), *arguments.split()]
     with pytest.raises(ConfigError) as refused:
         main(SweepConfig(words))
@@ -147,13 +157,33 @@ def test_a_wrong_setting_is_refused_before_the_first_run(arguments, message, swe
     assert not list(sweep.directory.iterdir())
 
 
-def test_runs_of_other_settings_are_not_taken_for_those_of_the_sweep(sweep):
+def test_edited_config_file_changes_no_run(sweep, tmp_path, monkeypatch):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text((ROOT / "tests" / "tiny_stories.yaml").read_text())
+    train = runner.JobRunner.train
+    edited = recipe.read_text() + "\nstop_after: 1\nsteps: 99\n"
+    monkeypatch.setattr(runner.JobRunner, "train", lambda *args, **kw: recipe.write_text(edited) and train(*args, **kw))
+    for name in sweep("--config", recipe, "--seed", "0,1", "--steps", 4, "--optimizer.betas", "[0.8,0.9]"):
+        settings = yaml.safe_load((sweep.directory / name / "config.yaml").read_text())
+        assert (settings["steps"], settings["stop_after"], settings["optimizer"]["betas"]) == (4, None, [0.8, 0.9])
+
+
+@pytest.mark.parametrize("given", [[], ["--model.dropout", "0.3"]])
+def test_init_from_passes_only_given_model_settings(given, tmp_path):
+    words = [*TINY_STORIES, "--init_from", "x", "--out_dir", str(tmp_path), *given]
+    (config,) = plan_sweep(words, {})
+    passed = parse_config(["--config", str(write_run_config(config))])
+    assert given_model_settings(passed) == given_model_settings(config)
+    assert asdict(passed) == asdict(config)
+
+
+def test_existing_run_with_other_settings_is_refused(sweep):
     sweep("--seed", "0,1")
     assert sweep("--seed", "0,1", "--model.dropout", 0.2, error=ConfigError) == []
 
 
 @pytest.mark.parametrize(("name", "there"), [("mixed_precision", "bf16"), ("code", "0123456789ab")])
-def test_runs_of_another_precision_or_code_are_not_taken_for_those_of_the_sweep(name, there, sweep):
+def test_existing_run_of_other_precision_or_code_is_refused(name, there, sweep):
     names = sweep("--seed", "0,1")
     starts = sweep.directory / names[1] / "sessions.jsonl"
     starts.write_text(json.dumps({**json.loads(starts.read_text()), name: there}))
@@ -167,7 +197,7 @@ def test_runs_of_another_precision_or_code_are_not_taken_for_those_of_the_sweep(
     assert sweep("--seed", "0,1") == names[1:], "what has trained nothing is no other run"
 
 
-def test_a_sweep_ends_where_the_code_is_changed_under_it(sweep, monkeypatch, capsys):
+def test_changed_code_ends_sweep(sweep, monkeypatch, capsys):
     hashes = iter(["a", "b", "b"])
     monkeypatch.setattr("sweep.code_hash", lambda: "a")
     monkeypatch.setattr("jobs.runner.code_hash", lambda: next(hashes))
@@ -175,7 +205,7 @@ def test_a_sweep_ends_where_the_code_is_changed_under_it(sweep, monkeypatch, cap
     assert "tiny_stories-seed_1: not started" in capsys.readouterr().out
 
 
-def test_the_precision_of_a_launch_is_what_its_runs_have(monkeypatch, tmp_path):
+def test_launched_precision(monkeypatch, tmp_path):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     (tmp_path / "bf16.yaml").write_text("mixed_precision: bf16\n")
     file = f"accelerate launch --config_file {tmp_path / 'bf16.yaml'}".split()
@@ -187,8 +217,8 @@ def test_the_precision_of_a_launch_is_what_its_runs_have(monkeypatch, tmp_path):
     assert launched_precision([sys.executable, "-m", "accelerate.commands.launch"]) == "no"
 
 
-def test_a_sweep_from_weights_of_another_model_goes_on(sweep):
-    """What train.py takes over of it is in config.yaml, and not among the settings of the sweep."""
+def test_sweep_with_init_from_resumes(sweep):
+    """Settings that train.py copies from the initial model are in config.yaml alone."""
     start = "--init_from", "weights", "--seed", "0,1"
     names = sweep(*start)
     for name in names:
@@ -200,8 +230,8 @@ def test_a_sweep_from_weights_of_another_model_goes_on(sweep):
     assert sweep(*start, "--model.dropout", 0.2, error=ConfigError) == []
 
 
-def test_whether_another_place_has_the_same_is_for_train_to_say(sweep, tmp_path):
-    """It compares hashes, which the sweep does not know."""
+def test_moved_or_newer_corpus_starts_runs_again(sweep, tmp_path):
+    """Only train.py can compare the hashes of the data."""
     common = "--config", ROOT / "configs" / "shakespeare_cpu.yaml", "--seed", "0,1"
     one = tmp_path / "one"
     names = sweep(*common, "--data.path", one)
@@ -214,7 +244,7 @@ def test_whether_another_place_has_the_same_is_for_train_to_say(sweep, tmp_path)
     os.utime(one / "metadata.json", (1e9, 1e9))
     assert sweep(*common, "--data.path", one) == []
     os.utime(one / "metadata.json", (2e9, 2e9))
-    assert sweep(*common, "--data.path", one) == names, "the corpus is newer than they are"
+    assert sweep(*common, "--data.path", one) == names, "the corpus is newer than the runs"
     for name in names:
         config = sweep.directory / name / "config.yaml"
         config.write_text(config.read_text().replace("hash: null", "hash: abc", 1))
@@ -222,7 +252,7 @@ def test_whether_another_place_has_the_same_is_for_train_to_say(sweep, tmp_path)
 
 
 @pytest.mark.slow
-def test_finished_runs_of_another_schedule_are_not_taken_for_those_of_the_sweep(sweep):
+def test_finished_run_of_other_schedule_is_refused(sweep):
     for schedule in ("cosine", "constant"):
         common = "--name", schedule, "--seed", "0,1", "--schedule.name", schedule
         names = sweep(*common, "--steps", 8)
@@ -233,34 +263,34 @@ def test_finished_runs_of_another_schedule_are_not_taken_for_those_of_the_sweep(
             checkpoint
         )
         assert sweep(*common, "--steps", 8) == []
-        assert sweep(*common, "--steps", 4, error=ConfigError) == [], "of fewer steps than are done"
+        assert sweep(*common, "--steps", 4, error=ConfigError) == [], "fewer steps than completed"
         assert sweep(*common, "--steps", 8, "--schedule.name", "linear", error=ConfigError) == []
         assert sweep(*common, "--steps", 4, "--resume", "never") == names
 
 
 @pytest.mark.parametrize("launch", ["nonsense --x", "' '"])
-def test_a_launch_that_is_none_is_refused(launch, sweep):
+def test_unknown_launcher_is_refused(launch, sweep):
     with pytest.raises(ConfigError, match="launch: "):
         main(SweepConfig(["--seed", "0,1"], launch=launch))
 
 
-def test_values_are_split_at_commas_but_not_inside_brackets():
-    assert split("1e-3,3e-4") == ["1e-3", "3e-4"]
-    assert split("[0.9,0.95],[0.9,0.99]") == ["[0.9,0.95]", "[0.9,0.99]"]
-    assert split("{a: 1, b: [2, 3]}") == ["{a: 1, b: [2, 3]}"]
-    betas = plan([*TINY_STORIES, "--optimizer.betas", "[0.9,0.95],[0.9,0.99]"], {})
-    assert [settings.optimizer.betas for _, settings in betas] == [(0.9, 0.95), (0.9, 0.99)]
-    assert [settings.name for _, settings in betas] == ["tiny_stories-betas_0.9_0.95", "tiny_stories-betas_0.9_0.99"]
+def test_split_values_keeps_brackets():
+    assert split_values("1e-3,3e-4") == ["1e-3", "3e-4"]
+    assert split_values("[0.9,0.95],[0.9,0.99]") == ["[0.9,0.95]", "[0.9,0.99]"]
+    assert split_values("{a: 1, b: [2, 3]}") == ["{a: 1, b: [2, 3]}"]
+    betas = plan_sweep([*TINY_STORIES, "--optimizer.betas", "[0.9,0.95],[0.9,0.99]"], {})
+    assert [settings.optimizer.betas for settings in betas] == [(0.9, 0.95), (0.9, 0.99)]
+    assert [settings.name for settings in betas] == ["tiny_stories-betas_0.9_0.95", "tiny_stories-betas_0.9_0.99"]
 
 
-def test_names_tell_settings_of_the_same_last_name_and_recipes_apart():
-    runs = plan([*TINY_STORIES, "--seed", "0,1", "--data.seed", "2,3"], {})
-    assert runs[0][1].name == "tiny_stories-seed_0-data.seed_2"
+def test_names_are_unambiguous():
+    runs = plan_sweep([*TINY_STORIES, "--seed", "0,1", "--data.seed", "2,3"], {})
+    assert runs[0].name == "tiny_stories-seed_0-data.seed_2"
     recipes = ",".join(str(ROOT / "configs" / f"{name}.yaml") for name in ("stories", "random_tokens"))
-    assert [settings.name for _, settings in plan(["--config", recipes], {})] == ["stories", "random_tokens"]
+    assert [settings.name for settings in plan_sweep(["--config", recipes], {})] == ["stories", "random_tokens"]
 
 
-def test_its_own_options_may_stand_anywhere(monkeypatch, capsys):
+def test_own_options_may_be_anywhere(monkeypatch, capsys):
     words = ["--seed", "0,1", "--launch", "accelerate launch --cpu", "--name", "x"]
     assert own_arguments_first(words, SweepConfig) == [
         "--launch",
@@ -280,8 +310,8 @@ def test_its_own_options_may_stand_anywhere(monkeypatch, capsys):
     assert "sweep.py: error: " in capsys.readouterr().err
 
 
-def test_a_signal_stops_the_run_and_the_sweep(sweep, tmp_path):
-    """A process of its own, which alone is told."""
+def test_signal_stops_run_and_sweep(sweep, tmp_path):
+    """The signal is sent to the process of the sweep alone."""
     (sweep.directory / "told").write_text(json.dumps({"tiny_stories-seed_0": ["waits"]}))
     command = [sys.executable, "sweep.py", *TINY_STORIES, "--out_dir", sweep.directory, "--seed", "0,1"]
     command += ["--launch", f"{sys.executable} {tmp_path / 'fake.py'}"]
@@ -297,7 +327,7 @@ def test_a_signal_stops_the_run_and_the_sweep(sweep, tmp_path):
 
 
 @pytest.mark.parametrize("learning_rate", [0.001, 1e-05, 3.1622776601683795e-05])
-def test_train_understands_what_an_agent_of_wandb_passes(learning_rate, tmp_path):
+def test_wandb_agent_command_is_valid(learning_rate, tmp_path):
     """The agent's own functions put the command of configs/wandb_sweep.yaml together; a fake python takes it."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 

@@ -104,7 +104,7 @@ def run_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(change, "ROOT", root)
     monkeypatch.setattr(score, "run_scorer", fake_scorer)
     monkeypatch.setattr(variants, "network_shape", lambda asked: fake_scorer(asked, "shape"))
-    monkeypatch.setattr(runner, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(experiment, "code_hash", lambda: None)
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
     printed = []

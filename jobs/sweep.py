@@ -1,0 +1,187 @@
+"""The runs of a sweep: one for each combination of the values of settings, and which of them are finished."""
+
+import itertools
+import json
+import re
+import shlex
+from collections import Counter
+from dataclasses import asdict, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from checkpoint.identity import compare_facts, lasting_starts
+from checkpoint.manifest import readable_checkpoints
+from config.errors import ConfigError
+from config.parser import parse_config
+from config.resolve import given_model_settings, replace_settings, with_stored_model
+from config.schema import TrainConfig, flat_settings
+from data.files import write_atomically
+from run.metrics_log import read_rows
+from run.resume import check_resume, differing_settings
+from run.status import read_status
+from run.stored_settings import read_settings
+
+NAMING_SETTINGS = ("config", "name")  # settings that name the runs themselves when they are swept
+OPENING, CLOSING = "[{(", "]})"
+MAX_NAME_BYTES = 255 - len(".old-99")  # of a directory, also after it was moved aside
+
+
+def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[TrainConfig]:
+    """Return the resolved settings of every run of a sweep, each with a name of its own.
+
+    Args:
+        arguments: settings of train.py, some with several values.
+        facts: `mixed_precision` and `code` of the runs.
+
+    Raises:
+        ConfigError: a combination is wrong, two runs have the same name, or an existing run has other settings, another
+            precision or other code.
+    """
+    runs: dict[str, TrainConfig] = {}
+    for combination, swept in combine(arguments):
+        try:
+            config = parse_config(combination)
+        except SystemExit:
+            raise ConfigError("arguments: --help and --print_config are options of train.py; leave them out") from None
+        except ConfigError as error:
+            raise ConfigError(f"{error}\n(of {shlex.join(combination)})") from None
+        group = config.name
+        config = replace(config, name=f"{group}{''.join(name_suffixes(swept, flat_settings(asdict(config))))}")
+        if config.name != group and config.tracking.tracker == "wandb" and config.tracking.group is None:
+            config = replace_settings(config, {"tracking.group": group})
+        if config.name in runs:
+            raise ConfigError(f"name: two runs of this sweep would be named {config.name!r}; give each value once")
+        if len(str(config.name).encode()) > MAX_NAME_BYTES:
+            raise ConfigError(f"name: {config.name!r} is too long for a directory; sweep over config files")
+        runs[str(config.name)] = config
+        stored = None if config.resume == "never" else read_settings(run_path(config) / "config.yaml")
+        if stored:
+            check_existing_run(config, stored, facts)
+    return [*runs.values()]
+
+
+def check_existing_run(config: TrainConfig, stored: dict[str, Any], facts: dict[str, str | None]) -> None:
+    """Check that the run in the directory of a run of the sweep is that run.
+
+    Finished runs are not started, so train.py would not check them.
+
+    Raises:
+        ConfigError: it is another run.
+    """
+    path = run_path(config)
+    if config.init_from is not None:  # train.py copies the model's settings from there
+        config = with_stored_model(config, stored)
+    if different := differing_settings(stored, config) + different_facts(path, facts):
+        lines = "\n  ".join(different)
+        raise ConfigError(
+            f"{path} holds a run with other settings:\n  {lines}\nchoose another --name or --out_dir for the sweep"
+        )
+    if checkpoints := readable_checkpoints(path / "checkpoints"):
+        newest = next(iter(checkpoints))
+        check_resume(config, newest, checkpoints[newest])
+
+
+def different_facts(path: Path, facts: dict[str, str | None]) -> list[str]:
+    """Return a line for each fact in which the sessions that trained a run differ from those of the sweep.
+
+    Raises:
+        ConfigError: the run cannot be read.
+    """
+    status = read_status(path / "status.json")
+    completed = status.step if status else 0
+    try:
+        sessions = list(read_rows(path / "sessions.jsonl")) if (path / "sessions.jsonl").exists() else []
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    trained = [session for session in lasting_starts(sessions, completed) if session["step"] < completed]
+    lines = [
+        f"{name}: {session[name]} there, {facts[name]} now"
+        for session in trained
+        for name in compare_facts(session, facts)
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def combine(arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """Return the command line of every run, and the value of each swept setting in it."""
+    choices = []  # for each word, its alternatives: (word, swept setting or None, value)
+    option = ""
+    for word in arguments:
+        if not word.startswith("--"):
+            prefix, values = "", split_values(word)
+        elif "=" in word:
+            option, _, value = word.partition("=")
+            prefix, values = f"{option}=", split_values(value)
+        else:
+            option, prefix, values = word, "", [word]
+        swept = option.removeprefix("--") if len(values) > 1 else None
+        choices.append([(prefix + value, swept, value) for value in values])
+    return [
+        ([word for word, _, _ in chosen], {swept: value for _, swept, value in chosen if swept})
+        for chosen in itertools.product(*choices)
+    ]
+
+
+def split_values(text: str) -> list[str]:
+    """Split at commas, except inside brackets, as in [0.9,0.95]."""
+    depth, parts = 0, [""]
+    for character in text:
+        depth += (character in OPENING) - (character in CLOSING)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def name_suffixes(swept: dict[str, str], settings: dict[str, object]) -> list[str]:
+    """Return a suffix for the name of a run for each swept setting, as -lr_0.001."""
+    names = [name for name in swept if name not in NAMING_SETTINGS]
+    count = Counter(name.rpartition(".")[2] for name in names)
+    suffixes = []
+    for name in names:
+        last_word = name.rpartition(".")[2]
+        value = re.sub(r"[^\w.+-]+", "_", str(settings.get(name, swept[name]))).strip("_")
+        suffixes.append(f"-{last_word if count[last_word] == 1 else name}_{value}")
+    return suffixes
+
+
+def run_path(config: TrainConfig) -> Path:
+    """Return the directory of a run."""
+    return Path(config.out_dir).expanduser() / str(config.name)
+
+
+def write_run_config(config: TrainConfig) -> Path:
+    """Write the settings of a run into a file that nobody edits, named by its content, and return its path.
+
+    Edits of config files during a sweep then change no run. Settings of the model that init_from determines are left
+    out.
+    """
+    settings = json.loads(json.dumps(asdict(config)))
+    given = given_model_settings(config)
+    settings["model"] = {name: value for name, value in settings["model"].items() if name in given}
+    content = yaml.safe_dump(settings, sort_keys=False).encode()
+    path = run_path(config).parent / "logs" / "configs" / f"{sha256(content).hexdigest()[:12]}.yaml"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content, by_several=True)
+    return path
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Return whether a run has completed all its steps and need not be started.
+
+    If its inputs are at another place, or were made again, train.py is started: it knows whether they are the same.
+    """
+    path, now = run_path(config), flat_settings(asdict(config))
+    status, stored = read_status(path / "status.json"), read_settings(path / "config.yaml")
+    completed = status is not None and status.state == "finished" and status.step >= config.steps
+    inputs = ("data.path", "data.mix", "init_from")
+    if not completed or stored is None or any(stored[name] != now[name] for name in inputs):
+        return False
+    corpora = [Path(corpus).expanduser() / "metadata.json" for corpus in config.data.corpora]
+    made = [corpus.stat().st_mtime for corpus in corpora if corpus.exists()]
+    return max(made, default=0) <= (path / "status.json").stat().st_mtime and config.resume != "never"
