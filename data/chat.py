@@ -17,11 +17,13 @@ COLUMNS = "messages", "prompt", "response", "completion", *BESIDE_MESSAGES
 """What may hold a conversation, or a part of it, in a row of data."""
 
 
-def document_in(row: Any, text_column: str) -> tuple[str, bool, list[str]]:
-    """The document that a row of data holds, whether it is a conversation, and which of its columns are no part of one.
+def read_document(row: Any, text_column: str) -> tuple[str, bool | None, list[str]]:
+    """Return the document of a row of data, whether it is a conversation, and the columns that are no part of one.
+
+    A null is an empty document: "", which may stand among texts (False) or conversations (True), so None.
 
     Raises:
-        ValueError: it holds none; says what stands there instead.
+        ValueError: The row holds no document; the message says what it holds instead.
     """
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.60} is not a row, an object with the key {text_column!r}")
@@ -36,7 +38,7 @@ def document_in(row: Any, text_column: str) -> tuple[str, bool, list[str]]:
         wanted = f"no text_column {text_column!r}, nor messages, nor prompt and response"
         raise ValueError(f"{wanted}; there are {list(row)!r:.200}")
     if len(names) == 1 and isinstance(row[names[0]], str | None):
-        return row[names[0]] or "", False, []  # null is an empty document
+        return row[names[0]] or "", None if row[names[0]] is None else False, []
     if len(names) == 1:
         messages = _messages(names[0], row[names[0]])
     else:
@@ -84,19 +86,24 @@ def _told_to_the_template(row: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def content_of(document: str) -> str:
-    """What is said in a conversation."""
-    return "\n".join(message.get("content", "") for message in json.loads(document)["messages"])
+def parse_conversation(document: str) -> dict[str, Any]:
+    """Return the conversation of a document; one without messages for an empty document."""
+    return json.loads(document) if document else {"messages": []}
 
 
-def who_says_what(document: str) -> str:
-    """What makes two conversations the same one, however their rows spell it: a text of the roles and contents."""
-    messages = json.loads(document)["messages"]
+def get_content(document: str) -> str:
+    """Return the contents of all messages of a conversation, joined by line ends."""
+    return "\n".join(message.get("content", "") for message in parse_conversation(document)["messages"])
+
+
+def get_identity(document: str) -> str:
+    """Return the roles and contents as JSON, equal for the same conversation in rows of different form."""
+    messages = parse_conversation(document)["messages"]
     return json.dumps([(message["role"], message.get("content", "").strip()) for message in messages])
 
 
-def keys_of(conversation: dict[str, Any]) -> set[str]:
-    """What a conversation has for its template besides roles and contents."""
+def find_template_keys(conversation: dict[str, Any]) -> set[str]:
+    """Return the keys, besides roles and contents, that a chat template should render."""
     of_messages: Iterable[str] = (key for message in conversation["messages"] for key in message)
     of_template = {"tools"} & conversation.keys() | conversation.get("chat_template_kwargs", {}).keys()
     return {*of_messages, *of_template} - {"role", "content", "weight"}

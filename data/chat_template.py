@@ -1,6 +1,5 @@
 """Conversations as the chat template of a tokenizer writes them: for data.prepare, and for whoever talks to a model."""
 
-import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer
 
 from config.errors import ConfigError
-from data.chat import Message, content_of, keys_of
+from data.chat import Message, find_template_keys, get_content, parse_conversation
 from data.files import write_atomically
 from data.tokenizer import errors_of_tokenizers
 
@@ -124,7 +123,7 @@ class ChatTemplate:
         template = self.tokenizer.get_chat_template(tools=conversation.get("tools"))
         named = set(re.findall(r"\w+", template))
         named |= THOUGHTS if named & THOUGHTS else set()
-        return keys_of(conversation) - named
+        return find_template_keys(conversation) - named
 
     def _write(
         self, messages: list[Message], told: dict[str, Any], add_generation_prompt: bool = False
@@ -222,13 +221,15 @@ def _within(marked: list[tuple[int, int]], text: str, messages: list[Message]) -
 
 
 def encode_row(template: ChatTemplate, document: str, begins: bool = True) -> tuple[str, dict[str, list[int]]]:
-    """What is said in a conversation, and its row in a corpus, by columns: {} without an answer to learn from."""
-    conversation = json.loads(document)
+    """Return the content of a conversation and its row in a corpus by columns; {} without an answer to learn from."""
+    conversation = parse_conversation(document)
+    if not conversation["messages"]:
+        return "", {}
     if lost := template.keys_not_written(conversation):
         raise ConfigError(f"messages: {keys_lost(list(map(repr, sorted(lost))))}")
     tokens, answers = template.encode(**conversation)
     columns = {"input_ids": tokens, "assistant_masks": answers}
-    return content_of(document), columns if any(answers) else {}
+    return get_content(document), columns if any(answers) else {}
 
 
 def keys_lost(named: list[str]) -> str:

@@ -168,7 +168,7 @@ def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, share: float, sou
             buffer = ""
         for piece, last in pieces:
             if begins:
-                identity = chat.who_says_what(piece) if source.conversations else piece
+                identity = chat.get_identity(piece) if source.conversations else piece
                 split = given or SPLITS[in_validation(identity, share)]
             part.append((piece, begins, split))
             size, begins = size + len(piece) + 1, last
@@ -322,8 +322,13 @@ def _open_sources(config: PrepareConfig, kind: str) -> tuple[Source, Source | No
 
 
 def _check_conversations(config: PrepareConfig, source: Source, held_out: Source | None, kind: str) -> None:
-    """Read the first row of each source, which says whether it is of conversations; refuse what does not go with it."""
-    ours, theirs = (next((each.conversations for _ in each), False) for each in (source, held_out or source))
+    """Read each source up to the first row that is not null, which says whether it has conversations.
+
+    Raises:
+        ConfigError: The sources are of two kinds, or the tail of conversations was asked for.
+    """
+    sources = (source, held_out or source)
+    ours, theirs = (any(each.conversations is not None for _ in each) and each.conversations for each in sources)
     if ours != theirs or (ours and kind == "tail"):
         problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
         raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
@@ -339,7 +344,7 @@ def _clear(work: Path) -> None:
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
     kind, share = _kind_of_validation(config)
     if not (work / "tokenizer").exists():
-        said = (chat.content_of(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
+        said = (chat.get_content(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
         with folder_written_atomically(work / "tokenizer") as folder:
             save_tokenizer(config.tokenizer, folder, said)
     tokenizer, facts = load_tokenizer(work / "tokenizer")
@@ -420,7 +425,7 @@ def _refuse_lost_keys(source: Source, template: chat_template.ChatTemplate) -> N
     rows, having = 0, Counter()
     for document, _ in source:
         rows += 1
-        having.update(template.keys_not_written(json.loads(document)))
+        having.update(template.keys_not_written(chat.parse_conversation(document)))
     if having:
         named = [f"{key!r} (of {count:,} of the {rows:,} rows)" for key, count in sorted(having.items())]
         raise ConfigError(f"{source.setting}: {source.name!r}: {chat_template.keys_lost(named)}")

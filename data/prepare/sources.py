@@ -38,7 +38,7 @@ class Source:
     streaming: bool = False
     setting: str = "source"
     conversations: bool | None = field(default=None, init=False)
-    """Whether all documents are conversations; None before the first is read."""
+    """Whether all documents are conversations; None before the first that is not null is read."""
 
     has_separators: bool = field(default=False, init=False)
     """Whether the last reading has found one that divides a file."""
@@ -113,14 +113,17 @@ class Source:
                 remedy = f"A split without a configuration comes after two colons: {path}::{configuration}\n{remedy}"
             raise self._refusal(f"{problem}: {error!r}\n{remedy}") from None
 
-    def _all_are(self, conversations: bool) -> None:
+    def _require_kind(self, conversations: bool) -> None:
         if self.conversations is (not conversations):
-            raise ValueError("conversations and texts are in one source; take them apart")
+            kinds = "this row is a conversation, but earlier rows are texts"
+            if not conversations:
+                kinds = "this row is a text, but earlier rows are conversations"
+            raise ValueError(f"conversations and texts are in one source; {kinds}; separate them")
         self.conversations = conversations
 
     def _txt(self, file: str) -> Iterator[tuple[str, bool]]:
         separator, rest = self.separator, ""
-        self._all_are(conversations=False)
+        self._require_kind(conversations=False)
         with open_text(file, self.errors) as text:
             for chunk in checked(iter(partial(text.read, CHUNK), ""), file):
                 if separator:
@@ -134,8 +137,9 @@ class Source:
 
     def _rows(self, place: str) -> Iterator[tuple[str, bool]]:
         for row in self._records(place):
-            text, is_conversation, unused = chat.document_in(row, self.text_column)
-            self._all_are(is_conversation)
+            text, is_conversation, unused = chat.read_document(row, self.text_column)
+            if is_conversation is not None:
+                self._require_kind(is_conversation)
             self.unused_columns.update(unused)
             # Half of a surrogate pair is valid in JSON, but no text.
             yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True

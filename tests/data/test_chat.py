@@ -424,13 +424,36 @@ def test_a_split_of_another_kind_is_refused(folder, tmp_path):
     assert "does not go with source" in refusal([MESSAGES], tmp_path, validation=str(texts))
 
 
+@pytest.mark.parametrize("places", [(0,), (30,), (60,), (0, 1, 30)], ids=str)
+@pytest.mark.parametrize("row", [{"messages": None}, {"text": None}], ids=str)
+def test_prepare_counts_null_conversations_as_empty(tmp_path, row, places):
+    rows = [{"messages": messages} for messages in CONVERSATIONS]
+    make(write_rows(tmp_path / "whole.jsonl", rows), tmp_path / "whole", validation="hash:0.2")
+    for place in places:
+        rows.insert(place, row)
+    metadata = make(write_rows(tmp_path / "nulls.jsonl", rows), tmp_path / "nulls", validation="hash:0.2")
+    assert sum(metadata[split]["empty_documents"] for split in SPLITS) == len(places)
+    assert rows_of(tmp_path / "nulls") == rows_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kinds, found", [("ct", "a text, but earlier rows are conversations"),
+                                          ("tc", "a conversation, but earlier rows are texts")])  # fmt: skip
+def test_prepare_names_the_row_of_another_kind(tmp_path, kinds, found):
+    forms = {"c": MESSAGES, "t": {"text": "Read me."}}
+    source = write_rows(tmp_path / "rows.jsonl", [forms[kinds[0]], {"text": None}, forms[kinds[1]]])
+    with pytest.raises(
+        ConfigError, match=f"document 3: .* in one source; this row is {found}"
+    ):
+        make(source, tmp_path / "out")
+
+
 @pytest.mark.parametrize("text", ["a_before.txt", "z_after.txt"])
 def test_a_txt_file_among_conversations_is_refused(tmp_path, text):
     """In the order of their names: a file that comes first says what the others must be."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / text).write_text("Read me.")
     write_rows(tmp_path / "texts" / "chats.jsonl", [MESSAGES])
-    with pytest.raises(ConfigError, match="conversations and texts are in one source; take them apart"):
+    with pytest.raises(ConfigError, match="conversations and texts are in one source; this row is a .+; separate them"):
         make(tmp_path / "texts" / "*", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
