@@ -49,7 +49,7 @@ from checkpoint.manifest import InvalidCheckpoint, Manifest, readable_checkpoint
 from config.errors import ConfigError, RunError
 from config.paths import expanded
 from data.chat_template import ChatTemplate
-from data.files import share
+from data.files import copy_folder_permissions
 from data.integrity import read_metadata
 from model.hf import to_transformers
 from plotting.run_plots import save_loss_curve
@@ -184,7 +184,7 @@ def write(folder: Path, loaded: Loaded) -> None:
             settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
         hf_model.save_pretrained(folder)
         for file in folder.glob("*.safetensors"):
-            share(file)
+            copy_folder_permissions(file)
     except Exception as error:  # for a full disk tokenizers and safetensors have kinds of their own
         raise OSError(str(error)) from None
 

@@ -70,8 +70,8 @@ from tokenizers.decoders import DecodeStream
 from config.errors import ConfigError
 from data.chat import Message
 from data.chat_template import ChatTemplate
-from data.synthetic.stories import storyteller
-from data.tokenizer import errors_of_tokenizers
+from data.synthetic.stories import get_story_generator
+from data.tokenizer import wrap_tokenizer_errors
 from distributed.cpu import prepare_cpu
 from model.seeds import derive_seed
 from run.load import Loaded, load_run
@@ -196,7 +196,7 @@ def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[in
     tokenizer = loaded.tokenizer
     begin = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     settings = {"add_special_tokens": False, "split_special_tokens": not special_tokens}
-    with errors_of_tokenizers(f"prompt: the tokenizer has no tokens for {prompt!r}"):
+    with wrap_tokenizer_errors(f"prompt: the tokenizer has no tokens for {prompt!r}"):
         tokens = tokenizer(prompt, **settings)["input_ids"] if prompt else []
     if not begin + tokens:
         raise ConfigError("prompt: this tokenizer has no end-of-text token that a text could begin with; give a prompt")
@@ -231,7 +231,7 @@ def write(
     text = "".join(written)
     print()
     if loaded.config is not None and (data := loaded.config.data).source == "stories":
-        verdict = storyteller(data.facts, data.zipf, data.seed or 0).verdict
+        verdict = get_story_generator(data.facts, data.zipf, data.seed or 0).verdict
         limit = model.config.max_position_embeddings
         ids_1T = torch.tensor([ids[:limit]], device=device)
         _, loss, *sums = model(ids_1T, labels=ids_1T, num_items_in_batch=1)

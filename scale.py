@@ -98,9 +98,9 @@ def print_recipe(config: ScaleConfig) -> None:
     if config.corpus:
         vocab_size = recipe.vocabulary_of(config.corpus)
     else:
-        from data.synthetic.stories import storyteller
+        from data.synthetic.stories import get_story_generator
 
-        vocab_size = len(storyteller(recipe.FACTS, 1.0, 0).vocabulary)
+        vocab_size = len(get_story_generator(recipe.FACTS, 1.0, 0).vocabulary)
     lines = recipe.recipe(config.depth, config.tokens_per_parameter, config.family, config.corpus, vocab_size)
     print(recipe.as_yaml(lines), end="")
 

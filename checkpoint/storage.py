@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.futures import Future
 
 from config.errors import ConfigError
-from data.files import fsync, share
+from data.files import copy_folder_permissions, fsync
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # for DCP: one process is one process
@@ -65,7 +65,7 @@ class Writer(HuggingFaceStorageWriter):
         if tensors:
             file = Path(self.path, f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors")
             save_file(tensors, file, {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"})
-            share(file)
+            copy_folder_permissions(file)
             fsync(file)
         done = Future()
         done.set_result([])

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 from config.errors import ConfigError
 from data.chat import Message, find_template_keys, get_content, parse_conversation
 from data.files import write_atomically
-from data.tokenizer import errors_of_tokenizers
+from data.tokenizer import wrap_tokenizer_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,7 +161,7 @@ class ChatTemplate:
         """The tokens of what the template has written, and where in it each begins and ends."""
         problem = f"messages: the tokenizer has no tokens for a conversation that is written {text[:80]!r} ..."
         if MARK not in text:
-            with errors_of_tokenizers(problem):
+            with wrap_tokenizer_errors(problem):
                 encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             return encoded["input_ids"], encoded["offset_mapping"]
         characters = {stand_in: content for content, stand_in in self._stand_ins.items()}
@@ -174,7 +174,7 @@ class ChatTemplate:
                 pieces.append(characters.get(piece) or self._stand_ins[piece])
                 origins += [begin] * len(pieces[-1])
             begin += len(piece)
-        with errors_of_tokenizers(problem):
+        with wrap_tokenizer_errors(problem):
             encoded = self._literal.encode("".join(pieces), add_special_tokens=False)
         tokens = [self._token_of.get(token, token) for token in encoded.ids]
         origins.append(len(text))

@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 from config.errors import ConfigError, no_code_for
 from config.resolve import replace_settings
 from config.schema import TrainConfig
-from data.sampler import GlobalBatches, MixedBatches, mix_quotas, share_out
-from data.synthetic.excess import excess_by_kind
+from data.sampler import GlobalBatches, MixedBatches, apportion, mix_quotas
+from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.random_tokens import RandomTokensDataset
-from data.synthetic.stories import StoriesDataset, storyteller
+from data.synthetic.stories import StoriesDataset, get_story_generator
 
 if TYPE_CHECKING:
     from data.integrity import Verification
@@ -28,7 +28,7 @@ class Corpus:
     """A training and a validation set of the same kind, and the tokenizer that made them, if any.
 
     Both are map-style: sample i is `{"input_ids": int64 [T], "labels": int64 [T]}`, a function of i and the seed.
-    The validation set may have `floor_nats` (the lowest loss that any model can expect on it, in nats summed over its
+    The validation set may have `entropy_nats` (the lowest loss that any model can expect on it, in nats summed over its
     targets) and `num_bytes` (of its text, for bits per byte).
     """
 
@@ -83,10 +83,14 @@ def load_corpus(config: TrainConfig) -> Corpus:
         return _load_text(config)
     if config.data.source != "stories":
         raise no_code_for("data.source", config.data.source)
-    teller = storyteller(config.data.facts, config.data.zipf, seed)
-    splits = [StoriesDataset(split, size, seed, config.seq_len, teller) for split, size in sizes.items()]
-    tokenizer = teller.build_tokenizer()
-    judges = {"score": excess_by_kind(teller), "score_texts": teller.score_texts, "verdict": teller.verdict}
+    generator = get_story_generator(config.data.facts, config.data.zipf, seed)
+    splits = [StoriesDataset(split, size, seed, config.seq_len, generator) for split, size in sizes.items()]
+    tokenizer = generator.build_tokenizer()
+    judges = {
+        "score": build_excess_loss_score(generator),
+        "score_texts": generator.score_texts,
+        "verdict": generator.verdict,
+    }
     return Corpus(*splits, tokenizer, _checked_vocab_size(config, tokenizer.get_vocab_size()), **judges)
 
 
@@ -97,7 +101,7 @@ def _validation_samples(config: TrainConfig, quotas: list[int]) -> list[int | No
     if config.evaluation.num_samples is None:
         return [None] * len(quotas)
     try:
-        return share_out(config.evaluation.num_samples, quotas)
+        return apportion(config.evaluation.num_samples, quotas)
     except ValueError as error:
         raise ConfigError(f"evaluation.num_samples: {error} of data.mix; raise it, or null for all") from None
 

@@ -81,7 +81,7 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def share(path: Path) -> None:
+def copy_folder_permissions(path: Path) -> None:
     """Let those read a file who can read its folder: safetensors makes files that their owner alone can."""
     with suppress(OSError):  # of a file system without such modes
         path.chmod(path.parent.stat().st_mode & 0o666)

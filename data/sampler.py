@@ -49,7 +49,7 @@ def _feistel(values: np.ndarray, half_bits: int, round_keys: list[int]) -> np.nd
     return (left << shift) | right
 
 
-def permute_each(positions: np.ndarray, size: int, seed: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+def permute_groups(positions: np.ndarray, size: int, seed: int, name: str) -> tuple[np.ndarray, np.ndarray]:
     """The group of `size` positions (`name`: an epoch, a block) that each position lies in, and its place there after a
     permutation by (seed, name, group); all int64 [n]."""
     groups, places = np.divmod(positions, size)
@@ -124,7 +124,7 @@ class GlobalBatches(BatchSizes):
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
-        return permute_each(positions, self.num_samples, self.seed, "epoch")[1]
+        return permute_groups(positions, self.num_samples, self.seed, "epoch")[1]
 
 
 class MixedBatches(GlobalBatches):
@@ -142,7 +142,7 @@ class MixedBatches(GlobalBatches):
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
-        blocks, slots = permute_each(positions, MIX_BLOCK, self.seed, "block")
+        blocks, slots = permute_groups(positions, MIX_BLOCK, self.seed, "block")
         corpora = np.searchsorted(self.quota_ends, slots, side="right")
         indices = np.empty_like(positions)
         for c in np.unique(corpora):
@@ -159,7 +159,7 @@ def mix_quotas(weights: list[float]) -> list[int]:
     return np.diff(ends, prepend=0).tolist()
 
 
-def share_out(number: int, quotas: list[int]) -> list[int]:
+def apportion(number: int, quotas: list[int]) -> list[int]:
     """How many of `number` samples each corpus gives: its share, rounded up or down so that the sum is right; at least
     one.
 

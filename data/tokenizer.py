@@ -12,12 +12,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from config.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-MOST_TOKENS = 10**6  # of one that is learnt: tokenizers takes memory for all of them first, and aborts if there is none
-NAMES = f"byte, train:VOCAB (257 to {MOST_TOKENS:,}, as in train:8192), a folder with a tokenizer or a name on the Hub"
+MAX_VOCAB_SIZE = (
+    10**6
+)  # of one that is learnt: tokenizers takes memory for all of them first, and aborts if there is none
+NAMES = (
+    f"byte, train:VOCAB (257 to {MAX_VOCAB_SIZE:,}, as in train:8192), a folder with a tokenizer or a name on the Hub"
+)
 
 
 @contextmanager
-def errors_of_tokenizers(problem: str) -> Iterator[None]:
+def wrap_tokenizer_errors(problem: str) -> Iterator[None]:
     """Whatever tokenizers raises becomes a ConfigError that says `problem`; a panic, as of a regular expression that
     gives up, is no Exception."""
     try:
@@ -28,7 +32,7 @@ def errors_of_tokenizers(problem: str) -> Iterator[None]:
         raise ConfigError(f"{problem}: {error}") from None
 
 
-def tokens_to_learn(name: str) -> int | None:
+def parse_trained_vocab_size(name: str) -> int | None:
     """How many tokens the tokenizer called `name` is to learn from the text; None of one that does not.
 
     Raises:
@@ -37,7 +41,7 @@ def tokens_to_learn(name: str) -> int | None:
     if not name.startswith("train:"):
         return None
     size = name.removeprefix("train:")
-    if not re.fullmatch("[0-9]{3,7}", size) or not 256 < int(size) <= MOST_TOKENS:
+    if not re.fullmatch("[0-9]{3,7}", size) or not 256 < int(size) <= MAX_VOCAB_SIZE:
         raise ConfigError(f"tokenizer: {name!r:.60} names no possible size; use {NAMES}")
     return int(size)
 
@@ -51,7 +55,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    num_tokens = tokens_to_learn(name)
+    num_tokens = parse_trained_vocab_size(name)
     if name != "byte" and num_tokens is None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -63,7 +63,7 @@ def measure(run: str) -> dict[str, object]:
                 batch["input_ids"] = torch.cat((ids[:, :half], ids[:, half:].flip(1)), dim=1)
                 change = (model(**batch)[0] - logits)[:, :half].abs().max()
                 is_causal = bool(change <= 1e-4 * logits[:, :half].abs().max())
-    entropy = getattr(corpus.validation, "floor_nats", None)
+    entropy = getattr(corpus.validation, "entropy_nats", None)
     return {
         "targets": digest.hexdigest()[:16],
         "num_targets": count,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from data.synthetic.stories import storyteller
+from data.synthetic.stories import get_story_generator
 from jobs.runner import Training
 from model.config import GPTConfig
 from scaling.recipe import flops_per_token, learning_rate, multiplied
@@ -54,7 +54,7 @@ class Rung:
         sizes = {"n_layers": N_LAYERS, "n_heads": heads, "d_model": self.width, "d_ff": d_ff}
         kind = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False}
         return GPTConfig(
-            vocab_size=len(storyteller(FACTS, ZIPF, 0).vocabulary), max_position_embeddings=96, **sizes, **kind
+            vocab_size=len(get_story_generator(FACTS, ZIPF, 0).vocabulary), max_position_embeddings=96, **sizes, **kind
         )
 
     @property

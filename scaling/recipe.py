@@ -18,7 +18,7 @@ BATCH_TOKENS, BATCH_BUDGET = 1536, 2.3e6  # tokens of a step, and of the run, of
 WARMUP_SHARE = 0.05
 PROCESSES = 8  # that can share a step, where it has as many sequences
 LARGEST_MICRO_BATCH = 8192  # tokens: what a small GPU holds of a model of the 124M class
-MOST_TOKENS = 1e18
+MAX_VOCAB_SIZE = 1e18
 STORY_TOKENS, TEXT_TOKENS = 96, 1024
 FACTS = 65536
 FAMILIES = {
@@ -74,7 +74,7 @@ def recipe(depth: int, tokens_per_parameter: float, family: str, corpus: str | N
     model = model_of(depth, family, vocab_size, seq_len)
     parameters = multiplied(model)
     tokens = tokens_per_parameter * parameters
-    if not 1 <= tokens < MOST_TOKENS:
+    if not 1 <= tokens < MAX_VOCAB_SIZE:
         asked = f"{tokens_per_parameter:g} for each of {short(parameters)} parameters"
         raise ConfigError(f"tokens_per_parameter: {asked} are {tokens:.0e} tokens; use 20, or what you can afford")
     batch = batch_size(tokens, seq_len)

@@ -143,7 +143,7 @@ def test_evaluation_weighs_every_target_once(evaluated):
     assert rows[0]["val/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     num_bytes = sum(len(dataset.text(i).encode()) for i in range(7))
     assert rows[0]["val/bits_per_byte"] == pytest.approx(sum(losses) / num_bytes / math.log(2), rel=1e-6)
-    assert rows[0]["val/entropy"] == pytest.approx(dataset.floor_nats / len(losses))
+    assert rows[0]["val/entropy"] == pytest.approx(dataset.entropy_nats / len(losses))
 
 
 def test_a_non_finite_loss_stops_the_run_and_is_never_saved(runs):

@@ -44,8 +44,8 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
     metrics = {f"val/{name}": mean(sums, counts) for name, (sums, counts) in totals.items()}
     metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700))
     loss_sums, target_counts = totals["loss"]
-    if (floor_nats := getattr(validation, "floor_nats", None)) is not None:
-        metrics["val/entropy"] = mean([floor_nats], target_counts)
+    if (entropy_nats := getattr(validation, "entropy_nats", None)) is not None:
+        metrics["val/entropy"] = mean([entropy_nats], target_counts)
         metrics["val/excess_loss"] = metrics["val/loss"] - metrics["val/entropy"]
     if num_bytes := getattr(validation, "num_bytes", None):
         metrics["val/bits_per_byte"] = mean(loss_sums, [num_bytes]) / math.log(2)

@@ -45,8 +45,15 @@ from config.paths import expanded
 from data import chat, chat_template
 from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, open_columns, read_metadata
-from data.prepare.sources import Source, file_kind, find_files, source_stamp
-from data.tokenizer import NAMES, errors_of_tokenizers, load_tokenizer, save_tokenizer, token_bytes, tokens_to_learn
+from data.prepare.sources import Source, find_files, get_file_type, get_source_stamp
+from data.tokenizer import (
+    NAMES,
+    load_tokenizer,
+    parse_trained_vocab_size,
+    save_tokenizer,
+    token_bytes,
+    wrap_tokenizer_errors,
+)
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
@@ -145,7 +152,7 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
     boundaries = [start + match.start() for match in re.finditer(r"\b", text[start:limit])]
     for cut in [*boundaries[:-100:-1], limit]:
         left, right = text[max(cut - context, 0) : cut], text[cut : cut + context]
-        with errors_of_tokenizers(f"tokenizer: it has no tokens for a text that has {left[:40]!r} in it"):
+        with wrap_tokenizer_errors(f"tokenizer: it has no tokens for a text that has {left[:40]!r} in it"):
             first, second, both = tokenizer.encode_batch_fast([left, right, left + right], add_special_tokens=False)
         if first.ids + second.ids == both.ids:
             return cut
@@ -215,7 +222,7 @@ def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], ind
 
 def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool) -> tuple[str, dict[str, list[int]]]:
     """A piece of text, and its row; for make_part."""
-    with errors_of_tokenizers(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}"):
+    with wrap_tokenizer_errors(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}"):
         # Unlike `encode`, it leaves Python to the other threads.
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     if end_of_text in encoding.ids:  # as one of whole words may
@@ -244,18 +251,18 @@ def prepare(config: PrepareConfig) -> dict:
     out = expanded("out", config.out).absolute()
     source, held_out = _open_sources(config, kind)
     stamps = source.stamps | (held_out.stamps if held_out else {})
-    stamps |= {file: source_stamp(file) for file in find_files(f"{escape(config.tokenizer)}/*")}
+    stamps |= {file: get_source_stamp(file) for file in find_files(f"{escape(config.tokenizer)}/*")}
     request = asdict(config) | {"out": None, "num_workers": None, "files": stamps}  # what the corpus depends on
     if out.exists():
         with suppress(ConfigError):
             if (metadata := read_metadata(out)).get("request") == request:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
-    is_one_document = [file_kind(file) for file in source.files] == [".txt"] and not source.separator
+    is_one_document = [get_file_type(file) for file in source.files] == [".txt"] and not source.separator
     if is_one_document and kind == "hash" and share > 0:
         problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"
         raise ConfigError(f"{problem}; use tail:0.1, or document_separator, or hash:0.0 for no validation")
-    tokens_to_learn(config.tokenizer)  # before anything is written
+    parse_trained_vocab_size(config.tokenizer)  # before anything is written
     if what := reason_absent(config.tokenizer):
         raise ConfigError(f"tokenizer: {what}; use {NAMES}")
     _check_conversations(config, source, held_out, kind)
@@ -406,7 +413,7 @@ def _text_hash(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
 
 def _refuse_unusable(config: PrepareConfig, source: Source, num_train: int, num_validation: int) -> None:
     """Raises ConfigError where a corpus of so many documents is not what was asked for, or cannot be used."""
-    has_txt = any(file_kind(file) == ".txt" for file in source.files)
+    has_txt = any(get_file_type(file) == ".txt" for file in source.files)
     all_was_read = config.max_tokens is None
     if has_txt and source.separator and all_was_read and not source.has_separators:
         problem = f"document_separator: {config.document_separator!r} stands nowhere in {config.source!r}"

@@ -53,12 +53,12 @@ class Source:
         # A name with brackets in it is a file before it is a pattern.
         self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
         for file in self.files:
-            if file_kind(file) not in (".txt", ".jsonl", ".parquet"):
+            if get_file_type(file) not in (".txt", ".jsonl", ".parquet"):
                 raise self._refusal(f"{file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
             if self.streaming:
                 raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
         self.dataset, self.dataset_files, self.slices = (None, [], []) if self.files else self._load()
-        self.stamps = {file: source_stamp(file) for file in [*self.files, *self.dataset_files]}
+        self.stamps = {file: get_source_stamp(file) for file in [*self.files, *self.dataset_files]}
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
         self.unused_columns.clear()
@@ -66,10 +66,10 @@ class Source:
         for place in self.files or [self.name]:
             number = 1
             try:
-                for text, ends in self._txt(place) if file_kind(place) == ".txt" else self._rows(place):
+                for text, ends in self._txt(place) if get_file_type(place) == ".txt" else self._rows(place):
                     yield text, ends
                     number += ends
-                changed = [f for f in ([place] if self.files else self.stamps) if source_stamp(f) != self.stamps[f]]
+                changed = [f for f in ([place] if self.files else self.stamps) if get_source_stamp(f) != self.stamps[f]]
             except Exception as error:  # as many kinds as there are formats, file systems and networks
                 raise self._refusal(f"{place!r}, document {number}: {type(error).__name__}: {error}") from None
             if changed:
@@ -147,7 +147,7 @@ class Source:
     def _records(self, place: str) -> Iterator[dict]:
         if self.dataset is not None:
             yield from self.dataset
-        elif file_kind(place) == ".jsonl":
+        elif get_file_type(place) == ".jsonl":
             with open_text(place, self.errors) as lines:
                 yield from (json.loads(line) for line in checked(lines, place) if not line.isspace())
         else:
@@ -165,7 +165,7 @@ def find_files(pattern: str) -> list[str]:
     return sorted({_identity(file): file for file in shortest_last}.values())
 
 
-def source_stamp(file: str) -> list[int] | None:
+def get_source_stamp(file: str) -> list[int] | None:
     """Size and time of a file on this machine; None for one of the Hub, whose name holds its revision."""
     return None if "://" in file else [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
 
@@ -190,6 +190,6 @@ def _identity(file: str) -> tuple[int, int] | str:
     return file if "://" in file else ((stat := os.stat(file)).st_dev, stat.st_ino)
 
 
-def file_kind(file: str) -> str:
+def get_file_type(file: str) -> str:
     """The ending of a file's name, but for that of a compression."""
     return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix

@@ -31,6 +31,6 @@ class RandomTokensDataset(Dataset):
         return {"input_ids": input_ids, "labels": input_ids}
 
     @property
-    def floor_nats(self) -> float:
+    def entropy_nats(self) -> float:
         """The lowest expected loss over the whole dataset, in nats summed over its targets."""
         return self.num_samples * (self.seq_len - 1) * math.log(self.vocab_size)

@@ -137,7 +137,7 @@ def _rules(lines: str) -> dict[str, list[str]]:
     return rules
 
 
-class Storyteller:
+class StoryGenerator:
     """The grammar of the stories, those that speak of a `world` if there is one, and what it knows of their tokens."""
 
     def __init__(self, world: World | None = None):
@@ -167,7 +167,7 @@ class Storyteller:
         """Whether the grammar accepts a text, and its log-probability there, or which facts in it are false."""
         if (nats := self.grammar.log_probability(text)) is not None:
             return f"accepted, log-probability {nats:.2f} nats"
-        false = [(told, truth) for told, truth in (self.world.told(text) if self.world else []) if told != truth]
+        false = [(told, truth) for told, truth in (self.world.find_facts(text) if self.world else []) if told != truth]
         reasons = [
             f"{told}, which is false: {truth}" if truth else f"{told}, of whom nothing is known"
             for told, truth in false
@@ -179,7 +179,7 @@ class Storyteller:
         many of the facts that they tell are true, as `true_facts`."""
         scores = {"valid": (sum(self.grammar.log_probability(text) is not None for text in texts), len(texts))}
         if self.world:
-            told = [fact for text in texts for fact in self.world.told(text)]
+            told = [fact for text in texts for fact in self.world.find_facts(text)]
             scores["true_facts"] = (sum(words == truth for words, truth in told), len(told))
         return scores
 
@@ -205,9 +205,9 @@ def _decade(power: int) -> str:
 
 
 @functools.cache
-def storyteller(facts: int = 0, zipf: float = 0.0, seed: int = 0) -> Storyteller:
+def get_story_generator(facts: int = 0, zipf: float = 0.0, seed: int = 0) -> StoryGenerator:
     """The one of a world with so many facts; of none that of the plain stories."""
-    return Storyteller(World(facts, zipf, seed)) if facts else STORIES
+    return StoryGenerator(World(facts, zipf, seed)) if facts else STORIES
 
 
 class Encoded(dict[str, bytes]):
@@ -222,7 +222,7 @@ class Encoded(dict[str, bytes]):
         return self[words]
 
 
-STORIES = Storyteller()
+STORIES = StoryGenerator()
 GRAMMAR, VOCABULARY, build_tokenizer = STORIES.grammar, STORIES.vocabulary, STORIES.build_tokenizer
 
 log_prob = GRAMMAR.log_probability
@@ -240,16 +240,16 @@ class StoriesDataset(Dataset):
     longest story.
     """
 
-    def __init__(self, split: str, num_stories: int, seed: int, seq_len: int, teller: Storyteller = STORIES):
+    def __init__(self, split: str, num_stories: int, seed: int, seq_len: int, generator: StoryGenerator = STORIES):
         if split not in ("train", "validation"):
             raise ValueError(f'split must be "train" or "validation", not {split!r}')
-        shortest = teller.grammar.max_tokens + 2
+        shortest = generator.grammar.max_tokens + 2
         if seq_len < shortest:
             wanted = f"at least {shortest}, the longest story and two end-of-text tokens"
             problem = f"data.source: stories needs seq_len of {wanted}, but it is {seq_len}"
             raise ConfigError(f"{problem}; set it to {shortest}")
         self.split, self.num_stories, self.seed, self.seq_len = split, num_stories, seed, seq_len
-        self.grammar, self.encode = teller.grammar, teller.encoded.__getitem__
+        self.grammar, self.encode = generator.grammar, generator.encoded.__getitem__
 
     def __len__(self) -> int:
         return self.num_stories
@@ -276,7 +276,7 @@ class StoriesDataset(Dataset):
         return "".join(self._draw(index)[0])
 
     @functools.cached_property
-    def floor_nats(self) -> float:
+    def entropy_nats(self) -> float:
         """The loss of the grammar itself on these stories: the sum of -log P over them, in nats."""
         return -math.fsum(log_probability(self._draw(index)[1]) for index in range(self.num_stories))
 

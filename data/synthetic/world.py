@@ -55,7 +55,7 @@ class World:
         self.weights = [max(1, round(SHARES * rank**-zipf)) for rank in range(1, num_facts + 1)]
         self._answers = {fact[""]: fact["answer"] for fact in self.facts}
 
-    def told(self, text: str) -> list[tuple[str, str | None]]:
+    def find_facts(self, text: str) -> list[tuple[str, str | None]]:
         """What a text tells in the form of a fact, and the answer to it; None if that is not true of anybody.
 
         Each is (what is told, what would be true), equal where it is a fact.

@@ -32,7 +32,7 @@ from config.resolve import replace_settings
 from data.corpus import load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
 from data.loader import BatchLoader
-from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, mix_quotas, share_out
+from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
@@ -207,7 +207,7 @@ def test_validation_samples_are_shared_out_to_the_last(seed):
     generator = random.Random(seed)
     quotas = mix_quotas([generator.uniform(0.02, 1) for _ in range(generator.randrange(1, 9))])
     number = generator.randrange(len(quotas), 200)
-    shares = share_out(number, quotas)
+    shares = apportion(number, quotas)
     assert sum(shares) == number and min(shares) >= 1
     exact = [number * quota / MIX_BLOCK for quota in quotas]
     assert min(exact) < 1 or all(abs(share - of) < 1 for share, of in zip(shares, exact, strict=True))

@@ -333,10 +333,10 @@ def test_another_process_writes_the_same_stories(train):
 
 def test_the_floor_and_the_bytes_are_those_of_the_stories(validation):
     texts = [validation.text(index) for index in range(len(validation))]
-    assert validation.floor_nats == pytest.approx(-sum(map(log_prob, texts)), rel=1e-12)
+    assert validation.entropy_nats == pytest.approx(-sum(map(log_prob, texts)), rel=1e-12)
     assert validation.num_bytes == len("".join(texts).encode())
     # The hash that splits is not the grammar's business: the floor is what the entropy leads one to expect.
-    assert validation.floor_nats / len(texts) == pytest.approx(entropy(GRAMMAR), rel=0.02)
+    assert validation.entropy_nats / len(texts) == pytest.approx(entropy(GRAMMAR), rel=0.02)
 
 
 def test_the_score_of_texts_is_how_many_the_grammar_accepts(validation):
@@ -361,4 +361,4 @@ def test_neighbouring_words_say_little(train, validation):
     for smoothing in (0.001, 0.01, 0.1):
         log_probabilities = ((counts + smoothing) / (counts + smoothing).sum(1, keepdim=True)).log()
         losses.append(-sum(log_probabilities[row[:-1], row[1:]].sum().item() for row in rows) / num_targets)
-    assert min(losses) > 3 * validation.floor_nats / num_targets
+    assert min(losses) > 3 * validation.entropy_nats / num_targets

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from data.synthetic.excess import excess_by_kind
+from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.grammar import TOKEN, Grammar, log_probability
-from data.synthetic.stories import StoriesDataset, Storyteller, storyteller
+from data.synthetic.stories import StoriesDataset, StoryGenerator, get_story_generator
 from data.synthetic.world import MOST_FACTS, THINGS, World
 from tests.conftest import TINY_STORIES, metrics, train
 
@@ -23,13 +23,13 @@ FACTS = ["--data.facts", 300, "--seq_len", SEQ_LEN]
 
 
 @pytest.fixture(scope="module")
-def teller() -> Storyteller:
-    return storyteller(300, 1.5, 7)
+def generator() -> StoryGenerator:
+    return get_story_generator(300, 1.5, 7)
 
 
 @pytest.fixture(scope="module")
-def validation(teller) -> StoriesDataset:
-    return StoriesDataset("validation", 50, 7, SEQ_LEN, teller)
+def validation(generator) -> StoriesDataset:
+    return StoriesDataset("validation", 50, 7, SEQ_LEN, generator)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def test_each_fact_has_its_share_of_the_draws():
         end += weight
 
 
-def test_writer_and_reader_agree_to_the_last_bit(teller):
+def test_writer_and_reader_agree_to_the_last_bit(generator):
     for seed in range(300):
-        words, odds = teller.grammar.write(random.Random(seed))
-        assert teller.grammar.log_probability("".join(words)) == log_probability(odds)
+        words, odds = generator.grammar.write(random.Random(seed))
+        assert generator.grammar.log_probability("".join(words)) == log_probability(odds)
 
 
 def test_every_token_has_its_probability_given_what_came_before(small):
@@ -105,15 +105,15 @@ def test_every_token_has_its_probability_given_what_came_before(small):
 
 @pytest.mark.parametrize("facts", [0, 300])
 def test_the_nats_of_tokens_add_up_to_those_of_the_story(facts):
-    dataset = StoriesDataset("validation", 100, 0, SEQ_LEN, teller := storyteller(facts, 1.5, 7))
+    dataset = StoriesDataset("validation", 100, 0, SEQ_LEN, generator := get_story_generator(facts, 1.5, 7))
     for text in map(dataset.text, range(100)):
-        tokens = teller.grammar.explain(text)
+        tokens = generator.grammar.explain(text)
         assert [token.text for token in tokens] == TOKEN.findall(text)
         nats = math.fsum(token.nats for token in tokens)
-        assert nats == pytest.approx(-teller.grammar.log_probability(text), abs=1e-12)
+        assert nats == pytest.approx(-generator.grammar.log_probability(text), abs=1e-12)
         assert all(token.nats >= 0 for token in tokens)
-        assert {teller.kind(token) for token in tokens} <= set(teller.kinds)
-        assert not [token for token in tokens if token.nats and teller.kind(token) in ("agreement", "endings")]
+        assert {generator.kind(token) for token in tokens} <= set(generator.kinds)
+        assert not [token for token in tokens if token.nats and generator.kind(token) in ("agreement", "endings")]
 
 
 def test_the_world_is_the_same_on_every_machine():
@@ -135,51 +135,51 @@ def test_a_world_begins_with_the_facts_of_a_smaller_one_and_tells_each_once():
     assert small.weights[0] / small.weights[99] == pytest.approx(10, rel=1e-6)
 
 
-def test_a_false_fact_is_not_accepted_and_named(teller, validation):
-    story, grammar = validation.text(0), teller.grammar
+def test_a_false_fact_is_not_accepted_and_named(generator, validation):
+    story, grammar = validation.text(0), generator.grammar
     fact = next(token for token in grammar.explain(story) if token.form == "answer")
-    key, answer = (teller.world.facts[fact.index][form] for form in ("", "answer"))
+    key, answer = (generator.world.facts[fact.index][form] for form in ("", "answer"))
     wrong = next(thing for thing in THINGS if thing != answer)
     false = story.replace(f"{key} {answer}", f"{key} {wrong}")
     assert grammar.log_probability(story) and grammar.log_probability(false) is None
-    assert teller.verdict(story).startswith("accepted, log-probability ")
+    assert generator.verdict(story).startswith("accepted, log-probability ")
     told = f"{key} {wrong}, which is false: {key} {answer}"
-    assert teller.verdict(false).startswith(f"not accepted by the grammar; {told}")
+    assert generator.verdict(false).startswith(f"not accepted by the grammar; {told}")
     unknown = story.replace(key, "Coco the red fox hides")
-    assert "Coco the red fox hides" not in {fact[""] for fact in teller.world.facts}
-    assert f"Coco the red fox hides {answer}, of whom nothing is known" in teller.verdict(unknown)
-    told = len(teller.world.told(story))
-    assert told == 8 and teller.score_texts([story, "Coco the red fox hides hats"]) == {
+    assert "Coco the red fox hides" not in {fact[""] for fact in generator.world.facts}
+    assert f"Coco the red fox hides {answer}, of whom nothing is known" in generator.verdict(unknown)
+    told = len(generator.world.find_facts(story))
+    assert told == 8 and generator.score_texts([story, "Coco the red fox hides hats"]) == {
         "valid": (1, 2),
         "true_facts": (8, 9),
     }
 
 
-def test_stories_of_a_world_fit_where_others_do(teller):
-    longest = max(teller.grammar.max_tokens, storyteller(MOST_FACTS, 1.5, 0).grammar.max_tokens)
-    assert longest <= storyteller().grammar.max_tokens == SEQ_LEN - 2
+def test_stories_of_a_world_fit_where_others_do(generator):
+    longest = max(generator.grammar.max_tokens, get_story_generator(MOST_FACTS, 1.5, 0).grammar.max_tokens)
+    assert longest <= get_story_generator().grammar.max_tokens == SEQ_LEN - 2
 
 
 @pytest.mark.parametrize("facts", [0, 300])
 def test_excess_by_kind_is_that_of_the_tokens_and_adds_up(facts):
-    teller = storyteller(facts, 1.5, 7)
-    dataset = StoriesDataset("validation", 6, 7, SEQ_LEN, teller)
+    generator = get_story_generator(facts, 1.5, 7)
+    dataset = StoriesDataset("validation", 6, 7, SEQ_LEN, generator)
     batch = {name: torch.stack([row[name] for row in dataset]) for name in dataset[0]}
-    logits = torch.randn(6, SEQ_LEN, len(teller.vocabulary), generator=torch.Generator().manual_seed(0))
-    sums = excess_by_kind(teller)(logits, batch)
+    logits = torch.randn(6, SEQ_LEN, len(generator.vocabulary), generator=torch.Generator().manual_seed(0))
+    sums = build_excess_loss_score(generator)(logits, batch)
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none")
-    expected = Counter(dict.fromkeys(teller.kinds, 0.0))
+    expected = Counter(dict.fromkeys(generator.kinds, 0.0))
     for index in range(6):
-        tokens = teller.grammar.explain(dataset.text(index))
+        tokens = generator.grammar.explain(dataset.text(index))
         for token, loss in zip(tokens, losses[index].tolist(), strict=False):
-            expected[teller.kind(token)] += loss - token.nats
+            expected[generator.kind(token)] += loss - token.nats
         expected["endings"] += losses[index, len(tokens)].item()
     assert {name: total for name, (total, _) in sums.items()} == pytest.approx(
         {f"excess_loss/{kind}": total for kind, total in expected.items()}, abs=1e-9
     )
     assert {count for _, count in sums.values()} == {(batch["labels"][:, 1:] != -100).sum().item()}
     total = math.fsum(total for total, _ in sums.values())
-    assert total == pytest.approx(losses.double().sum().item() - dataset.floor_nats, rel=1e-9)
+    assert total == pytest.approx(losses.double().sum().item() - dataset.entropy_nats, rel=1e-9)
 
 
 def test_a_run_reports_what_it_has_learnt_and_refuses_another_world(runs):
