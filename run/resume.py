@@ -22,7 +22,7 @@ from config.schema import ScheduleConfig, TrainConfig, flat_settings
 from run.metrics_log import read_rows
 from run.status import read_status
 from run.stored_settings import complete_settings, read_settings
-from training.schedule import SCHEDULES, at_step
+from training.schedule import SCHEDULES, scheduled_value
 
 # A resumed run may change these, since they move the trajectory by no more than rounding. Three kinds are compared in
 # another way: schedules by the values that they gave so far; data.path and the paths of data.mix by data.hash, if there
@@ -212,7 +212,7 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     then = replace(config, schedule=old_schedule, steps=before["steps"])
     values = {name: before[key] for key in before for name in SCHEDULES if key.endswith(f".{name}")}
     for step, (name, value) in product(range(num_compared), values.items()):
-        old, new = at_step(name, value, then, step), at_step(name, value, config, step)
+        old, new = scheduled_value(name, value, then, step), scheduled_value(name, value, config, step)
         if old != new:
             what = "learning rate" if name == "lr" else name
             raise ConfigError(

@@ -16,20 +16,21 @@ import model.attention
 import model.gpt
 import model.kernels
 import train
-import verify as verify_module
+from checks import verification
 from cli import scripts
 from data.synthetic.stories import StoriesDataset
 from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
+from verify import short_run_arguments
 
 PROMISES = [
     "order is a permutation in every epoch",
     "logits = transformers' gpt2",
     "logits = transformers' qwen3",
-    "writing, with a cache = the whole at once",
+    "generation with a cache = without",
     "isolated documents = each document alone",
     "masks of both kernels = their definition",
-    "FLOPs a token = products that torch counts",
+    "FLOPs per token = products that torch counts",
     "constant initial weights stay constant",
     "gradient = autograd of plain operations",
     "replicas are equal after every step",
@@ -50,10 +51,10 @@ MUTATIONS = {
         "distributed/tree_reduce.py", "torch._foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
     "another_place_in_the_cache": (
         "model/gpt.py", "torch.arange(num_cached, seq_len, device", "torch.arange(seq_len - num_cached, device",
-        "writing, with a cache = the whole at once"),
+        "generation with a cache = without"),
     "other_scores_in_one_of_the_attentions": (
         "model/attention.py", "is_causal=causal,", "is_causal=causal, scale=0.1,",
-        "writing, with a cache = the whole at once"),
+        "generation with a cache = without"),
     "another_rotation": (
         "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
     "sign_of_the_gradient_of_keys": (
@@ -126,7 +127,7 @@ def test_what_a_fork_broke_is_found(name, runs, tmp_path):
 
 def verify_command(out_dir, *words):
     words = [*TINY_STORIES, "--out_dir", str(out_dir), *words]
-    return ["verify.py", *verify_module.settings_of_a_short_run(words)]
+    return ["verify.py", *short_run_arguments(words)]
 
 
 def verify_a_fork(out_dir, file):
@@ -151,8 +152,8 @@ def verify_a_fork(out_dir, file):
             return super().forward(x_BTC) * self.scale
 
     model.gpt.MLP = ScaledMLP
-    train.build_optimizer = verify_module.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
-    verify_module.GlobalBatches = {}.__getitem__
+    train.build_optimizer = verification.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
+    verification.GlobalBatches = {}.__getitem__
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
@@ -168,9 +169,9 @@ def verify_a_count_in_a_group(out_dir, file):
                 for parameter in group["params"]:
                     parameter.data.add_(parameter.grad, alpha=-group["lr"] / group["count"])
 
-    train.build_optimizer = verify_module.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
-    checks, bitwise = verify_module.Verification.checks, "resuming is bitwise"
-    verify_module.Verification.checks = lambda self: {bitwise: checks(self)[bitwise]}
+    train.build_optimizer = verification.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
+    checks, bitwise = verification.Verification.checks, "resuming is bitwise"
+    verification.Verification.checks = lambda self: {bitwise: checks(self)[bitwise]}
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
@@ -213,10 +214,10 @@ def test_a_gpu_is_made_ready_for_exact_before_the_first_product(monkeypatch):
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr("model.kernels.use_onednn", model.kernels.use_onednn)
-    monkeypatch.setattr(verify_module, "check_launch", lambda config: None)
-    monkeypatch.setattr(verify_module, "Verification", begin)
+    monkeypatch.setattr(verification, "check_launch", lambda config: None)
+    monkeypatch.setattr(verification, "Verification", begin)
     with pytest.raises(Begun):
-        verify_module.main(SimpleNamespace(steps=6))
+        verification.main(SimpleNamespace(steps=6))
 
 
 def verify_what_is_no_state(out_dir, file):
@@ -230,7 +231,7 @@ def verify_what_is_no_state(out_dir, file):
         return evaluations[-1] | {"ema/loss": len(evaluations)}
 
     train.evaluate = evaluate_twice
-    verify_module.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
+    verification.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
@@ -254,7 +255,7 @@ def verify_short_rows(out_dir, file):
     arrays = StoriesDataset.arrays
     StoriesDataset.arrays = lambda self, indices: {n: rows[:, :64] for n, rows in arrays(self, indices).items()}
     name = "gradient = hand-written all-reduce"
-    verify_module.Verification.checks = lambda self: {name: partial(self.equals_loop_by_hand, all_reduce=True)}
+    verification.Verification.checks = lambda self: {name: partial(self.equals_loop_by_hand, all_reduce=True)}
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
@@ -277,9 +278,9 @@ def verify_any_basis(out_dir, file):
                 self.state[parameter]["basis"] = torch.full_like(parameter, sign)
             super().step(closure)
 
-    train.build_optimizer = verify_module.build_optimizer = lambda model, *_: Rotating(model.parameters(), 0.1)
-    check = partial(verify_module.Verification.equals_loop_by_hand, all_reduce=True)
-    verify_module.Verification.checks = lambda self: {"gradient = hand-written all-reduce": partial(check, self)}
+    train.build_optimizer = verification.build_optimizer = lambda model, *_: Rotating(model.parameters(), 0.1)
+    check = partial(verification.Verification.equals_loop_by_hand, all_reduce=True)
+    verification.Verification.checks = lambda self: {"gradient = hand-written all-reduce": partial(check, self)}
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
 
@@ -302,8 +303,8 @@ def verify_what_begins_later(out_dir, file, *words):
                 self.param_groups[0]["lr"] /= 2
             super().step(closure)
 
-    train.build_optimizer = verify_module.build_optimizer = lambda model, *_: Later(model.parameters(), 0.1)
-    verify_module.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
+    train.build_optimizer = verification.build_optimizer = lambda model, *_: Later(model.parameters(), 0.1)
+    verification.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
     scripts.exit_without_teardown(scripts.run_script("verify"))
 
 

@@ -1,4 +1,4 @@
-"""Texts that the trained model writes, scored as its corpus says."""
+"""Text generated during training, logged and scored by the corpus."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,13 @@ from model.seeds import derive_seed
 from training.metrics import mean
 
 TEXTS_PER_BATCH = 50
-LogTexts = Callable[[int, str, list[str]], None]  # takes the step, the name of the metric and the texts
-MOST_TOKENS = 128  # of a text, which is to be looked at
+LogTexts = Callable[[int, str, list[str]], None]
+"""Takes the step, the name of the metric and the texts."""
+MAX_TOKENS_PER_TEXT = 128
 
 
 def unsharded(network: GPTModel) -> GPTModel:
-    """The network, or a whole copy of one that is sharded: processes that generate call it unequally often."""
+    """Return the network, or an unsharded copy: generation calls the model unequally often on each process."""
     state = network.state_dict()
     if not any(map(is_sharded, state.values())):
         return network
@@ -33,8 +34,7 @@ def unsharded(network: GPTModel) -> GPTModel:
 def sample_texts(
     model, corpus: Corpus, config: TrainConfig, accelerator: Accelerator, step: int, log_texts: LogTexts
 ) -> dict[str, float]:
-    """Sample texts from the model, give some to `log_texts`, and score all if it is the trained one; called by all
-    processes.
+    """Generate texts, log them, and after the last step score them; called by all processes together.
 
     Returns:
         Nothing before the last step, where the corpus scores no texts, and for conversations. Otherwise
@@ -43,7 +43,7 @@ def sample_texts(
     """
     scored = corpus.score_texts is not None and step == config.steps
     num_texts = config.evaluation.num_scored_generations if scored else config.evaluation.num_logged_generations
-    has_texts = corpus.tokenizer is not None and not corpus.conversations  # an answer needs a question
+    has_texts = corpus.tokenizer is not None and not corpus.conversations  # a chat model needs a question
     if num_texts == 0 or not has_texts:
         return {}
     rank, num_processes = accelerator.process_index, accelerator.num_processes
@@ -56,7 +56,7 @@ def sample_texts(
         with accelerator.autocast():
             rows = network.generate(
                 torch.full((count, 1), end_of_text, device=accelerator.device),
-                max_new_tokens=min(config.seq_len, MOST_TOKENS) - 1,
+                max_new_tokens=min(config.seq_len, MAX_TOKENS_PER_TEXT) - 1,
                 temperature=config.evaluation.temperature,
                 generator=generator,
                 eos_token_id=end_of_text,
@@ -72,6 +72,6 @@ def sample_texts(
     sums = corpus.score_texts(texts) | {"distinct": (len(distinct), num_texts)}
     if hasattr(corpus.train, "text"):
         trained_on = (corpus.train.text(i) for i in range(rank, len(corpus.train), num_processes))
-        seen = set(gather_object(sorted(distinct.intersection(trained_on))))
-        sums["memorized"] = (sum(text in seen for text in texts), num_texts)
+        memorized = set(gather_object(sorted(distinct.intersection(trained_on))))
+        sums["memorized"] = (sum(text in memorized for text in texts), num_texts)
     return {f"generation/{name}": mean([float(total)], [float(count)]) for name, (total, count) in sums.items()}

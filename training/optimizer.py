@@ -1,4 +1,4 @@
-"""The optimizer: which weights it is that a rule updates, which decay, and by what of the step."""
+"""The optimizers: AdamW, and Muon for the matrices of the blocks."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from config.errors import no_code_for
 from config.schema import OptimizerConfig, TrainConfig
 from distributed.sharding import full_tensor, is_sharded, shard_like
 from training.ema import track_ema
-from training.schedule import SCHEDULES, at_step
+from training.schedule import SCHEDULES, scheduled_value
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, ema_decay: float | None = None) -> torch.optim.Optimizer:
@@ -48,14 +48,16 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
 
 
 def set_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:
-    """Write what changes with the step, as step `step` (from 0) has it: of every group by what that was built with, and
-    the rate of every dropout."""
+    """Set every scheduled value for step `step` (from 0) in the optimizer's groups and the dropout layers.
+
+    The base value of a group is the one that the optimizer was built with.
+    """
     for group in optimizer.param_groups:
         for name in SCHEDULES.keys() & group.keys():
-            built_with = group.setdefault(f"initial_{name}", group[name])
-            group[name] = at_step(name, built_with, config, step)
+            base = group.setdefault(f"initial_{name}", group[name])
+            group[name] = scheduled_value(name, base, config, step)
     if "dropout" in SCHEDULES:
-        rate = at_step("dropout", config.model.dropout, config, step)
+        rate = scheduled_value("dropout", config.model.dropout, config, step)
         for module in network.modules():
             if isinstance(module, nn.Dropout):
                 module.p = rate
@@ -73,9 +75,9 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return rates
 
 
-# Amsel et al. 2025, arXiv:2505.16932: one after the other the best polynomials for singular values from 0.001 to 1,
-# with the margins for rounding of modded-nanogpt's records (the first takes their 1.02 for the norm as well). After
-# these three of five the values lie between 0.2 and 1.9 instead of near 1; the loss is the same (benchmarks/LOG.md).
+# Polar Express (Amsel et al. 2025, arXiv:2505.16932): optimal polynomials, applied in turn, for singular values from
+# 0.001 to 1, with the safety factor for rounding of modded-nanogpt (the first also covers the norm by 1.02). After these
+# three of the five, singular values are between 0.2 and 1.9 instead of near 1; the loss is the same (benchmarks/LOG.md).
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -83,19 +85,19 @@ POLAR_EXPRESS = (
 )
 
 
-def length(matrices: Tensor) -> Tensor:
-    """Frobenius norm of each matrix of a stack, [N, 1, 1]."""
+def frobenius_norm(matrices: Tensor) -> Tensor:
+    """Return the Frobenius norm of each matrix [N, rows, columns], [N, 1, 1]."""
     return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, float]] = POLAR_EXPRESS) -> Tensor:
-    """About U V^T of each matrix U S V^T of a stack [N, rows, columns], in its dtype.
+    """Approximate U V^T of each matrix U S V^T in [N, rows, columns], in its dtype.
 
-    Each polynomial takes the singular values x to a x + b x^3 + c x^5: a Newton-Schulz iteration.
+    Each polynomial maps the singular values x to a x + b x^3 + c x^5, as a Newton-Schulz iteration does.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonalize(matrices.mT, polynomials).mT
-    x = matrices / length(matrices).clamp(min=1e-7)
+    x = matrices / frobenius_norm(matrices).clamp(min=1e-7)
     for a, b, c in polynomials:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -105,13 +107,13 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) on the linear layers inside the blocks, AdamW on everything else, as one optimizer.
 
-    Each matrix takes a step along its momentum made orthogonal, scaled to the root mean square of AdamW's steps (Liu et
-    al. 2025, arXiv:2502.16982), so that one learning rate and one weight decay serve both. That is torch.optim.Muon's
-    rule; as in NorMuon (Li et al. 2025, arXiv:2510.05491) each row of the step, a neuron, is then divided by the root
-    of a running average of its mean square, and the step keeps its length.
+    Each matrix moves along its orthogonalised momentum, scaled to the root mean square of AdamW's updates (Liu et al.
+    2025, arXiv:2502.16982), so that one learning rate and one weight decay serve both, as in torch.optim.Muon. As in
+    NorMuon (Li et al. 2025, arXiv:2510.05491) each row of the update, a neuron, is then divided by the root of an
+    exponential moving average of its mean square, and the update is rescaled to its Frobenius norm before.
 
-    Matrices of one shape go through it together, on a CPU in float32, because few have arithmetic in bfloat16, and
-    elsewhere in bfloat16.
+    Matrices of one shape are updated together, in float32 on CPUs, few of which compute in bfloat16, and in bfloat16
+    elsewhere.
     """
 
     def __init__(self, hidden: list[nn.Parameter], adamw: torch.optim.AdamW, config: OptimizerConfig):
@@ -121,21 +123,21 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """One update from the gradients in `.grad`."""
-        muon, of_one_shape = self.param_groups[0], {}
+        """Update the weights once from the gradients in `.grad`."""
+        muon, by_shape = self.param_groups[0], {}
         for weight in muon["params"]:
             if weight.grad is not None:
-                # Sharded ones go one by one: each has to be gathered, and all of them may be too large.
+                # Sharded matrices are updated one by one: gathered together they may not fit into memory.
                 key = weight if is_sharded(weight) else weight.shape
-                of_one_shape.setdefault(key, []).append(weight)
-        for weights in of_one_shape.values():
+                by_shape.setdefault(key, []).append(weight)
+        for weights in by_shape.values():
             self._step_along_momentum(weights, muon)
-        # AdamW works on its part of the one list of groups and of the one state, so what is saved is what is used.
+        # AdamW uses its part of the same groups and the same state, so the state that is saved is the one it uses.
         self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
         self.adamw.step()
 
     def _step_along_momentum(self, weights: list[nn.Parameter], group: dict) -> None:
-        """Muon, for matrices of one shape."""
+        """Update matrices of one shape by Muon's rule."""
         (momentum, square_decay), lr = group["betas"], group["lr"]
         for weight in weights:
             if not self.state[weight]:
@@ -145,7 +147,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
-        # Nesterov's momentum looks ahead; in place, which torch 2.11 can do with sharded tensors too.
+        # Nesterov momentum; in place, which torch 2.11 supports for sharded tensors too.
         ahead = [gradient.clone() for gradient in gradients]
         torch._foreach_lerp_(ahead, momenta, momentum)
         ahead = torch.stack([full_tensor(matrix) for matrix in ahead])
@@ -153,7 +155,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         steps = orthogonalize(ahead.to(dtype)).float()
         torch._foreach_lerp_(squares, steps.square().mean(-1, keepdim=True).unbind(), 1 - square_decay)
         normed = steps * torch.stack(squares).clamp(min=1e-10).rsqrt()
-        steps = normed * (length(steps) / length(normed).clamp(min=1e-7))
+        steps = normed * (frobenius_norm(steps) / frobenius_norm(normed).clamp(min=1e-7))
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         steps = [shard_like(weight, step) for weight, step in zip(weights, steps, strict=True)]
         torch._foreach_add_(weights, steps, alpha=-lr * 0.2 * math.sqrt(max(ahead.shape[-2:])))

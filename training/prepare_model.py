@@ -1,6 +1,4 @@
-"""How a network computes what it computes: each block compiled, recomputed in the backward, or both, and its loss in
-chunks.
-"""
+"""Compilation, activation checkpointing and the chunked loss of a model."""
 
 import hashlib
 import json
@@ -23,7 +21,7 @@ PROCESSOR_FOLDER = "processor-"
 
 
 def no_compiler(device: torch.device) -> str:
-    """What torch.compile lacks on this machine to compile for `device`, or nothing."""
+    """Return what torch.compile lacks on this machine to compile for `device`, or an empty string."""
     if device.type == "cuda" and not attention.HAS_TRITON:
         return "no Triton"
     default = "clang++" if sys.platform == "darwin" else "g++"
@@ -31,33 +29,33 @@ def no_compiler(device: torch.device) -> str:
     if not any(map(shutil.which, compilers)):
         return f"no compiler: {' or '.join(compilers)}"
     header = Path(sysconfig.get_path("include"), "Python.h")
-    return "" if header.exists() else f"no {header}, which the package python3-dev brings"
+    return "" if header.exists() else f"no {header}; install the package python3-dev"
 
 
-def separate_compiled_code() -> None:
-    """Keep what torch.compile makes for this kind of processor in a folder of its own, below torch's.
+def separate_compilation_caches() -> None:
+    """Give the compilation cache a subdirectory for each kind of processor.
 
-    Inductor finds code again by a key that says nothing of the processor. It wrote loops of 8 numbers under
-    ATEN_CPU_CAPABILITY=avx2; a process without that takes them, builds them for registers of 16, and writes beyond the
-    end of tensors. And as it builds with -march=native, a home directory that several machines share would give one of
-    them the other's instructions.
+    The cache key of Inductor does not contain the processor. Code generated under ATEN_CPU_CAPABILITY=avx2 (vectors of
+    8 floats) would be reused by a process without it, compiled for vectors of 16, and write beyond the end of tensors.
+    And Inductor compiles with -march=native, so machines that share a home directory would run each other's
+    instructions.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
 
     features = {name: known for name, known in torch.cpu.get_capabilities().items() if isinstance(known, bool)}
     kind = json.dumps([os.environ.get("ATEN_CPU_CAPABILITY"), features], sort_keys=True)
     folder = Path(cache_dir())
-    if folder.name.startswith(PROCESSOR_FOLDER):  # chosen before, here or by the process that started this one
+    if folder.name.startswith(PROCESSOR_FOLDER):  # set before, here or by the parent process
         folder = folder.parent
     digest = hashlib.sha256(kind.encode()).hexdigest()[:8]
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"{PROCESSOR_FOLDER}{digest}")
 
 
-def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`forward`, which keeps its inputs only and runs again in the backward.
+def checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap `forward` in activation checkpointing: it keeps only its inputs and runs again in the backward.
 
-    It must be a function of this repository, not `checkpoint` with arguments: torch.compile begins at the first frame
-    that is not torch's own, finds none behind `checkpoint`, and leaves the block uncompiled without a word.
+    The wrapper is a function of this repository, not `partial(checkpoint, forward)`: torch.compile starts at the first
+    frame outside torch, finds none behind `checkpoint`, and would silently leave the block uncompiled.
     """
 
     def forward_keeping_inputs(*inputs):
@@ -67,17 +65,16 @@ def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device) -> None:
-    """Set how the network computes what it computes: each block recomputed in the backward, compiled, or both, and the
-    loss in chunks."""
+    """Apply `compile` and `activation_checkpointing` to each block, and `chunked_loss`; the weights do not change."""
     compiled = config.compile and not no_compiler(device)
     if compiled:
-        separate_compiled_code()
+        separate_compilation_caches()
         network.next_token_loss.compile()
     network.next_token_loss.chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
     for block in network.blocks:
         if config.activation_checkpointing:
-            block.forward = recomputed(block.forward)
+            block.forward = checkpointed(block.forward)
         if compiled:
-            # In place: names stay clean, and DDP does not split the graph at its buckets. With dropout drawn as eager
-            # draws it, so that a run may go on compiled or not.
+            # In place, so that names stay clean and DDP does not split the graph at its buckets. Dropout is drawn as in
+            # eager mode, so that a run may be resumed compiled or not.
             block.compile(options={"fallback_random": True})

@@ -1,4 +1,4 @@
-"""A trace of some steps, for chrome://tracing and Perfetto."""
+"""Chrome traces of chosen steps, for chrome://tracing and Perfetto."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,9 +9,9 @@ from config.schema import TrainConfig
 
 
 def step_profiler(config: TrainConfig, first_step: int, directory: Path, rank: int) -> profile | nullcontext[None]:
-    """torch's profiler, to be stepped after each update; writes a Chrome trace of the steps `config.profile`.
+    """Return a torch profiler that writes a trace of the steps `config.profile`; call `step()` after each update.
 
-    Without `config.profile` a context of None: torch's takes 50 microseconds a step to do nothing.
+    Without `config.profile` it is a context of None, since an idle torch profiler costs 50 microseconds a step.
     """
     if config.profile is None:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""What changes with the step, as functions of it. There is no scheduler object: nothing to save, nothing to step."""
+"""Scheduled values and due actions as pure functions of the config and the step: nothing to save, nothing to step."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from config.schema import ScheduleConfig, TrainConfig
 
 
 def lr(peak: float, config: TrainConfig, step: int) -> float:
-    """The learning rate of the update of step `step`, of the one at the peak."""
+    """Return the learning rate of step `step` (from 0), given the one at the peak."""
     return peak * lr_scale(config.schedule, step, config.steps)
 
 
@@ -22,9 +22,8 @@ def ema_decay(largest: float, config: TrainConfig, step: int) -> float:
     return min(largest, (1 + step) / (10 + step))
 
 
-# The settings that change with the step, by the last part of their names: those of the groups of the optimizer,
-# `grad_clip` and `dropout`. Each is a function of the value that the setting has, or a group of the optimizer in its
-# place, of all settings, and of the step, from 0.
+# Scheduled settings by the last part of their name: entries of the optimizer's groups, `grad_clip` and `dropout`. Each is
+# a function of the base value (of the setting, or of the optimizer's group), of all settings, and of the step (from 0).
 SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {"lr": lr, "ema_decay": ema_decay}
 
 
@@ -53,23 +52,23 @@ def _is_due(every: int, config: TrainConfig, completed_steps: int) -> bool:
     return every > 0 and (completed_steps % every == 0 or completed_steps == config.steps)
 
 
-def at_step(name: str, value: Any, config: TrainConfig, step: int) -> Any:
-    """What the setting `name`, whose value is `value`, is at step `step` (from 0). What is null stays null."""
-    return SCHEDULES[name](value, config, step) if name in SCHEDULES and value is not None else value
+def scheduled_value(name: str, base: Any, config: TrainConfig, step: int) -> Any:
+    """Return the value of the setting `name` at step `step` (from 0), given its base value; None stays None."""
+    return SCHEDULES[name](base, config, step) if name in SCHEDULES and base is not None else base
 
 
 def lr_scale(config: ScheduleConfig, step: int, steps: int) -> float:
-    """The share of the peak learning rate that the update of step `step` (from 0) of `steps` uses."""
+    """Return the learning rate of step `step` (from 0) of `steps` as a fraction of the peak."""
     lowest = config.min_lr_ratio
     match config.name:
         case "constant":
             lowest = shape = 1.0
         case "linear":
-            shape = 1 - _decayed(config.decay_steps or steps, config, step, steps)
+            shape = 1 - _decay_progress(config.decay_steps or steps, config, step, steps)
         case "cosine":
-            shape = 0.5 * (1 + math.cos(math.pi * _decayed(config.decay_steps or steps, config, step, steps)))
+            shape = 0.5 * (1 + math.cos(math.pi * _decay_progress(config.decay_steps or steps, config, step, steps)))
         case "wsd":
-            shape = 1 - _decayed(config.decay_steps or math.ceil(0.2 * steps), config, step, steps)
+            shape = 1 - _decay_progress(config.decay_steps or math.ceil(0.2 * steps), config, step, steps)
         case other:
             raise no_code_for("schedule.name", other)
     if step < config.warmup_steps:
@@ -77,7 +76,7 @@ def lr_scale(config: ScheduleConfig, step: int, steps: int) -> float:
     return lowest + (1 - lowest) * shape
 
 
-def _decayed(decay_steps: int, config: ScheduleConfig, step: int, steps: int) -> float:
-    """How far a decay that ends with the run has come: 0 until it begins, and it would be 1 just after the run."""
+def _decay_progress(decay_steps: int, config: ScheduleConfig, step: int, steps: int) -> float:
+    """Return the progress of a decay that ends with the run: 0 before it starts, 1 just after the last step."""
     longest = max(1, steps - config.warmup_steps)
     return max(0.0, 1 - (steps - step) / min(decay_steps, longest))

@@ -17,7 +17,7 @@ from training.block_stats import BlockStatistics
 from training.gradients import backward, loss_scale, normalize_and_clip, prime_ddp, trainable_parameters
 from training.metrics import PendingStep, StepMetrics
 from training.optimizer import set_schedules
-from training.schedule import at_step
+from training.schedule import scheduled_value
 from training.stop import StopRequest
 
 MicroBatch = dict[str, Tensor]
@@ -108,7 +108,7 @@ def train_step(
             backward(scale * loss, state.model, accelerator)
         if state.reducer:
             state.reducer.add_micro_batch(accumulation)
-    max_norm = at_step("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
+    max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
     denominator = (pending.num_targets() * (scale / tokens)).float()
     pending.copy_to_host(normalize_and_clip(state.parameters, denominator, max_norm))
     # The host waits for the metrics before the update only where they decide whether it is skipped.

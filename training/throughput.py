@@ -1,4 +1,4 @@
-"""Speed: tokens per second of training, and the share of the device's peak that they make (MFU)."""
+"""Tokens per second of training, and model FLOPs utilisation (MFU), their fraction of the device's peak."""
 
 import re
 import resource
@@ -10,48 +10,51 @@ from accelerate import Accelerator
 
 from data.sampler import BatchSizes
 
-# Dense bf16 peaks in FLOP/s, from the makers' data sheets. On a device that is not here no MFU is reported.
+# Dense bf16 peaks in FLOP/s, from the manufacturers' data sheets. For other devices no MFU is reported.
 PEAK_BF16_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
 PEAK_BF16_FLOPS |= {"L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
-# MIG's parts, as in "H100 80GB HBM3 MIG 1g.10gb", and those of a virtual GPU, as in "A100-40C".
-PART_OF_A_CARD = r"\bMIG\b|-\d+[ABCQ]\b"
+# A MIG slice such as "H100 80GB HBM3 MIG 1g.10gb", or a slice of a virtual GPU such as "A100-40C".
+PARTIAL_GPU = r"\bMIG\b|-\d+[ABCQ]\b"
 
 
 def peak_bf16_flops(device: torch.device) -> float:
-    """The data sheet's dense bf16 FLOP/s of a CUDA device; 0 where it is not known, or this is a part of a card."""
+    """Return the dense bf16 FLOP/s in the data sheet of a CUDA device; 0 if unknown or only a slice of a GPU is used."""
     device_name = torch.cuda.get_device_name(device)
-    if re.search(PART_OF_A_CARD, device_name):
+    if re.search(PARTIAL_GPU, device_name):
         return 0.0
-    other_card = r"\b(?! (NVL|Ti|D|Laptop)\b)"  # of which the sheet says something else
-    peaks = (flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}{other_card}", device_name))
+    not_a_variant = r"\b(?! (NVL|Ti|D|Laptop)\b)"  # variants have other data sheets
+    peaks = (flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}{not_a_variant}", device_name))
     return next(peaks, 0.0)
 
 
 def peak_flops(accelerator: Accelerator) -> float:
-    """What all processes together can do in bf16, in FLOP/s; 0 where that is not known, or not what the run does."""
+    """Return the bf16 FLOP/s of all processes together; 0 if unknown or the run does not compute in bf16 on GPUs."""
     is_bf16_gpu = accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
     return peak_bf16_flops(accelerator.device) * accelerator.num_processes if is_bf16_gpu else 0.0
 
 
 def peak_memory_bytes() -> int:
-    """The most that this process has held: tensors on a GPU, and without any there all that is in memory."""
+    """Return the peak memory of this process: allocated on the GPU, or resident without a GPU."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return torch.cuda.max_memory_allocated() or resident  # compiling for a CPU brings CUDA up as well
+    return torch.cuda.max_memory_allocated() or resident  # compiling for a CPU initialises CUDA too
 
 
 class Throughput:
-    """A stopwatch over training steps. Restart it after an evaluation or a checkpoint: they are not training."""
+    """Times training steps. Restart it after an evaluation or a checkpoint, which are not training."""
 
     def __init__(self, sizes: BatchSizes, seq_len: int, flops_per_token: float, peak_flops: float):
         self.sizes, self.seq_len, self.flops_per_token, self.peak_flops = sizes, seq_len, flops_per_token, peak_flops
 
     def restart(self, step: int) -> None:
-        """Begin to measure at `step`."""
+        """Start measuring at `step`."""
         self.tokens, self.seconds = self.sizes.before(step) * self.seq_len, time.perf_counter()
 
     def measure(self, step: int) -> dict[str, float]:
-        """`train/tokens` of so many steps, `perf/tokens_per_second` over all processes since the last call,
-        `perf/peak_memory_bytes` of this one, and `perf/mfu` where the device's peak is known; begins to measure anew.
+        """Return the metrics since the last call, and restart.
+
+        Returns:
+            `train/tokens` in all steps up to `step`, `perf/tokens_per_second` over all processes since the last call,
+            `perf/peak_memory_bytes` of this process, and `perf/mfu` where the peak of the device is known.
         """
         tokens, seconds = self.tokens, self.seconds
         self.restart(step)

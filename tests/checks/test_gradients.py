@@ -116,7 +116,7 @@ def test_blocks_that_are_recomputed_otherwise_are_found(monkeypatch):
     def recomputed(forward):
         return lambda x, *inputs: training.prepare_model.checkpoint(forward, 1.01 * x, *inputs, use_reentrant=False)
 
-    monkeypatch.setattr(training.prepare_model, "recomputed", recomputed)
+    monkeypatch.setattr(training.prepare_model, "checkpointed", recomputed)
     assert wrong(errors_of()).endswith(", with blocks recomputed")
 
 

@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_unchanged_compares_no_learning_rates(monkeypatch):
     """Of as many steps as it has done."""
     config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
     manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {}, 1, 1, 1, {}, None)
-    monkeypatch.delattr(resume, "at_step")
+    monkeypatch.delattr(resume, "scheduled_value")
     resume.check_resume(config, ROOT, manifest)
 
 

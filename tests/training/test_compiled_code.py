@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY_STORIES, metrics, train
-from training.prepare_model import separate_compiled_code
+from training.prepare_model import separate_compilation_caches
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def folder_of(tmp_path, monkeypatch):
         monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        separate_compiled_code()
+        separate_compilation_caches()
         return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
     return folder

@@ -12,8 +12,8 @@ from model.gpt import GPTModel
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, train
 from training.optimizer import build_optimizer, set_schedules
-from training.schedule import SCHEDULES, at_step, lr_scale
-from verify import settings_of_a_short_run
+from training.schedule import SCHEDULES, lr_scale, scheduled_value
+from verify import short_run_arguments
 
 
 def scales(steps=100, **settings):
@@ -89,7 +89,7 @@ def test_a_schedule_more_is_a_function_more(name, monkeypatch):
         assert {group["betas"] for group in groups} == {(0.1 * step, 0.95)}
         rates = {getattr(module, "p", getattr(module, "dropout", None)) for module in network.modules()}
         assert {rate for rate in rates if isinstance(rate, float)} == {0.2 * step}
-        assert at_step("grad_clip", config.optimizer.grad_clip, config, step) == 1.0 + step
+        assert scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) == 1.0 + step
 
 
 FORK = """
@@ -108,7 +108,7 @@ scripts.run_and_exit(script, replay.ReplayConfig if script == "replay" else None
 def test_what_a_fork_schedules_is_trained_with_verified_and_opened(runs):
     """The loop by hand clips and drops out as train.py does, and a step that is opened has its rate."""
     recipe = [*TINY_STORIES, "--optimizer.grad_clip", "0.3", "--out_dir", str(runs), "--name", "run"]
-    short = settings_of_a_short_run(recipe)
+    short = short_run_arguments(recipe)
     scripts = [["train", *recipe], ["replay", str(runs / "run"), "--step", "4"], ["verify", *short]]
     said = [forked.run("-c", [FORK, *words], 0, environment(CXX="/nonexistent")) for words in scripts]
     assert all(done.returncode == 0 for done in said), said

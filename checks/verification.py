@@ -1,0 +1,332 @@
+"""The checks of verify.py, which trains a few steps in several ways and compares the results."""
+
+import contextlib
+import math
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import default_collate
+
+import train
+from checkpoint import saver, storage
+from checks.gradients import gradient_errors
+from checks.model import (
+    check_cached_logits,
+    check_constant_init,
+    check_flops,
+    check_isolated_documents,
+    check_masks,
+    check_transformers_logits,
+    find_unsaved_state,
+)
+from config.errors import ConfigError, RunError
+from config.resolve import replace_settings
+from config.schema import TrainConfig
+from data.loader import split_micro_batches
+from data.sampler import GlobalBatches
+from distributed.cpu import use_portable_arithmetic
+from distributed.launch import num_shards, start_accelerator
+from distributed.launch_checks import check_launch
+from distributed.nested import broadcast_from_main, nested_training
+from distributed.sharding import full_tensor
+from distributed.signals import Preempted
+from distributed.tree_reduce import TreeSum
+from model.config import FAMILIES
+from model.gpt import GPTModel
+from run.metrics_log import read_rows
+from run.resolve import resolve
+from training.block_stats import BlockStatistics, total_norm
+from training.gradients import trainable_parameters, zero_missing_gradients
+from training.metrics import StepMetrics
+from training.optimizer import build_optimizer
+from training.prepare_model import prepare_network
+from training.step import GradientReducer, TrainState, train_step
+
+
+@dataclass
+class Trained:
+    """The result of a training."""
+
+    rows: list[dict]
+    """Rows of metrics.jsonl from step 1 on."""
+    gradient: list[Tensor]
+    """Gradients at the first update, in the order of the optimizer's groups."""
+    state: dict[str, Tensor]
+    """Weights and moments after the last step, by their names in a checkpoint."""
+
+
+def gradient_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the gradients of all parameters that the optimizer updates, in the order of its groups."""
+    return [full_tensor(weight.grad).clone() for group in optimizer.param_groups for weight in group["params"]]
+
+
+@contextlib.contextmanager
+def gradient_of_first_update() -> Iterator[list[Tensor]]:
+    """Yield a list that receives the gradients of the first update of any optimizer."""
+    gradient: list[Tensor] = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: None if gradient else gradient.extend(gradient_of(optimizer))
+    )
+    try:
+        yield gradient
+    finally:
+        hook.remove()
+
+
+class Autocast(nn.Module):
+    """A model in the precision of the launch, without any other preparation by Accelerate."""
+
+    def __init__(self, network: GPTModel, accelerator: Accelerator):
+        super().__init__()
+        self.network, self.accelerator = network, accelerator
+
+    def forward(self, **inputs: Tensor) -> tuple:
+        """Return the outputs of the network."""
+        with self.accelerator.autocast():
+            return self.network(**inputs)
+
+
+class AllReduce:
+    """The hand-written all-reduce of the tutorials: each gradient is summed over the processes after the last backward."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters, self.num_added = parameters, 0
+
+    def add_micro_batch(self, accumulation: int) -> None:
+        """Count a micro-batch, whose gradients backward has added up; after the last sum them over the processes."""
+        self.num_added += 1
+        if self.num_added % accumulation == 0:
+            zero_missing_gradients(self.parameters)
+            for parameter in self.parameters if dist.is_initialized() else ():
+                dist.all_reduce(parameter.grad)
+
+
+class Verification:
+    """The checks. Each returns whether the guarantee holds (None: it does not apply) and the figure or the reason."""
+
+    def __init__(self, config: TrainConfig):
+        self.accelerator = start_accelerator(config)
+        self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
+        self.device = self.accelerator.device
+        first = config.schedule.batch_warmup_from
+        batch = config.global_batch_size or 2 * (first or config.micro_batch_size * self.num_processes)
+        short = {
+            "out_dir": self.own_directory(Path(config.out_dir).expanduser()),
+            "global_batch_size": batch,
+            "schedule.batch_warmup_steps": config.steps - 1 if first else None,
+            # 0: there may be nothing to evaluate on
+            "evaluation.every": config.evaluation.every and config.steps // 2,
+        }
+        self.config, self.corpus, _ = resolve(replace_settings(config, short))
+        # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
+        self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
+        self.shards = num_shards(self.accelerator)
+        self.can_be_exact = self.shards == 1 and self.num_processes & (self.num_processes - 1) == 0
+
+    def own_directory(self, out_dir: Path) -> str:
+        """Create a new directory below `out_dir`, the same on all processes."""
+        made = None
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                out_dir.mkdir(parents=True, exist_ok=True)
+                made = tempfile.mkdtemp(prefix="verify-", dir=out_dir)
+        if (directory := broadcast_from_main(made)) is None:
+            raise ConfigError(f"out_dir: {str(out_dir)!r}: cannot write there")
+        return directory
+
+    def checks(self) -> dict[str, Callable[[], tuple[bool | None, str]]]:
+        """Return the check of each guarantee; all processes call them together, in this order."""
+        model = self.config.model
+        return {
+            "order is a permutation in every epoch": self.order_is_a_permutation,
+            **{
+                f"logits = transformers' {family}": partial(check_transformers_logits, family, model)
+                for family in FAMILIES
+            },
+            "generation with a cache = without": partial(check_cached_logits, model, self.config.seq_len),
+            "isolated documents = each document alone": partial(check_isolated_documents, model, self.config.seq_len),
+            "masks of both kernels = their definition": partial(check_masks, model, self.config.seq_len),
+            "FLOPs per token = products that torch counts": partial(check_flops, model, self.config.seq_len),
+            "constant initial weights stay constant": partial(check_constant_init, model),
+            "gradient = autograd of plain operations": self.equals_autograd,
+            "replicas are equal after every step": self.replicas_are_equal,
+            "gradient = hand-written all-reduce": partial(self.equals_loop_by_hand, all_reduce=True),
+            "N processes = 1 process x N accumulation": partial(self.equals_loop_by_hand, all_reduce=False),
+            "resuming is bitwise": self.resuming_is_bitwise,
+            "exact = bits of 1 process": self.exact_is_bitwise,
+        }
+
+    def run(self, check: Callable[[], tuple[bool | None, str]]) -> tuple[str, str]:
+        """Return PASS, FAIL or SKIP, the same on all processes, and why; an exception fails this check alone."""
+        try:
+            holds, figure = check()
+            if holds is None:
+                return "SKIP", figure
+        except Preempted:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            holds, figure = False, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        holds = bool(self.accelerator.gather(torch.tensor([holds], device=self.device)).all())
+        return "PASS" if holds else "FAIL", figure
+
+    def train(self, name: str, exact: bool = False, stop_after: int | None = None) -> Trained:
+        """Train with train.py's main."""
+        run = replace(self.config, name=name, exact=exact, stop_after=stop_after)
+        with nested_training(), gradient_of_first_update() as gradient:
+            train.main(run)
+        path = Path(run.out_dir, run.name)
+        rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] > 0]
+        network, optimizer = self.build()
+        saver.load_checkpoint(saver.step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
+        return Trained(rows, gradient, storage.state_tensors(network, optimizer))
+
+    def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
+        network = GPTModel(self.config.model).to(self.device)
+        return network, build_optimizer(network, self.config.optimizer, self.config.evaluation.ema_decay)
+
+    def train_without_ddp(
+        self,
+        make_reducer: Callable[[list[nn.Parameter]], GradientReducer] | None = None,
+        rank: int = 0,
+        num_processes: int = 1,
+    ) -> Trained:
+        """Take the same steps as train.py on the bare model, with another reducer than DDP; by default as one process.
+
+        The step is train.py's own, so a change of it is in both. Independent are the sums of gradients over processes
+        and micro-batches, the batches of each process, and the preparation by Accelerate.
+        """
+        torch.manual_seed(self.config.seed)
+        network, optimizer = self.build()
+        prepare_network(network, self.config, self.device)  # compilation and chunks change the bits
+        model = Autocast(network, self.accelerator)
+        order = self.corpus.order(self.config)
+        size = self.config.micro_batch_size
+        metrics = StepMetrics(order, size, self.device, rank, num_processes)
+        reducer = make_reducer and make_reducer(trainable_parameters(network))
+        statistics = BlockStatistics([], self.accelerator)
+        state = TrainState(
+            self.config, self.accelerator, network, model, optimizer, order, metrics, statistics, reducer
+        )
+        rows, tokens = [], 0
+        with gradient_of_first_update() as gradient:
+            for step in range(self.config.steps):
+                samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
+                batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
+                train_step(state, step, split_micro_batches(batch, size))
+                result = metrics.read(now=True)
+                row = {f"train/{name}": value for name, value in result.means.items()}
+                count = torch.tensor(batch["input_ids"].numel(), device=self.device)
+                tokens += (self.accelerator.reduce(count) if num_processes > 1 else count).item()
+                rows.append(row | {"train/grad_norm": result.grad_norm, "train/tokens": tokens})
+        return Trained(rows, gradient, storage.state_tensors(network, optimizer))
+
+    @cached_property
+    def straight(self) -> Trained:
+        """A run of all steps without a stop, trained once."""
+        return self.train("straight")
+
+    def replicas_are_equal(self) -> tuple[bool | None, str]:
+        """Compare the replicas after every step; train.py stops where they differ."""
+        if self.num_processes == self.shards:
+            return None, "there is one replica"
+        return bool(self.straight), f"{self.config.steps} steps, {self.num_processes} processes"
+
+    def equals_autograd(self) -> tuple[bool | None, str]:
+        """Compare the gradient with autograd of plain operations in float64."""
+        errors = gradient_errors(self.config, self.corpus.train, self.accelerator)
+        worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+        # In bfloat16 the router of a mixture of experts routes about one token of a hundred to another expert.
+        tolerance = 1e-3 if self.accelerator.mixed_precision == "no" else 0.2
+        return errors[worst] < tolerance, f"within {errors[worst]:.1e}: {worst}"
+
+    def equals_loop_by_hand(self, all_reduce: bool) -> tuple[bool | None, str]:
+        """Compare the gradient of the first update and all logged metrics with a training without DDP."""
+        arguments = (AllReduce, self.rank, self.num_processes) if all_reduce else ()
+        ours, by_hand = self.straight, self.train_without_ddp(*arguments)
+        difference = [one - other for one, other in zip(ours.gradient, by_hand.gradient, strict=True)]
+        gradient = total_norm(difference) / max(total_norm(by_hand.gradient), 1e-12)
+        pairs = zip(ours.rows, by_hand.rows, strict=True)
+        logged, worst = max((abs(row[name] / hand[name] - 1), name) for row, hand in pairs for name in hand)
+        return max(gradient, logged) < self.tolerance, f"gradient within {gradient:.1e}, {worst} within {logged:.1e}"
+
+    def resuming_is_bitwise(self) -> tuple[bool | None, str]:
+        """Compare a run that was stopped and resumed with one that was not."""
+        exact = self.device.type == "cuda" and self.can_be_exact  # on CUDA only deterministic algorithms repeat bits
+        self.train("resumed", exact, self.config.steps // 2)
+        unbroken = self.train("unbroken", True) if exact else self.straight
+        resumed = self.train("resumed", exact)
+        holds, figure = self.same_bits(unbroken, resumed)
+        if (lost := find_unsaved_state(*self.build())) and not holds:
+            figure += f"; {len(lost)} values in the optimizer's state are not tensors, so not saved, such as {lost[0]}"
+        different = set()
+        for one, other in zip(unbroken.rows, resumed.rows, strict=True):
+            different |= {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+        different = sorted(name for name in different if not name.startswith("perf/"))
+        if holds and different:
+            return False, f"{figure}, but logged metrics differ: {', '.join(different)}"
+        return holds, figure
+
+    def exact_is_bitwise(self) -> tuple[bool | None, str]:
+        """Compare exact training on these processes with one process."""
+        if not self.can_be_exact:
+            return None, "it needs whole replicas on 1, 2, 4, 8, ... processes"
+        exact = self.train("exact", exact=True)  # first, because it sets one thread, and their number changes bits
+        return self.same_bits(self.train_without_ddp(lambda parameters: TreeSum(parameters, 0, 1)), exact)
+
+    def same_bits(self, one: Trained, other: Trained) -> tuple[bool | None, str]:
+        """Compare weights and moments bit by bit."""
+        different = sum(not torch.equal(tensor, other.state[name]) for name, tensor in one.state.items())
+        steps = self.config.steps
+        return not different, f"{different} of {len(one.state)} weights and moments differ after {steps} steps"
+
+    def order_is_a_permutation(self) -> tuple[bool | None, str]:
+        """Check that every epoch visits each sample once, over all processes."""
+        num_samples = self.config.global_batch_size * 40 // 3 + 1  # so that epochs end within a batch
+        warmup = self.config.schedule.batch_warmup_from, self.config.schedule.batch_warmup_steps
+        order, ranks = GlobalBatches(num_samples, self.config.global_batch_size, 0, *warmup), range(self.num_processes)
+        read = [i for step in range(40) for rank in ranks for i in order.indices(step, rank, self.num_processes)]
+        epochs = np.sort(np.reshape(read[: 2 * num_samples], (2, num_samples)))
+        return np.array_equal(epochs, [range(num_samples)] * 2), f"2 epochs of {num_samples} samples, each read once"
+
+
+def main(config: TrainConfig) -> None:
+    """Check all guarantees and print the result of each.
+
+    Raises:
+        ConfigError: the settings do not fit the launch or the data.
+        RunError: a guarantee does not hold.
+        Preempted: a signal asked to stop.
+    """
+    if config.steps < 2:
+        raise ConfigError(f"verify_steps: {config.steps} leaves none to do after a resume; use 2 or more")
+    check_launch(config)
+    with contextlib.suppress(ConfigError):  # where it is not possible, the check of exact reports it
+        use_portable_arithmetic()
+    verification, all_hold = Verification(config), True
+    say = verification.accelerator.print
+    try:
+        precision = verification.accelerator.mixed_precision.replace("no", "fp32")
+        say(f"{verification.num_processes} x {verification.device.type}, {precision}")
+        for guarantee, check in verification.checks().items():
+            result, figure = verification.run(check)
+            all_hold = all_hold and result != "FAIL"
+            say(f"{result}  {guarantee:<44} {figure}", flush=True)
+    finally:
+        if verification.rank == 0:
+            shutil.rmtree(verification.config.out_dir)
+    if not all_hold:
+        raise RunError("Something does not hold.")
+    say("Everything holds.")
+    verification.accelerator.wait_for_everyone()
