@@ -98,7 +98,7 @@ class Autocast(nn.Module):
 
 
 class AllReduce:
-    """The hand-written all-reduce of the tutorials: each gradient is summed over the processes after the last backward."""
+    """The hand-written all-reduce of the tutorials: sums each gradient over the processes after the last backward."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters, self.num_added = parameters, 0

@@ -76,8 +76,9 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 # Polar Express (Amsel et al. 2025, arXiv:2505.16932): optimal polynomials, applied in turn, for singular values from
-# 0.001 to 1, with the safety factor for rounding of modded-nanogpt (the first also covers the norm by 1.02). After these
-# three of the five, singular values are between 0.2 and 1.9 instead of near 1; the loss is the same (benchmarks/LOG.md).
+# 0.001 to 1, with the safety factor for rounding of modded-nanogpt (the first also covers the norm by 1.02). After
+# these three of the five, singular values are between 0.2 and 1.9 instead of near 1; the loss is the same
+# (benchmarks/LOG.md).
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

@@ -22,8 +22,9 @@ def ema_decay(largest: float, config: TrainConfig, step: int) -> float:
     return min(largest, (1 + step) / (10 + step))
 
 
-# Scheduled settings by the last part of their name: entries of the optimizer's groups, `grad_clip` and `dropout`. Each is
-# a function of the base value (of the setting, or of the optimizer's group), of all settings, and of the step (from 0).
+# Scheduled settings by the last part of their name: entries of the optimizer's groups, `grad_clip` and `dropout`.
+# Each is a function of the base value (of the setting, or of the optimizer's group), of all settings, and of the step
+# (from 0).
 SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {"lr": lr, "ema_decay": ema_decay}
 
 

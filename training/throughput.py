@@ -18,7 +18,7 @@ PARTIAL_GPU = r"\bMIG\b|-\d+[ABCQ]\b"
 
 
 def peak_bf16_flops(device: torch.device) -> float:
-    """Return the dense bf16 FLOP/s in the data sheet of a CUDA device; 0 if unknown or only a slice of a GPU is used."""
+    """Return the dense bf16 FLOP/s in the data sheet of a CUDA device; 0 if unknown or for a slice of a GPU."""
     device_name = torch.cuda.get_device_name(device)
     if re.search(PARTIAL_GPU, device_name):
         return 0.0
