@@ -1,6 +1,6 @@
-"""What makes a directory a checkpoint: a manifest that vouches for every file beside it, and for itself.
+"""The manifest of a checkpoint: sizes and checksums of all files, the step, the settings, and a digest of itself.
 
-A directory without a valid manifest is no checkpoint. Reading one can run no code: it is safetensors and JSON.
+A directory without a valid manifest is not a checkpoint. Checkpoints are safetensors and JSON: reading runs no code.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ MANIFEST = "manifest.json"
 
 
 class InvalidCheckpoint(Exception):
-    """A directory that is not a whole checkpoint, with the reason."""
+    """The directory is not a complete, undamaged checkpoint; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class File:
-    """What a manifest says of a file beside it."""
+    """Entry of a manifest for a file beside it."""
 
     bytes: int
     sha256: str
@@ -37,50 +37,49 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a checkpoint besides its tensors. The loop's state is `step` and `skipped`."""
+    """What is known of a checkpoint besides its tensors. `step` and `skipped` are the state of the training loop."""
 
     step: int
-    """Updates that were done."""
+    """Completed steps."""
     skipped: tuple[int, int]
-    """Updates that were skipped until then: in all, and in a row until the last."""
+    """Skipped updates so far: in all, and in a row until this step."""
     metrics: dict[str, Any]
-    """Of that step, as in metrics.jsonl."""
+    """Metrics of this step, as in metrics.jsonl."""
     config: dict[str, Any]
-    """The settings of the run."""
+    """Settings of the run, nested."""
     mixed_precision: str
     files: dict[str, File]
     processes: int
-    """How many trained it."""
     shards: int
-    """How many processes shared a replica."""
+    """Processes that share one replica of the weights."""
     threads: int | None
-    """Of each process, on a CPU: how many share a sum decides its order."""
+    """CPU threads of each process, which determine the order of sums; None on a GPU."""
     provenance: dict[str, Any]
     tokenizer: dict[str, str] | None
-    """SHA-256 of the files in `tokenizer` of the run; None without any."""
+    """SHA-256 of each file in the run's `tokenizer` folder; None if there is none."""
 
     def write(self, directory: Path) -> None:
-        """Write it into the directory whose files it names, with a digest of everything that it says."""
+        """Write manifest.json into the directory, with a digest of its content."""
         facts = {"format": FORMAT, **asdict(self)}
         write_atomically(directory / MANIFEST, json.dumps(facts | {"digest": _digest(facts)}, indent=2))
 
     @property
     def val_loss(self) -> float | None:
-        """The validation loss, where one was measured and is finite."""
+        """The validation loss; None if it was not measured at this step or is not finite."""
         loss = self.metrics.get("val/loss")
         return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
+    """Return the directory of the checkpoint of `step`."""
     return checkpoints / f"step-{step:08d}"
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, which is what was written; its files are not looked at.
+    """Read the manifest of the checkpoint at `path` and check its digest; the other files are not read.
 
     Raises:
-        InvalidCheckpoint: something in it is missing, was changed or is of another format; the message says what.
+        InvalidCheckpoint: it is missing, damaged or of another format.
     """
     try:
         if (newest := checkpoints_in(path / "checkpoints")) and not (path / MANIFEST).exists():
@@ -105,15 +104,15 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def validate(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, after checking every byte of it.
+    """Read the manifest of the checkpoint at `path` and check every byte of its files.
 
     Raises:
-        InvalidCheckpoint: something is missing, damaged, foreign or cannot be read; the message says what.
+        InvalidCheckpoint: a file is missing, damaged, unreadable or not in the manifest.
     """
     manifest = read_manifest(path)
     try:
-        if foreign := {found.name for found in path.glob("*.safetensors")} - manifest.files.keys():
-            raise InvalidCheckpoint(f"{path}: {sorted(foreign)} stand beside the files that {MANIFEST} names")
+        if unlisted := {found.name for found in path.glob("*.safetensors")} - manifest.files.keys():
+            raise InvalidCheckpoint(f"{path}: {sorted(unlisted)} stand beside the files that {MANIFEST} names")
         for name, expected in manifest.files.items():
             file = path / name
             if file.is_symlink() or not file.is_file():
@@ -122,7 +121,7 @@ def validate(path: Path) -> Manifest:
                 raise InvalidCheckpoint(f"{file}: {file.stat().st_size} bytes instead of {expected.bytes}")
             if sha256(file) != expected.sha256:
                 raise InvalidCheckpoint(f"{file}: the content does not match its checksum")
-            with safe_open(file, "np"):  # reads the header, which must describe the file exactly
+            with safe_open(file, "np"):  # parses the header, which must describe the file exactly
                 pass
     except (OSError, SafetensorError) as error:
         raise InvalidCheckpoint(f"{path}: {error}") from None
@@ -130,12 +129,12 @@ def validate(path: Path) -> Manifest:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Everything that may be a checkpoint, the newest first."""
+    """Return the directories that may be checkpoints, newest first."""
     return sorted(directory.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def readable_checkpoints(directory: Path) -> dict[Path, Manifest]:
-    """Every checkpoint whose manifest can be read, the newest first."""
+    """Return the checkpoints whose manifest is valid, newest first; their other files are not read."""
     manifests = {}
     for path in checkpoints_in(directory):
         with suppress(InvalidCheckpoint):
@@ -160,25 +159,29 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[
 
 
 def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:
-    """That with the lowest validation loss, of the checkpoints that were measured on as many sequences as the newest;
-    then those of other numbers of sequences, for losses on other validation sets are not compared."""
-    best: dict[str, Path] = {}
+    """Return the checkpoint with the lowest validation loss of each `evaluation.num_samples`, the newest's first.
+
+    Losses on different validation sets are not compared.
+
+    Args:
+        manifests: checkpoints, newest first.
+    """
+    best: dict[str, tuple[float, Path]] = {}
     for path, manifest in manifests.items():
-        loss, measured_on = manifest.val_loss, str(flat_settings(manifest.config).get("evaluation.num_samples"))
-        if loss is not None and (measured_on not in best or loss < manifests[best[measured_on]].val_loss):
-            best[measured_on] = path
-    return list(best.values())
+        loss, num_samples = manifest.val_loss, str(flat_settings(manifest.config).get("evaluation.num_samples"))
+        if loss is not None and (num_samples not in best or loss < best[num_samples][0]):
+            best[num_samples] = loss, path
+    return [path for _, path in best.values()]
 
 
 def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
-    """Delete all checkpoints up to `step` but the `keep` newest, the one with the best validation loss (of each
-    validation set, if it was changed), and those of every `keep_every` steps; main process only.
+    """Delete old checkpoints up to `step`; called by the main process alone.
 
-    Newer ones are left alone: they were found damaged, or `step` would not have been trained again. So are those
-    without a valid manifest, for the user to look at.
+    Kept are the `keep` newest, the best of each validation set, and those of every `keep_every` steps; checkpoints
+    after `step`, which were found damaged; and those without a valid manifest.
 
     Raises:
-        InvalidCheckpoint: that of `step`, just written, cannot be read back; then nothing is deleted.
+        InvalidCheckpoint: the checkpoint of `step`, just written, cannot be read back; then nothing is deleted.
     """
     manifests = {path: found for path, found in readable_checkpoints(checkpoints).items() if found.step <= step}
     kept = {*list(manifests)[: config.keep], *best_checkpoints(manifests)}
@@ -187,7 +190,7 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     if superfluous := manifests.keys() - kept:
         validate(step_directory(checkpoints, step))
     for path in superfluous:
-        # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint behind.
+        # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint.
         doomed = path.with_name(f".deleting-{path.name}")
         os.rename(path, doomed)
         shutil.rmtree(doomed)

@@ -1,13 +1,13 @@
-"""Checkpoints: weights, moments and the step, as safetensors and JSON. Reading one can run no code.
+"""Save checkpoints while training continues: weights, moments and the step, as safetensors and JSON.
 
-A checkpoint is written into a temporary sibling, its manifest (checkpoint/manifest.py) last, and then renamed.
-checkpoint/storage.py writes and reads the tensors.
+A checkpoint is written into a temporary sibling directory, its manifest (checkpoint/manifest.py) last, and then
+renamed. checkpoint/storage.py writes and reads the tensors.
 """
 
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import nn
 
 from checkpoint.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from checkpoint.provenance import arrangement, provenance
@@ -38,35 +39,44 @@ class SaveError(RunError):
 
 
 class Saver(AbstractContextManager):
-    """Saves checkpoints while training goes on: the state is copied in CPU memory, and a thread writes the copy.
+    """Saves checkpoints in the background: the state is copied to CPU memory, and a thread writes the copy.
 
-    With `checkpoint.asynchronous: false` the same is done while training waits. All processes call it together.
+    With `checkpoint.asynchronous: false` training waits for the thread. All processes call the methods together.
     """
 
     def __init__(
         self, checkpoints: Path, config: TrainConfig, accelerator: Accelerator, sync_metrics: Callable[[], None]
     ):
-        """`sync_metrics` puts what was logged on the disk: no checkpoint is there before the rows that belong to it."""
+        """Prepare to save.
+
+        Args:
+            checkpoints: the directory for the checkpoints.
+            config: the resolved config, which every manifest contains.
+            accelerator: of this run.
+            sync_metrics: called before a checkpoint is renamed, to put the logged rows of its steps on the disk.
+        """
         self.checkpoints, self.config, self.sync_metrics = checkpoints, config.checkpoint, sync_metrics
         self.facts = {"config": asdict(config), "provenance": provenance(), **arrangement(accelerator)}
         self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
         if self.rank == 0:
             run = checkpoints.parent
             self.facts["tokenizer"] = expected_hashes(run) or hash_files(run / "tokenizer") or None
-        # The thread's messages must not mix with those of training: a group of its own, on CPU whatever the device.
-        self.group = None
-        if dist.is_initialized():  # as it may be for one process
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
+        # A group of its own keeps the thread's messages apart from those of training; on the CPU whatever the device.
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_initialized():  # also with one process, under a launcher
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
+            assert isinstance(group, dist.ProcessGroup), "every process is a member"
+            self.group = group
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_thread_priority)
         self.pending: Future[None] | None = None
         self.unsaved: UnsavedState | None = None
 
-    def watch(self, network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Note the state before training, so that the first save can refuse what a checkpoint would lose."""
+    def watch(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Note the state before training, so that a save can refuse what a checkpoint would lose."""
         self.unsaved = UnsavedState(network, optimizer)
 
     def __exit__(self, exception_type, exception, traceback) -> None:
-        # After any other, a process may be gone, and nothing would come of waiting.
+        # After any other exception a process may be gone, and waiting would end in a timeout.
         if isinstance(exception, RunError | ConfigError):
             try:
                 self.wait()
@@ -74,10 +84,22 @@ class Saver(AbstractContextManager):
                 if self.rank == 0:
                     print(error, file=sys.stderr)
 
-    def save(self, step: int, model, optimizer, metrics: dict[str, float], totals: StepMetrics) -> None:
-        """Begin to write the checkpoint of `step`, once the one before is there; then delete superfluous ones.
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metrics: Mapping[str, float | str],
+        totals: StepMetrics,
+    ) -> None:
+        """Begin to write the checkpoint of `step`, once the one before is complete, and delete superfluous ones.
 
-        The new checkpoint is there wholly, or not at all.
+        Args:
+            step: completed steps.
+            model: as Accelerate prepared it.
+            optimizer: as Accelerate prepared it.
+            metrics: those of this step.
+            totals: counts of skipped updates.
 
         Raises:
             SaveError: the checkpoint before could not be written, as in `wait`.
@@ -90,28 +112,30 @@ class Saver(AbstractContextManager):
         from checkpoint import storage  # slow to import, and not needed before
 
         tensors = storage.state_tensors(model, optimizer, with_moments=bool(optimizer.state))
-        state = {"step": step, "skipped": (totals.skipped, totals.skipped_in_a_row), "metrics": finite_or_null(metrics)}
+        skipped = totals.skipped, totals.skipped_in_a_row
+        state = {"step": step, "skipped": skipped, "metrics": finite_or_null(dict(metrics))}
         copy = storage.copy_to_cpu(tensors) if self.config.asynchronous else tensors
         self.pending = self.executor.submit(self._write, copy, state)
         if not self.config.asynchronous:
-            wait([self.pending], self.timeout_seconds)  # the method `wait` judges how that ended
+            wait([self.pending], self.timeout_seconds)  # errors are left to the method `wait`
 
     @property
     def failed(self) -> bool:
-        """Whether the run is to stop because its last checkpoint could not be written; `wait` says why."""
-        done = self.pending is not None and self.pending.done()
-        return done and self.pending.exception() is not None and self.config.stops_on_failure
+        """Whether the run is to stop because its last checkpoint could not be written; `wait` raises the reason."""
+        if self.pending is None or not self.pending.done():
+            return False
+        return self.pending.exception() is not None and self.config.stops_on_failure
 
     def wait(self, must_succeed: bool = False) -> None:
-        """Return once the last checkpoint is there.
+        """Return once the last checkpoint is complete.
 
         Raises:
-            SaveError: on all processes, when it could not be completed and the run is not to go on without it.
+            SaveError: on all processes, if it could not be written and the run is to stop then, or `must_succeed`.
             RunError: it takes longer than `timeout_seconds`.
         """
         pending, self.pending = self.pending, None
         if pending is not None and not wait([pending], self.timeout_seconds).done:
-            # Nor may the run go on without it: what is being written is a copy that the next save would replace.
+            # `checkpoint.on_failure: continue` cannot help: the next save would overwrite the copy being written.
             raise RunError(
                 f"a checkpoint is not written after another {self.timeout_seconds} s (timeout_seconds); is the disk of "
                 f"{self.checkpoints} slow, or gone?"
@@ -123,9 +147,10 @@ class Saver(AbstractContextManager):
             if must_succeed or self.config.stops_on_failure:
                 raise
             if self.rank == 0:
-                print(f"Training goes on without a checkpoint: {error}", file=sys.stderr)
+                print(f"Training continues without a checkpoint: {error}", file=sys.stderr)
 
     def _write(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Write a checkpoint, in the thread; called by all processes together."""
         final = step_directory(self.checkpoints, state["step"])
         temporary = self.checkpoints / f".writing-{final.name}"
         try:
@@ -138,15 +163,15 @@ class Saver(AbstractContextManager):
                     if free_bytes < num_bytes:
                         raise OSError(f"{num_bytes / 1e6:,.2f} MB are needed, but {free_bytes / 1e6:,.2f} MB are free")
                     temporary.mkdir()
-            files: dict[str, File] = {}
             from checkpoint import storage
 
+            own_files: dict[str, File] = {}
             with self._all_succeed(final):
                 storage.write(temporary, tensors, self.group)
-                # Each process reads back only what it wrote itself: the shards are numbered by rank, from 1.
+                # Each process reads back only what it wrote itself: shards are numbered by rank, from 1.
                 for path in sorted(temporary.glob(f"shard-{self.rank + 1:05d}-*.safetensors")):
-                    files[path.name] = File(path.stat().st_size, sha256(path))
-            files = {name: file for part in self._gather(files) for name, file in part.items()}
+                    own_files[path.name] = File(path.stat().st_size, sha256(path))
+            files = {name: file for part in self._gather(own_files) for name, file in part.items()}
             with self._all_succeed(final):
                 if self.rank == 0:
                     Manifest(**state, **self.facts, files=files).write(temporary)
@@ -162,31 +187,32 @@ class Saver(AbstractContextManager):
 
     @contextmanager
     def _all_succeed(self, final: Path) -> Iterator[None]:
-        """Leave together: an error inside, on any process, becomes the SaveError of all of them."""
+        """Wait for all processes at the end; an error inside on any process is raised as SaveError on all of them."""
         error = None
         try:
             yield
         except (OSError, InvalidCheckpoint) as problem:
             error = str(problem)
         if errors := [found for found in self._gather(error) if found is not None]:
-            remedy = "Older checkpoints are untouched; mend it or choose another out_dir, and start again"
+            remedy = "Older checkpoints are untouched; free the disk or choose another out_dir, and start again"
             if not (self.checkpoints.parent / "config.yaml").exists():
                 remedy = "The directory of the run is gone"
             raise SaveError(f"cannot write the checkpoint {final}: {errors[0]}. {remedy}")
 
-    def _gather(self, mine):
+    def _gather(self, own: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
         if self.group is None:
-            return [mine]
+            return [own]
         gathered = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, mine, group=self.group)
+        dist.all_gather_object(gathered, own, group=self.group)
         return gathered
 
 
-def load_checkpoint(path: Path, model, optimizer) -> None:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read weights and moments into the prepared model and optimizer; called by all processes together.
 
     Raises:
-        ConfigError: it holds other tensors than they have, or cannot be read.
+        ConfigError: the checkpoint has other tensors than they have, or cannot be read.
     """
     from checkpoint import storage
 

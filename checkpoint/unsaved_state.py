@@ -23,7 +23,7 @@ def check_optimizer_state(network: nn.Module, optimizer: torch.optim.Optimizer) 
     Raises:
         ConfigError: there is such a value; the message has its name, and how to save it.
     """
-    names = {parameter: name for name, parameter in network.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not torch.is_tensor(value):

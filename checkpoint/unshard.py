@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as whole ones, in one process, however many processes wrote them and with what shards."""
+"""Read the tensors of a checkpoint in one process, however many processes wrote them and however they were sharded."""
 
 import json
 import math
@@ -12,43 +12,50 @@ from config.errors import ConfigError
 
 
 def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "", suffix: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names begin and end so, put together however they were sharded.
+    """Return the unsharded tensors of a checkpoint whose names have this prefix and suffix, on the CPU.
 
     Raises:
-        ConfigError: a part of one is not there.
+        ConfigError: a shard is missing.
     """
-    pieces: dict[str, list[tuple[list[int], Tensor]]] = {}  # of each tensor: where a piece begins in it, and the piece
+    shards: dict[str, list[tuple[list[int], Tensor]]] = {}  # by tensor: offsets and values of its shards
     for file in manifest.files:
         with safe_open(directory / file, "pt") as stored:
             metadata = stored.metadata() or {}
-            begins = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-            for name in stored.keys():
+            sharding = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+            for name in stored.keys():  # noqa: SIM118 - safe_open is no dict
                 if name.startswith(prefix) and name.endswith(suffix):
-                    piece = stored.get_tensor(name)
-                    begin = begins.get(name, {}).get("saved_offsets") or [0] * piece.dim()
-                    pieces.setdefault(name, []).append((begin, piece))
-    tensors = {name: put_together(parts) for name, parts in pieces.items()}
-    for name, tensor in tensors.items():
-        if tensor is None:
+                    shard = stored.get_tensor(name)
+                    offsets = sharding.get(name, {}).get("saved_offsets") or [0] * shard.dim()
+                    shards.setdefault(name, []).append((offsets, shard))
+    tensors: dict[str, Tensor] = {}
+    for name, parts in shards.items():
+        whole = assemble_shards(parts)
+        if whole is None:
             raise ConfigError(f"{directory} lacks a part of {name}")
+        tensors[name] = whole
     return tensors
 
 
-def put_together(pieces: list[tuple[list[int], Tensor]]) -> Tensor | None:
-    """The tensor of these pieces, each with where it begins; None where one is missing."""
-    ends = [[start + size for start, size in zip(begin, piece.shape, strict=True)] for begin, piece in pieces]
+def assemble_shards(shards: list[tuple[list[int], Tensor]]) -> Tensor | None:
+    """Return the tensor that consists of these shards, each with its offsets; None if one is missing."""
+    ends = [[start + size for start, size in zip(offsets, shard.shape, strict=True)] for offsets, shard in shards]
     shape = [max(ends_of_axis) for ends_of_axis in zip(*ends, strict=True)]
-    if sum(piece.numel() for _, piece in pieces) != math.prod(shape):
+    if sum(shard.numel() for _, shard in shards) != math.prod(shape):
         return None
-    whole = pieces[0][1].new_empty(shape)
-    for (begin, piece), end in zip(pieces, ends, strict=True):
-        whole[tuple(map(slice, begin, end))] = piece
+    whole = shards[0][1].new_empty(shape)
+    for (offsets, shard), end in zip(shards, ends, strict=True):
+        whole[tuple(map(slice, offsets, end))] = shard
     return whole
 
 
-def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor], averaged: bool = False) -> None:
-    """Fill `weights`, whole tensors by the names of the model, from a checkpoint, however it was sharded; `averaged`:
-    with their average instead, of those that the optimizer keeps one of.
+def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor], ema: bool = False) -> None:
+    """Copy the weights of a checkpoint into `weights`, a state dict of unsharded tensors.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest.
+        weights: tensors by their names in the model.
+        ema: copy the exponential moving averages instead, where the optimizer has one.
 
     Raises:
         ConfigError: the checkpoint has other tensors.
@@ -60,7 +67,7 @@ def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]
         weights[name].copy_(tensor)
     if lacking := sorted(weights.keys() - stored.keys()):
         raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")
-    # After all others: of weights that blocks share, the average stands under one of their names alone.
+    # After all others: of weights that blocks share, the average is stored under one of their names alone.
     ends = "optimizer.state.", ".ema"
-    for key, tensor in whole_tensors(directory, manifest, *ends).items() if averaged else ():
+    for key, tensor in whole_tensors(directory, manifest, *ends).items() if ema else ():
         weights[key.removeprefix(ends[0]).removesuffix(ends[1])].copy_(tensor)

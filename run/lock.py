@@ -31,7 +31,7 @@ class RunLock:
             ConfigError: another process holds it.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        file = self._file = open(self.directory / LOCK_FILE, "w")
+        file = self._file = open(self.directory / LOCK_FILE, "w")  # noqa: SIM115 - open while it is locked
         os.register_at_fork(after_in_child=file.close)  # data loader processes may outlive a killed run by seconds
         is_ours = False
         with suppress(FileNotFoundError):  # another training that starts afresh has just moved the directory aside

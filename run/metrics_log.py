@@ -59,7 +59,7 @@ class RowReader:
             OSError: the file cannot be read.
         """
         try:
-            file = open(self.path, "rb")
+            file = open(self.path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
             return []
         with file:

@@ -100,7 +100,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(lie, small_disk, left_alone
     done = train(*arguments, processes=2, exit_code=1, faults="none:0:0", **lie)
     assert done.stderr.count("train.py: error: cannot write the checkpoint") == 1, done.stderr
     assert ("No space left on device" if lie else "MB are needed, but") in done.stderr
-    assert "Older checkpoints are untouched; mend it or choose another out_dir, and start again" in done.stderr
+    assert "Older checkpoints are untouched; free the disk or choose another out_dir, and start again" in done.stderr
     assert 'Traceback (most recent call last):\n  File "/' not in done.stderr.partition("train.py: error")[0]
     for needed, free in re.findall(r"([\d.]+) MB are needed, but ([\d.]+) MB are free", done.stderr):
         assert float(needed) >= float(free)
@@ -121,10 +121,10 @@ def test_a_full_disk_may_be_lived_through(small_disk, left_alone):
     (disk / "ballast").write_bytes(bytes(1_800_000))
     arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
     done = train(*arguments, "--checkpoint.asynchronous", "false", processes=2, exit_code=1)
-    assert "Training goes on without a checkpoint: cannot write the checkpoint" in done.stderr
+    assert "Training continues without a checkpoint: cannot write the checkpoint" in done.stderr
     assert status(disk / "run")["state"] == "failed", "the last checkpoint is the result of the run"
     done = train(*arguments, processes=2, faults="free:0:6", BALLAST=str(disk / "ballast"))
-    assert "Training goes on without a checkpoint: cannot write the checkpoint" in done.stderr
+    assert "Training continues without a checkpoint: cannot write the checkpoint" in done.stderr
     assert_ends_like(disk / "run", left_alone)
 
 
@@ -144,7 +144,7 @@ def test_a_disk_filled_to_the_last_byte_loses_nothing(asynchronous, small_disk, 
     (disk / "ballast").unlink()
     shutil.rmtree(path)
     done = train(*arguments, processes=2, exit_code=0, faults="fill:0:3,6", BALLAST=ballast)
-    said = [line for line in done.stderr.splitlines() if "Training goes on without a checkpoint" in line]
+    said = [line for line in done.stderr.splitlines() if "Training continues without a checkpoint" in line]
     assert said and len(said) == len(set(said)) and "Traceback" not in done.stderr, "once, and not by each process"
     assert_ends_like(disk / "run", left_alone)
 
