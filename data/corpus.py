@@ -109,7 +109,7 @@ def _validation_samples(config: TrainConfig, quotas: list[int]) -> list[int | No
 def _load_text(config: TrainConfig) -> Corpus:
     # These need pyarrow, which is slow to import and no other source needs.
     from data.integrity import Verification
-    from data.text import MixedDataset, TextCorpus, TextDataset
+    from data.text import MixedDataset, TextCorpus, open_dataset
 
     data = config.data
     corpora = [TextCorpus(path) for path in data.corpora]
@@ -124,9 +124,9 @@ def _load_text(config: TrainConfig) -> Corpus:
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
     num_samples = _validation_samples(config, quotas)
-    train = [TextDataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
+    train = [open_dataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
     validation = [
-        TextDataset(corpus, "validation", config.seq_len, packing, number)
+        open_dataset(corpus, "validation", config.seq_len, packing, number)
         for corpus, number in zip(corpora, num_samples, strict=False)
     ]
     vocab_size = _checked_vocab_size(config, corpora[0].vocab_size)

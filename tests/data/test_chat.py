@@ -28,7 +28,7 @@ from config.resolve import replace_settings
 from data.chat_template import ChatTemplate
 from data.corpus import load_corpus
 from data.integrity import SPLITS, open_columns
-from data.text import TextCorpus, TextDataset
+from data.text import TextCorpus, open_dataset
 from data.tokenizer import save_tokenizer
 from evaluate import EvaluateConfig
 from export import ExportConfig
@@ -99,8 +99,8 @@ def rows_of(corpus, split="train"):
     return [row for table in tables for row in zip(*(table[name].to_pylist() for name in columns), strict=True)]
 
 
-def open_split(corpus, split="train", seq_len=256, documents="isolated"):
-    return TextDataset(TextCorpus(str(corpus)), split, seq_len, documents)
+def open_split(corpus, split="train", seq_len=256, packing="isolated"):
+    return open_dataset(TextCorpus(str(corpus)), split, seq_len, packing)
 
 
 # Tokens and masks
@@ -497,11 +497,10 @@ def test_a_row_has_as_many_whole_conversations_as_fit(folder, seq_len):
 
 
 def test_padded_gives_each_conversation_a_row(folder):
-    stored, dataset = rows_of(folder / "marked"), open_split(folder / "marked", seq_len=400, documents="padded")
+    stored, dataset = rows_of(folder / "marked"), open_split(folder / "marked", seq_len=400, packing="padded")
     assert len(dataset) == len(stored)
     for i, (tokens, mask) in enumerate(stored):
         assert dataset[i]["input_ids"][: len(tokens)].tolist() == tokens
-        assert dataset[i]["attention_mask"].tolist() == [1] * len(tokens) + [0] * (400 - len(tokens))
         assert [label != -100 for label in dataset[i]["labels"].tolist()] == [
             *map(bool, mask),
             *[False] * (400 - len(tokens)),
@@ -512,10 +511,10 @@ QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=F
 
 
 @pytest.mark.parametrize("settings", [{}, QWEN3], ids=["gpt2", "qwen3"])
-@pytest.mark.parametrize("documents", ["isolated", "padded"])
-def test_the_loss_is_transformers_of_each_conversation_apart(folder, settings, documents):
+@pytest.mark.parametrize("packing", ["isolated", "padded"])
+def test_the_loss_is_transformers_of_each_conversation_apart(folder, settings, packing):
     """Of a row, packed or padded: the sum of what transformers' model gives for each alone, with labels of -100."""
-    model, dataset = lively_model(**settings), open_split(folder / "marked", documents=documents)
+    model, dataset = lively_model(**settings), open_split(folder / "marked", packing=packing)
     theirs, stored = to_transformers(model).double().eval(), iter(rows_of(folder / "marked"))
     packed = torch.utils.data.default_collate([dataset[i] for i in range(4)])
     loss = model(**packed)[1]
@@ -525,9 +524,9 @@ def test_the_loss_is_transformers_of_each_conversation_apart(folder, settings, d
         count = mask[:, 1:].sum().item()
         alone = theirs(tokens, labels=tokens.where(mask == 1, -100), num_items_in_batch=1).loss
         targets, nats, rows = targets + count, nats + alone.item(), rows + 1
-    assert rows > 4 or documents == "padded"
+    assert rows > 4 or packing == "padded"
     assert loss.item() == pytest.approx(nats / targets, rel=1e-6)
-    if documents == "isolated":
+    if packing == "isolated":
         del packed["position_ids"]
         assert model(**packed)[1].item() != pytest.approx(nats / targets, rel=1e-3), "without isolation it is another"
 

@@ -33,7 +33,7 @@ from data.corpus import load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
 from data.loader import BatchLoader
 from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, apportion, mix_quotas
-from data.text import TextCorpus, TextDataset
+from data.text import TextCorpus, open_dataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
@@ -69,8 +69,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def open_split(path, split="train", seq_len=32, documents="concat", num_samples=None):
-    return TextDataset(TextCorpus(str(path)), split, seq_len, documents, num_samples)
+def open_split(path, split="train", seq_len=32, packing="concat", num_samples=None):
+    return open_dataset(TextCorpus(str(path)), split, seq_len, packing, num_samples)
 
 
 def stream_of(path, split="train"):
@@ -103,7 +103,7 @@ def test_a_part_of_the_windows_is_spread_over_all(folder):
 
 
 def test_loader_processes_read_the_same(folder):
-    dataset = open_split(folder / "a", documents="isolated")
+    dataset = open_split(folder / "a", packing="isolated")
     again = pickle.loads(pickle.dumps(dataset))
     assert dataset.values[0][0].tobytes() not in pickle.dumps(dataset), "the tokens are not sent, but opened again"
     order = GlobalBatches(len(dataset), 4, seed=1)
@@ -228,7 +228,7 @@ def lively_model(**settings):
 @pytest.mark.parametrize("settings", [{}, {"position": "rope", "qk_norm": True, "n_kv_heads": 1}], ids=["gpt2", "rope"])
 def test_the_loss_of_a_document_in_a_window_is_its_loss_alone(folder, settings):
     """Alone it stands between two end-of-text tokens; so all its tokens and its end are predicted, from it alone."""
-    model, dataset = lively_model(**settings), open_split(folder / "a", seq_len=256, documents="isolated")
+    model, dataset = lively_model(**settings), open_split(folder / "a", seq_len=256, packing="isolated")
     packed = torch.utils.data.default_collate([dataset[i] for i in range(6)])
     logits = model(packed["input_ids"], position_ids=packed["position_ids"])[0]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), packed["labels"][:, 1:], reduction="none")
@@ -273,21 +273,42 @@ def test_one_document_in_a_window_needs_no_mask(monkeypatch):
 
 def test_documents_beyond_two_billion_tokens_are_found(folder):
     """Offsets in a file are of 32 bits."""
-    dataset = open_split(folder / "a", documents="padded")
+    dataset = open_split(folder / "a", packing="padded")
     dataset.first_tokens = [0, 2**31 - 3, 2**32]
     dataset._find_rows([np.array(offsets, np.int32) for offsets in ([0, 2**31 - 3], [0, 5, 2**31 - 1])])
     assert dataset.begins.tolist() == [0, 2**31 - 3, 2**31 + 2, 2**32]
 
 
 def test_a_padded_row_is_a_document(folder):
-    documents, dataset = rows(folder / "a"), open_split(folder / "a", seq_len=64, documents="padded")
+    documents, dataset = rows(folder / "a"), open_split(folder / "a", seq_len=64, packing="padded")
     assert len(dataset) == len(documents)
     assert min(map(len, documents)) < 62 < max(map(len, documents)), "some are padded and some are cut off"
     for i, document in enumerate(documents):
         sample, framed = dataset[i], [*document, END][:64]
         assert sample["input_ids"][: len(framed)].tolist() == framed
         assert sample["labels"].tolist() == framed + [-100] * (64 - len(framed))
-        assert sample["attention_mask"].tolist() == [1] * len(framed) + [0] * (64 - len(framed))
+
+
+@pytest.mark.parametrize("settings", [{}, {"position": "rope", "qk_norm": True, "n_kv_heads": 1}], ids=["gpt2", "rope"])
+def test_padded_rows_need_no_attention_mask(folder, settings):
+    """Padding on the right, without targets, changes neither loss nor gradients, whatever tokens it holds."""
+    model, dataset = lively_model(**settings), open_split(folder / "a", seq_len=256, packing="padded")
+    batch = torch.utils.data.default_collate([dataset[i] for i in range(6)])
+    assert batch.keys() == {"input_ids", "labels"}
+    padding = batch["labels"] == -100
+    assert padding.any()
+    junk = batch | {"input_ids": batch["input_ids"].masked_fill(padding, 7)}
+    masked = batch | {"attention_mask": (~padding).long()}
+    results = []
+    for inputs in (batch, junk, masked):
+        model.zero_grad()
+        loss = model(**inputs)[1]
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    for unmasked, of_junk, of_masked in zip(*results, strict=True):
+        torch.testing.assert_close(unmasked, of_junk, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(unmasked, of_masked, rtol=1e-12, atol=1e-14)
+    assert torch.equal(results[0][0], results[1][0])
 
 
 # Refusals
@@ -408,7 +429,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 def test_the_bytes_of_every_target_are_counted_however_a_byte_level_tokenizer_is_written(parts, folder):
     """Against those that GPT-2's table of letters gives, of rows that are cut off."""
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    dataset = open_split(folder / "bpe", "validation", seq_len=12, documents="padded")
+    dataset = open_split(folder / "bpe", "validation", seq_len=12, packing="padded")
     tokenizer = dataset.corpus.tokenizer
     dataset.corpus.tokenizer = Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | parts))
     found, none = b"", (-100, dataset.corpus.end_of_text)
@@ -501,8 +522,8 @@ def test_what_changes_during_a_run_is_found_at_its_next_save(corpus, monkeypatch
 @pytest.mark.slow
 def test_reading_a_corpus_does_not_import_pandas(corpus):
     """pyarrow takes it for many of its calls, and each process of a run half a second and 35 MB for it."""
-    code = "import sys; from data.integrity import Verification; from data.text import TextCorpus, TextDataset\n"
-    code += f"corpus = TextCorpus({str(corpus)!r}); TextDataset(corpus, 'train', 32, 'padded')[0]\n"
+    code = "import sys; from data.integrity import Verification; from data.text import TextCorpus, open_dataset\n"
+    code += f"corpus = TextCorpus({str(corpus)!r}); open_dataset(corpus, 'train', 32, 'padded')[0]\n"
     code += "check = Verification([corpus]); check.start(); check.wait(); print('pandas' in sys.modules, check.problem)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.stdout == "False None\n", done.stdout + done.stderr
@@ -588,18 +609,18 @@ def test_a_hostile_corpus_does_not_make_the_loader_read_out_of_bounds(corpus, fo
     assert refused > describes / 2
 
 
-@pytest.mark.parametrize("documents", ["concat", "padded"])
-def test_a_hostile_token_or_offset_is_found_where_it_is_used_and_by_the_verification(corpus, documents):
+@pytest.mark.parametrize("packing", ["concat", "padded"])
+def test_a_hostile_token_or_offset_is_found_where_it_is_used_and_by_the_verification(corpus, packing):
     def hostile(content):
         first_row = np.array(rows(corpus)[0][:8], np.uint16).tobytes()
         offsets = np.array([0, len(rows(corpus)[0])], np.int32).tobytes()
-        if documents == "padded":
+        if packing == "padded":
             return content.replace(offsets, np.array([0, 10**9], np.int32).tobytes())
         return content.replace(first_row, np.array([65535] * 8, np.uint16).tobytes())
 
     rewrite(corpus, hostile)
     with pytest.raises(ConfigError, match="damaged"):
-        dataset = open_split(corpus, documents=documents)
+        dataset = open_split(corpus, packing=packing)
         [dataset[i] for i in range(2)]
     for _ in range(2):  # it is not remembered as one that was read and is whole
         assert "train/000000.arrow is damaged" in verify(corpus).problem
@@ -653,10 +674,10 @@ def train_text(folder, out_dir, *arguments, **kwargs):
     return train("--config", folder / "tiny.yaml", "--out_dir", out_dir, "--name", "run", *arguments, **kwargs)
 
 
-@pytest.mark.parametrize("documents", ["isolated", pytest.param("padded", marks=pytest.mark.slow)])
-def test_a_mixture_trains_and_goes_on_exactly(folder, runs, documents):
+@pytest.mark.parametrize("packing", ["isolated", pytest.param("padded", marks=pytest.mark.slow)])
+def test_a_mixture_trains_and_goes_on_exactly(folder, runs, packing):
     mix = json.dumps({str(folder / "a"): 2, str(folder / "b"): 1})
-    arguments = ["--data.mix", mix, "--data.packing", documents]
+    arguments = ["--data.mix", mix, "--data.packing", packing]
     train_text(folder, runs, *arguments)
     rows_before, weights = metrics(runs / "run"), tensors(runs / "run", 4)
     for path in (runs / "run" / "checkpoints" / "step-00000004").iterdir():
