@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import train
 from checkpoint import saver
 from cli import scripts
 from distributed.sharding import is_sharded
+from distributed.signals import StopSignal
 
 FAULTS = os.environ["FAULTS"].split()
 RESTART = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -55,6 +57,8 @@ def inject_fault(optimizer):
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "hang":
         os.kill(os.getpid(), signal.SIGSTOP)
+    while KIND == "await_signal" and not StopSignal.received:
+        time.sleep(0.01)
     if KIND in ("flip", "flip_and_stop"):
         with torch.no_grad():
             local_part(Model.instance.blocks[1].mlp.down_proj.weight).view(torch.int32)[3, 5] ^= 1 << 20

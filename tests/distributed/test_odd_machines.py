@@ -156,8 +156,10 @@ def test_a_program_on_an_odd_machine_works_or_says_what_is_odd(name, runs, tmp_p
     assert all(words in printed for words in row.says), printed
     assert not any(words in printed for words in row.silent), printed
     if row.exit_code == 75:
-        assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
-        assert list((runs / "run" / "checkpoints").glob("step-*"))
+        status = json.loads((runs / "run" / "status.json").read_text())
+        assert status["state"] == "preempted"
+        saved = [int(path.name.removeprefix("step-")) for path in (runs / "run" / "checkpoints").glob("step-*")]
+        assert max(saved, default=0) == status["step"]
     if "W&B is off" in printed:
         assert not (runs / "run" / "wandb").exists()
 

@@ -1,4 +1,4 @@
-"""A signal stops a run after its step, with a checkpoint; started again it ends with the same bits."""
+"""A signal stops a run after its step, with a checkpoint; the resumed run ends with the same bits."""
 
 import json
 import os
@@ -12,6 +12,8 @@ from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
 
 STEPS = 60
+ENDLESS = ["--steps", "1000000"]  # no test depends on how far a run has come when a signal reaches it
+WAIT_SECONDS = 300  # only a hang takes that long
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 LONG = [*TINY_STORIES, *f"--steps {STEPS} --micro_batch_size 3 --checkpoint.every 1000 --evaluation.every 0".split()]
 
@@ -23,9 +25,9 @@ def left_alone(tmp_path_factory):
     return out_dir / "run"
 
 
-def wait_until(is_so, is_running):
-    deadline = time.monotonic() + 120
-    while not is_so():
+def wait_until(condition, is_running):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
         assert is_running() and time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -36,7 +38,7 @@ def wait_for_steps(is_running, run, steps=5):
 
 
 def start(words, processes, run, steps=5, **env):
-    """A script in forked processes, some steps after its start."""
+    """Return a script in forked processes after its first `steps` logged steps."""
     script, *arguments = map(str, words)
     launch = forked.Launch(script, arguments, processes, environment(**env))
     wait_for_steps(
@@ -45,12 +47,18 @@ def start(words, processes, run, steps=5, **env):
     return launch
 
 
-def start_under_a_launcher(arguments, run, steps=5, max_restarts=0, **env):
-    command = train_command(*arguments, processes=2, max_restarts=max_restarts)
+def start_launcher(arguments, run, faults, max_restarts=0, **env):
+    """Return a real launcher of two processes after five logged steps; see tests/faulty_train.py for `faults`."""
+    command = train_command(*arguments, processes=2, max_restarts=max_restarts, script="tests/faulty_train.py")
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**env)
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(FAULTS=faults, **env),
     )
-    wait_for_steps(lambda: process.poll() is None or print(process.communicate()[0]), run, steps)
+    wait_for_steps(lambda: process.poll() is None or print(process.communicate()[0]), run)
     return process
 
 
@@ -63,32 +71,32 @@ def status(run):
     return json.loads((run / "status.json").read_text())
 
 
-def test_a_signal_to_all_processes_at_once_spares_the_ones_that_load_data(runs):
-    arguments = [*LONG, "--steps", 20_000, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
+def test_data_workers_ignore_stop_signals(runs):
+    arguments = [*LONG, *ENDLESS, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
     launch = start(["train.py", *arguments], 0, runs / "run")
     (process,) = launch.processes
     for pid in (*children(process.pid), process.pid):
         os.kill(pid, signal.SIGTERM)
-    assert launch.wait(60) == 75, launch.output()
+    assert launch.wait(WAIT_SECONDS) == 75, launch.output()
     assert status(runs / "run")["state"] == "preempted"
 
 
-def test_a_signal_saves(runs):
-    launch = start(["train.py", *LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"], 0, runs / "run")
+def test_signal_saves_and_exits_75(runs):
+    launch = start(["train.py", *LONG, *ENDLESS, "--out_dir", runs, "--name", "run"], 0, runs / "run")
     os.kill(launch.processes[0].pid, signal.SIGINT)
-    assert launch.wait(60) == 75, launch.output()
+    assert launch.wait(WAIT_SECONDS) == 75, launch.output()
     assert launch.output()[1].count("Stopping after this step; a second signal stops at once.") == 1
-    assert status(runs / "run")["state"] == "preempted" and 5 <= status(runs / "run")["step"] < 20_000
+    assert status(runs / "run")["state"] == "preempted" and 5 <= status(runs / "run")["step"] < 1_000_000
     assert "Training finished." not in launch.output()[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(number, runs, left_alone):
+def test_signal_to_launcher_saves_and_resumes(number, runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
-    process = start_under_a_launcher(arguments, runs / "run", PET_SIGNALS_TO_HANDLE=SIGNALS)
+    process = start_launcher(arguments, runs / "run", "await_signal:1:10", PET_SIGNALS_TO_HANDLE=SIGNALS)
     os.kill(process.pid, number)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=WAIT_SECONDS)[0]
     assert process.returncode == 1, output  # a launcher turns every code into 1
     stopped = status(runs / "run")
     assert stopped["state"] == "preempted" and 5 <= stopped["step"] < STEPS
@@ -100,35 +108,35 @@ def test_a_signal_to_the_launcher_saves_and_the_next_start_goes_on(number, runs,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("handled", "outlives"), [(SIGNALS, False), ("SIGTERM,SIGINT", True)])
-def test_a_terminal_that_closes_under_nohup(handled, outlives, runs):
-    """torch's launcher catches SIGHUP where it is not told otherwise, whatever nohup has said, and passes it on."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which what is started inherits, as from nohup
+def test_sighup_under_nohup(handled, outlives, runs):
+    """By default torch's launcher catches SIGHUP even under nohup, and forwards it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by child processes, as from nohup
+    faults = "none:1:10" if outlives else "await_signal:1:10"
     try:
-        process = start_under_a_launcher(
-            [*LONG, "--out_dir", runs, "--name", "run"], runs / "run", PET_SIGNALS_TO_HANDLE=handled
-        )
+        arguments = [*LONG, "--out_dir", runs, "--name", "run"]
+        process = start_launcher(arguments, runs / "run", faults, PET_SIGNALS_TO_HANDLE=handled)
     finally:
         signal.signal(signal.SIGHUP, before)
     for pid in (process.pid, *children(process.pid)):
         os.kill(pid, signal.SIGHUP)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=WAIT_SECONDS)[0]
     assert status(runs / "run")["state"] == ("finished" if outlives else "preempted"), output
 
 
-def test_a_second_training_in_a_directory_is_refused_and_disturbs_nothing(runs):
-    arguments = [*LONG, "--steps", 20_000, "--out_dir", runs, "--name", "run"]
+def test_second_training_in_a_directory_is_refused(runs):
+    arguments = [*LONG, *ENDLESS, "--out_dir", runs, "--name", "run"]
     launch = start(["train.py", *arguments], 0, runs / "run")
     refused = train(*arguments, exit_code=2)
     assert "in use" in refused.stderr and launch.processes[0].is_alive()
     os.kill(launch.processes[0].pid, signal.SIGTERM)
-    assert launch.wait(60) == 75
+    assert launch.wait(WAIT_SECONDS) == 75
 
 
-def test_after_a_kill_the_next_start_need_not_wait_for_the_processes_that_loaded_data(runs):
+def test_restart_need_not_wait_for_orphaned_workers(runs):
     arguments = [*LONG, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
     launch = start(["train.py", *arguments], 0, runs / "run")
     (process,) = launch.processes
-    assert children(process.pid), "which look every five seconds whether it is still there"
+    assert children(process.pid), "workers check every five seconds whether their parent is alive"
     process.kill()
     process.join()
     train(*arguments, "--steps", 2)
@@ -138,7 +146,7 @@ SLOW_WANDB = """
 import time
 import checkpoint.saver as checkpoint
 rename = checkpoint.os.rename
-checkpoint.os.rename = lambda *paths: (time.sleep(1.2), rename(*paths))  # two signals within a second are one
+checkpoint.os.rename = lambda *paths: (time.sleep(1.2), rename(*paths))  # two signals within a second count as one
 class Settings:
     def __init__(self, **_): pass
 class init:
@@ -150,34 +158,36 @@ class init:
 """
 
 
-def test_all_processes_leave_together_after_a_signal(runs, tmp_path):
-    """Launchers kill the others when one ends: none may end while the main process still closes its tracker."""
+def test_all_processes_exit_together_after_a_signal(runs, tmp_path):
+    """Launchers kill the others when one exits: none may exit while the main process still closes its tracker."""
     (tmp_path / "wandb.py").write_text(SLOW_WANDB)
-    arguments = [*LONG, "--steps", 20_000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
+    arguments = [*LONG, *ENDLESS, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
     launch = start(["train.py", *arguments], 2, runs / "run", PYTHONPATH=str(tmp_path))
     os.kill(launch.processes[0].pid, signal.SIGTERM)
-    launch.wait(60)
+    launch.wait(WAIT_SECONDS)
     assert status(runs / "run")["state"] == "preempted"
     assert [process.exitcode for process in launch.processes] == [75, 75], launch.output()
 
 
-def test_a_launcher_restarts_what_was_killed_and_passes_on_the_signal_that_it_is_told_to(runs, left_alone):
-    """Slurm sends SIGUSR1 before the time is up. It would kill the launcher and leave its processes without the
-    variable, which torch reads as PET_* before 2.11 as TORCHELASTIC_*: accelerate_configs/slurm.sh exports both.
+def test_launcher_restarts_killed_process_and_forwards_signal(runs, left_alone):
+    """Slurm sends SIGUSR1 before the time limit.
 
-    The launcher is Accelerate's and torch's; it and what it starts are forks here, and programs in the slow tests."""
+    Without the variable it would kill the launcher and leave its processes. torch reads it as PET_*, before 2.11 as
+    TORCHELASTIC_*; accelerate_configs/slurm.sh exports both. The launcher and its processes are forks here.
+    """
     run = runs / "run"
     arguments = [*LONG, "--checkpoint.every", 5, "--out_dir", runs, "--name", "run"]
-    _, *words = train_command(*arguments, processes=2, max_restarts=3)
-    launch = start(words, 0, run, steps=10, PET_SIGNALS_TO_HANDLE=SIGNALS)
+    _, *words = train_command(*arguments, processes=2, max_restarts=3, script="tests/faulty_train.py")
+    faults = "await_signal:1:15 await_signal:1:30"  # in the first start and after the restart
+    launch = start(words, 0, run, steps=10, PET_SIGNALS_TO_HANDLE=SIGNALS, FAULTS=faults)
     (process,) = launch.processes
     wait_until(lambda: any((run / "checkpoints").glob("step-*")), process.is_alive)
     os.kill(children(process.pid)[-1], signal.SIGKILL)
-    starts = run / "sessions.jsonl"
-    wait_until(lambda: starts.read_text().count("\n") == 2, process.is_alive)
+    sessions = run / "sessions.jsonl"
+    wait_until(lambda: sessions.read_text().count("\n") == 2, process.is_alive)
     wait_for_steps(process.is_alive, run, steps=20)
     os.kill(process.pid, signal.SIGUSR1)
-    returncode, output = launch.wait(60), "".join(launch.output())
+    returncode, output = launch.wait(WAIT_SECONDS), "".join(launch.output())
     stopped = status(run)
     assert stopped["state"] == "preempted" and stopped["step"] < STEPS, output
     assert "lost the others in" in output and output.count("resumed at step") == 1, output
@@ -189,43 +199,41 @@ def test_a_launcher_restarts_what_was_killed_and_passes_on_the_signal_that_it_is
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_makes_the_launcher_restart_all(runs, left_alone):
+def test_signal_to_one_process_restarts_all(runs, left_alone):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
-    process = start_under_a_launcher(arguments, runs / "run", max_restarts=1)
+    process = start_launcher(arguments, runs / "run", "await_signal:1:10", max_restarts=1)
     os.kill(children(process.pid)[-1], signal.SIGUSR1)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=WAIT_SECONDS)[0]
     assert process.returncode == 0 and output.count("resumed at step") == 1, output
     assert "stopped after step" in output
     assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
     assert metrics(runs / "run") == metrics(left_alone)
 
 
-def test_a_second_signal_stops_at_once(runs, tmp_path):
-    """In the middle of the save that the first one asked for, which here takes a minute."""
+def test_second_signal_ends_the_process(runs, tmp_path):
+    """The second one arrives during the save that the first one requested, which would take an hour."""
     (tmp_path / "wandb.py").write_text(
         "import os, time\nrename = os.rename\n"
-        "os.rename = lambda *paths: time.sleep(60) if 'writing' in str(paths[0]) else rename(*paths)\n"
+        "os.rename = lambda *paths: time.sleep(3600) if 'writing' in str(paths[0]) else rename(*paths)\n"
     )
-    arguments = [*LONG, "--steps", 20_000, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
+    arguments = [*LONG, *ENDLESS, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
     launch = start(["train.py", *arguments], 0, runs / "run", PYTHONPATH=str(tmp_path))
     (process,) = launch.processes
     os.kill(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + 60
-    while not list((runs / "run" / "checkpoints").glob(".writing-*/manifest.json")):
-        assert process.is_alive() and time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(1.5)  # two signals within a second are one
+    checkpoints = runs / "run" / "checkpoints"
+    wait_until(lambda: list(checkpoints.glob(".writing-*/manifest.json")), process.is_alive)
+    time.sleep(1.5)  # two signals within a second count as one
     os.kill(process.pid, signal.SIGTERM)
-    assert launch.wait(20) == -signal.SIGTERM
+    assert launch.wait(WAIT_SECONDS) == -signal.SIGTERM
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(runs, left_alone):
-    """kill -9 of one process, anywhere in a step: the next start ends with the bits of the run that was left alone."""
+def test_killed_run_resumes_with_same_bits(runs, left_alone):
+    """After kill -9 of one process in a step, the next start ends with the bits of an uninterrupted run."""
     arguments = [*LONG, "--checkpoint.every", 2, "--out_dir", runs, "--name", "run"]
-    process = start_under_a_launcher(arguments, runs / "run", steps=9)
+    process = start_launcher(arguments, runs / "run", "await_signal:1:10")
     os.kill(children(process.pid)[-1], signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode != 0
     assert status(runs / "run")["state"] != "finished"
     train(*arguments, processes=2)
@@ -258,19 +266,19 @@ def short(tmp_path_factory):
 @pytest.mark.parametrize(
     ("words", "processes"),
     [
-        (["replay.py", "RUN", "5"], 0),  # whose first training ends after one step in any case
+        (["replay.py", "RUN", "5"], 0),  # its first training has one step only
         (["replay.py", "RUN", "--audit", "9"], 2),
         (["train.py", "--plan", *TINY_STORIES], 0),
         (["verify.py", *TINY_STORIES, "--out_dir", "RUN/verified"], 2),
     ],
     ids=["replay", "audit", "plan", "verify"],
 )
-def test_a_signal_stops_what_trains_as_a_part_of_its_work(words, processes, short, tmp_path):
-    """In the first of its trainings; on several processes, to one that is not the main one."""
+def test_signal_stops_nested_training(words, processes, short, tmp_path):
+    """In the first training of the script; with several processes, the signal goes to one that is not the main one."""
     words = [word.replace("RUN", str(short)) for word in words]
     launch = forked.Launch("-c", [SIGNALLED, *words], processes, environment(TMPDIR=str(tmp_path)))
     for process in launch.processes:
-        process.join(60)
+        process.join(WAIT_SECONDS)
     assert {process.exitcode for process in launch.processes} == {75}, launch.output()
     said, errors = launch.output()
     assert "FAIL" not in said and "holds" not in said and "is what its settings give" not in said
@@ -278,8 +286,8 @@ def test_a_signal_stops_what_trains_as_a_part_of_its_work(words, processes, shor
     assert not list(tmp_path.iterdir()) and not list(short.glob("verified/*"))
 
 
-def test_after_a_nested_training_ctrl_c_stops_at_once():
-    """It stops what comes next too, such as the import of torch, with one line."""
+def test_ctrl_c_after_nested_training_interrupts():
+    """Also in slow code without a training, such as the import of torch; with one line."""
     code = """
 import os, signal, sys, time, train
 from cli import scripts
