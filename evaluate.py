@@ -20,10 +20,11 @@ class EvaluateConfig:
     """A corpus made by data.prepare, with the model's tokenizer. null: what the run was trained on."""
 
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
-    """Of a run: latest, best (by validation loss), or a step."""
+    """The checkpoint of a run: latest, best (by validation loss), or a step."""
 
     weights: Literal["evaluated", "trained"] = "evaluated"
-    """Of a run with evaluation.ema_decay: its average, which val/loss is of, or the weights that are trained."""
+    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
+    weights that the optimizer updates). Without it both are the same."""
 
     seq_len: PositiveInt | None = None
     """Tokens in a window. null: the run's; of a model that is none, all positions that it has, but 1,024 at most."""

@@ -20,10 +20,11 @@ class ExportConfig:
     """The folder to write. It must not exist yet."""
 
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
-    """Of a run: latest, best (by validation loss), or a step."""
+    """The checkpoint of a run: latest, best (by validation loss), or a step."""
 
     weights: Literal["evaluated", "trained"] = "evaluated"
-    """Of a run with evaluation.ema_decay: its average, which val/loss is of, or the weights that are trained."""
+    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
+    weights that the optimizer updates). Without it both are the same."""
 
     average: PositiveInt = 1
     """The mean of the weights of so many checkpoints, the newest ones, in place of one."""

@@ -1,4 +1,4 @@
-"""Lets a trained model write: python sample.py RUN [--prompt TEXT | --chat] [--temperature 0.8] ...
+"""Generates text with a trained model: python sample.py RUN [--prompt TEXT | --chat] [--temperature 0.8] ...
 
 RUN is the directory of a run, a folder in transformers' format, or a name on the Hub.
 """
@@ -11,48 +11,49 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 @dataclass
 class SampleConfig:
-    """Lets a trained model write."""
+    """Generates text with a trained model."""
 
     run: str
     """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
 
     prompt: str | None = None
-    """What the text begins with. Default null: on a terminal it is asked for, again and again; elsewhere, nothing, or
-    with chat the lines of the input."""
+    """The prompt. Default null: read prompts from the terminal; without a terminal, generate from an empty prompt or,
+    with chat, answer each line of the input."""
 
     special_tokens: bool = False
-    """Whether special tokens that are spelt in the prompt, such as <|endoftext|>, are these tokens. Default false: they
-    are the characters that they are spelt with, as in the text that a model learns from."""
+    """Encode special tokens in the prompt, such as <|endoftext|>, as these tokens. Default false: encode them as plain
+    characters, as in the training text."""
 
     chat: bool = False
-    """Talk: a line is what the user says, and the model answers all that was said, by its tokenizer's chat template."""
+    """Hold a conversation: each line is a user message, formatted by the tokenizer's chat template."""
 
     system: str | None = None
-    """With chat: the system message before all that is said, which is never forgotten. null: none."""
+    """With chat: the system message, which is never dropped from the context. null: none."""
 
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
-    """Of a run: latest, best (by validation loss), or a step."""
+    """The checkpoint of a run: latest, best (by validation loss), or a step."""
 
     weights: Literal["evaluated", "trained"] = "evaluated"
-    """Of a run with evaluation.ema_decay: its average, which val/loss is of, or the weights that are trained."""
+    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
+    weights that the optimizer updates). Without it both are the same."""
 
     num_samples: PositiveInt = 1
-    """Texts for each prompt."""
+    """Samples for each prompt."""
 
     max_new_tokens: PositiveInt = 200
-    """Tokens that a text gets at most; it ends earlier at an end-of-text token, or where an answer is over."""
+    """Maximum number of generated tokens; generation stops earlier at an end-of-text or end-of-turn token."""
 
     temperature: NonNegativeFloat = 0.8
-    """0 takes the likeliest token; 1 draws with the model's probabilities; above, likelier ones are preferred less."""
+    """0: greedy decoding. 1: sample from the model's distribution. Higher values flatten the distribution."""
 
     top_k: PositiveInt | None = None
-    """Draw from so many likeliest tokens. null: from all."""
+    """Sample from this many most likely tokens. null: from all."""
 
     top_p: NonNegativeFloat = 1.0
-    """Draw from the fewest tokens that together have this probability."""
+    """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
 
     seed: NonNegativeInt = 0
-    """Of the draws: text i of a prompt is a function of the seed and i."""
+    """Random seed; sample i of a prompt is a function of the seed and i."""
 
 
 if __name__ == "__main__":  # before anything slow is imported
@@ -67,6 +68,7 @@ from contextlib import suppress
 import torch
 from tokenizers.decoders import DecodeStream
 
+from cli.output import escape_controls
 from config.errors import ConfigError
 from data.chat import Message
 from data.chat_template import ChatTemplate
@@ -78,15 +80,15 @@ from run.load import Loaded, load_run
 
 
 def main(config: SampleConfig) -> None:
-    """Load the model and write to the terminal, each piece of text as soon as it is there.
+    """Load the model and stream generated text to the terminal.
 
     Raises:
-        ConfigError: there is no such model, or a setting or a prompt does not fit it.
+        ConfigError: There is no such model, or a setting or a prompt does not fit it.
     """
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p: {config.top_p} must be above 0 and at most 1; 1 draws from all tokens")
     if config.chat and config.special_tokens:
-        raise ConfigError("special_tokens: true, but in a chat they come from the chat template alone; leave it out")
+        raise ConfigError("special_tokens: true, but in a chat only the chat template inserts them; leave it out")
     if config.system is not None and not config.chat:
         raise ConfigError(f"system: {config.system!r} is a message of a chat; give --chat too, or leave it out")
     prepare_cpu()
@@ -107,16 +109,16 @@ def main(config: SampleConfig) -> None:
             continue
         try:
             for index in range(config.num_samples):
-                write(loaded, prompt, tokens, index, config)
-        except KeyboardInterrupt:  # of the text, not of the conversation
+                generate_sample(loaded, prompt, tokens, index, config)
+        except KeyboardInterrupt:  # ends this sample only
             print()
 
 
 def converse(loaded: Loaded, config: SampleConfig) -> None:
-    """Answer what is said, line by line. What has no room any more is forgotten, the oldest line and answer first.
+    """Answer user messages, one a line. Drop the oldest exchanges when the context is full.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or a setting does not fit.
+        ConfigError: The tokenizer has no chat template, or a setting does not fit.
     """
     if loaded.tokenizer.chat_template is None:
         raise ConfigError(
@@ -124,7 +126,7 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
             "leave --chat out"
         )
     if config.num_samples > 1:
-        raise ConfigError(f"num_samples: {config.num_samples}, but chat gives one answer; leave it out")
+        raise ConfigError(f"num_samples: {config.num_samples}, but chat generates one answer; leave it out")
     limit = loaded.model.config.max_position_embeddings
     room = max(limit - config.max_new_tokens, limit // 2)
     template, said = ChatTemplate(loaded.tokenizer), []
@@ -137,14 +139,14 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
         try:
             while len(tokens := template.prompt(system + said)) > room and len(said) > 2:
                 del said[:2]
-            answer = write(loaded, "", tokens, turn, config, ends)
+            answer = generate_sample(loaded, "", tokens, turn, config, ends)
             said.append({"role": "assistant", "content": answer})
         except ConfigError as error:
             if config.prompt is not None:
                 raise
             print(error, file=sys.stderr)
             said.pop()
-        except KeyboardInterrupt:  # of the answer, not of the conversation
+        except KeyboardInterrupt:  # ends this answer only
             print()
             said.pop()
 
@@ -152,19 +154,24 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
 def check_system(system: list[Message], template: ChatTemplate, room: int) -> None:
     """Refuse a system message that the model would not see.
 
+    Args:
+        system: The system message.
+        template: The chat template.
+        room: The number of tokens that a conversation may have.
+
     Raises:
-        ConfigError: its template writes none, or it has more than `room` tokens.
+        ConfigError: The template ignores system messages, or it has more than `room` tokens.
     """
     line = [{"role": "user", "content": ""}]
     tokens = template.prompt(system + line)
     if tokens == template.prompt(line):
-        raise ConfigError("system: the chat template of this tokenizer writes no system message; leave it out")
+        raise ConfigError("system: the chat template of this tokenizer ignores system messages; leave it out")
     if len(tokens) > room:
         raise ConfigError(f"system: it takes {len(tokens)} tokens, and a conversation has room for {room}; shorten it")
 
 
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
-    """The given prompt; without one, what is typed; where nobody types, none or, in a chat, the lines of the input."""
+    """Yield the given prompt; without one, prompts from the terminal; without that, "" or, for chat, lines of stdin."""
     with suppress(AttributeError):  # of what is no stream of bytes; elsewhere a line of wrong ones must not end it
         sys.stdin.reconfigure(errors="surrogateescape")
     typed = sys.stdin is not None and sys.stdin.isatty()  # None: it was closed
@@ -185,13 +192,18 @@ def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
 
 
 def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[int]:
-    """The tokens that the model goes on from: those of the prompt, after the end of text that a text begins with.
+    """Encode a prompt after an end-of-text token, as documents begin in training.
 
     Args:
-        special_tokens: whether one that is spelt in the prompt is meant.
+        loaded: The model and its tokenizer.
+        prompt: The text.
+        special_tokens: Encode special tokens in the prompt as these tokens.
+
+    Returns:
+        The token ids, at least one.
 
     Raises:
-        ConfigError: the tokenizer has no tokens for it.
+        ConfigError: The tokenizer cannot encode it.
     """
     tokenizer = loaded.tokenizer
     begin = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -204,21 +216,34 @@ def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[in
 
 
 @torch.no_grad()
-def write(
+def generate_sample(
     loaded: Loaded, prompt: str, tokens: list[int], index: int, config: SampleConfig, ends: Collection[int] = ()
 ) -> str:
-    """Write text `index` of a prompt, up to an end of text or one of the tokens `ends`, and return it; of stories, with
-    the grammar's verdict and log-probabilities."""
+    """Generate and print sample `index` of a prompt; for stories, also the grammar's verdict and log-probabilities.
+
+    Control characters are printed as escapes, because a terminal would obey them.
+
+    Args:
+        loaded: The model and its tokenizer.
+        prompt: The text to print first.
+        tokens: The tokens to continue.
+        index: The number of the sample, which determines its random draws.
+        config: The sampling settings.
+        ends: Tokens that end the sample, besides end-of-text.
+
+    Returns:
+        The prompt and the generated text.
+    """
     model, tokenizer = loaded.model, loaded.tokenizer
     device, vocab_size = model.token_embedding.weight.device, model.config.vocab_size
     ends = {tokenizer.eos_token_id, *ends}
     generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "samples", index))
     decoder, written, ids = DecodeStream(skip_special_tokens=True), [prompt], list(tokens)
-    print(prompt, end="", flush=True)
+    print(escape_controls(prompt), end="", flush=True)
     settings = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
     if max(tokens, default=0) >= vocab_size:
         raise ConfigError(f"run: the tokenizer gives token {max(tokens)}, and the model has {vocab_size} tokens")
-    for token in tokens:  # so that what follows is decoded as its continuation
+    for token in tokens:  # so that generated tokens are decoded as a continuation
         decoder.step(tokenizer.backend_tokenizer, token)
     tokens_1T = torch.tensor([tokens], device=device)
     for next_11 in model.stream(tokens_1T, config.max_new_tokens, generator=generator, **settings):
@@ -227,7 +252,7 @@ def write(
             break
         if piece := decoder.step(tokenizer.backend_tokenizer, ids[-1]):
             written.append(piece)
-            print(piece, end="", flush=True)
+            print(escape_controls(piece), end="", flush=True)
     text = "".join(written)
     print()
     if loaded.config is not None and (data := loaded.config.data).source == "stories":
@@ -235,7 +260,7 @@ def write(
         limit = model.config.max_position_embeddings
         ids_1T = torch.tensor([ids[:limit]], device=device)
         _, loss, *sums = model(ids_1T, labels=ids_1T, num_items_in_batch=1)
-        # Where a model adds terms that help its training, it gives the loss without them apart.
+        # A model with auxiliary losses returns the cross-entropy separately.
         nats, _ = dict(*sums).get("loss", (loss, 1))
         of = f", of its first {limit} tokens" if len(ids) > limit else ""
         print(f"  ({verdict(text)}; the model's {-float(nats):.2f}{of})")

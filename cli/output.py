@@ -2,6 +2,7 @@
 
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -11,6 +12,19 @@ def printable(text: str) -> str:
     """A line of foreign text, such as the name of a directory: what a terminal would obey is spelt out (`\\x1b`)."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def escape_controls(text: str) -> str:
+    """Spell out the control characters of generated text, such as `\\x1b`, except line breaks and tabs.
+
+    A terminal would obey them: move the cursor, change the title, or answer with input.
+    """
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if unicodedata.category(character) == "Cc" and character not in "\n\t"
+        else character
+        for character in text
     )
 
 

@@ -34,7 +34,7 @@ def test_the_guilty_sequence_is_found(tmp_path):
     failed = shell(f"! {train}", cwd=tmp_path)
     assert " ".join(said.split()) in " ".join(failed.stderr.split())
     found = shell(replay, cwd=tmp_path).stdout
-    assert re.search(r"highest loss:\n  sample 38: .* alone the model's loss is inf; '<\|endoftext\|>a<", found)
+    assert re.search(r"highest loss:\n  sample 38: .* of this sequence alone inf; '<\|endoftext\|>a<", found)
     assert [line.split(":")[0] for line in shown.splitlines()[:4]] == [
         line.split(":")[0] for line in found[found.index("sequences of") :].splitlines()[:4]
     ]

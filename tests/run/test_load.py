@@ -353,7 +353,7 @@ def test_a_text_longer_than_the_model_sees_says_of_how_much_the_probability_is(r
 def test_the_probability_of_a_story_is_without_what_is_to_help_training_alone(run, capsys, monkeypatch):
     loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
     tokens, settings = [0, *loaded.tokenizer(story)["input_ids"]], SampleConfig("", temperature=0, max_new_tokens=1)
-    sample.write(loaded, story, tokens, 0, settings)
+    sample.generate_sample(loaded, story, tokens, 0, settings)
     expected, forward = capsys.readouterr().out, type(loaded.model).forward
 
     def with_a_term(self, *arguments, **named):
@@ -361,7 +361,7 @@ def test_the_probability_of_a_story_is_without_what_is_to_help_training_alone(ru
         return (logits, loss) if loss is None else (logits, loss + 5, {"loss": (loss, 99)})
 
     monkeypatch.setattr(type(loaded.model), "forward", with_a_term)
-    sample.write(loaded, story, tokens, 0, settings)
+    sample.generate_sample(loaded, story, tokens, 0, settings)
     assert capsys.readouterr().out == expected
 
 
@@ -407,7 +407,7 @@ def test_the_grammar_accepts_a_story(run, capsys):
         for block in loaded.model.blocks:  # a model that only knows how to end
             block.attention.out_proj.weight.zero_()
         loaded.model.lm_head.weight.zero_()
-    sample.write(loaded, story, tokens, 0, SampleConfig("", temperature=0, max_new_tokens=1))
+    sample.generate_sample(loaded, story, tokens, 0, SampleConfig("", temperature=0, max_new_tokens=1))
     assert f"accepted, log-probability {log_prob(story):.2f} nats" in capsys.readouterr().out
 
 
@@ -434,7 +434,7 @@ def test_text_is_shown_as_soon_as_it_is_there_and_no_character_by_halves(monkeyp
             shown.append(self.getvalue())
 
     monkeypatch.setattr(sys, "stdout", Screen())
-    sample.write(Loaded(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(""))
+    sample.generate_sample(Loaded(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(""))
     assert shown == ["ma", "man", "mané", "mané ", "mané €", "mané €!"]
 
 
@@ -445,8 +445,20 @@ def test_what_follows_a_prompt_keeps_its_space(monkeypatch, capsys):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     model = make_model(vocab_size=3).eval()
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[1]])]))
-    sample.write(Loaded(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(""))
+    sample.generate_sample(Loaded(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(""))
     assert capsys.readouterr().out == "ma ni\n"
+
+
+def test_sample_escapes_generated_control_characters(monkeypatch, capsys):
+    """A model may generate what a terminal obeys; line breaks stay."""
+    words = Tokenizer(models.WordLevel({"\x1b[2J": 0, "\n": 1, "</s>": 2}))
+    words.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    model = make_model(vocab_size=3).eval()
+    monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[0]]), torch.tensor([[1]])]))
+    text = sample.generate_sample(Loaded(None, model, tokenizer), "\x9b1m", [2], 0, SampleConfig(""))
+    assert capsys.readouterr().out == "\\x9b1m\\x1b[2J\n\n"
+    assert text == "\x9b1m\x1b[2J\n"
 
 
 def test_without_a_prompt_a_terminal_is_asked_again_and_again(run, capsys, monkeypatch):
