@@ -219,7 +219,7 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
 
 BARE_SCRIPT = f"""
 import torch
-from model.config import FAMILIES, GPTConfig
+from model.config import GPTConfig
 from model.gpt import GPTModel
 model = GPTModel(GPTConfig(vocab_size=512, dropout=0.0, **{TINY | FAMILIES["qwen3"]}))
 optimizer = torch.optim.AdamW(model.parameters())
