@@ -1,6 +1,8 @@
-"""How does it grow? python scale.py --depth N prints a whole recipe from one number; --law trains a ladder of sizes and
-budgets, fits how the loss falls and predicts a run four times the largest, which it then trains; --widths searches the
-learning rate of several widths. Started again, it goes on where it was. docs/scaling_law.md has the rules and the law.
+"""Recipes and scaling laws.
+
+python scale.py --depth N prints a whole recipe for a depth. --law trains a ladder of sizes and budgets, fits how the
+loss falls, predicts a run of four times the FLOPs of the largest and then trains it. --widths searches the learning
+rates of several widths. Run the same command again to resume. docs/scaling_law.md has the rules and the law.
 """
 
 import json
@@ -8,84 +10,92 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from config.errors import ConfigError, RunError
 from config.paths import expanded
-from data.files import write_atomically
+from data.files import sha256, write_atomically
+from data.json_objects import parse_object
 from scaling import recipe
 
-TIMES_RULE = (0.25, 0.5, 1, 2, 4)  # learning rates
+if TYPE_CHECKING:
+    from scaling.ladder import LadderRun, Measurement
+
+LEARNING_RATE_FACTORS = (0.25, 0.5, 1, 2, 4)  # relative to the rule's
 FLAGS = ("--law", "--widths")
-# Settings that are the ladder's own: with others its parameters, tokens and theory would be those of other runs.
-OF_THE_LADDER = ("model.", "data.", "steps", "seq_len", "global_batch_size", "seed", "name", "out_dir")
+# Set by the ladder for each run, or the same in all its runs: parameters, tokens and theory follow from them.
+LADDER_SETTINGS = (
+    *("config", "model.", "data.", "steps", "seq_len", "global_batch_size", "seed", "name", "out_dir"),
+    *("optimizer.lr", "schedule.warmup_steps"),
+)
 
 
 @dataclass
 class ScaleConfig:
-    """Prints a recipe of a depth, or finds out how loss falls with size and data."""
+    """Print the recipe of a depth, or measure how the loss falls with size and data."""
 
     depth: PositiveInt | None = None
-    """Layers: all else of the recipe follows, which is printed as a config file. 12 is the 124M class."""
+    """Number of layers, from which the whole recipe follows; it is printed as a config file. 12 is the 124M class."""
 
     tokens_per_parameter: PositiveFloat = 20.0
-    """With depth: how long to train."""
+    """With depth: training tokens per non-embedding parameter."""
 
     family: Literal["qwen3", "gpt2"] = "qwen3"
-    """With depth: which family of transformers."""
+    """With depth: the family of models."""
 
     corpus: str | None = None
-    """With depth: a corpus that data.prepare made. null: stories of a world."""
+    """With depth: a corpus prepared by data.prepare. null: stories with facts."""
 
     law: bool = False
-    """Train the ladder, fit the law, predict a run and train that."""
+    """Train the ladder, fit the law, predict a larger run and train it."""
 
     widths: bool = False
-    """Train each size of the ladder and the next one, for the shortest budget, at learning rates around the rule's."""
+    """Train each width of the ladder and twice the largest, for the shortest budget, at learning rates around the
+    rule's."""
 
     sizes: str = "16,32,64"
     """With law and widths: widths of the models, multiples of 16."""
 
     budgets: str = "400,800,1600,3200"
-    """With law and widths: steps of 16 stories."""
+    """With law and widths: training steps of 16 stories."""
 
     seeds: PositiveInt = 2
-    """With law: runs of each size and budget."""
+    """With law: number of seeds for each size and budget."""
 
     first_seed: NonNegativeInt = 0
-    """With law: the seed of the first of them, and of the run that is predicted."""
+    """With law: the first of these seeds, and the seed of the predicted run."""
 
     jobs: PositiveInt | None = None
-    """Runs at once. null: one with launch, else one for each GPU, or for each core, but not more than 8."""
+    """Number of runs at once. null: one with launch, else one per GPU, or per core up to 8."""
 
     out_dir: str = "runs/law"
-    """Where runs, figures and pictures go."""
+    """Folder for runs, results and figures."""
 
     launch: str | None = None
-    """What starts a run, as "accelerate launch --config_file X". null: python."""
+    """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
 
     arguments: str = ""
     """Settings of train.py for all runs of the ladder."""
 
 
 def main(config: ScaleConfig) -> None:
-    """Do what was asked.
+    """Print a recipe, search learning rates or find the law.
 
     Raises:
-        ConfigError: nothing or several things were asked for, or a size or a budget is none.
+        ConfigError: not exactly one of the three was requested, or a setting is out of range.
         RunError: a run failed.
-        SystemExit: with 75 after a signal: the same command goes on.
+        SystemExit: with 75 after a signal; the same command resumes.
     """
     if (config.depth is not None) + config.law + config.widths != 1:
         raise ConfigError("scale.py: give one of --depth N, --law and --widths")
     if config.depth is not None:
         print_recipe(config)
         return
-    sizes, budgets = (whole_numbers(name, getattr(config, name)) for name in ("sizes", "budgets"))
+    sizes, budgets = (parse_integers(name, getattr(config, name)) for name in ("sizes", "budgets"))
     if wrong := [size for size in sizes if size % 16]:
-        raise ConfigError(f"sizes: {wrong[0]} is no multiple of 16, the width of a head")
+        raise ConfigError(f"sizes: {wrong[0]} is not a multiple of 16, the width of a head")
     out_dir = expanded("out_dir", config.out_dir)
     if config.widths:
         search_learning_rates(config, [*sizes, 2 * sizes[-1]], budgets[0], out_dir)
@@ -94,134 +104,153 @@ def main(config: ScaleConfig) -> None:
 
 
 def print_recipe(config: ScaleConfig) -> None:
-    """A config file on the screen."""
+    """Print the config file of a depth."""
+    assert config.depth is not None
     if config.corpus:
-        vocab_size = recipe.vocabulary_of(config.corpus)
+        vocab_size = recipe.read_vocab_size(config.corpus)
     else:
         from data.synthetic.stories import get_story_generator
 
-        vocab_size = len(get_story_generator(recipe.FACTS, 1.0, 0).vocabulary)
-    lines = recipe.recipe(config.depth, config.tokens_per_parameter, config.family, config.corpus, vocab_size)
+        vocab_size = len(get_story_generator(recipe.MOST_FACTS, 1.0, 0).vocabulary)
+    lines = recipe.make_recipe(config.depth, config.tokens_per_parameter, config.family, config.corpus, vocab_size)
     print(recipe.as_yaml(lines), end="")
 
 
-def whole_numbers(name: str, words: str) -> list[int]:
-    """Of a setting with commas, growing.
+def parse_integers(name: str, text: str) -> list[int]:
+    """Parse the comma-separated positive integers of a setting; return them sorted, without duplicates.
 
     Raises:
-        ConfigError: they are none, or fewer than two.
+        ConfigError: the text is not a list of integers, or there are fewer than two.
     """
     try:
-        numbers = sorted({int(word) for word in words.split(",")})
+        numbers = sorted({int(word) for word in text.split(",")})
     except ValueError:
         numbers = []
     if len(numbers) < 2 or numbers[0] < 1:
-        raise ConfigError(f"{name}: {words!r} are no two or more whole numbers above 0 with commas between")
+        raise ConfigError(f"{name}: {text!r} must be two or more positive integers separated by commas")
     return numbers
 
 
-class Bench:
-    """Trains rungs, and says what they came to."""
+class LadderTrainer:
+    """Trains runs of a ladder in one folder."""
 
     def __init__(self, config: ScaleConfig, out_dir: Path):
         from checkpoint.identity import code_hash
         from jobs.runner import JobRunner, launched_precision, launched_processes, parse_launcher
-        from scaling.ladder import BATCH
+        from scaling.ladder import CONFIG, base_config
 
         self.out_dir, self.launch = out_dir, tuple(parse_launcher(config.launch))
-        share = max(1, BATCH // launched_processes([*self.launch]))
-        self.settings = ("--micro_batch_size", str(share), *own_settings(config.arguments))
-        self.trainings = JobRunner(config.jobs or (1 if config.launch else None))
-        self.trainings.code = code_hash()
+        micro_batch_size = max(1, base_config().micro_batch_size // launched_processes([*self.launch]))
+        self.settings = ("--micro_batch_size", str(micro_batch_size), *split_arguments(config.arguments))
+        self.runner = JobRunner(config.jobs or (1 if config.launch else None))
+        self.runner.code = code_hash()
         precision = launched_precision([*self.launch])
-        check_alike(out_dir, {"arguments": config.arguments, "precision": precision, "code": self.trainings.code})
+        common = {"arguments": config.arguments, "precision": precision, "code": self.runner.code}
+        check_same_ladder(out_dir, common | {"config": sha256(CONFIG)})
 
-    def points(self, rungs: Iterable) -> list:
-        """Of the rungs, when all are trained."""
+    def train(self, runs: "Iterable[LadderRun]") -> "list[Measurement]":
+        """Train the runs that are not finished; return the results of all.
+
+        Raises:
+            RunError: a run failed, or its loss is not above the entropy of its data.
+        """
         from jobs.runner import Failed, Stopped
 
-        wanted = [(rung, rung.training(self.out_dir, self.settings, self.launch)) for rung in rungs]
+        jobs = [(run, run.job(self.out_dir, self.settings, self.launch)) for run in runs]
         try:
-            self.trainings.train([training for _, training in wanted])
+            self.runner.train([job for _, job in jobs])
         except Stopped:
-            print("stopped as asked; the same command goes on from there", file=sys.stderr)
+            print("stopped by a signal; run the same command again to resume", file=sys.stderr)
             raise SystemExit(75) from None
         except Failed as failed:
             raise RunError(f"{failed.training.directory}: {failed}") from None
-        return [rung.point(training) for rung, training in wanted]
+        measurements = [run.measurement(job) for run, job in jobs]
+        for (_, job), measured in zip(jobs, measurements, strict=True):
+            if not min(measured.excess_loss(scope) for scope in ("all", "answers")) > 0:
+                raise RunError(
+                    f"{job.directory}: validation loss {measured.loss:.4f} is not above the entropy of its data; "
+                    "a law cannot be fitted: use smaller budgets or more validation samples"
+                )
+        return measurements
 
 
-def own_settings(arguments: str) -> list[str]:
-    """The words of settings for all runs.
+def split_arguments(arguments: str) -> list[str]:
+    """Split the settings for all runs into words.
 
     Raises:
-        ConfigError: one is the ladder's.
+        ConfigError: the ladder sets one of them itself.
     """
     words = arguments.split()
     for word in words:
-        if word.startswith(tuple(f"--{name}" for name in OF_THE_LADDER)):
-            raise ConfigError(f"arguments: {word} is the ladder's own; sizes, budgets and seeds are its settings")
+        if word.startswith(tuple(f"--{name}" for name in LADDER_SETTINGS)):
+            raise ConfigError(f"arguments: {word} is set by the ladder; use sizes, budgets and seeds")
     return words
 
 
-def check_alike(out_dir: Path, now: dict[str, str | None]) -> None:
-    """Keep what all runs of a ladder have in common, whose names do not say it.
+def check_same_ladder(out_dir: Path, common: dict[str, str | None]) -> None:
+    """Store what all runs of a ladder have in common and their names do not show; compare it with what is stored.
 
     Raises:
-        ConfigError: those that lie there have something else, so that what is finished would be taken for these.
+        ConfigError: the runs in the folder differ in it, so that finished ones would be taken for runs of this ladder.
     """
-    kept = out_dir / "ladder.json"
-    then = json.loads(kept.read_text()) if kept.exists() else now
-    differ = [name for name in now if then.get(name) != now[name]]
-    if differ:
-        others = "; ".join(f"{name} {then.get(name)!r} there, {now[name]!r} now" for name in differ)
-        raise ConfigError(f"out_dir: {out_dir} has runs of another ladder ({others}); name another directory")
+    file = out_dir / "ladder.json"
+    try:
+        stored = parse_object(file.read_text()) if file.exists() else common
+    except ValueError as error:
+        raise ConfigError(f"out_dir: {file} is damaged ({error}); name another folder") from None
+    if different := [name for name in common if stored.get(name) != common[name]]:
+        details = "; ".join(f"{name} {stored.get(name)!r} there, {common[name]!r} now" for name in different)
+        raise ConfigError(f"out_dir: {out_dir} has runs of another ladder ({details}); name another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(kept, json.dumps(now), by_several=True)
+    write_atomically(file, json.dumps(common), by_several=True)
 
 
-def search_learning_rates(config: ScaleConfig, sizes: list[int], steps: int, out_dir: Path) -> None:
-    """Where the best learning rate of each width lies, with the rule and without."""
+def search_learning_rates(config: ScaleConfig, widths: list[int], steps: int, out_dir: Path) -> None:
+    """Find the best learning rate of each width and compare it with the rule's."""
     from scaling import plots
-    from scaling.ladder import Rung
+    from scaling.ladder import LadderRun
 
-    wide_first = sizes[::-1]  # so none is left alone at the end
-    rungs = [Rung(width, steps, times * recipe.learning_rate(width)) for width in wide_first for times in TIMES_RULE]
-    points = Bench(config, out_dir).points(rungs)
-    curves = {size: [] for size in sizes}
-    for rung, point in zip(rungs, points, strict=True):
-        curves[rung.width].append((rung.lr, point.excess("all")))
+    widest_first = widths[::-1]  # so that no long run is left for the end
+    runs = [
+        LadderRun(width, steps, factor * recipe.learning_rate(width))
+        for width in widest_first
+        for factor in LEARNING_RATE_FACTORS
+    ]
+    measurements = LadderTrainer(config, out_dir).train(runs)
+    curves: dict[int, list[tuple[float, float]]] = {width: [] for width in widths}
+    for run, measured in zip(runs, measurements, strict=True):
+        curves[run.width].append((run.lr, measured.excess_loss("all")))
     for width, curve in curves.items():
-        best, rule = recipe.best_of(curve), recipe.learning_rate(width)
+        best, rule = recipe.find_best_learning_rate(curve), recipe.learning_rate(width)
         limit = {curve[0][0]: " or less", curve[-1][0]: " or more"}.get(best, "")
         print(f"width {width}: best learning rate {best:.2g}{limit}, {best / rule:.2g} times the rule's {rule:.2g}")
     print(plots.draw_learning_rates(curves, out_dir / "learning_rates.png"))
 
 
-def find_law(config: ScaleConfig, sizes: list[int], budgets: list[int], out_dir: Path) -> None:
-    """The ladder, the law, the prediction, and then its outcome."""
+def find_law(config: ScaleConfig, widths: list[int], budgets: list[int], out_dir: Path) -> None:
+    """Train the ladder, fit the law, store its prediction of a larger run, then train that and compare."""
     from scaling import plots
-    from scaling.ladder import ladder, target
-    from scaling.report import Report, table
+    from scaling.ladder import build_ladder, extrapolate
+    from scaling.report import SCOPES, Report, format_table
 
-    bench = Bench(config, out_dir)
-    rungs = ladder(sizes, budgets, range(config.first_seed, config.first_seed + config.seeds))
-    points, beyond = bench.points(rungs), target(rungs)
-    print("\n".join(table(points)))
-    reports = [Report(points, beyond, kind) for kind in ("all", "answers")]
+    trainer = LadderTrainer(config, out_dir)
+    runs = build_ladder(widths, budgets, range(config.first_seed, config.first_seed + config.seeds))
+    measurements, target = trainer.train(runs), extrapolate(runs)
+    print("\n".join(format_table(measurements)))
+    reports = [Report(measurements, target, scope) for scope in SCOPES]
     for report in reports:
         print("\n".join(report.lines()), flush=True)
-    figures = {"points": [point._asdict() for point in points]}
-    predicted = figures | {report.kind: report.figures() for report in reports}
-    write_atomically(out_dir / "prediction.json", json.dumps(predicted, indent=1))
-    (outcome,) = bench.points([beyond])
+    results = {"runs": [measured._asdict() for measured in measurements]}
+    prediction = results | {report.scope: report.as_dict() for report in reports}
+    write_atomically(out_dir / "prediction.json", json.dumps(prediction, indent=1))
+    (outcome,) = trainer.train([target])
     print()
     for report in reports:
-        print("\n".join(report.outcome(outcome)))
-        print(plots.draw_law(report, outcome, out_dir / f"law_{report.kind}.png"))
-        print(plots.draw_floors(report, outcome, out_dir / f"floor_{report.kind}.png"))
-    found = figures | {report.kind: report.figures(outcome) for report in reports}
-    write_atomically(out_dir / "law.json", json.dumps(found, indent=1))
+        print("\n".join(report.outcome_lines(outcome)))
+        print(plots.draw_law(report, outcome, out_dir / f"law_{report.scope}.png"))
+        print(plots.draw_irreducible_loss(report, outcome, out_dir / f"irreducible_loss_{report.scope}.png"))
+    law = results | {report.scope: report.as_dict(outcome) for report in reports}
+    write_atomically(out_dir / "law.json", json.dumps(law, indent=1))
 
 
 if __name__ == "__main__":

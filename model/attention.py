@@ -78,7 +78,7 @@ class EagerAttention(torch.autograd.Function):
         q_NTD, k_NTD, v_NTD, weights_NTT = ctx.saved_tensors
         grad_y_NTD, scale = grad_y_BHTD.flatten(0, 1), 1 / math.sqrt(q_NTD.shape[-1])
         grad_weights_NTT = grad_y_NTD @ v_NTD.mT
-        grad_scores_NTT = torch._softmax_backward_data(grad_weights_NTT, weights_NTT, -1, weights_NTT.dtype)
+        grad_scores_NTT = torch.ops.aten._softmax_backward_data(grad_weights_NTT, weights_NTT, -1, weights_NTT.dtype)
         grad_q_NTD = (grad_scores_NTT @ k_NTD).mul_(scale)
         grad_k_NTD = (grad_scores_NTT.mT @ q_NTD).mul_(scale)
         grad_v_NTD = weights_NTT.mT @ grad_y_NTD

@@ -1,46 +1,71 @@
-"""The runs of scale.py: small models of one family at several widths and budgets, and what became of them."""
+"""The runs of scale.py: models of several widths trained for several budgets, and their measured losses."""
 
+import functools
 import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from config.parser import parse_config
+from config.schema import TrainConfig
 from data.synthetic.stories import get_story_generator
 from jobs.runner import Training
 from model.config import GPTConfig
-from scaling.recipe import flops_per_token, learning_rate, multiplied
+from scaling.recipe import learning_rate, measure_network
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "scaling_law.yaml"
-N_LAYERS, HEAD_DIM, BATCH, SEQ_LEN, FACTS, ZIPF = 2, 16, 16, 96, 65536, 1.3  # as in that file
-FACTS_A_STORY = 8
-WARMUP_SHARE = 0.1
-TIMES = 4  # as many FLOPs as the largest run has the one that is predicted
+FACTS_PER_STORY = 8
+WARMUP_FRACTION = 0.1
+EXTRAPOLATION = 4  # FLOPs of the predicted run, relative to the largest run of the ladder
 
 
-class Point(NamedTuple):
-    """A finished run."""
+@functools.cache
+def base_config() -> TrainConfig:
+    """Return the settings that all runs share, from configs/scaling_law.yaml."""
+    return parse_config(["--config", str(CONFIG)])
+
+
+@functools.cache
+def model_of_width(width: int) -> GPTConfig:
+    """Return the network of a width: that of the config file with more heads and a wider MLP."""
+    base = base_config()
+    vocab_size = len(get_story_generator(base.data.facts, base.data.zipf, 0).vocabulary)
+    n_heads, d_ff = width // base.model.head_size, 8 * math.ceil(width / 3)
+    return replace(base.model, vocab_size=vocab_size, n_heads=n_heads, d_model=width, d_ff=d_ff)
+
+
+def facts_read(tokens: float) -> float:
+    """Return the number of facts (with repetitions) in so many training tokens."""
+    return tokens / base_config().seq_len * FACTS_PER_STORY
+
+
+class Measurement(NamedTuple):
+    """Size, cost and losses of a finished run."""
 
     parameters: int
-    """That are multiplied."""
+    """Non-embedding parameters."""
     tokens: float
+    """Training tokens, with padding."""
     flops: float
+    """Training FLOPs."""
     loss: float
-    """Of the validation set, in nats a token."""
-    floor: float
+    """Validation loss, in nats/token."""
+    entropy: float
+    """Entropy of the validation data, in nats/token."""
     seed: int
-    of_answers: float
-    """How much of the loss above the floor is of the answers of facts, whose own floor is 0."""
+    answer_excess: float
+    """The part of the excess loss that is on answers of facts, whose own entropy is 0."""
 
-    def excess(self, kind: str) -> float:
-        """Of the loss over the exact floor, of `all` tokens or of the `answers`, in nats a token of any kind."""
-        return self.loss - self.floor if kind == "all" else self.of_answers
+    def excess_loss(self, scope: str) -> float:
+        """Return the excess validation loss on `all` tokens or on the `answers`, in nats per token of any kind."""
+        return self.loss - self.entropy if scope == "all" else self.answer_excess
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A run of the ladder."""
+class LadderRun:
+    """Width, budget, learning rate and seed of one run."""
 
     width: int
     steps: int
@@ -48,60 +73,56 @@ class Rung:
     seed: int = 0
 
     @property
-    def model(self) -> GPTConfig:
-        """Its network."""
-        heads, d_ff = self.width // HEAD_DIM, 8 * math.ceil(self.width / 3)
-        sizes = {"n_layers": N_LAYERS, "n_heads": heads, "d_model": self.width, "d_ff": d_ff}
-        kind = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False}
-        return GPTConfig(
-            vocab_size=len(get_story_generator(FACTS, ZIPF, 0).vocabulary), max_position_embeddings=96, **sizes, **kind
-        )
-
-    @property
     def parameters(self) -> int:
-        """That are multiplied."""
-        return multiplied(self.model)
+        """Non-embedding parameters."""
+        return measure_network(model_of_width(self.width), base_config().seq_len).parameters
 
     @property
     def tokens(self) -> int:
-        """That it reads, with padding."""
-        return self.steps * BATCH * SEQ_LEN
+        """Training tokens, with padding."""
+        base = base_config()
+        return self.steps * (base.global_batch_size or base.micro_batch_size) * base.seq_len
+
+    @property
+    def flops_per_token(self) -> int:
+        """Training FLOPs per token."""
+        return measure_network(model_of_width(self.width), base_config().seq_len).flops_per_token
 
     @property
     def flops(self) -> float:
-        """Of the whole run."""
-        return flops_per_token(self.model, SEQ_LEN) * self.tokens
+        """Training FLOPs of the whole run."""
+        return self.flops_per_token * self.tokens
 
-    def training(
-        self, out_dir: Path, settings: tuple[str, ...], launch: tuple[str, ...] = (sys.executable,)
-    ) -> Training:
-        """How it is trained."""
+    def job(self, out_dir: Path, settings: tuple[str, ...], launch: tuple[str, ...] = (sys.executable,)) -> Training:
+        """Return the command that trains it in `out_dir`, with `settings` of train.py that all runs share."""
         name = f"width_{self.width}-steps_{self.steps}-lr_{self.lr:g}-seed_{self.seed}"
-        model = self.model
+        model = model_of_width(self.width)
         own = {"name": name, "out_dir": out_dir, "steps": self.steps, "seed": self.seed, "optimizer.lr": self.lr}
-        own |= {"schedule.warmup_steps": math.ceil(WARMUP_SHARE * self.steps), "model.d_model": model.d_model}
+        own |= {"schedule.warmup_steps": math.ceil(WARMUP_FRACTION * self.steps), "model.d_model": model.d_model}
         own |= {"model.n_heads": model.n_heads, "model.d_ff": model.d_ff}
         words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
         command = (*launch, str(ROOT / "train.py"), "--config", str(CONFIG), *settings, *words)
         return Training(out_dir / name, self.steps, command)
 
-    def point(self, training: Training) -> Point:
-        """What it came to."""
-        last = training.last_row()
+    def measurement(self, job: Training) -> Measurement:
+        """Read the result of its finished job."""
+        last = job.last_row()
         answers = math.fsum(value for name, value in last.items() if name.startswith("val/excess_loss/facts_"))
         tokens = last["train/tokens"]
-        flops = flops_per_token(self.model, SEQ_LEN) * tokens
-        return Point(self.parameters, tokens, flops, last["val/loss"], last["val/entropy"], self.seed, answers)
+        flops = self.flops_per_token * tokens
+        return Measurement(self.parameters, tokens, flops, last["val/loss"], last["val/entropy"], self.seed, answers)
 
 
-def ladder(sizes: list[int], budgets: list[int], seeds: range) -> list[Rung]:
-    """Every size for every budget, a seed after the other, the longest run first: so none is left alone at the end."""
-    rungs = [Rung(size, steps, learning_rate(size), seed) for seed in seeds for size in sizes for steps in budgets]
-    return sorted(rungs, key=lambda rung: (rung.seed, -rung.flops))
+def build_ladder(widths: list[int], budgets: list[int], seeds: range) -> list[LadderRun]:
+    """Return every width for every budget, seed by seed, the most expensive first so that none is left for the end."""
+    runs = [
+        LadderRun(width, steps, learning_rate(width), seed) for seed in seeds for width in widths for steps in budgets
+    ]
+    return sorted(runs, key=lambda run: (run.seed, -run.flops))
 
 
-def target(rungs: list[Rung]) -> Rung:
-    """A run of twice the width of the largest, and of so many steps that it costs four times as much."""
-    largest = max(rungs, key=lambda rung: rung.flops)
-    wider = Rung(2 * largest.width, largest.steps, learning_rate(2 * largest.width), largest.seed)
-    return replace(wider, steps=round(largest.steps * TIMES * largest.flops / wider.flops))
+def extrapolate(runs: list[LadderRun]) -> LadderRun:
+    """Return a run of twice the largest width that costs EXTRAPOLATION times the FLOPs of the most expensive run."""
+    largest = max(runs, key=lambda run: run.flops)
+    wider = LadderRun(2 * largest.width, largest.steps, learning_rate(2 * largest.width), largest.seed)
+    return replace(wider, steps=round(largest.steps * EXTRAPOLATION * largest.flops / wider.flops))

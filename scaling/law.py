@@ -1,110 +1,133 @@
-"""How loss falls with size and data: L(N, D) = floor + A N^-alpha + B D^-beta, fitted to runs and used to predict.
+"""A scaling law L(N, D) = E + A N^-alpha + B D^-beta of parameters N and tokens D: its fit, intervals, predictions.
 
-The form and the fit are those of Hoffmann et al. 2022 ("Chinchilla", arXiv:2203.15556, section 3.3), a Huber loss of
-the differences of logarithms from many starts. There the floor is one more guess; here it may be known.
+Form and fit are those of Hoffmann et al. 2022 ("Chinchilla", arXiv:2203.15556, section 3.3): a Huber loss of
+differences of logarithms, minimised from many starting points. They fit the irreducible loss E, too; here the entropy
+of the data may be known.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import least_squares
 
-HUBER = 0.02  # of a logarithm: beyond 2% a point counts less
-RESAMPLES = 200
-LARGEST_EXPONENT = 2.0
-EXPONENTS = (0.1, 0.3, 0.6, 1.0)  # from each pair of these a fit starts
+HUBER_DELTA = 0.02  # of a logarithm: points further than 2% from the law count less
+NUM_RESAMPLES = 200
+MAX_EXPONENT = 2.0
+INITIAL_EXPONENTS = (0.1, 0.3, 0.6, 1.0)  # a fit starts from each pair
 
 
 @dataclass(frozen=True)
 class Law:
-    """The excess over `floor` of a model of N parameters after D tokens."""
+    """The excess loss over the entropy of the data, in nats/token, as a function of parameters N and tokens D."""
 
     size_factor: float
     alpha: float
     data_factor: float
     beta: float
-    floor: float = 0.0
-    """What was fitted as the floor, above the one that is known."""
+    irreducible: float = 0.0
+    """Fitted irreducible loss minus the entropy of the data; 0 where the entropy is known to the fit."""
 
-    def __call__(self, parameters: float | np.ndarray, tokens: float | np.ndarray) -> float | np.ndarray:
-        """The excess, in nats a token."""
-        return self.floor + self.size_factor * parameters**-self.alpha + self.data_factor * tokens**-self.beta
+    def __call__(self, parameters: ArrayLike, tokens: ArrayLike) -> np.ndarray:
+        """Return the excess loss of models with so many parameters after so many tokens."""
+        size_term = self.size_factor * np.asarray(parameters, dtype=float) ** -self.alpha
+        return self.irreducible + size_term + self.data_factor * np.asarray(tokens, dtype=float) ** -self.beta
 
-    def best_split(self, products: float | np.ndarray) -> tuple[float | np.ndarray, float | np.ndarray]:
-        """Parameters and tokens of the least excess with a given product of both, to which FLOPs are proportional."""
-        ratio = self.alpha * self.size_factor / (self.beta * self.data_factor)
-        parameters = (ratio * products**self.beta) ** (1 / (self.alpha + self.beta))
-        return parameters, products / parameters
+    def compute_optimal(self, products: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Return the parameters and tokens with the least loss for given products N D, to which FLOPs are proportional.
+
+        Both are at least 1, also where badly determined exponents would have all of a product in one of them.
+        """
+        log_ratio = math.log(self.alpha * self.size_factor) - math.log(self.beta * self.data_factor)
+        log_products = np.log(products)
+        log_parameters = (log_ratio + self.beta * log_products) / (self.alpha + self.beta)
+        parameters = np.exp(np.clip(log_parameters, 0, log_products))
+        return parameters, np.asarray(products) / parameters
 
 
 def fit(
-    parameters: Sequence[float],
-    tokens: Sequence[float],
-    excess: Sequence[float],
-    known_floor: float | None = None,
-    near: Law | None = None,
+    parameters: ArrayLike,
+    tokens: ArrayLike,
+    excess: ArrayLike,
+    hidden_entropy: float | None = None,
+    start: Law | None = None,
 ) -> Law:
-    """The law nearest to measured points, each an `excess` over the floor in nats a token.
+    """Fit a law to measured excess losses.
 
-    Without a `known_floor` the floor is exact, and the excess is a sum of two powers. With one the fit is told nothing
-    of it, as of text from the wild: it sees losses, `known_floor` above the excess, and finds its own floor. It starts
-    at the law that it must be `near`, if there is one.
+    Args:
+        parameters: non-embedding parameters of each run.
+        tokens: training tokens of each run.
+        excess: excess loss of each run over the entropy of the data, in nats/token, above 0.
+        hidden_entropy: entropy of the data, in nats/token, which is added to the excess and fitted as irreducible loss,
+            as it must be where it is unknown. None: the law has two terms.
+        start: only starting point of the fit; None: a grid.
     """
-    sizes, data = np.log(parameters), np.log(tokens)
-    seen = np.asarray(excess) + (known_floor or 0.0)
-    size_middle, data_middle = sizes.mean(), data.mean()
+    log_sizes, log_data = np.log(parameters), np.log(tokens)
+    losses = np.asarray(excess) + (hidden_entropy or 0.0)
+    size_middle, data_middle = log_sizes.mean(), log_data.mean()
 
-    def terms(x: np.ndarray) -> np.ndarray:
-        powers = [x[0] - np.exp(x[1]) * (sizes - size_middle), x[2] - np.exp(x[3]) * (data - data_middle)]
-        return np.array([*powers, np.full_like(sizes, x[4])] if len(x) == 5 else powers)
+    def log_terms(x: np.ndarray) -> np.ndarray:
+        powers = [x[0] - np.exp(x[1]) * (log_sizes - size_middle), x[2] - np.exp(x[3]) * (log_data - data_middle)]
+        return np.array([*powers, np.full_like(log_sizes, x[4])] if len(x) == 5 else powers)
 
-    def differences(x: np.ndarray) -> np.ndarray:
-        return np.logaddexp.reduce(terms(x)) - np.log(seen)
+    def residuals(x: np.ndarray) -> np.ndarray:
+        return np.logaddexp.reduce(log_terms(x)) - np.log(losses)
 
-    def slopes(x: np.ndarray) -> np.ndarray:
-        shares = np.exp(terms(x) - np.logaddexp.reduce(terms(x)))
-        by_exponents = (-np.exp(x[1]) * (sizes - size_middle), -np.exp(x[3]) * (data - data_middle))
-        columns = [shares[0], shares[0] * by_exponents[0], shares[1], shares[1] * by_exponents[1], *shares[2:]]
-        return np.stack(columns, axis=1)
+    def jacobian(x: np.ndarray) -> np.ndarray:
+        fractions = np.exp(log_terms(x) - np.logaddexp.reduce(log_terms(x)))
+        by_exponent = (-np.exp(x[1]) * (log_sizes - size_middle), -np.exp(x[3]) * (log_data - data_middle))
+        columns = [fractions[0], fractions[0] * by_exponent[0], fractions[1], fractions[1] * by_exponent[1]]
+        return np.stack([*columns, *fractions[2:]], axis=1)
 
-    half = math.log(seen.mean() / 2)
-    starts = [[half, math.log(a), half, math.log(b)] for a in EXPONENTS for b in EXPONENTS]
-    if known_floor is not None:
-        starts = [[*start, math.log(share * seen.min())] for start in starts for share in (0.5, 0.9)]
-    if near:
-        factors = [math.log(near.size_factor) - near.alpha * size_middle, math.log(near.alpha)]
-        factors += [math.log(near.data_factor) - near.beta * data_middle, math.log(near.beta)]
-        starts = [factors if known_floor is None else [*factors, math.log(near.floor + known_floor)]]
-    least, most = math.log(1e-3), math.log(LARGEST_EXPONENT)
-    bounds = ([-40, least, -40, least, -40][: len(starts[0])], [20, most, 20, most, 5][: len(starts[0])])
-    options = {"loss": "huber", "f_scale": HUBER, "x_scale": "jac", "max_nfev": 300, "bounds": bounds}
-    fits = [least_squares(differences, np.clip(start, *bounds), slopes, **options) for start in starts]
-    x = min(fits, key=lambda found: found.cost).x
+    half = math.log(losses.mean() / 2)
+    starts = [[half, math.log(a), half, math.log(b)] for a in INITIAL_EXPONENTS for b in INITIAL_EXPONENTS]
+    if hidden_entropy is not None:
+        starts = [[*x, math.log(fraction * losses.min())] for x in starts for fraction in (0.5, 0.9)]
+    if start:
+        x = [math.log(start.size_factor) - start.alpha * size_middle, math.log(start.alpha)]
+        x += [math.log(start.data_factor) - start.beta * data_middle, math.log(start.beta)]
+        starts = [x if hidden_entropy is None else [*x, math.log(start.irreducible + hidden_entropy)]]
+    low, high = math.log(1e-3), math.log(MAX_EXPONENT)
+    bounds = [-40, low, -40, low, -40][: len(starts[0])], [20, high, 20, high, 5][: len(starts[0])]
+    options: dict[str, Any] = {"jac": jacobian, "loss": "huber", "f_scale": HUBER_DELTA, "x_scale": "jac"}
+    options |= {"max_nfev": 300, "bounds": bounds}
+    fits = [least_squares(residuals, np.clip(x, *bounds), **options) for x in starts]
+    x = min(fits, key=lambda result: result.cost).x
     alpha, beta = math.exp(x[1]), math.exp(x[3])
-    floor = math.exp(x[4]) - known_floor if known_floor is not None else 0.0
-    return Law(math.exp(x[0] + alpha * size_middle), alpha, math.exp(x[2] + beta * data_middle), beta, floor)
+    irreducible = math.exp(x[4]) - hidden_entropy if hidden_entropy is not None else 0.0
+    return Law(math.exp(x[0] + alpha * size_middle), alpha, math.exp(x[2] + beta * data_middle), beta, irreducible)
+
+
+class Prediction(NamedTuple):
+    """Excess loss of a run, in nats/token, with its 95% prediction interval."""
+
+    expected: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A law, and those of resampled points."""
+class LawFit:
+    """A law and its parametric bootstrap."""
 
     law: Law
     resampled: list[Law]
+    """Laws fitted to points with simulated noise."""
     noise: float
-    """Standard deviation of a point around the law, of the logarithm of what was fitted."""
+    """Standard deviation of one run around the law, of the logarithm of the fitted loss."""
     offset: float
-    """What was fitted is the excess and this."""
+    """The fitted loss is the excess loss plus this, in nats/token."""
 
-    def interval(self, of) -> tuple[float, float]:
-        """Of 95 in 100 resampled laws, for a number of a law."""
-        low, high = np.quantile([of(law) for law in self.resampled], (0.025, 0.975))
+    def interval(self, parameter: Callable[[Law], float]) -> tuple[float, float]:
+        """Return the 95% bootstrap interval of a parameter of the law."""
+        low, high = np.quantile([parameter(law) for law in self.resampled], (0.025, 0.975))
         return float(low), float(high)
 
-    def prediction(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """The excess of a run that was not trained, and the interval for 95 in 100: of the law and of the run."""
+    def predict(self, parameters: float, tokens: float) -> Prediction:
+        """Predict the excess loss of one run, with the uncertainty of the law and the noise of the run."""
         rng = np.random.default_rng(0)
         draws = [
             (law(parameters, tokens) + self.offset) * math.exp(noise) - self.offset
@@ -112,58 +135,57 @@ class Fitted:
             for noise in rng.normal(0, self.noise, 20)
         ]
         low, high = np.quantile(draws, (0.025, 0.975))
-        return float(self.law(parameters, tokens)), float(low), float(high)
+        return Prediction(float(self.law(parameters, tokens)), float(low), float(high))
 
 
 def fit_with_uncertainty(
     parameters: Sequence[float],
     tokens: Sequence[float],
     excess: Sequence[float],
-    seeds: Sequence[int],
-    known_floor: float | None = None,
-) -> Fitted:
-    """Fit the means over seeds, and again with noise of the size of what is left added to each point.
+    hidden_entropy: float | None = None,
+) -> LawFit:
+    """Fit the geometric means over seeds, then refit them with simulated noise (a parametric bootstrap).
 
-    The noise is that around the law, or that between seeds where it is larger.
+    Its standard deviation is that of the residuals of the law, or that between seeds where it is larger. The arguments
+    are those of `fit`; runs that differ in their seed alone have the same parameters and tokens.
     """
-    points: dict[tuple[float, float], list[float]] = {}
-    for n, d, value, _ in zip(parameters, tokens, excess, seeds, strict=True):
-        points.setdefault((n, d), []).append(value)
-    sizes, data = (np.array(column) for column in zip(*points, strict=True))
-    offset = known_floor or 0.0
-    means = np.array([math.exp(np.mean(np.log(values))) for values in points.values()])
-    law = fit(sizes, data, means, known_floor)
-    left = np.log(means + offset) - np.log(law(sizes, data) + offset)
-    free = max(1, len(means) - (4 if known_floor is None else 5))
-    around = math.sqrt(float(left @ left) / free)
-    counts = [len(values) for values in points.values()]
-    spread = [np.log(np.add(values, offset)).var(ddof=1) for values in points.values() if len(values) > 1]
-    between = math.sqrt(float(np.mean(spread))) if spread else 0.0
+    runs: dict[tuple[float, float], list[float]] = {}
+    for n, d, value in zip(parameters, tokens, excess, strict=True):
+        runs.setdefault((n, d), []).append(value)
+    sizes, data = (np.array(column) for column in zip(*runs, strict=True))
+    offset = hidden_entropy or 0.0
+    means = np.array([math.exp(np.mean(np.log(values))) for values in runs.values()])
+    law = fit(sizes, data, means, hidden_entropy)
+    residuals = np.log(means + offset) - np.log(law(sizes, data) + offset)
+    degrees_of_freedom = max(1, len(means) - (4 if hidden_entropy is None else 5))
+    residual_std = math.sqrt(float(residuals @ residuals) / degrees_of_freedom)
+    counts = [len(values) for values in runs.values()]
+    variances = [np.log(np.add(values, offset)).var(ddof=1) for values in runs.values() if len(values) > 1]
+    seed_std = math.sqrt(float(np.mean(variances))) if variances else 0.0
     rng = np.random.default_rng(0)
-    of_means = max(around, between / math.sqrt(float(np.mean(counts))))
+    std_of_means = max(residual_std, seed_std / math.sqrt(float(np.mean(counts))))
     resampled = []
-    for _ in range(RESAMPLES):
-        noisy = (law(sizes, data) + offset) * np.exp(rng.normal(0, of_means, len(sizes))) - offset
-        resampled.append(fit(sizes, data, noisy, known_floor, near=law))
-    return Fitted(law, resampled, max(around, between), offset)
+    for _ in range(NUM_RESAMPLES):
+        noisy = (law(sizes, data) + offset) * np.exp(rng.normal(0, std_of_means, len(sizes))) - offset
+        resampled.append(fit(sizes, data, noisy, hidden_entropy, start=law))
+    return LawFit(law, resampled, max(residual_std, seed_std), offset)
 
 
-def unread_mass(facts: int, zipf: float, told: Sequence[float]) -> np.ndarray:
-    """The probability that the next fact is one that was not among so many told before (Hutter 2021, arXiv:2102.04074):
-    what a reader who forgets nothing has still to learn."""
-    weights = np.arange(1, facts + 1, dtype=np.float64) ** -zipf
-    shares = weights / weights.sum()
-    return np.array([float((shares * np.exp(-shares * number)).sum()) for number in told])
+def unseen_fact_probability(num_facts: int, zipf: float, facts_read: ArrayLike) -> np.ndarray:
+    """Return the probability that the next fact has not been read before (Hutter 2021, arXiv:2102.04074).
+
+    It is what a learner who forgets nothing has still to learn.
+
+    Args:
+        num_facts: number of facts in the world.
+        zipf: exponent of the law by which the fact of rank i has a probability proportional to i^-zipf.
+        facts_read: numbers of facts read so far, with repetitions.
+    """
+    weights = np.arange(1, num_facts + 1, dtype=np.float64) ** -zipf
+    probabilities = weights / weights.sum()
+    return np.array([float((probabilities * np.exp(-probabilities * count)).sum()) for count in np.ravel(facts_read)])
 
 
-def unkept_mass(facts: int, zipf: float, kept: Sequence[float]) -> np.ndarray:
-    """The probability of a fact beyond the most frequent ones that a model has room for (Michaud et al. 2023,
-    arXiv:2303.13506)."""
-    shares = np.arange(1, facts + 1, dtype=np.float64) ** -zipf
-    beyond = 1 - np.cumsum(shares) / shares.sum()
-    return np.interp(kept, np.arange(1, facts + 1), beyond)
-
-
-def slope(inputs: Sequence[float], values: np.ndarray) -> float:
-    """The exponent of a power law through the ends."""
+def power_law_exponent(inputs: Sequence[float], values: np.ndarray) -> float:
+    """Return the exponent a of values proportional to inputs^-a, from the first and the last point."""
     return -math.log(values[-1] / values[0]) / math.log(inputs[-1] / inputs[0])

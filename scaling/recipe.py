@@ -1,42 +1,55 @@
-"""From one number, the depth, to a whole recipe: the rules of scale.py, each with its reason.
+"""Rules of scale.py from the depth of a model to a whole recipe, each with its reason.
 
-docs/scaling_law.md shows what they were chosen by. Nothing here needs torch.
+docs/scaling_law.md has the measurements behind them.
 """
 
+import functools
 import json
 import math
 from pathlib import Path
 from typing import NamedTuple
 
 from config.errors import ConfigError
-from model.config import GPTConfig
+from data.synthetic.world import MOST_FACTS
+from model.config import FAMILIES, GPTConfig
 
 WIDTH_PER_LAYER = 64  # of GPT-2 124M, 768 / 12, and of nanochat's --depth
 HEAD_DIM = 64
 LR, LR_WIDTH, LR_POWER = 4e-3, 128, -1.0
-BATCH_TOKENS, BATCH_BUDGET = 1536, 2.3e6  # tokens of a step, and of the run, of configs/stories.yaml
-WARMUP_SHARE = 0.05
-PROCESSES = 8  # that can share a step, where it has as many sequences
-LARGEST_MICRO_BATCH = 8192  # tokens: what a small GPU holds of a model of the 124M class
-MAX_VOCAB_SIZE = 1e18
+BATCH_TOKENS, BATCH_BUDGET = 1536, 2.3e6  # tokens of a step and of the run, in configs/stories.yaml
+WARMUP_FRACTION = 0.05
+PROCESSES = 8  # that a global batch can be split among, where it has as many sequences
+MAX_MICRO_BATCH_TOKENS = 8192  # for a model of the 124M class on a small GPU
+MAX_TOKENS = 1e18
 STORY_TOKENS, TEXT_TOKENS = 96, 1024
-FACTS = 65536
-FAMILIES = {
-    "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
-    "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
-}
 
 
 class Line(NamedTuple):
-    """A setting as section.name, its value, and why."""
+    """A setting as section.name, its value, and the reason for it."""
 
     name: str
     value: object
     reason: str = ""
 
 
-def model_of(depth: int, family: str, vocab_size: int, seq_len: int) -> GPTConfig:
-    """The network of a depth: its width is a multiple of its heads' and grows with it."""
+class NetworkSize(NamedTuple):
+    """Non-embedding parameters, and the FLOPs to train on one token."""
+
+    parameters: int
+    flops_per_token: int
+
+
+@functools.cache
+def measure_network(model: GPTConfig, seq_len: int) -> NetworkSize:
+    """Count the parameters and FLOPs of a network, as GPTModel defines them, without memory for its weights."""
+    from model.gpt import build_without_memory  # imports torch, which takes seconds
+
+    network = build_without_memory(model)
+    return NetworkSize(network.num_parameters(non_embedding=True), network.flops_per_token(seq_len))
+
+
+def model_of_depth(depth: int, family: str, vocab_size: int, seq_len: int) -> GPTConfig:
+    """Return the network of a depth, whose width and number of heads are proportional to it."""
     width = WIDTH_PER_LAYER * depth
     swiglu = FAMILIES[family]["mlp"] == "swiglu"
     d_ff = 64 * math.ceil(width * 8 / 3 / 64) if swiglu else 4 * width
@@ -44,94 +57,92 @@ def model_of(depth: int, family: str, vocab_size: int, seq_len: int) -> GPTConfi
     return GPTConfig(vocab_size=vocab_size, max_position_embeddings=seq_len, **sizes, **FAMILIES[family])
 
 
-def multiplied(model: GPTConfig) -> int:
-    """Weights that a token is multiplied by: not those that are looked up."""
-    looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
-    if model.position == "learned":
-        looked_up += model.max_position_embeddings * model.d_model
-    return model.num_weights - looked_up
-
-
-def flops_per_token(model: GPTConfig, seq_len: int) -> float:
-    """To train on one token, forward and backward (PaLM, appendix B, arXiv:2204.02311)."""
-    return 6 * multiplied(model) + 12 * model.n_layers * model.n_heads * model.head_size * seq_len
-
-
 def learning_rate(width: int) -> float:
-    """Of AdamW, at its peak, to two digits."""
+    """Return the peak learning rate of AdamW for a width, to two digits."""
     return float(f"{LR * (width / LR_WIDTH) ** LR_POWER:.2g}")
 
 
 def batch_size(tokens: float, seq_len: int) -> int:
-    """Sequences of a step, a power of two: as many tokens as the root of those of the whole run."""
-    wanted = BATCH_TOKENS * math.sqrt(tokens / BATCH_BUDGET) / seq_len
-    return 2 ** max(0, round(math.log2(wanted)))
+    """Return the sequences of a step, a power of two, for so many training tokens.
+
+    The tokens of a step are proportional to the square root of those of the run.
+    """
+    sequences = BATCH_TOKENS * math.sqrt(tokens / BATCH_BUDGET) / seq_len
+    return 2 ** max(0, round(math.log2(sequences)))
 
 
-def recipe(depth: int, tokens_per_parameter: float, family: str, corpus: str | None, vocab_size: int) -> list[Line]:
-    """All settings of a run of this depth, on the prepared `corpus` or else on stories of a world."""
+def make_recipe(
+    depth: int, tokens_per_parameter: float, family: str, corpus: str | None, vocab_size: int
+) -> list[Line]:
+    """Return all settings of a run of this depth, on the prepared `corpus` or else on stories with facts.
+
+    Raises:
+        ConfigError: tokens_per_parameter is too small or too large.
+    """
     seq_len = TEXT_TOKENS if corpus else STORY_TOKENS
-    model = model_of(depth, family, vocab_size, seq_len)
-    parameters = multiplied(model)
+    model = model_of_depth(depth, family, vocab_size, seq_len)
+    parameters, flops_per_token = measure_network(model, seq_len)
     tokens = tokens_per_parameter * parameters
-    if not 1 <= tokens < MAX_VOCAB_SIZE:
-        asked = f"{tokens_per_parameter:g} for each of {short(parameters)} parameters"
-        raise ConfigError(f"tokens_per_parameter: {asked} are {tokens:.0e} tokens; use 20, or what you can afford")
+    if not 1 <= tokens < MAX_TOKENS:
+        product = f"{tokens_per_parameter:g} for each of {shorten(parameters)} parameters"
+        raise ConfigError(f"tokens_per_parameter: {product} are {tokens:.0e} tokens; use 20, or what you can afford")
     batch = batch_size(tokens, seq_len)
     steps = math.ceil(tokens / (batch * seq_len))
-    micro_batch = max(1, min(batch // PROCESSES, 2 ** int(math.log2(LARGEST_MICRO_BATCH / seq_len))))
-    warmup = math.ceil(WARMUP_SHARE * steps)
+    micro_batch = max(1, min(batch // PROCESSES, 2 ** int(math.log2(MAX_MICRO_BATCH_TOKENS / seq_len))))
+    warmup = math.ceil(WARMUP_FRACTION * steps)
     every = max(1, steps // 10)
     lines = [
         Line("name", f"depth-{depth}"),
-        Line("steps", steps, f"{tokens_per_parameter:g} tokens for each of {short(parameters)} parameters that are "
-             f"multiplied: {short(tokens)} (Chinchilla, arXiv:2203.15556)"),
-        Line("global_batch_size", batch, "sequences: tokens of a step grow as the root of those of the run, below what"
-             " would cost tokens (arXiv:2410.21676)"),
-        Line("micro_batch_size", micro_batch, f"{micro_batch * seq_len:,} tokens at once in a process"),
-        Line("seq_len", seq_len, "a story" if corpus is None else "that of GPT-2"),
+        Line("steps", steps, f"{tokens_per_parameter:g} tokens per non-embedding parameter, of which there are "
+             f"{shorten(parameters)}: {shorten(tokens)} tokens (Chinchilla, arXiv:2203.15556)"),
+        Line("global_batch_size", batch, "sequences: tokens of a step grow as the square root of those of the run, "
+             "below the critical batch size (arXiv:2410.21676)"),
+        Line("micro_batch_size", micro_batch, f"{micro_batch * seq_len:,} tokens in a forward of one process"),
+        Line("seq_len", seq_len, "one story" if corpus is None else "as GPT-2"),
         Line("model.max_position_embeddings", seq_len),
         Line("model.n_layers", depth),
-        Line("model.d_model", model.d_model, f"{WIDTH_PER_LAYER} a layer, as GPT-2 124M and nanochat's --depth"),
-        Line("model.n_heads", model.n_heads, f"{HEAD_DIM} wide each"),
+        Line("model.d_model", model.d_model, f"{WIDTH_PER_LAYER} per layer, as GPT-2 124M and nanochat's --depth"),
+        Line("model.n_heads", model.n_heads, f"head size {HEAD_DIM}"),
         Line("model.d_ff", model.d_ff, "8/3 x d_model, rounded up to a multiple of 64: three matrices instead of two"
              if model.mlp == "swiglu" else "4 x d_model"),
-        Line("model.dropout", 0.0, "no sequence is read often"),
+        Line("model.dropout", 0.0, "few epochs"),
         *(Line(f"model.{name}", value) for name, value in FAMILIES[family].items()),
         *((Line("data.source", "text"), Line("data.path", corpus)) if corpus else (
             Line("data.source", "stories"),
-            Line("data.facts", FACTS, "a corpus that does not end"),
-            Line("data.num_samples", steps * batch, "each is read once"),
+            Line("data.facts", MOST_FACTS, "more than a run can learn"),
+            Line("data.num_samples", steps * batch, "a single epoch"),
         )),
-        Line("optimizer.lr", learning_rate(model.d_model), f"{LR:g} at a width of {LR_WIDTH}, and falls as its power "
-             f"{LR_POWER:g}: docs/scaling_law.md"),
-        Line("optimizer.weight_decay", 0.1, "of GPT-3, with its betas"),
+        Line("optimizer.lr", learning_rate(model.d_model), f"{LR:g} (width / {LR_WIDTH})^{LR_POWER:g}: "
+             "docs/scaling_law.md"),
+        Line("optimizer.weight_decay", 0.1, "as GPT-3, with its betas"),
         Line("optimizer.betas", [0.9, 0.95]),
         Line("schedule.name", "linear", "to zero (arXiv:2502.15938)"),
-        Line("schedule.warmup_steps", warmup, f"{WARMUP_SHARE:.0%} of the steps"),
+        Line("schedule.warmup_steps", warmup, f"{WARMUP_FRACTION:.0%} of the steps"),
         Line("evaluation.every", every),
         Line("checkpoint.every", every),
         Line("tracking.log_every", max(1, steps // 100)),
     ]  # fmt: skip
-    flops = flops_per_token(model, seq_len) * steps * batch * seq_len
-    said = f"depth {depth}: {short(parameters)} parameters, {short(tokens)} tokens, {flops:.1e} FLOP"
-    return [Line("", said), *lines]
+    flops = flops_per_token * steps * batch * seq_len
+    title = (
+        f"depth {depth}: {shorten(parameters)} non-embedding parameters, {shorten(tokens)} tokens, {flops:.1e} FLOPs"
+    )
+    return [Line("", title), *lines]
 
 
-def vocabulary_of(corpus: str) -> int:
-    """The number of tokens of a prepared corpus.
+def read_vocab_size(corpus: str) -> int:
+    """Read the vocabulary size of a prepared corpus.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the folder is not a prepared corpus.
     """
     try:
         return json.loads((Path(corpus).expanduser() / "metadata.json").read_text())["tokenizer"]["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"corpus: {corpus} is not one that data.prepare made") from None
+        raise ConfigError(f"corpus: {corpus} is not a corpus prepared by data.prepare") from None
 
 
 def as_yaml(lines: list[Line]) -> str:
-    """A config file, with the reasons as comments."""
+    """Format a config file, with the reasons as comments."""
     text, section = [], ""
     for name, value, reason in lines:
         if not name:
@@ -143,22 +154,23 @@ def as_yaml(lines: list[Line]) -> str:
             section = above
         written = json.dumps(value, ensure_ascii=False)
         if isinstance(value, float) and "." not in written:
-            written = written.replace("e", ".0e")  # which YAML takes for a number
+            written = written.replace("e", ".0e")  # YAML reads 8e-05 as a string
         entry = f"{'  ' if above else ''}{own}: {written}"
         text.append(f"{entry}  # {reason}" if reason else entry)
     return "\n".join(text) + "\n"
 
 
-def short(count: float) -> str:
-    """A count in thousands, millions or billions, with three digits."""
+def shorten(count: float) -> str:
+    """Format a count in thousands, millions, billions or trillions, with three digits."""
     power = max(0, min(4, int(math.log10(max(1, count))) // 3))
     return f"{count / 1000**power:.3g}{['', 'K', 'M', 'B', 'T'][power]}"
 
 
-def best_of(curve: list[tuple[float, float]]) -> float:
-    """The learning rate of the least loss: of a parabola, over its logarithm, through the best one and its neighbours.
+def find_best_learning_rate(curve: list[tuple[float, float]]) -> float:
+    """Return the minimum of a parabola in log(learning rate) through the best point and its neighbours.
 
-    Given as (learning rate, loss), growing.
+    Args:
+        curve: (learning rate, loss), by increasing learning rate.
     """
     best = min(range(len(curve)), key=lambda index: curve[index][1])
     if best in (0, len(curve) - 1):

@@ -1,94 +1,94 @@
-"""What the ladder of scale.py --law says, in words and figures."""
+"""The fitted laws of a ladder and their predictions, as text and as JSON."""
 
-from scaling.ladder import FACTS, FACTS_A_STORY, SEQ_LEN, TIMES, ZIPF, Point, Rung
-from scaling.law import Fitted, fit_with_uncertainty, slope, unread_mass
-from scaling.recipe import short
+from scaling.ladder import EXTRAPOLATION, LadderRun, Measurement, base_config, facts_read
+from scaling.law import LawFit, fit_with_uncertainty, power_law_exponent, unseen_fact_probability
+from scaling.recipe import shorten
 
-EXACT, FREE = "exact floor", "floor fitted"
+KNOWN, FITTED = "known entropy", "fitted irreducible loss"
+SCOPES = ("all", "answers")
 
 
 class Report:
-    """The law of a ladder, fitted with the exact floor and a free one, and what it predicts of the run `beyond`.
+    """The law of a ladder, with known entropy and with fitted irreducible loss, and the predicted loss of `target`.
 
-    Of `all` tokens or of the `answers` alone, which is what the theory speaks of.
+    Its scope is `all` tokens or the `answers` of facts alone, which the theory is about.
     """
 
-    def __init__(self, points: list[Point], beyond: Rung, kind: str):
-        self.points, self.beyond, self.kind = points, beyond, kind
-        parameters, tokens, seeds = ([getattr(p, name) for p in points] for name in ("parameters", "tokens", "seed"))
-        columns = parameters, tokens, [point.excess(kind) for point in points], seeds
-        self.floor = points[0].floor if kind == "all" else 0.0
-        self.fits: dict[str, Fitted] = {
-            EXACT: fit_with_uncertainty(*columns),
-            FREE: fit_with_uncertainty(*columns, known_floor=self.floor),
+    def __init__(self, measurements: list[Measurement], target: LadderRun, scope: str):
+        self.measurements, self.target, self.scope = measurements, target, scope
+        tokens = [run.tokens for run in measurements]
+        columns = [run.parameters for run in measurements], tokens, [run.excess_loss(scope) for run in measurements]
+        self.entropy = measurements[0].entropy if scope == "all" else 0.0
+        self.fits: dict[str, LawFit] = {
+            KNOWN: fit_with_uncertainty(*columns),
+            FITTED: fit_with_uncertainty(*columns, hidden_entropy=self.entropy),
         }
         self.predictions = {
-            name: fitted.prediction(beyond.parameters, beyond.tokens) for name, fitted in self.fits.items()
+            name: fitted.predict(target.parameters, target.tokens) for name, fitted in self.fits.items()
         }
-        told = [number / SEQ_LEN * FACTS_A_STORY for number in (min(tokens), max(tokens))]
-        # In the limit of many facts read, and over those that these runs have read.
-        self.theory = {"alpha": ZIPF - 1, "beta": (ZIPF - 1) / ZIPF}
-        self.theory_here = slope(told, unread_mass(FACTS, ZIPF, told))
+        data = base_config().data
+        counts = [facts_read(min(tokens)), facts_read(max(tokens))]
+        # In the limit of infinitely many facts, and between the numbers of facts that these runs have read.
+        self.theory = {"alpha": data.zipf - 1, "beta": (data.zipf - 1) / data.zipf}
+        self.theory_beta_here = power_law_exponent(counts, unseen_fact_probability(data.facts, data.zipf, counts))
 
     def lines(self) -> list[str]:
-        """The law and the prediction."""
-        lines = [
-            f"\nOf {self.kind}: floor {self.floor:.4f} nats a token, exactly. Loss = floor + A N^-alpha + B D^-beta:"
-        ]
+        """Return the laws and the predictions as lines of text."""
+        heading = f"Scaling law of {self.scope} tokens" if self.scope == "all" else "Scaling law of answers"
+        lines = [f"\n{heading}: entropy {self.entropy:.4f} nats/token. Loss = E + A N^-alpha + B D^-beta:"]
         for name, fitted in self.fits.items():
-            law = fitted.law
             exponents = [
-                f"{letter} = {getattr(law, letter):.3f} ({low:.3f} to {high:.3f})"
+                f"{letter} = {getattr(fitted.law, letter):.3f} ({low:.3f} to {high:.3f})"
                 for letter in ("alpha", "beta")
                 for low, high in [fitted.interval(lambda law, letter=letter: getattr(law, letter))]
             ]
-            lines.append(f"  {name} {self.floor + law.floor:.4f}: {', '.join(exponents)}")
+            lines.append(f"  {name} {self.entropy + fitted.law.irreducible:.4f}: {', '.join(exponents)}")
         lines.append(
             f"  theory: alpha = {self.theory['alpha']:.3f}, beta = {self.theory['beta']:.3f} in the limit; "
-            f"beta = {self.theory_here:.3f} for so many facts"
+            f"beta = {self.theory_beta_here:.3f} for as many facts as these runs have read"
         )
-        ratio = self.best_ratio()
-        told = f"{ratio:.3g} tokens a parameter" if 1e-3 < ratio < 1e6 else "how many tokens a parameter is not told"
-        lines.append(f"Best at {max(p.flops for p in self.points):.2g} FLOP: {told}")
-        size = f"{short(self.beyond.parameters)} parameters, {short(self.beyond.tokens)} tokens"
-        lines.append(f"Predicted of a run of {TIMES} times the FLOPs of the largest, {size}:")
+        ratio = self.optimal_tokens_per_parameter()
+        is_determined = 1e-3 < ratio < 1e6
+        optimum = f"{ratio:.3g} tokens per parameter" if is_determined else "tokens per parameter not determined"
+        lines.append(f"Compute-optimal at {max(run.flops for run in self.measurements):.2g} FLOPs: {optimum}")
+        size = f"{shorten(self.target.parameters)} parameters, {shorten(self.target.tokens)} tokens"
+        lines.append(f"Predicted excess loss of {EXTRAPOLATION} times the FLOPs of the largest run ({size}):")
         for name, (expected, low, high) in self.predictions.items():
-            lines.append(f"  {name}: {expected:.4f} above the floor ({low:.4f} to {high:.4f})")
+            lines.append(f"  {name}: {expected:.4f} nats/token ({low:.4f} to {high:.4f})")
         return lines
 
-    def best_ratio(self) -> float:
-        """Tokens a parameter of the least excess, for as many FLOPs as the largest run."""
-        largest = max(self.points, key=lambda point: point.flops)
-        parameters, tokens = self.fits[EXACT].law.best_split(largest.parameters * largest.tokens)
-        return tokens / parameters
+    def optimal_tokens_per_parameter(self) -> float:
+        """Return the compute-optimal ratio of tokens to parameters at the FLOPs of the largest run."""
+        largest = max(self.measurements, key=lambda run: run.flops)
+        parameters, tokens = self.fits[KNOWN].law.compute_optimal(largest.parameters * largest.tokens)
+        return float(tokens / parameters)
 
-    def outcome(self, point: Point) -> list[str]:
-        """What came of the prediction."""
-        excess = point.excess(self.kind)
-        lines = [f"Outcome, of {self.kind}: {excess:.4f} above the floor."]
+    def outcome_lines(self, outcome: Measurement) -> list[str]:
+        """Return the comparison of the predictions with the measured loss as lines of text."""
+        excess = outcome.excess_loss(self.scope)
+        lines = [f"Measured excess loss ({self.scope}): {excess:.4f} nats/token"]
         for name, (expected, low, high) in self.predictions.items():
             inside = "inside" if low <= excess <= high else "outside"
-            lines.append(f"  {name}: off by {expected / excess - 1:+.1%}, {inside} the interval")
+            lines.append(f"  {name}: prediction off by {expected / excess - 1:+.1%}, {inside} the interval")
         return lines
 
-    def figures(self, outcome: Point | None = None) -> dict:
-        """All of it, for a file."""
+    def as_dict(self, outcome: Measurement | None = None) -> dict:
+        """Return laws, predictions and outcome for a JSON file."""
         return {
             "fits": {name: {**vars(fitted.law), "noise": fitted.noise} for name, fitted in self.fits.items()},
-            "predicted": dict(zip(("parameters", "tokens"), (self.beyond.parameters, self.beyond.tokens), strict=True)),
+            "target": {"parameters": self.target.parameters, "tokens": self.target.tokens},
             "predictions": self.predictions,
-            "outcome": outcome and outcome.excess(self.kind),
+            "outcome": outcome and outcome.excess_loss(self.scope),
         }
 
 
-def table(points: list[Point]) -> list[str]:
-    """The runs of a ladder."""
-    lines = [
-        f"{'parameters':>12} {'tokens':>10} {'FLOP':>9} {'seed':>5} {'loss':>8} {'above the floor':>16} {'answers':>8}"
-    ]
-    for point in sorted(points):
+def format_table(measurements: list[Measurement]) -> list[str]:
+    """Return the runs of a ladder as lines of a table, losses in nats/token."""
+    columns = f"{'parameters':>12} {'tokens':>10} {'FLOPs':>9} {'seed':>5} {'loss':>8}"
+    lines = [f"{columns} {'excess loss':>16} {'answers':>8}"]
+    for run in sorted(measurements):
         lines.append(
-            f"{point.parameters:>12,} {short(point.tokens):>10} {point.flops:>9.2g} {point.seed:>5} {point.loss:>8.4f} "
-            f"{point.excess('all'):>16.4f} {point.excess('answers'):>8.4f}"
+            f"{run.parameters:>12,} {shorten(run.tokens):>10} {run.flops:>9.2g} {run.seed:>5} {run.loss:>8.4f} "
+            f"{run.excess_loss('all'):>16.4f} {run.excess_loss('answers'):>8.4f}"
         )
     return lines
