@@ -31,7 +31,7 @@ from model.seeds import derive_seed
 from run.initial_weights import copy_initial_weights
 from run.load import load_run
 from training.block_stats import total_norm
-from training.gradients import trainable_parameters, zero_missing_gradients
+from training.gradients import complete_gradients, trainable_parameters
 from training.optimizer import build_optimizer, set_schedules
 from training.prepare_model import no_compiler, prepare_network
 
@@ -240,5 +240,5 @@ def compute_step(
         token_losses.append(losses.detach())
     if not gradients:
         return token_losses, 0.0
-    zero_missing_gradients(parameters := trainable_parameters(model))
+    complete_gradients(parameters := trainable_parameters(model))
     return token_losses, total_norm(parameter.grad for parameter in parameters if parameter.grad is not None)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import default_collate
@@ -47,7 +48,7 @@ from model.gpt import GPTModel
 from run.metrics_log import read_rows
 from run.resolve import resolve
 from training.block_stats import BlockStatistics, total_norm
-from training.gradients import trainable_parameters, zero_missing_gradients
+from training.gradients import complete_gradients, trainable_parameters
 from training.metrics import StepMetrics
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
@@ -107,9 +108,8 @@ class AllReduce:
         """Count a micro-batch, whose gradients backward has added up; after the last sum them over the processes."""
         self.num_added += 1
         if self.num_added % accumulation == 0:
-            zero_missing_gradients(self.parameters)
-            for parameter in self.parameters if dist.is_initialized() else ():
-                dist.all_reduce(parameter.grad)
+            for gradient in complete_gradients(self.parameters) if dist.is_initialized() else ():
+                dist.all_reduce(gradient)
 
 
 class Verification:
@@ -178,7 +178,7 @@ class Verification:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             holds, figure = False, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        holds = bool(self.accelerator.gather(torch.tensor([holds], device=self.device)).all())
+        holds = all(gather_object([holds]))
         return "PASS" if holds else "FAIL", figure
 
     def train(self, name: str, exact: bool = False, stop_after: int | None = None) -> Trained:
@@ -226,9 +226,10 @@ class Verification:
                 batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
                 train_step(state, step, split_micro_batches(batch, size))
                 result = metrics.read(now=True)
+                assert result is not None, "a step was dispatched"
                 row = {f"train/{name}": value for name, value in result.means.items()}
-                count = torch.tensor(batch["input_ids"].numel(), device=self.device)
-                tokens += (self.accelerator.reduce(count) if num_processes > 1 else count).item()
+                count = batch["input_ids"].numel()
+                tokens += sum(gather_object([count])) if num_processes > 1 else count
                 rows.append(row | {"train/grad_norm": result.grad_norm, "train/tokens": tokens})
         return Trained(rows, gradient, storage.state_tensors(network, optimizer))
 
@@ -253,8 +254,11 @@ class Verification:
 
     def equals_loop_by_hand(self, all_reduce: bool) -> tuple[bool | None, str]:
         """Compare the gradient of the first update and all logged metrics with a training without DDP."""
-        arguments = (AllReduce, self.rank, self.num_processes) if all_reduce else ()
-        ours, by_hand = self.straight, self.train_without_ddp(*arguments)
+        ours = self.straight
+        if all_reduce:
+            by_hand = self.train_without_ddp(AllReduce, self.rank, self.num_processes)
+        else:
+            by_hand = self.train_without_ddp()
         difference = [one - other for one, other in zip(ours.gradient, by_hand.gradient, strict=True)]
         gradient = total_norm(difference) / max(total_norm(by_hand.gradient), 1e-12)
         pairs = zip(ours.rows, by_hand.rows, strict=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-add_in_place = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] one kernel for a list; optimizers use it
+from distributed.private_torch import foreach_add_
 
 
 class TreeSum:
@@ -46,7 +46,7 @@ class TreeSum:
         # Add sums of equal size, as a binary counter carries: as often as 2 divides the number of leaves so far.
         num_carries = (num_leaves & -num_leaves).bit_length() - 1
         for _ in range(num_carries):
-            add_in_place(gradients, self.partial_sums.pop())
+            foreach_add_(gradients, self.partial_sums.pop())
         self.partial_sums.append(gradients)
         if self.num_added == accumulation:
             self._add_processes(gradients)
@@ -64,5 +64,5 @@ class TreeSum:
             exchanges += [dist.P2POp(dist.irecv, buffer, partner) for buffer in received]
             for work in dist.batch_isend_irecv(exchanges):
                 work.wait()
-            add_in_place(gradients, received)
+            foreach_add_(gradients, received)
             distance *= 2

@@ -48,7 +48,7 @@ MUTATIONS = {
         "order is a permutation in every epoch"),
     "checkpoint_not_loaded": ("train.py", "    if start.checkpoint:", "    if False:", "resuming is bitwise"),
     "processes_not_added": (
-        "distributed/tree_reduce.py", "torch._foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
+        "distributed/tree_reduce.py", "foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
     "another_place_in_the_cache": (
         "model/gpt.py", "torch.arange(num_cached, seq_len, device", "torch.arange(seq_len - num_cached, device",
         "generation with a cache = without"),
@@ -76,7 +76,7 @@ def verify(*arguments, cwd=ROOT, processes=2):
 
 
 def results(stdout):
-    return {promise.strip(): word for word, promise in re.findall(r"^(PASS|FAIL|SKIP)  (.{42}) ", stdout, re.M)}
+    return {promise.strip(): word for word, promise in re.findall(r"^(PASS|FAIL|SKIP)  (.{44}) ", stdout, re.M)}
 
 
 @pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)])

@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from distributed.private_torch import foreach_sub
 from distributed.sharding import full_tensor
-from training.gradients import trainable_parameters
+from training.gradients import complete_gradients, trainable_parameters
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
@@ -48,17 +50,18 @@ class BlockStatistics:
             return
         before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
         columns = {"weight_norm": [total_norm(weights) for weights in before]}
-        columns["gradient_norm"] = [total_norm(p.grad for p in trainable_parameters(block)) for block in self.blocks]
+        columns["gradient_norm"] = [
+            total_norm(complete_gradients(trainable_parameters(block))) for block in self.blocks
+        ]
         yield
         # One row for each micro-batch of the global batch, so that the order of addition does not depend on the number
         # of processes; 0 for blocks that a micro-batch skipped.
         device = self.accelerator.device
         rows = nn.utils.rnn.pad_sequence([torch.tensor(values, device=device) for values in recorded])
-        rows = self.accelerator.gather(self.accelerator.pad_across_processes(rows))
+        rows = cast(Tensor, self.accelerator.gather(self.accelerator.pad_across_processes(rows)))
         columns["activation_rms"] = (rows.sum(dim=0) / (rows != 0).sum(dim=0).clamp(min=1)).sqrt().tolist()
         updates = [
-            torch._foreach_sub(list(block.parameters()), weights)
-            for block, weights in zip(self.blocks, before, strict=True)
+            foreach_sub(list(block.parameters()), weights) for block, weights in zip(self.blocks, before, strict=True)
         ]
         columns["update_ratio"] = [
             total_norm(update) / (norm or 1.0) for update, norm in zip(updates, columns["weight_norm"], strict=True)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch.optim import Optimizer
 
+from distributed.private_torch import foreach_lerp_
+
 
 def track_ema(optimizer: Optimizer, decay: float) -> None:
     """Update an EMA of the weights after every step of the optimizer: `ema` in the state of each weight.
@@ -32,7 +34,7 @@ def _update(optimizer: Optimizer, *_) -> None:
                 state["ema"] = weight.detach().clone()
         if tracked:
             weights, averages = zip(*tracked, strict=True)
-            torch._foreach_lerp_(averages, weights, 1 - group["ema_decay"])
+            foreach_lerp_(averages, weights, 1 - group["ema_decay"])
 
 
 @contextmanager

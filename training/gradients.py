@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.private_torch import foreach_mul_, foreach_norm
 from distributed.sharding import full_tensor
 
 
@@ -62,11 +63,14 @@ def loss_scale(precision: str, step: int, skipped: int) -> float:
     return 2.0 ** (16 - skipped + (step - skipped) // 2000) if precision == "fp16" else 1.0
 
 
-def zero_missing_gradients(parameters: list[nn.Parameter]) -> None:
-    """Give every parameter that no micro-batch used a gradient of zero."""
+def complete_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients, after giving every parameter that no micro-batch used a gradient of zero."""
+    gradients = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    return gradients
 
 
 def normalize_and_clip(parameters: list[nn.Parameter], denominator: Tensor | float, max_norm: float) -> Tensor:
@@ -83,9 +87,8 @@ def normalize_and_clip(parameters: list[nn.Parameter], denominator: Tensor | flo
     Returns:
         The global L2 norm of the normalised gradients before clipping, 0-dim.
     """
-    zero_missing_gradients(parameters)
-    gradients = [parameter.grad for parameter in parameters]
-    norm = full_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) / denominator
+    gradients = complete_gradients(parameters)
+    norm = full_tensor(torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))) / denominator
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / denominator
-    torch._foreach_mul_(gradients, factor.to(norm.dtype))
+    foreach_mul_(gradients, factor.to(norm.dtype))
     return norm

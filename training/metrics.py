@@ -64,7 +64,7 @@ class PendingStep:
     message: Tensor
     all_reduce: "dist.Work | None"
     on_host: Tensor = field(init=False)
-    copied: "torch.cuda.Event | None" = None
+    copied: "torch.Event | None" = None
 
     def num_targets(self) -> Tensor:
         """Return the number of target tokens in the global batch, 0-dim, on the device; the host does not wait."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from config.errors import no_code_for
 from config.schema import OptimizerConfig, TrainConfig
+from distributed.private_torch import foreach_add_, foreach_lerp_, foreach_mul_
 from distributed.sharding import full_tensor, is_sharded, shard_like
 from training.ema import track_ema
 from training.schedule import SCHEDULES, scheduled_value
@@ -144,19 +145,19 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
                 self.state[weight]["second_momentum_buffer"] = torch.zeros(len(weight), 1, device=weight.device)
-        gradients = [weight.grad for weight in weights]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]  # all have one
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
-        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+        foreach_lerp_(momenta, gradients, 1 - momentum)
         # Nesterov momentum; in place, which torch 2.11 supports for sharded tensors too.
         ahead = [gradient.clone() for gradient in gradients]
-        torch._foreach_lerp_(ahead, momenta, momentum)
+        foreach_lerp_(ahead, momenta, momentum)
         ahead = torch.stack([full_tensor(matrix) for matrix in ahead])
         dtype = torch.float32 if ahead.device.type == "cpu" else torch.bfloat16
         steps = orthogonalize(ahead.to(dtype)).float()
-        torch._foreach_lerp_(squares, steps.square().mean(-1, keepdim=True).unbind(), 1 - square_decay)
+        foreach_lerp_(squares, steps.square().mean(-1, keepdim=True).unbind(), 1 - square_decay)
         normed = steps * torch.stack(squares).clamp(min=1e-10).rsqrt()
         steps = normed * (frobenius_norm(steps) / frobenius_norm(normed).clamp(min=1e-7))
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        foreach_mul_(weights, 1 - lr * group["weight_decay"])
         steps = [shard_like(weight, step) for weight, step in zip(weights, steps, strict=True)]
-        torch._foreach_add_(weights, steps, alpha=-lr * 0.2 * math.sqrt(max(ahead.shape[-2:])))
+        foreach_add_(weights, steps, alpha=-lr * 0.2 * math.sqrt(max(ahead.shape[-2:])))

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.forked import server
-from training.gradients import backward, normalize_and_clip, prime_ddp, zero_missing_gradients
+from training.gradients import backward, complete_gradients, normalize_and_clip, prime_ddp
 
 # Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
 STEPS = [[[0, 1], [0, 1], [0, 1]], [[2], [3, 2], [1]], [[0, 1, 2], [3], [2, 0]]]
@@ -79,7 +79,7 @@ def test_unused_parameters_have_a_gradient_of_zero_and_used_ones_the_mean_of_the
         losses = [network(inputs(step, r), chosen[0]) + network(inputs(step, r), chosen[r]) for r in range(3)]
         network.zero_grad()
         (sum(losses) / 3).backward()
-        zero_missing_gradients(list(network.parameters()))
+        complete_gradients(list(network.parameters()))
         for of_process in trained[0]:
             for gradient, parameter in zip(of_process[step], network.parameters(), strict=True):
                 torch.testing.assert_close(gradient, parameter.grad)
