@@ -19,7 +19,7 @@ from experiments.arm import Arm, ArmFailed, Launch
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
 from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
 from experiments.result import Comparison, Costs, format_report, make_row
-from experiments.score import BITS, choose_metric, score_arm, score_file
+from experiments.score import BITS, check_targets, choose_metric, score_arm, score_file
 from experiments.sequential_test import MIN_SEEDS, additional_seeds, decide, estimate_difference
 from experiments.settings import ExperimentConfig
 from experiments.variants import budget_arms, match_width, scale_parameters, shorten
@@ -97,6 +97,7 @@ class Experiment:
             names["candidate"] = f"{self.text} (not resolved)"
             try:
                 candidate = self.resolve_candidate(baseline, changed_code, change)
+                check_targets(baseline, candidate)
                 names["candidate"] = candidate.name
                 if self.config.tune:
                     baseline, candidate = self.tune_both(baseline, candidate)
@@ -104,6 +105,7 @@ class Experiment:
                 if candidate.digest == baseline.digest:  # an A/A test: the same seeds would be the same runs
                     candidate = replace(candidate, first_seed=SEPARATE_SEEDS)
                 names |= {"baseline": baseline.name, "candidate": candidate.name}
+                names["changed_settings"] = changed_settings(baseline, candidate)
                 for size in sizes:
                     pairs.append(self.scale_both(baseline, candidate, size))
                     if comparison := self.compare(*pairs[-1]):
@@ -125,7 +127,8 @@ class Experiment:
                         self.check_candidate_at_fault(failed, separate(baseline).run(0))
                 message, verdict = f"does not train: {failed.training.directory}: {failed}", "failed"
             costs = self.costs(*pairs[0], change.num_lines) if comparisons else None
-        facts = {"idea": self.text, "settings": self.common, "base": change.base, "commit": change.commit}
+        facts: dict[str, Any] = {"note": self.config.note} if self.config.note else {}
+        facts |= {"idea": self.text, "settings": self.common, "base": change.base, "commit": change.commit}
         facts |= {"commits_behind": change.commits_behind, "diff": diff and str(diff)}
         return make_row(facts | names, comparisons, costs, message, verdict)
 
@@ -317,6 +320,13 @@ class Experiment:
             end = f"{best.settings[setting]:g}"
             print(f"tune: the best {setting} tried, {end}, is at an end of the range", file=sys.stderr)
         return replace(best, first_seed=arm.first_seed)
+
+
+def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
+    """Return the resolved settings in which two arms differ, as [baseline, candidate]."""
+    ours, theirs = baseline.compared_settings, candidate.compared_settings
+    names = sorted(ours.keys() | theirs.keys())
+    return {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
 
 
 def separate(arm: Arm) -> Arm:

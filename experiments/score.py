@@ -18,6 +18,7 @@ from jobs.runner import Training
 
 SCORER = Path(__file__).with_name("scorer.py")
 LOSS, EXCESS_LOSS, BITS = "val/loss", "val/excess_loss", "val/bits_per_byte"
+DATA_SETTINGS = {"seq_len", "evaluation.num_samples"}  # besides those of `data`
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2  # relative to the loss of the logits in float32
 
 
@@ -57,6 +58,31 @@ def score_source(run: Training) -> dict[str, str]:
         "metrics": file_hash(run.directory / "metrics.jsonl"),
         "scorer": sha256(SCORER.read_bytes()).hexdigest(),
     }
+
+
+def check_targets(baseline: Arm, candidate: Arm) -> None:
+    """Check before training that both arms predict the same tokens, if their settings of the data differ.
+
+    Corpora of text are checked after the first seed: other tokens of the same text are comparable.
+
+    Raises:
+        ConfigError: they predict different tokens.
+    """
+    if candidate.settings["data.source"] == "text":
+        return
+    ours, theirs = (
+        {name: value for name, value in arm.settings.items() if name.startswith("data.") or name in DATA_SETTINGS}
+        for arm in (baseline, candidate)
+    )
+    if ours != theirs:
+        mine, other = (run_scorer(arm, "targets", *arm.words) for arm in (baseline, candidate))
+        if mine["targets"] != other["targets"]:
+            changed = [name for name in theirs if ours.get(name) != theirs[name]]
+            raise ConfigError(
+                f"{', '.join(changed)}: the candidate predicts {other['num_targets']:,} tokens (hash "
+                f"{other['targets']}), the baseline {mine['num_targets']:,} ({mine['targets']}), so their losses are "
+                "not comparable; give the setting to both arms, after the idea"
+            )
 
 
 def network_shape(arm: Arm) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Evaluates an arm of an experiment independently of what its code logs. Prints JSON.
 
     python experiments/scorer.py CODE measure RUN
+    python experiments/scorer.py CODE targets SETTINGS...
     python experiments/scorer.py CODE shape SETTINGS...
 
 It imports the modules of the folder CODE, which trains the arm, and takes from them the validation set and the logits
@@ -40,7 +41,7 @@ def measure(run: str) -> dict[str, object]:
     config = replace_settings(config, {"evaluation.every": config.evaluation.every or 1, "exact": False})
     corpus, device = load_corpus(config), "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
-    num_rows = len(corpus.validation)
+    num_rows = len(corpus.validation)  # pyright: ignore[reportArgumentType] - map-style datasets have a length
     row_bytes = 8 * config.seq_len * config.model.vocab_size
     batch_size = min(config.evaluation.micro_batch_size, max(1, LOGIT_BYTES // row_bytes))
     lengths = token_lengths(corpus)
@@ -92,6 +93,23 @@ def token_lengths(corpus: Any) -> dict[int, int] | None:
     return lengths | {corpus.end_of_text: 0}
 
 
+def targets(*settings: str) -> dict[str, object]:
+    """Return `targets` and `num_targets` of `measure` for settings of train.py, before any training."""
+    from config.parser import parse_config
+    from data.corpus import load_corpus
+    from data.loader import load_batch
+
+    validation = load_corpus(parse_config(list(settings))).validation
+    num_rows = len(validation)  # pyright: ignore[reportArgumentType] - map-style datasets have a length
+    digest, count = sha256(), 0
+    for start in range(0, num_rows, 256):
+        labels = load_batch(validation, range(start, min(start + 256, num_rows)))["labels"][:, 1:]
+        predicted = labels[labels != -100]
+        digest.update(predicted.numpy().tobytes())
+        count += len(predicted)
+    return {"targets": digest.hexdigest()[:16], "num_targets": count}
+
+
 def shape(*settings: str) -> dict[str, int]:
     """Return parameters and flops_per_token of the network that settings of train.py describe."""
     import torch
@@ -108,5 +126,5 @@ def shape(*settings: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    sys.path[0], command = sys.argv[1], {"measure": measure, "shape": shape}[sys.argv[2]]
+    sys.path[0], command = sys.argv[1], {"measure": measure, "targets": targets, "shape": shape}[sys.argv[2]]
     print(json.dumps(command(*sys.argv[3:])))

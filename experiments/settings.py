@@ -46,6 +46,9 @@ class ExperimentConfig:
     onto: str | None = None
     """With code: a commit, as HEAD, to which it is applied first. null: the commit on which it is based."""
 
+    note: str | None = None
+    """Text for the log, as the reason for the change."""
+
     lab: str = "lab"
     """The directory of runs, diffs and the log."""
 

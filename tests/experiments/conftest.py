@@ -87,6 +87,8 @@ def fake_scorer(asked, command, *words):
             "is_causal": True,
         }
         return facts | {"parameters": 1000, "flops_per_token": 6000}
+    if command == "targets":
+        return {"targets": "abc", "num_targets": 7}
     width = asked.settings["model.d_ff"] * (3 if asked.settings["model.mlp"] == "swiglu" else 2)
     return {"parameters": 500 + width, "flops_per_token": 6 * width}
 

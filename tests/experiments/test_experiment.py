@@ -174,7 +174,7 @@ def test_tokenizers_are_compared_by_bits_per_byte(run_experiment_tokenizers):
         ({"num_bytes": None}, "the bytes of the text are unknown for the candidate"),
         ({"num_bytes": 2000}, "the targets cover 3,300 bytes of it here and 2,000 there"),
         ({"common": ("--data.source", "text")}, "set evaluation.num_samples to null for both"),
-        ({"common": ()}, "settings of data or evaluation differ"),
+        ({"common": ()}, "data.path: the candidate predicts 300 tokens"),
         ({"num_targets": 200}, "its code measures something else"),
     ],
     ids=str,

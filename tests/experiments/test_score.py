@@ -58,6 +58,21 @@ def test_logged_metric_must_be_the_measured_one(metric, run_experiment, monkeypa
     assert f"the {metric} of the candidate is" in run_experiment("--model.mlp relu2", error=ConfigError)
 
 
+def test_other_targets_are_refused_before_training(run_experiment, monkeypatch):
+    def other(arm, command, *words):
+        return fake_scorer(arm, command, *words) | {"targets": str(arm.settings["data.num_samples"])}
+
+    monkeypatch.setattr(score, "run_scorer", other)
+    message = run_experiment("--data.num_samples 200", error=ConfigError)
+    assert message.startswith("data.num_samples: the candidate predicts ") and not run_experiment.started()
+
+
+def test_row_has_changed_settings_and_note(run_experiment):
+    found = run_experiment("--model.mlp relu2 --optimizer.lr 1.5", note="why")
+    assert found["changed_settings"] == {"model.mlp": ["gelu", "relu2"], "optimizer.lr": [1.0, 1.5]}
+    assert found["note"] == "why" and [len(losses) for losses in found["losses"]] == [found["seeds"]] * 2
+
+
 def test_below_entropy_is_failed(run_experiment):
     below = 'if settings["model.mlp"] == "relu2":\n    excess = -0.1 - excess / 100\nstate ='
     (run_experiment.root / "train.py").write_text(FAKE.replace("state =", below, 1))
