@@ -1,9 +1,9 @@
 #!/bin/bash
 # Trains under Slurm, on any number of nodes whose processes can share the global batch:
 # RUN=runs/random_tokens sbatch --nodes=2 accelerate_configs/slurm.sh --config configs/random_tokens.yaml
-# Slurm signals the launchers some time before the limit; the run saves, and this script asks for the job to be run
-# again. It asks the run's status.json, because launchers return 1 whatever the processes return; and only one that this
-# attempt has written, for an attempt that was refused may have left that of an older one.
+# Slurm signals the launchers some time before the time limit; the run saves, and this script requeues the job. It reads
+# the run's status.json, because launchers exit with 1 whatever the processes return, and only if this attempt wrote it:
+# an attempt that was refused leaves the status of an earlier one.
 #SBATCH --job-name=mini-gpt
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -12,16 +12,16 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 
-RUN=${RUN:-runs/stories}               # where the run of these arguments lives: out_dir/name
+RUN=${RUN:-runs/stories}               # run directory of these arguments: out_dir/name
 GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-1} # one process each
 RESTARTS=${RESTARTS:-3}                # restarts of all processes within the job, after a crash
 
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-# torch's launcher passes on only the signals named here. The first name counts in torch 2.11 and later.
+# torch's launcher forwards only these signals. torch 2.11 and later reads the first variable, earlier ones the second.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 export TORCHELASTIC_SIGNALS_TO_HANDLE=$PET_SIGNALS_TO_HANDLE
-# How long it then waits for the last step and the checkpoint before it kills; 30 s if not set.
+# Seconds that it then waits for the last step and the checkpoint before it kills the processes; by default 30.
 export PET_SHUTDOWN_TIMEOUT=150
 
 status_written() { stat -c %y "$RUN/status.json" 2>/dev/null; }

@@ -1,8 +1,7 @@
-"""The real scripts in real processes, without an interpreter for each: every process is a fork of one that has imported
-train.py, with the environment that a launcher would give it.
+"""Run the real scripts in forks of a server process that has imported train.py, with a launcher's environment.
 
-Most of what a launched test costs is importing torch, once in the launcher and once in every process. What is about
-launching itself, or needs variables that are read when torch is imported, starts real programs (tests/conftest.py).
+Most of the time of a launched test goes into importing torch, in the launcher and in every process. Tests of launching
+itself, and of variables that torch reads when it is imported, start real programs (tests/conftest.py).
 """
 
 import multiprocessing
@@ -27,21 +26,21 @@ PRELOADED += ["pydantic", "google.protobuf.text_format"]  # of wandb, which itse
 PRELOADED += ["pandas"]  # which pyarrow imports as soon as it makes an array
 PRELOADED += ["tests.forked", "tests.warm"]
 
-# Whether there is a GPU is then asked in a way that leaves it usable after a fork, by whatever is imported.
+# Otherwise an import that asks for GPUs would initialise CUDA, which forks cannot use.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(PRELOADED)
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens to."""
+    """Return a port of this machine that is not in use."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def fork_ranks(arguments: list[str]) -> None:
-    """In the place of torchrun, for a script that calls it itself: `--nproc-per-node=N -m MODULE ...`."""
+    """Replace torchrun, where a script calls it: `--nproc-per-node=N -m MODULE ...`."""
     ranks = int(next(word.partition("=")[2] for word in arguments if word.startswith("--nproc-per-node=")))
     module, *own = arguments[arguments.index("-m") + 1 :]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -58,7 +57,7 @@ def fork_ranks(arguments: list[str]) -> None:
 
 
 class ForkedPopen(subprocess.Popen):
-    """In the place of what torch's launcher starts, `python -u script arguments`: a fork of the launcher."""
+    """Replaces subprocess.Popen in torch's launcher: runs `python -u script arguments` in a fork of the launcher."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *_):
         self.pid, self._child_created = os.fork(), True
@@ -67,7 +66,7 @@ class ForkedPopen(subprocess.Popen):
         try:
             os.setsid()
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)  # as in any new program; here the launcher's are still set
+                signal.signal(number, signal.SIG_DFL)  # a fork inherits the launcher's handlers
             python, unbuffered, script, *arguments = args
             assert (python, unbuffered) == (sys.executable, "-u")
             sys.stdout.reconfigure(write_through=True)
@@ -87,13 +86,13 @@ def become(
     cwd: Path,
     pictures: bool = True,
 ) -> None:
-    """What a forked process does: `python script arguments` with this environment, its output in the two files.
+    """Run `python script arguments` in this forked process, with its output in the two files.
 
-    A script `-m` is a module and `-c` code. What these start by mp.spawn or torchrun are forks as well, and so is what
-    torch's launcher starts for the script `accelerate`.
+    The script may be `-m` or `-c`. Processes started by mp.spawn or torchrun, or by torch's launcher for the script
+    `accelerate`, are forks as well.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
-    # What it starts itself, as the workers of a loader, is started as in any program, not by a server of its own.
+    # Data workers start as in any program, not in a server of their own.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
@@ -126,7 +125,7 @@ def become(
 
 
 class Launch:
-    """A script in one process (`processes` 0, as `python script`) or in several (as under a launcher)."""
+    """A running script: one process without a launcher (`processes=0`), or several as under a launcher."""
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class Launch:
             process.start()
 
     def wait(self, timeout_seconds: float) -> int:
-        """The exit code: that of the one process; of several 0 if all are, else 1, and then the others are ended."""
+        """Return the exit code of one process; of several, 0 if all are 0, else 1 after ending the others."""
         deadline = time.monotonic() + timeout_seconds
         while any(process.is_alive() for process in self.processes):
             failed = any(process.exitcode for process in self.processes)
@@ -167,7 +166,7 @@ class Launch:
         return codes[0] if len(codes) == 1 else int(any(codes))
 
     def end(self) -> None:
-        """As launchers do: ask, then kill."""
+        """End the processes as launchers do: terminate, then kill."""
         for stop in ("terminate", "kill"):
             for process in self.processes:
                 if process.is_alive():
@@ -176,12 +175,12 @@ class Launch:
                 process.join(20)
 
     def output(self) -> tuple[str, str]:
-        """What was printed so far, on stdout and on stderr."""
+        """Return stdout and stderr so far."""
         return tuple(Path(file).read_text() if Path(file).exists() else "" for file in self.files)
 
 
 class Popen(Launch):
-    """In the place of subprocess.Popen, for a command that is `python script arguments`."""
+    """Replaces subprocess.Popen for a command `python script arguments`."""
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None, stdout=None, **_):
         super().__init__(command[1], list(command[2:]), 0, env or dict(os.environ), pictures=False)
@@ -189,7 +188,7 @@ class Popen(Launch):
         self.stdout = os.dup(stdout.fileno()) if stdout else None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while the process runs."""
         if self.returncode is None and not self.processes[0].is_alive():
             self.returncode = super().wait(timeout_seconds=60)
             if self.stdout:
@@ -197,12 +196,12 @@ class Popen(Launch):
         return self.returncode
 
     def wait(self, timeout_seconds: float = 60) -> int:
-        """The exit code, once it has ended."""
+        """Wait for the process and return its exit code."""
         self.processes[0].join(timeout_seconds)
         return self.poll()
 
 
-# In the place of the module, for those who start trainings with it.
+# Replaces the module `subprocess` in code that starts trainings.
 SUBPROCESS = SimpleNamespace(Popen=Popen, STDOUT=subprocess.STDOUT, run=subprocess.run)
 
 
@@ -214,7 +213,7 @@ def run(
     cwd: Path = ROOT,
     pictures: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end; without `pictures`, a training draws no loss curve, which is a third of a short one."""
+    """Run a script to its end. Without `pictures` no loss curve is drawn, which takes a third of a short training."""
     launch = Launch(script, arguments, processes, environment, cwd=cwd, pictures=pictures)
     returncode = launch.wait(timeout_seconds=300)
     return subprocess.CompletedProcess([script, *arguments], returncode, *launch.output())

@@ -1,4 +1,4 @@
-"""How many threads a process computes with."""
+"""Number of compute threads of a process."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from tests.conftest import ROOT, TINY_STORIES, environment, train_command
 
 
 @pytest.mark.parametrize(
-    ("own", "of_launcher", "threads"),
+    ("own", "launcher", "threads"),
     [
         ({}, {}, 8),
         ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, {}, 4),
@@ -23,13 +23,13 @@ from tests.conftest import ROOT, TINY_STORIES, environment, train_command
         ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "2"}, None),
     ],
 )
-def test_processes_share_the_cores_unless_told_otherwise(own, of_launcher, threads):
-    assert threads_to_set(own, of_launcher, cores=8) == threads
+def test_threads_to_set_divides_cores_unless_set_by_user(own, launcher, threads):
+    assert threads_to_set(own, launcher, cores=8) == threads
 
 
 @pytest.mark.slow
-def test_the_number_of_threads_in_force_is_the_one_printed(tmp_path):
-    """By a launcher that sets OMP_NUM_THREADS for a user who did not, as torchrun and accelerate do."""
+def test_start_block_prints_thread_count(tmp_path):
+    """Under a launcher that sets OMP_NUM_THREADS=1, as torchrun and accelerate do."""
     command = train_command(
         *TINY_STORIES, "--steps", 2, "--evaluation.every", 0, "--name", "run", "--out_dir", tmp_path
     )

@@ -1,4 +1,4 @@
-"""Two nodes: network namespaces of this machine, joined by a virtual cable that can be cut."""
+"""Two nodes: network namespaces of this machine, connected by a virtual cable that can be cut."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def ip(*arguments):
 
 @pytest.fixture
 def nodes():
-    """The names of two network namespaces, in which `eth0` leads to the other one."""
+    """Names of two network namespaces whose `eth0` are connected."""
     names = [f"node-{uuid4().hex[:6]}" for _ in ADDRESSES]
     try:
         for name in names:
@@ -49,14 +49,14 @@ def nodes():
 
 
 @pytest.fixture(scope="module")
-def left_alone(tmp_path_factory):
-    out_dir = tmp_path_factory.mktemp("left_alone")
+def uninterrupted(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("uninterrupted")
     train(*LONG, "--out_dir", out_dir, processes=2)
     return out_dir / "run"
 
 
 def launch(nodes, *arguments, max_restarts=0):
-    """One process on each node, through the shipped launch file."""
+    """Start one process on each node with the shipped launch file."""
     command = train_command(
         *LONG, *arguments, processes=2, launch_file=ROOT / "accelerate_configs" / "multi_node.yaml",
         max_restarts=max_restarts,
@@ -91,7 +91,7 @@ def end(launchers):
     return [launcher.returncode for launcher in launchers], outputs
 
 
-def test_a_cut_link_ends_all_processes_and_the_next_start_goes_on(nodes, left_alone, runs):
+def test_cut_link_ends_all_then_run_resumes(nodes, uninterrupted, runs):
     launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 5)
     wait_for_steps(runs / "run", 20, launchers)
     ip("-n", nodes[0], "link", "set", "eth0", "down")
@@ -103,10 +103,10 @@ def test_a_cut_link_ends_all_processes_and_the_next_start_goes_on(nodes, left_al
     ip("-n", nodes[0], "link", "set", "eth0", "up")
     exit_codes, outputs = end(launch(nodes, "--out_dir", runs))
     assert exit_codes == [0, 0] and "resumed at step" in outputs[0], outputs
-    assert_same_run(runs / "run", left_alone, STEPS)
+    assert_same_run(runs / "run", uninterrupted, STEPS)
 
 
-def test_a_process_killed_on_one_node_makes_both_restart(nodes, left_alone, runs):
+def test_killed_process_restarts_both_nodes(nodes, uninterrupted, runs):
     launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 20, max_restarts=2)
     for killed, steps in [(1, 20), (0, 120)]:
         wait_for_steps(runs / "run", steps, launchers)
@@ -114,4 +114,4 @@ def test_a_process_killed_on_one_node_makes_both_restart(nodes, left_alone, runs
             os.kill(int(file.read().split()[0]), signal.SIGKILL)
     exit_codes, outputs = end(launchers)
     assert exit_codes == [0, 0] and outputs[0].count("resumed at step") == 2, outputs
-    assert_same_run(runs / "run", left_alone, STEPS)
+    assert_same_run(runs / "run", uninterrupted, STEPS)

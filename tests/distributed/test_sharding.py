@@ -1,4 +1,4 @@
-"""FSDP2 and hybrid sharding by launch file: the training of DDP, with each process holding a part of the model."""
+"""FSDP2 and hybrid sharding by launch file train as DDP does, with each process holding a part of the model."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ from tests.conftest import (
 
 LAUNCH_FILES = ROOT / "accelerate_configs"
 STEPS = 8
-# Eight micro-batches a step; one batch of stories to sample, so that one process generates, and the others do not.
+# Eight micro-batches per step; one batch of generations, so that one process generates and the others do not.
 WORDS = (
     "--name run --global_batch_size 8 --checkpoint.every 2 --evaluation.num_scored_generations 40 --timeout_seconds 60"
 )
@@ -33,7 +33,7 @@ RUN = [*TINY_STORIES, *WORDS.split()]
 
 
 def launcher_environment(kind, *flags):
-    """What `accelerate launch` with this file and these flags says to the processes."""
+    """Return the variables that `accelerate launch` with this file and these flags sets."""
     told = what_is_started("--config_file", str(LAUNCH_FILES / f"{kind}.yaml"), *flags)
     return {name: told[name] for name in told if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
 
@@ -54,7 +54,7 @@ def rewind(run, step):
 
 
 def rows_agree(ours, theirs, rel):
-    """Their digests may differ, for bits may."""
+    """Compare metrics but not digests, since bits may differ."""
     for mine, other in zip(metrics(ours), metrics(theirs), strict=True):
         assert mine.keys() == other.keys() and mine.pop("state/digest") and other.pop("state/digest")
         assert mine == pytest.approx(other, rel=rel, abs=1e-12)
@@ -62,13 +62,13 @@ def rows_agree(ours, theirs, rel):
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
-    """A run of DDP on two processes: its directory, and what it printed."""
+    """A DDP run on two processes: its directory and the completed process."""
     out_dir = tmp_path_factory.mktemp("ddp")
     return out_dir / "run", train(*RUN, "--out_dir", out_dir, processes=2)
 
 
 def launched(kind, processes, out_dir, in_forks=False):
-    """By the real launcher, as a program or as a fork; every process says what it holds."""
+    """Train under the real launcher, as a program or as a fork; each process prints how much state it holds."""
     words = [*RUN, "--out_dir", out_dir]
     launch_file = LAUNCH_FILES / f"{kind}.yaml"
     command = train_command(*words, processes=processes, launch_file=launch_file, script="tests/faulty_train.py")
@@ -87,8 +87,8 @@ def fsdp2(tmp_path_factory):
     return launched("fsdp2", 2, tmp_path_factory.mktemp("fsdp2"), in_forks=True)
 
 
-def assert_is_sharded_as_the_file_says(kind, processes, run, done, ddp):
-    """Every process holds its part of the weights and the moments, no more; and the run is that of DDP."""
+def assert_sharded_like_ddp(kind, processes, run, done, ddp):
+    """Each process holds only its part of the weights and moments; the metrics are those of DDP."""
     held = re.findall(r"process (\d) holds (\d+) weights and (\d+) moments", done.stdout)
     assert sorted(int(rank) for rank, *_ in held) == list(range(processes))
     num_weights = int(re.search("([\\d,]+) parameters", done.stdout)[1].replace(",", ""))
@@ -100,33 +100,37 @@ def assert_is_sharded_as_the_file_says(kind, processes, run, done, ddp):
     assert stories(done) == stories(ddp[1]) and stories(done)
     checkpoint, manifest = find_checkpoint(run)
     digest = str(digests(whole_tensors(checkpoint, manifest)))
-    assert manifest.metrics["state/digest"] == digest, "of which each process has computed its part"
+    assert manifest.metrics["state/digest"] == digest, (
+        "the digest summed over shards differs from that of whole tensors"
+    )
 
 
-def test_a_launch_file_shards(fsdp2, ddp):
+def test_fsdp2_launch_file_shards(fsdp2, ddp):
     assert "2 x cpu, 1 thread(s) each, gloo, 1 replica(s) x 2 shards\n    precision: fp32\n" in fsdp2[1].stdout
-    assert_is_sharded_as_the_file_says("fsdp2", 2, *fsdp2, ddp)
+    assert_sharded_like_ddp("fsdp2", 2, *fsdp2, ddp)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
-def test_a_launch_file_shards_over_four_programs(kind, runs, ddp):
-    assert_is_sharded_as_the_file_says(kind, 4, *launched(kind, 4, runs), ddp)
+def test_launch_file_shards_over_four_processes(kind, runs, ddp):
+    assert_sharded_like_ddp(kind, 4, *launched(kind, 4, runs), ddp)
 
 
 @pytest.mark.slow
-def test_hybrid_sharding_is_ddp_too_and_runs_go_on_in_every_direction(runs, ddp, fsdp2):
+def test_runs_resume_between_ddp_fsdp2_and_hsdp(runs, ddp, fsdp2):
     """DDP -> FSDP2 -> hybrid -> one process, each for two steps; and FSDP2 -> FSDP2 with the same bits."""
     out = ["--out_dir", runs]
     run = runs / "run"
-    said = [
+    outputs = [
         train(*RUN, *out, "--stop_after", 2, processes=2, exit_code=1).stdout,
         sharded("fsdp2", 2, *RUN, *out, "--stop_after", 4, exit_code=1).stdout,
         sharded("hsdp", 4, *RUN, *out, "--stop_after", 6, exit_code=1).stdout,
         train(*RUN, *out).stdout,
     ]
-    assert "2 shards instead of 1:" in said[1] and "4 x cpu" in said[2] and "2 replica(s) x 2 shards" in said[2]
-    assert "resumed at step 6" in said[3]
+    assert (
+        "2 shards instead of 1:" in outputs[1] and "4 x cpu" in outputs[2] and "2 replica(s) x 2 shards" in outputs[2]
+    )
+    assert "resumed at step 6" in outputs[3]
     rows_agree(run, ddp[0], rel=2e-6)
     shards_again = ["--out_dir", runs / "again"]
     shutil.copytree(fsdp2[0], runs / "again" / "run")
@@ -136,7 +140,7 @@ def test_hybrid_sharding_is_ddp_too_and_runs_go_on_in_every_direction(runs, ddp,
 
 
 @pytest.mark.parametrize("kind, processes", [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)])
-def test_bf16_multiplies_in_bf16_and_adds_up_in_float32(kind, processes, runs):
+def test_bf16_sharding_sums_gradients_in_float32(kind, processes, runs):
     words = "--checkpoint.every 1 --steps 3 --model.dropout 0 --optimizer.grad_clip null".split()
     arguments = [*RUN, *words, "--evaluation.num_scored_generations", 0, "--out_dir"]
     done = sharded(kind, processes, *arguments, runs / "sharded", precision="bf16")
@@ -144,19 +148,19 @@ def test_bf16_multiplies_in_bf16_and_adds_up_in_float32(kind, processes, runs):
     train(*arguments, runs / "ddp", processes=2, ACCELERATE_MIXED_PRECISION="bf16")
     train(*arguments, runs / "fp32", processes=2)
     ours, ddp, fp32 = (metrics(runs / name / "run") for name in ("sharded", "ddp", "fp32"))
-    assert [row["train/loss"] for row in ours] != [row["train/loss"] for row in fp32], "it was not in bf16"
+    assert [row["train/loss"] for row in ours] != [row["train/loss"] for row in fp32], "it did not compute in bf16"
     for mine, other in zip(ours, ddp, strict=True):
         assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
         assert mine["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=2e-2)
     averages = [x for name, x in tensors(runs / "sharded" / "run", 1).items() if name.endswith("exp_avg")]
     gradient = torch.cat(
         [(x / 0.1).flatten() for x in averages if x.dim() > 1]
-    )  # after one step, that is what they are
+    )  # exp_avg after one step is 0.1 * gradient
     gradient = gradient[gradient != 0]
-    assert ((gradient.bfloat16() / gradient - 1).abs() < 1e-6).float().mean() < 0.5, "it was added up in bf16"
+    assert ((gradient.bfloat16() / gradient - 1).abs() < 1e-6).float().mean() < 0.5, "gradients were summed in bf16"
 
 
-def test_replicas_of_shards_are_compared(runs):
+def test_hsdp_replicas_are_compared(runs):
     done = sharded("hsdp", 4, *RUN, "--check_replicas_every", 1, "--out_dir", runs, exit_code=1, faults="flip:3:3")
     assert "step 3: the state differs between processes, in 1 of " in done.stderr, done.stderr
     assert "first in model.blocks.1.mlp.down_proj.weight: process(es) [0, 1] from process(es) [2, 3]" in done.stderr
@@ -164,8 +168,7 @@ def test_replicas_of_shards_are_compared(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, processes", [("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)])
-def test_verify_passes_under_the_launch_file(kind, processes, runs):
-    """In the precision of the file."""
+def test_verify_passes_under_launch_file(kind, processes, runs):
     launch_file = LAUNCH_FILES / f"{kind}.yaml"
     command = train_command(
         *TINY_STORIES, "--global_batch_size", 8, "--out_dir", runs,

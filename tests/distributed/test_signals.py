@@ -19,8 +19,8 @@ LONG = [*TINY_STORIES, *f"--steps {STEPS} --micro_batch_size 3 --checkpoint.ever
 
 
 @pytest.fixture(scope="module")
-def left_alone(tmp_path_factory):
-    out_dir = tmp_path_factory.mktemp("left_alone")
+def uninterrupted(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("uninterrupted")
     train(*LONG, "--out_dir", out_dir, "--name", "run", processes=2)
     return out_dir / "run"
 
@@ -92,7 +92,7 @@ def test_signal_saves_and_exits_75(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_signal_to_launcher_saves_and_resumes(number, runs, left_alone):
+def test_signal_to_launcher_saves_and_resumes(number, runs, uninterrupted):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
     process = start_launcher(arguments, runs / "run", "await_signal:1:10", PET_SIGNALS_TO_HANDLE=SIGNALS)
     os.kill(process.pid, number)
@@ -102,8 +102,8 @@ def test_signal_to_launcher_saves_and_resumes(number, runs, left_alone):
     assert stopped["state"] == "preempted" and 5 <= stopped["step"] < STEPS
     done = train(*arguments, processes=2)
     assert f"resumed at step {stopped['step']}" in done.stdout
-    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
-    assert metrics(runs / "run") == metrics(left_alone)
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(uninterrupted, STEPS))
+    assert metrics(runs / "run") == metrics(uninterrupted)
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_all_processes_exit_together_after_a_signal(runs, tmp_path):
     assert [process.exitcode for process in launch.processes] == [75, 75], launch.output()
 
 
-def test_launcher_restarts_killed_process_and_forwards_signal(runs, left_alone):
+def test_launcher_restarts_killed_process_and_forwards_signal(runs, uninterrupted):
     """Slurm sends SIGUSR1 before the time limit.
 
     Without the variable it would kill the launcher and leave its processes. torch reads it as PET_*, before 2.11 as
@@ -194,20 +194,20 @@ def test_launcher_restarts_killed_process_and_forwards_signal(runs, left_alone):
     assert returncode == 1, "a signal to the launcher ends the job"
     done = train(*arguments, processes=2)
     assert f"resumed at step {stopped['step']}" in done.stdout
-    assert_same_bits(tensors(run, STEPS), tensors(left_alone, STEPS))
-    assert metrics(run) == metrics(left_alone)
+    assert_same_bits(tensors(run, STEPS), tensors(uninterrupted, STEPS))
+    assert metrics(run) == metrics(uninterrupted)
 
 
 @pytest.mark.slow
-def test_signal_to_one_process_restarts_all(runs, left_alone):
+def test_signal_to_one_process_restarts_all(runs, uninterrupted):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
     process = start_launcher(arguments, runs / "run", "await_signal:1:10", max_restarts=1)
     os.kill(children(process.pid)[-1], signal.SIGUSR1)
     output = process.communicate(timeout=WAIT_SECONDS)[0]
     assert process.returncode == 0 and output.count("resumed at step") == 1, output
     assert "stopped after step" in output
-    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
-    assert metrics(runs / "run") == metrics(left_alone)
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(uninterrupted, STEPS))
+    assert metrics(runs / "run") == metrics(uninterrupted)
 
 
 def test_second_signal_ends_the_process(runs, tmp_path):
@@ -228,7 +228,7 @@ def test_second_signal_ends_the_process(runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_with_same_bits(runs, left_alone):
+def test_killed_run_resumes_with_same_bits(runs, uninterrupted):
     """After kill -9 of one process in a step, the next start ends with the bits of an uninterrupted run."""
     arguments = [*LONG, "--checkpoint.every", 2, "--out_dir", runs, "--name", "run"]
     process = start_launcher(arguments, runs / "run", "await_signal:1:10")
@@ -237,8 +237,8 @@ def test_killed_run_resumes_with_same_bits(runs, left_alone):
     assert process.returncode != 0
     assert status(runs / "run")["state"] != "finished"
     train(*arguments, processes=2)
-    assert_same_bits(tensors(runs / "run", STEPS), tensors(left_alone, STEPS))
-    assert metrics(runs / "run") == metrics(left_alone)
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(uninterrupted, STEPS))
+    assert metrics(runs / "run") == metrics(uninterrupted)
 
 
 SIGNALLED = """

@@ -1,4 +1,4 @@
-"""The Slurm script starts the launchers, and requeues the job exactly when the run says that it was preempted."""
+"""The Slurm script starts the launchers, and requeues the job if and only if status.json says preempted."""
 
 import json
 import os
@@ -36,12 +36,12 @@ def status(state):
         ("preempted", "finished", 0, False),
         ("preempted", "failed", 1, False),
         ("", "running", 1, False),
-        ("preempted", "", 1, False),  # refused before it could write anything
+        ("preempted", "", 1, False),  # refused before it wrote a status
         ("finished", "", 1, False),
         ("", "", 1, False),
     ],
 )
-def test_the_job_is_requeued_when_this_attempt_was_preempted(before, left, exit_code, requeued, tmp_path):
+def test_preempted_job_is_requeued(before, left, exit_code, requeued, tmp_path):
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "accelerate": ACCELERATE}.items():

@@ -1,4 +1,4 @@
-"""state/digest: what changes it, what does not, and where it stands."""
+"""state/digest: what changes it, what does not, and where it is stored."""
 
 import platform
 import shutil
@@ -30,7 +30,7 @@ def changed(**tensors):
     return str(digests(TENSORS | tensors))
 
 
-def test_any_bit_and_any_place_counts():
+def test_digest_changes_with_any_bit_or_permutation():
     digest, matrix = changed(), TENSORS["matrix"]
     assert digest == changed(matrix=matrix.clone()) and len(digest) == 16
     found = {digest}
@@ -50,13 +50,13 @@ def test_any_bit_and_any_place_counts():
     assert len(found) == 1 + 5 * 7 * 3 + 5 + 2 + 2
 
 
-def test_two_tensors_that_change_places_are_seen():
+def test_digest_changes_when_tensors_swap():
     a, b = torch.ones(3, 3), torch.zeros(3, 3)
     assert str(digests({"a": a, "b": b})) != str(digests({"a": b, "b": a}))
 
 
-def test_a_large_tensor_is_the_same_however_it_is_cut(monkeypatch):
-    """By numpy as a whole, and in parts as on a GPU."""
+def test_digest_does_not_depend_on_chunks(monkeypatch):
+    """Hashed by numpy as a whole, and in chunks as on a GPU."""
     large = torch.randn(400, 1000)
     whole = str(digests({"large": large}))
     for at_once in (1, 3000):
@@ -65,8 +65,8 @@ def test_a_large_tensor_is_the_same_however_it_is_cut(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
-def test_the_hash_of_a_row_is_a_sum_modulo_two_to_the_64(dtype):
-    """As Python's integers, which know no overflow, say it."""
+def test_hash_rows_matches_python_integers(dtype):
+    """Python's integers do not overflow."""
     limits = torch.iinfo(dtype)
     rows = torch.randint(limits.min, limits.max, (3, 1000), dtype=dtype, generator=torch.Generator().manual_seed(1))
     factors = _factors(1000, rows.device).tolist()
@@ -83,14 +83,14 @@ def run(tmp_path_factory):
     return out_dir / "run"
 
 
-def test_it_stands_in_every_row_and_is_that_of_the_files_of_a_checkpoint(run):
+def test_every_row_has_the_digest_of_its_checkpoint(run):
     rows = {row["step"]: row for row in metrics(run)}
     assert list(rows) == [2, 3, 4, 5] and len({row["state/digest"] for row in rows.values()}) == 4
     for step in (2, 4, 5):
         assert rows[step]["state/digest"] == str(digests(tensors(run, step)))
 
 
-def test_a_state_that_was_not_read_as_it_was_saved_is_refused(run):
+def test_loaded_state_must_match_the_manifest(run):
     checkpoint = run / "checkpoints" / "step-00000005"
     manifest = read_manifest(checkpoint)
     forged = {**manifest.metrics, "state/digest": "0123456789abcdef"}
@@ -99,12 +99,12 @@ def test_a_state_that_was_not_read_as_it_was_saved_is_refused(run):
     assert "the loaded state has the digest" in done.stderr and "Traceback" not in done.stderr
 
 
-# The same bits on any processor
+# Bits on any x86-64 processor
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other processors have bits of their own")
-def test_exact_runs_end_here_as_on_every_processor(tmp_path):
-    """Trained in a fork: nothing may be computed before the way is chosen."""
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other architectures have other bits")
+def test_exact_runs_have_golden_digests(tmp_path):
+    """Trained in a fork: nothing may be computed before the instructions are selected."""
     golden = yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())
     if golden["torch"] != torch.__version__.partition("+")[0]:
         pytest.skip(f"the digests are those of torch {golden['torch']}")
@@ -114,17 +114,17 @@ def test_exact_runs_end_here_as_on_every_processor(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", ["Haswell", "EPYC-Milan"])
 @pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
-def test_exact_runs_end_so_on_other_processors(processor, tmp_path):
+def test_exact_runs_have_golden_digests_in_qemu(processor, tmp_path):
     command = ["qemu-x86_64", "-cpu", processor, sys.executable, "-m", "tests.golden", tmp_path]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout) == yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())["runs"]
 
 
-def test_a_processor_that_cannot_is_refused(monkeypatch):
+def test_prepare_exact_refuses_other_instructions(monkeypatch):
     monkeypatch.setattr("distributed.cpu.os.environ", {})
-    for lasting in ("use_deterministic_algorithms", "set_num_threads"):
-        monkeypatch.setattr(torch, lasting, lambda value: None)
+    for setter in ("use_deterministic_algorithms", "set_num_threads"):
+        monkeypatch.setattr(torch, setter, lambda value: None)
     monkeypatch.setattr("model.kernels.use_onednn", False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     with pytest.raises(ConfigError, match="exact: true needs AVX2, but torch computes with AVX512"):
@@ -132,15 +132,17 @@ def test_a_processor_that_cannot_is_refused(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is without MKL")
-@pytest.mark.parametrize("way", ["", "COMPATIBLE"])
-def test_products_before_an_exact_run_are_found(way, tmp_path):
-    """As in a notebook, whose processes go on with the choice that its own first product made."""
+@pytest.mark.parametrize("branch", ["", "COMPATIBLE"])
+def test_exact_refuses_earlier_mkl_products(branch, tmp_path):
+    """In a notebook, forked processes keep the code branch that MKL selected at the first product."""
     words = [*TINY_STORIES, *"--exact true --steps 2 --name run --out_dir".split(), str(tmp_path)]
     code = f"import runpy, sys, torch; torch.ones(9, 9) @ torch.ones(9, 9); sys.argv = {['train.py', *words]}\n"
     code += "runpy.run_path('train.py', run_name='__main__')"
-    done = forked.run("-c", [code], 0, environment(ATEN_CPU_CAPABILITY="avx2", **({"MKL_CBWR": way} if way else {})))
-    assert (done.returncode == 0) == (way == "COMPATIBLE"), done.stderr
-    if not way:
+    done = forked.run(
+        "-c", [code], 0, environment(ATEN_CPU_CAPABILITY="avx2", **({"MKL_CBWR": branch} if branch else {}))
+    )
+    assert (done.returncode == 0) == (branch == "COMPATIBLE"), done.stderr
+    if not branch:
         assert done.returncode == 2 and "this process has already multiplied matrices in another" in done.stderr
         assert not (tmp_path / "run").exists()
 
@@ -153,8 +155,8 @@ def mesh():
 
 
 @pytest.mark.parametrize(("dimension", "placement"), [(None, "Replicate()"), (1, "Shard(dim=1)")])
-def test_a_state_that_is_not_sharded_by_rows_is_named(dimension, placement, mesh):
-    """As what an optimizer keeps of gradient.T @ gradient under FSDP2."""
+def test_state_not_sharded_by_rows_is_refused(dimension, placement, mesh):
+    """An optimizer that keeps gradient.T @ gradient has such state under FSDP2."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     network = torch.nn.Linear(4, 4, bias=False)

@@ -1,4 +1,4 @@
-"""A run may go on with another number of processes; with `exact` it then ends with the same bits."""
+"""Runs resumed on another number of processes; with `exact` they end with the same bits."""
 
 import shutil
 from itertools import accumulate
@@ -11,8 +11,8 @@ from distributed.tree_reduce import TreeSum
 from tests.conftest import ROOT, TINY_STORIES, assert_same_run, metrics, train
 
 STEPS = 8
-# With dropout; of 4 micro-batches a step, then 8, then 12: on the tree 4 leaves of one, 8 of one, 4 of three, so that
-# 1, 2 and 4 processes can share them.
+# 4, then 8, then 12 micro-batches per step: 4 leaves of one micro-batch, 8 of one, 4 of three, which 1, 2 and 4
+# processes can divide. With dropout.
 GROWING = "--global_batch_size 12 --schedule.batch_warmup_from 4 --schedule.batch_warmup_steps 5".split()
 SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
 TWELVE = [*TINY_STORIES, *GROWING, "--name", "run"]
@@ -20,9 +20,9 @@ EXACT = [*TWELVE, "--exact", "true"]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The directory of an exact run on one process, which was offered two threads."""
-    out_dir = tmp_path_factory.mktemp("alone")
+def single(tmp_path_factory):
+    """Directory of an exact run on one process, with OMP_NUM_THREADS=2."""
+    out_dir = tmp_path_factory.mktemp("single")
     done = train(*EXACT, "--out_dir", out_dir, OMP_NUM_THREADS="2")
     assert "1 x cpu, 1 thread(s) each" in done.stdout
     assert "4 to 12 sequences = 1 micro-batch x 1 processes x 4 to 12 accumulation" in done.stdout
@@ -39,19 +39,19 @@ def rewind(run, step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_exact_bits_are_those_of_one_process(processes, alone, runs):
+def test_exact_has_bits_of_one_process(processes, single, runs):
     train(*EXACT, "--out_dir", runs, processes=processes)
-    assert_same_run(runs / "run", alone, STEPS)
+    assert_same_run(runs / "run", single, STEPS)
 
 
-def test_exact_bits_survive_every_change_of_processes(alone, runs):
+def test_exact_resumes_on_other_process_counts(single, runs):
     for processes, until, exit_code in [(2, 2, 1), (0, 4, 75), (4, STEPS, 0)]:
         train(*EXACT, "--stop_after", until, "--out_dir", runs, processes=processes, exit_code=exit_code)
-    assert_same_run(runs / "run", alone, STEPS)
+    assert_same_run(runs / "run", single, STEPS)
 
 
 @pytest.mark.slow
-def test_exact_bits_in_bf16_and_on_eight_processes(runs):
+def test_exact_bf16_on_eight_processes(runs):
     arguments = [*TINY_STORIES, "--global_batch_size", 8, "--exact", "true", "--out_dir", runs]
     for processes in (1, 8):
         launch_file = ROOT / "accelerate_configs" / "multi_gpu.yaml"
@@ -60,19 +60,19 @@ def test_exact_bits_in_bf16_and_on_eight_processes(runs):
 
 
 @pytest.mark.slow
-def test_by_default_another_number_of_processes_changes_no_more_than_rounding(runs, alone):
-    """The same batches, learning rates, weights of every target and validation set: also as the exact run."""
+def test_ddp_process_count_changes_only_rounding(runs, single):
+    """Batches, learning rates, loss weights and validation set are the same, also as in the exact run."""
     for processes, last_step_kept in [(4, 4), (2, STEPS)]:
         train(*TWELVE, "--out_dir", runs, processes=processes)
         rewind(runs / "run", last_step_kept)
-    for ours, exact in zip(metrics(runs / "run"), metrics(alone), strict=True):
+    for ours, exact in zip(metrics(runs / "run"), metrics(single), strict=True):
         assert ours.keys() == exact.keys() and ours["train/lr"] == exact["train/lr"]
         for name in ours.keys() - {"train/lr", "state/digest"}:
             assert ours[name] == pytest.approx(exact[name], rel=2e-5), (name, ours["step"])
 
 
 def pairwise(numbers):
-    """The sum of a list of tensors in a perfect binary tree, by recursion."""
+    """Sum a list of tensors in a perfect binary tree."""
     if len(numbers) == 1:
         return numbers[0]
     half = len(numbers) // 2
@@ -80,12 +80,12 @@ def pairwise(numbers):
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 8, 12, 32])
-def test_the_tree_is_the_documented_one(num_micro_batches):
+def test_tree_sum_matches_recursive_reference(num_micro_batches):
     network = nn.Linear(50, 1, bias=False)
     tree_sum = TreeSum(list(network.parameters()), rank=0, num_processes=1)
     odd = next(m for m in range(1, num_micro_batches + 1, 2) if (num_micro_batches // m).bit_count() == 1
                and num_micro_batches % m == 0)  # fmt: skip
-    for repetition in range(2):  # the second step finds nothing of the first
+    for repetition in range(2):  # the first step leaves nothing behind
         inputs = torch.randn(num_micro_batches, 50, generator=torch.Generator().manual_seed(repetition)) * 10
         for one in inputs:
             network(one).sum().backward()
@@ -96,11 +96,11 @@ def test_the_tree_is_the_documented_one(num_micro_batches):
             in_a_row = inputs[0].clone()
             for one in inputs[1:]:
                 in_a_row += one
-            assert not torch.equal(in_a_row, pairwise(leaves)), "the order would not show in these numbers"
+            assert not torch.equal(in_a_row, pairwise(leaves)), "these numbers do not depend on the order"
         network.weight.grad = None
 
 
-def test_what_exact_cannot_split_is_refused(runs):
+def test_exact_refuses_three_processes_and_fsdp(runs):
     done = train(*EXACT, "--out_dir", runs, processes=3, exit_code=1)
     assert "exact: true needs 1, 2, 4, 8, ... processes, but 3 were started" in done.stderr
     done = train(*EXACT, "--out_dir", runs, exit_code=2, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
