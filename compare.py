@@ -5,17 +5,20 @@ significantly over their seeds. Plots the curves in one figure. Runs that predic
 separately. docs/comparing.md explains the output.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
+    from cli.scripts import run_and_exit
+    from comparison.settings import CompareConfig
 
-from jsonargparse.typing import PositiveFloat
+    run_and_exit("compare", CompareConfig, needs_torch=False)
+
+from collections.abc import Iterator
+from pathlib import Path
 
 from cli.output import printable
 from comparison.branches import format_trees
 from comparison.records import read_records
 from comparison.report import make_curves, save_page, save_picture
+from comparison.settings import CompareConfig
 from comparison.tables import (
     Group,
     Table,
@@ -27,25 +30,7 @@ from comparison.tables import (
     tokenizer_tables,
 )
 from config.errors import ConfigError
-from config.paths import expanded
-
-
-@dataclass
-class CompareConfig:
-    """Compares runs: settings, divergence, losses, costs, and significant differences between recipes."""
-
-    runs: list[str]
-    """Run directories. Divergence is measured from the first one that predicts the same data."""
-
-    loss: PositiveFloat | None = None
-    """The validation loss to count training tokens to. null: the lowest that every finished run reached."""
-
-    x: Literal["steps", "tokens", "flops", "seconds"] = "steps"
-    """The x axis of the curves: optimizer steps, training tokens, training FLOPs, or seconds of training."""
-
-    out: str | None = "compare"
-    """Where to write the curves: OUT.png, or for several kinds of data OUT-1.png, OUT-2.png, ...; and OUT.html, an
-    interactive page with the tables. null: nowhere."""
+from config.paths import expand_user_path
 
 
 def main(config: CompareConfig) -> None:
@@ -54,7 +39,7 @@ def main(config: CompareConfig) -> None:
     Raises:
         ConfigError: A path does not exist, none is a run, or the figures cannot be written.
     """
-    paths = [expanded("runs", run) for run in config.runs]
+    paths = [expand_user_path("runs", run) for run in config.runs]
     if missing := [path for path in paths if not path.exists()]:
         raise ConfigError(f"runs: {str(missing[0])!r} does not exist")
     records, skipped = read_records(paths)
@@ -68,7 +53,7 @@ def main(config: CompareConfig) -> None:
     for line in (*format_report(groups, tables, by_tokenizer), *format_trees(records)):
         print(line)
     if config.out:
-        out = expanded("out", config.out)
+        out = expand_user_path("out", config.out)
         save_figures(groups, tables, by_tokenizer, out / "compare" if out.is_dir() else out, config.x)
 
 
@@ -112,9 +97,3 @@ def save_figures(groups: list[Group], tables: list[list[Table]], by_tokenizer: l
     except OSError as error:
         raise ConfigError(f"out: {str(out)!r}: the figures cannot be written: {error}") from None
     print(f"curves: {', '.join(f'{out}{suffix}' for suffix in suffixes)}; interactive, with the tables: {out}.html")
-
-
-if __name__ == "__main__":
-    from cli.scripts import run_and_exit
-
-    run_and_exit("compare", CompareConfig, needs_torch=False)

@@ -3,47 +3,12 @@
 Every window of the validation split counts, and the numbers are the same on any number of processes.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
-from jsonargparse.typing import NonNegativeInt, PositiveInt
-
-
-@dataclass
-class EvaluateConfig:
-    """Measures a trained model on the validation split of a corpus."""
-
-    run: str
-    """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
-
-    data: str | None = None
-    """A corpus made by data.prepare, with the model's tokenizer. null: what the run was trained on."""
-
-    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
-    """The checkpoint of a run: latest, best (by validation loss), or a step."""
-
-    weights: Literal["evaluated", "trained"] = "evaluated"
-    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
-    weights that the optimizer updates). Without it both are the same."""
-
-    seq_len: PositiveInt | None = None
-    """Tokens in a window. null: the run's; of a model that is none, all positions that it has, but 1,024 at most."""
-
-    num_samples: PositiveInt | None = None
-    """Windows, evenly spread. null: of a text all; of a generated source, as many as in training."""
-
-    micro_batch_size: PositiveInt | None = None
-    """Windows in a forward pass. null: as many as have 256 MiB of logits."""
-
-    out: str | None = None
-    """Where evaluation.json and evaluation.png go. null: into the run's directory; of a folder, into NAME.evaluation
-    beside it; of a model of the Hub, into such a folder here."""
-
-
-if __name__ == "__main__":  # before anything slow is imported
+if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
     from cli.scripts import run_and_exit
+    from run.settings import EvaluateConfig
 
     run_and_exit("evaluate", EvaluateConfig)
+
 
 import json
 from dataclasses import replace
@@ -55,7 +20,7 @@ from torch import Tensor
 
 from checkpoint.manifest import Manifest
 from config.errors import ConfigError
-from config.paths import expanded
+from config.paths import expand_user_path
 from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
 from data.corpus import Corpus, Sums, load_corpus
@@ -66,6 +31,7 @@ from plotting.run_plots import save_loss_by_position
 from plotting.style import report_plot_errors
 from run.corpus_check import CorpusCheck
 from run.load import Loaded, load_with_source
+from run.settings import EvaluateConfig
 from run.stored_settings import USE_ITS_CODE, unknown_settings
 from run.tokenizer import check_tokenizer
 from training.evaluation import evaluate
@@ -170,7 +136,7 @@ def output_directory(config: EvaluateConfig) -> Path:
     """`out`, or its default."""
     path = Path(config.run).expanduser()
     if config.out is not None:
-        return expanded("out", config.out)
+        return expand_user_path("out", config.out)
     if (path / "checkpoints").exists():
         return path
     if not path.exists():

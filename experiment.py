@@ -8,16 +8,14 @@ changes of the working tree, against the commit on which it is based. Runs, diff
 same command to resume. docs/experiments_on_ideas.md explains the method.
 """
 
-import sys
-
-from experiments.settings import ExperimentConfig, ReportConfig
-
 if __name__ == "__main__":
     from cli.scripts import run_and_exit
-    from config.parser import own_arguments_first
+    from experiments.settings import ExperimentConfig, ReportConfig
 
-    if sys.argv[1:2] == ["report"]:
-        del sys.argv[1]
-        run_and_exit("experiment", ReportConfig, needs_torch=False, module="experiments.report")
-    sys.argv[1:] = own_arguments_first(sys.argv[1:], ExperimentConfig)
-    run_and_exit("experiment", ExperimentConfig, needs_torch=False, module="experiments.experiment")
+    run_and_exit(
+        "experiment",
+        ExperimentConfig,
+        needs_torch=False,
+        module="experiments.experiment",
+        commands={"report": (ReportConfig, "experiments.report")},
+    )

@@ -3,38 +3,9 @@
 The folder has config.json, model.safetensors, generation_config.json, the tokenizer's files and a model card.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-from jsonargparse.typing import NonNegativeInt, PositiveInt
-
-
-@dataclass
-class ExportConfig:
-    """Writes a trained model as a folder in transformers' format."""
-
-    run: str
-    """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
-
-    out: str
-    """The folder to write. It must not exist yet."""
-
-    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
-    """The checkpoint of a run: latest, best (by validation loss), or a step."""
-
-    weights: Literal["evaluated", "trained"] = "evaluated"
-    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
-    weights that the optimizer updates). Without it both are the same."""
-
-    average: PositiveInt = 1
-    """The mean of the weights of so many checkpoints, the newest ones, in place of one."""
-
-    push: str | None = None
-    """Also upload the folder to this repository of the Hub, as NAME/REPOSITORY; `hf auth login` comes before."""
-
-
-if __name__ == "__main__":  # before anything slow is imported
+if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
     from cli.scripts import run_and_exit
+    from run.settings import ExportConfig
 
     run_and_exit("export", ExportConfig)
 
@@ -42,13 +13,14 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 
 from checkpoint.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
 from config.errors import ConfigError, RunError
-from config.paths import expanded
+from config.paths import expand_user_path
 from data.chat_template import ChatTemplate
 from data.files import copy_folder_permissions
 from data.integrity import read_metadata
@@ -56,6 +28,7 @@ from model.hf import to_transformers
 from plotting.run_plots import save_loss_curve
 from plotting.style import report_plot_errors
 from run.load import Loaded, Weights, find_checkpoint, is_run, load_checkpoint, load_with_source, uses_ema
+from run.settings import ExportConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +61,7 @@ def main(config: ExportConfig) -> None:
         ConfigError: there is no such model, transformers has none like it, or the folder exists or cannot be written.
         RunError: it cannot be uploaded.
     """
-    out = expanded("out", config.out)
+    out = expand_user_path("out", config.out)
     if out.exists():
         raise ConfigError(f"out: {str(out)!r} exists; name a folder that does not")
     loaded, source = load_with_source(config.run, config.checkpoint, weights=config.weights)

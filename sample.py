@@ -3,63 +3,12 @@
 RUN is the directory of a run, a folder in transformers' format, or a name on the Hub.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
-
-
-@dataclass
-class SampleConfig:
-    """Generates text with a trained model."""
-
-    run: str
-    """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
-
-    prompt: str | None = None
-    """The prompt. Default null: read prompts from the terminal; without a terminal, generate from an empty prompt or,
-    with chat, answer each line of the input."""
-
-    special_tokens: bool = False
-    """Encode special tokens in the prompt, such as <|endoftext|>, as these tokens. Default false: encode them as plain
-    characters, as in the training text."""
-
-    chat: bool = False
-    """Hold a conversation: each line is a user message, formatted by the tokenizer's chat template."""
-
-    system: str | None = None
-    """With chat: the system message, which is never dropped from the context. null: none."""
-
-    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
-    """The checkpoint of a run: latest, best (by validation loss), or a step."""
-
-    weights: Literal["evaluated", "trained"] = "evaluated"
-    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
-    weights that the optimizer updates). Without it both are the same."""
-
-    num_samples: PositiveInt = 1
-    """Samples for each prompt."""
-
-    max_new_tokens: PositiveInt = 200
-    """Maximum number of generated tokens; generation stops earlier at an end-of-text or end-of-turn token."""
-
-    temperature: NonNegativeFloat = 0.8
-    """0: greedy decoding. 1: sample from the model's distribution. Higher values flatten the distribution."""
-
-    top_k: PositiveInt | None = None
-    """Sample from this many most likely tokens. null: from all."""
-
-    top_p: NonNegativeFloat = 1.0
-    """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
-
-    seed: NonNegativeInt = 0
-    """Random seed; sample i of a prompt is a function of the seed and i."""
-
-
-if __name__ == "__main__":  # before anything slow is imported
+if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
     from cli.scripts import run_and_exit
+    from run.settings import SampleConfig
 
     run_and_exit("sample", SampleConfig)
+
 
 import sys
 from collections.abc import Collection, Iterator
@@ -77,6 +26,7 @@ from data.tokenizer import wrap_tokenizer_errors
 from distributed.cpu import prepare_cpu
 from model.seeds import derive_seed
 from run.load import Loaded, load_run
+from run.settings import SampleConfig
 
 
 def main(config: SampleConfig) -> None:
@@ -85,8 +35,6 @@ def main(config: SampleConfig) -> None:
     Raises:
         ConfigError: There is no such model, or a setting or a prompt does not fit it.
     """
-    if not 0 < config.top_p <= 1:
-        raise ConfigError(f"top_p: {config.top_p} must be above 0 and at most 1; 1 draws from all tokens")
     if config.chat and config.special_tokens:
         raise ConfigError("special_tokens: true, but in a chat only the chat template inserts them; leave it out")
     if config.system is not None and not config.chat:

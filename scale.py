@@ -5,79 +5,34 @@ loss falls, predicts a run of four times the FLOPs of the largest and then train
 rates of several widths. Run the same command again to resume. docs/scaling_law.md has the rules and the law.
 """
 
+if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
+    from cli.scripts import run_and_exit
+    from scaling.settings import ScaleConfig
+
+    run_and_exit("scale", ScaleConfig, needs_torch=False)
+
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from typing import TYPE_CHECKING
 
 from config.errors import ConfigError, RunError
-from config.paths import expanded
+from config.paths import expand_user_path
 from data.files import sha256, write_atomically
 from data.json_objects import parse_object
 from scaling import recipe
+from scaling.settings import ScaleConfig
 
 if TYPE_CHECKING:
     from scaling.ladder import LadderRun, Measurement
 
 LEARNING_RATE_FACTORS = (0.25, 0.5, 1, 2, 4)  # relative to the rule's
-FLAGS = ("--law", "--widths")
 # Set by the ladder for each run, or the same in all its runs: parameters, tokens and theory follow from them.
 LADDER_SETTINGS = (
     *("config", "model.", "data.", "steps", "seq_len", "global_batch_size", "seed", "name", "out_dir"),
     *("optimizer.lr", "schedule.warmup_steps"),
 )
-
-
-@dataclass
-class ScaleConfig:
-    """Print the recipe of a depth, or measure how the loss falls with size and data."""
-
-    depth: PositiveInt | None = None
-    """Number of layers, from which the whole recipe follows; it is printed as a config file. 12 is the 124M class."""
-
-    tokens_per_parameter: PositiveFloat = 20.0
-    """With depth: training tokens per non-embedding parameter."""
-
-    family: Literal["qwen3", "gpt2"] = "qwen3"
-    """With depth: the family of models."""
-
-    corpus: str | None = None
-    """With depth: a corpus prepared by data.prepare. null: stories with facts."""
-
-    law: bool = False
-    """Train the ladder, fit the law, predict a larger run and train it."""
-
-    widths: bool = False
-    """Train each width of the ladder and twice the largest, for the shortest budget, at learning rates around the
-    rule's."""
-
-    sizes: str = "16,32,64"
-    """With law and widths: widths of the models, multiples of 16."""
-
-    budgets: str = "400,800,1600,3200"
-    """With law and widths: training steps of 16 stories."""
-
-    seeds: PositiveInt = 2
-    """With law: number of seeds for each size and budget."""
-
-    first_seed: NonNegativeInt = 0
-    """With law: the first of these seeds, and the seed of the predicted run."""
-
-    jobs: PositiveInt | None = None
-    """Number of runs at once. null: one with launch, else one per GPU, or per core up to 8."""
-
-    out_dir: str = "runs/law"
-    """Folder for runs, results and figures."""
-
-    launch: str | None = None
-    """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
-
-    arguments: str = ""
-    """Settings of train.py for all runs of the ladder."""
 
 
 def main(config: ScaleConfig) -> None:
@@ -96,7 +51,7 @@ def main(config: ScaleConfig) -> None:
     sizes, budgets = (parse_integers(name, getattr(config, name)) for name in ("sizes", "budgets"))
     if wrong := [size for size in sizes if size % 16]:
         raise ConfigError(f"sizes: {wrong[0]} is not a multiple of 16, the width of a head")
-    out_dir = expanded("out_dir", config.out_dir)
+    out_dir = expand_user_path("out_dir", config.out_dir)
     if config.widths:
         search_learning_rates(config, [*sizes, 2 * sizes[-1]], budgets[0], out_dir)
     else:
@@ -251,12 +206,3 @@ def find_law(config: ScaleConfig, widths: list[int], budgets: list[int], out_dir
         print(plots.draw_irreducible_loss(report, outcome, out_dir / f"irreducible_loss_{report.scope}.png"))
     law = results | {report.scope: report.as_dict(outcome) for report in reports}
     write_atomically(out_dir / "law.json", json.dumps(law, indent=1))
-
-
-if __name__ == "__main__":
-    from cli.scripts import run_and_exit
-
-    words = sys.argv[1:]
-    bare = [word in FLAGS and words[i : i + 1] not in (["true"], ["false"]) for i, word in enumerate(words, start=1)]
-    sys.argv[1:] = [f"{word}=true" if alone else word for word, alone in zip(words, bare, strict=True)]
-    run_and_exit("scale", ScaleConfig, needs_torch=False)

@@ -4,35 +4,24 @@ Every setting with several values, separated by commas, is swept: each combinati
 swept values. Rerun the same command to resume. The table of compare.py is printed at the end.
 """
 
-import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
+    from cli.scripts import run_and_exit
+    from jobs.settings import SweepConfig
 
-from jsonargparse.typing import PositiveInt
+    run_and_exit("sweep", SweepConfig, needs_torch=False)
+
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import compare
 from checkpoint.identity import code_hash
 from config.errors import RunError
-from config.parser import own_arguments_first
 from jobs.runner import JobRunner, Stopped, Training, launched_precision, parse_launcher
+from jobs.settings import SweepConfig
 from jobs.sweep import is_finished, plan_sweep, run_path, write_run_config
 
 TRAIN = str(Path(__file__).with_name("train.py"))
-
-
-@dataclass
-class SweepConfig:
-    """Trains a run for every combination of values of train.py's settings, as --optimizer.lr 1e-3,3e-4 --seed 0,1,2."""
-
-    arguments: list[str]
-    """Settings of train.py, those to sweep with several values and commas between."""
-
-    jobs: PositiveInt | None = None
-    """Runs at once, each with its share of the cores or a GPU of its own. null: one for each GPU, else one for each
-    core, but not more than 8; with `launch` one."""
-
-    launch: str | None = None
-    """What starts a run, as "accelerate launch --config_file X". null: python."""
 
 
 def main(config: SweepConfig) -> None:
@@ -77,10 +66,3 @@ def main(config: SweepConfig) -> None:
     if "stopped" in outcomes.values() or runner.signal:
         print("stopped by a signal; rerun the same command to resume", file=sys.stderr)
         raise SystemExit(75)
-
-
-if __name__ == "__main__":
-    from cli.scripts import run_and_exit
-
-    sys.argv[1:] = own_arguments_first(sys.argv[1:], SweepConfig)
-    run_and_exit("sweep", SweepConfig, needs_torch=False)

@@ -17,7 +17,7 @@ from audit.settings import ReplayConfig
 from checkpoint.manifest import read_manifest, step_directory
 from checkpoint.unshard import read_weights
 from config.errors import ConfigError
-from config.paths import expanded
+from config.paths import expand_user_path
 from config.schema import TrainConfig
 from data.corpus import load_corpus
 from data.files import copy_folder
@@ -48,7 +48,7 @@ def main(config: ReplayConfig) -> None:
     """
     if (config.step is None) == (not config.audit):
         raise ConfigError("step: name a step of the run to replay, or --audit N to retrain N intervals of it")
-    run = RecordedRun(expanded("run", config.run))
+    run = RecordedRun(expand_user_path("run", config.run))
     check_launch(run.config)
     join_process_group(run.config)
     if run.other_code:

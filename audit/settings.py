@@ -1,8 +1,9 @@
 """The settings of replay.py, importable without torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from config.parser import POSITIONAL
+from model.field_types import NonNegativeInt, PositiveInt
 
 
 @dataclass
@@ -12,7 +13,7 @@ class ReplayConfig:
     run: str
     """The run directory."""
 
-    step: PositiveInt | None = None
+    step: PositiveInt | None = field(default=None, metadata=POSITIONAL)
     """The step to replay and show: its sequences, the loss of each, and the update of every block."""
 
     save_to: str | None = None

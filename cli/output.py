@@ -1,15 +1,13 @@
-"""What is printed: streams to which writing cannot fail, and foreign text in a form that a terminal only shows."""
+"""Printing: streams whose failed writes do not end a training, escaped control characters, and aligned tables."""
 
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 
 def printable(text: str) -> str:
-    """A line of foreign text, such as the name of a directory: what a terminal would obey is spelt out (`\\x1b`)."""
+    """Escape the characters of a line, such as the name of a directory, that would control a terminal (`\\x1b`)."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
@@ -29,17 +27,17 @@ def escape_controls(text: str) -> str:
 
 
 def printable_lines(error: Exception) -> str:
-    """The message of an error, which may have several lines."""
+    """Return the message of an error, with control characters other than line breaks escaped."""
     return "\n".join(map(printable, str(error).split("\n")))
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Columns side by side: the first to the left, the others to the right."""
+    """Format rows as lines of aligned columns: the first column to the left, the others to the right."""
     if not rows:
         return []
     num_columns = max(map(len, rows))
     rows = [row + [""] * (num_columns - len(row)) for row in rows]
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]  # the widths
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]  # widths in characters
     lines = []
     for row in rows:
         cells = [row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others, strict=True))]
@@ -47,34 +45,37 @@ def aligned(rows: list[list[str]]) -> list[str]:
     return lines
 
 
-class ForgivingStream:
-    """A stream to which writing cannot fail: what nobody reads is dropped, what the screen's encoding lacks is spelt
-    out (`\\xfc`), and `failure` says what has no room."""
+class LossyStream:
+    """A text stream that drops what it cannot write.
+
+    A training does not depend on its log: it continues after the reader of a pipe has exited, and when the disk of a
+    log file is full. Characters that the encoding of the stream lacks are escaped.
+    """
 
     def __init__(self, stream: TextIO | None):
-        self._stream = stream or open(os.devnull, "w")
+        self._stream: Any = stream or open(os.devnull, "w")  # None where the file descriptor was closed
+        if hasattr(self._stream, "reconfigure"):
+            self._stream.reconfigure(errors="backslashreplace")
         self.failure: OSError | None = None
+        """The last error other than a broken pipe: nobody misses what a reader such as `head` did not read."""
 
     def write(self, text: str) -> int:
-        with self._remembering():
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError:
-                encoding = self._stream.encoding
-                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        return len(text)
+        """Write the text, or drop it; return its length."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._record(error)
+            return len(text)
 
     def flush(self) -> None:
-        with self._remembering():
-            self._stream.flush()
-
-    @contextmanager
-    def _remembering(self) -> Iterator[None]:
+        """Flush, or drop what is buffered."""
         try:
-            yield
-        except BrokenPipeError:
-            pass  # the reader has left, as `head` does
+            self._stream.flush()
         except OSError as error:
+            self._record(error)
+
+    def _record(self, error: OSError) -> None:
+        if not isinstance(error, BrokenPipeError):
             self.failure = error
 
     def __getattr__(self, name: str) -> Any:
@@ -82,6 +83,12 @@ class ForgivingStream:
 
 
 def ignore_failed_prints() -> None:
-    """From now on no print fails: a pipe that nobody reads, or a log on a full disk, is no reason to stop training."""
-    if not isinstance(sys.stdout, ForgivingStream):
-        sys.stdout, sys.stderr = ForgivingStream(sys.stdout), ForgivingStream(sys.stderr)
+    """Replace stdout and stderr so that no `print` raises an error from here on."""
+    if not isinstance(sys.stdout, LossyStream):
+        sys.stdout, sys.stderr = (cast(TextIO, LossyStream(stream)) for stream in (sys.stdout, sys.stderr))
+
+
+def failed_print() -> OSError | None:
+    """Return the error because of which output to stdout was lost, if any was."""
+    sys.stdout.flush()
+    return sys.stdout.failure if isinstance(sys.stdout, LossyStream) else None

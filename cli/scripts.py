@@ -1,7 +1,7 @@
-"""The command line of the scripts at the top: settings first and torch after, messages, and the exit codes.
+"""Run a script of the repository root: parse its command line before importing torch, print errors, return exit codes.
 
-torch takes seconds to import. So a script hands its name to `run_and_exit` before it imports anything, and --help or a
-wrong setting is answered at once. This module imports nothing that imports torch.
+torch takes seconds to import. So a script calls `run_and_exit` before it imports anything else, and --help or a wrong
+setting is answered at once. This module imports nothing that imports torch.
 """
 
 import atexit
@@ -11,9 +11,10 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 try:
     import fcntl  # noqa: F401
@@ -21,65 +22,90 @@ except ImportError:
     print("error: this runs on Linux and macOS, and on Windows inside WSL (wsl --install)", file=sys.stderr)
     sys.exit(2)
 
-from cli.output import ignore_failed_prints, printable_lines
+from cli.output import failed_print, ignore_failed_prints, printable_lines
 from config.errors import ConfigError, RunError
 from config.parser import parse_config, parse_tool
 from distributed.environment import normalize_environment
 from distributed.signals import Preempted, ignore_stop_signals
 from distributed.world import is_main_process, num_processes
 
-# What these print is a log, without which they have done their work all the same. All others are there to print.
+# Scripts that print a log, without which they still do their work. The output of the others is their result.
 PRINT_A_LOG = ("train", "sweep")
 ROOT = Path(__file__).parent.parent
 SOURCE_DIRS = {path.parent for pattern in ("*.py", "*/*.py", "data/*/*.py") for path in ROOT.glob(pattern)}
 
+# The dataclass of a script's settings, or what parses its command line.
+Settings = type | Callable[[list[str]], Any]
+
 
 def run_and_exit(
-    script: str, kind: type | None = None, needs_torch: bool = True, module: str | None = None
+    script: str,
+    settings: Settings | None = None,
+    needs_torch: bool = True,
+    module: str | None = None,
+    commands: Mapping[str, tuple[Settings, str]] | None = None,
 ) -> NoReturn:
-    """End this process with what `run_script` returns."""
-    exit_without_teardown(run_script(script, kind, needs_torch, module))
+    """End this process with the exit code that `run_script` returns."""
+    exit_without_teardown(run_script(script, settings, needs_torch, module, commands))
 
 
-def run_in_notebook(script: str, *words: str) -> None:
-    """Run `python SCRIPT.py WORDS` in a cell, or by notebook_launcher, which drops whatever its function returns.
+def run_in_notebook(script: str, *args: str) -> None:
+    """Run `python SCRIPT.py ARGS` in a cell, or by notebook_launcher, which drops the value its function returns.
 
     Raises:
-        SystemExit: it has failed, or stopped as asked; with the exit code, after the message.
+        SystemExit: the script failed or was stopped; with its exit code, after its message was printed.
     """
-    sys.argv = [f"{script}.py", *words]
+    sys.argv = [f"{script}.py", *args]
     if exit_code := run_script(script):
         raise SystemExit(exit_code)
 
 
-def run_script(script: str, kind: type | None = None, needs_torch: bool = True, module: str | None = None) -> int:
-    """Run `main` of a module, which is called `script` if none is named, with the settings of the command line, and say
-    what went wrong.
+def run_script(
+    script: str,
+    settings: Settings | None = None,
+    needs_torch: bool = True,
+    module: str | None = None,
+    commands: Mapping[str, tuple[Settings, str]] | None = None,
+) -> int:
+    """Parse the command line, call `main` of a module with the settings, and print what went wrong.
 
-    The settings are those of a training, or a `kind`.
+    Args:
+        script: name of the script, without `.py`.
+        settings: the dataclass of its settings, or what parses its command line; by default that of train.py.
+        needs_torch: whether the module imports torch, of which the user is told.
+        module: the module whose `main` is called; by default the script itself.
+        commands: for each word that may come first on the command line, the settings and the module for it.
 
     Returns:
-        The exit code: 0 done, 2 wrong settings or input, 75 stopped as asked (a signal, stop_after) after saving,
-        130 stopped at once by Ctrl-C, where no training was under way, 1 anything else.
+        The exit code: 0 done, 2 wrong settings or input, 75 stopped by a signal or stop_after after saving, 130 stopped
+        at once by Ctrl-C outside of a training, 1 anything else.
     """
-    # By default Python looks for garbage after every 700 new objects. The import of torch makes many, none of which is
-    # garbage, and the search took a tenth of the start.
+    # By default Python collects garbage after every 700 new objects. Importing torch creates many, none of which is
+    # garbage, and collecting took a tenth of the start.
     gc.set_threshold(50_000)
     ignore_failed_prints()
-    only_a_log = False
+    is_log = False
     try:
         normalize_environment(os.environ)
-    except ConfigError as error:  # every process says it: which is the main one cannot be told
+    except ConfigError as error:  # printed by every process: which of them is the main one is unknown
         print(f"{script}.py: error: {error}", file=sys.stderr)
         return 2
     try:
-        if planned := script == "train" and "--plan" in sys.argv:
-            sys.argv.remove("--plan")
-        config = parse_tool(kind, f"{script}.py") if kind else parse_config(num_processes=num_processes())
+        args = sys.argv[1:]
+        is_log = script in PRINT_A_LOG
+        if script == "train" and "--plan" in args:
+            args, module, is_log = [arg for arg in args if arg != "--plan"], "checks.plan", False
+        if commands and args and args[0] in commands:
+            (settings, module), args = commands[args[0]], args[1:]
+        if settings is None:
+            config = parse_config(args, num_processes())
+        elif isinstance(settings, type):
+            config = parse_tool(settings, f"{script}.py", args)
+        else:
+            config = settings(args)
         if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
-        only_a_log = script in PRINT_A_LOG and not planned
-        import_module("checks.plan" if planned else module or script).main(config)
+        import_module(module or script).main(config)
     except SystemExit as exit_:  # --help and --print_config
         if exit_.code:
             return int(exit_.code)
@@ -108,10 +134,10 @@ def run_script(script: str, kind: type | None = None, needs_torch: bool = True, 
         traceback.print_exc()
         print(explain_lost_process(error), file=sys.stderr)
         return 1
-    sys.stdout.flush()
-    if sys.stdout.failure is None or only_a_log:
+    failure = failed_print()
+    if failure is None or is_log:
         return 0
-    print(f"{script}.py: error: what it prints cannot be written: {sys.stdout.failure.strerror}", file=sys.stderr)
+    print(f"{script}.py: error: the output cannot be written: {failure.strerror}", file=sys.stderr)
     return 1
 
 
@@ -125,10 +151,10 @@ def exit_without_teardown(exit_code: int) -> NoReturn:
 
 
 def let_main_process_fail_first() -> None:
-    """Wait, where another process than the main one found an error, which the main one most likely found as well.
+    """Wait in the other processes, so that an error that all processes find is printed once, by the main process.
 
-    A launcher stops all processes as soon as one fails, so the main one's message is the only one. A process that is
-    still there after the wait is the only one with the error, as on a machine that cannot see `out_dir`.
+    A launcher stops all processes as soon as one fails. A process that is still running after the wait is the only one
+    with the error, as on a machine that cannot see `out_dir`.
     """
     if not is_main_process():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -136,40 +162,40 @@ def let_main_process_fail_first() -> None:
 
 
 def explain_lost_process(error: Exception) -> str:
-    """What to print below the traceback of `error` where a collective operation failed, else nothing."""
+    """Return what to print below the traceback of a failed collective operation; "" for other errors."""
     from torch.distributed import DistError
 
-    # gloo's errors name its source file. Of two exchanges under way, the second only says that its pair was closed.
-    of_gloo = any(words in str(error) for words in ("gloo", "pair closure"))
-    if not isinstance(error, DistError) and not of_gloo:
+    # gloo's errors name its source file. Of two operations under way, the second only says that its pair was closed.
+    is_from_gloo = any(words in str(error) for words in ("gloo", "pair closure"))
+    if not isinstance(error, DistError) and not is_from_gloo:
         return ""
     return (
         f"train.py: error: process {os.environ.get('RANK', 0)} lost the others in {own_line(error)}: "
         f"{str(error).splitlines()[0]}\n"
-        "A process died or hangs, or a network link is cut (timeout_seconds says how long to wait). Started again, the "
-        "run goes on from its newest checkpoint."
+        "A process died or hangs, or a network link is down (timeout_seconds is how long to wait). Rerun the same "
+        "command to resume from the newest checkpoint."
     )
 
 
 def is_memory_error(error: Exception) -> bool:
-    """Whether the CPU or a GPU had no memory left."""
-    of_cpu = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return of_cpu or type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be imported for this
+    """Return whether the CPU or a GPU was out of memory."""
+    is_from_cpu = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return is_from_cpu or type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be imported for this
 
 
 def explain_full_memory(error: Exception) -> str:
-    """What to print in the place of a traceback where memory was full."""
+    """Return what to print instead of the traceback of an out-of-memory error."""
     reason = f": {str(error).splitlines()[0]}" if str(error) else ""
     return (
-        f"no memory left in process {os.environ.get('RANK', 0)}, in {own_line(error)}{reason}\n"
-        "What takes less: a smaller micro_batch_size, evaluation.micro_batch_size, seq_len or model, "
-        "activation_checkpointing, or more processes with accelerate_configs/fsdp2.yaml. Started again, the run goes "
-        "on from its newest checkpoint."
+        f"out of memory in process {os.environ.get('RANK', 0)}, in {own_line(error)}{reason}\n"
+        "Less memory is needed with a smaller micro_batch_size, evaluation.micro_batch_size, seq_len or model, with "
+        "activation_checkpointing, or on more processes with accelerate_configs/fsdp2.yaml. Rerun the same command to "
+        "resume from the newest checkpoint."
     )
 
 
 def own_line(error: Exception) -> str:
-    """The innermost line of this repository that an error went through, and where it stands."""
+    """Return the innermost line of this repository in the traceback of an error, and its place."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     here = next(frame for frame in frames if Path(frame.filename).parent in SOURCE_DIRS)
     return f"`{here.line}` ({Path(here.filename).name}, line {here.lineno})"

@@ -1,14 +1,14 @@
-"""Errors that a user sees: their messages name the setting, its value and the remedy."""
+"""Errors whose messages are for the user: setting, value, remedy."""
 
 
 class RunError(RuntimeError):
-    """Why a run cannot go on, found by all processes together; the message says it to the user."""
+    """A run cannot continue; raised by all processes together."""
 
 
 class ConfigError(ValueError):
-    """A setting or an input that the user must change: the message says which, what it is and what would be right."""
+    """A setting or an input that the user must change; the message names it, its value and what would be right."""
 
 
-def no_code_for(setting: str, choice: str) -> ConfigError:
-    """The error of the place that reads a setting, for a choice that it does not know."""
-    return ConfigError(f"{setting}: {choice!r} is a choice without code; add it where {setting} is read")
+def unhandled_choice(setting: str, choice: str) -> ConfigError:
+    """Return the error for a choice that the schema allows, but that the code reading the setting does not handle."""
+    return ConfigError(f"{setting}: {choice!r} is not implemented; add it where {setting} is read")

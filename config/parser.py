@@ -1,4 +1,4 @@
-"""From config files and the words of a command line to settings, and what is wrong with them in plain words."""
+"""Parse config files and command lines into settings; rewrite the parser's errors as `setting: value; remedy`."""
 
 import re
 import sys
@@ -6,92 +6,42 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
 from config.errors import ConfigError
 from config.resolve import PartialModel, require_consistent
-from config.schema import TrainConfig, numbers_out_of_range
-from config.yaml_files import read_words
+from config.schema import TrainConfig
+from config.yaml_files import read_strings
+from model.field_types import describe, invalid_values
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
-SECTIONS = tuple(setting.name for setting in fields(TrainConfig) if is_dataclass(setting.type))
-NO_NULL = "{}: null is no value of it; leave it out for its default"
 
-
-def _nulls(settings: Any, prefix: str = "") -> list[str]:
-    """Settings of a file that are null and cannot be, which the parser lets through; a problem each."""
-    problems = []
-    for setting in fields(settings):
-        value, name = getattr(settings, setting.name), prefix + setting.name
-        if is_dataclass(value):
-            problems += _nulls(value, f"{name}.")
-        elif value is None and type(None) not in get_args(setting.type):
-            problems.append(NO_NULL.format(name))
-    return problems
-
-
-def _load_value(text: str) -> Any:
-    """A file or a word of the command line; of a word that YAML takes for nothing (`#x`) the word itself."""
-    value = read_words(text)
-    return text if value is None else value
-
-
-IN_WORDS = {  # the types of settings
-    "PositiveInt": "a whole number above 0",
-    "NonNegativeInt": "a whole number of at least 0",
-    "PositiveFloat": "a number above 0",
-    "NonNegativeFloat": "a number of at least 0",
-    "OpenUnitInterval": "a number above 0 and below 1",
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "tuple": "a list",
-    "NoneType": "null",
-}
-
-
-def _in_plain_words(message: str) -> str:
-    """What the parser says, as all other messages do: setting, value, what would be right."""
-    message = re.sub(r"^Option '(.*)' is not accepted", r"\1 is no setting; --help lists all", message)
-    message = re.sub(r"^Group '(.*)' does not accept option '(.*)'", r"\1.\2 is no setting; --help lists all", message)
-    message = re.sub(r'^Parser key "(.+?)":\s+', r"\1: ", message)
-    types = re.search(r"Subtypes: \[(.*)\]|Expected an? (.*)\. Got|Not of type (\w+)", message)
-    if not types:
-        return message
-    value = re.search(r"(?:Got value|Given value): (.*)|: (\S+) does not conform|(?:base 10|float): '(.*)'", message)
-    setting = message.partition(":")[0]
-    given = value[value.lastindex] if value else "what is given"
-    return f"{setting}: {given} must be {_types_in_plain_words(types[types.lastindex])}"
-
-
-def _types_in_plain_words(types: str) -> str:
-    """Of `<class 'int'>, typing.Literal['a', 'b']`: a whole number or one of 'a', 'b'."""
-    names = re.sub(r"(jsonargparse\.)?typing\.|<class |>", "", types)
-    choices = []
-    for name, inside in re.findall(r"(\w+)(?:\[([^\]]*)\])?", names):
-        if name == "Literal":
-            choices.append(f"one of {inside}")
-        else:
-            choices.append(f"{name} [{inside}]" if inside else IN_WORDS.get(name, name))
-    a_type_inside = r"(?<=[\[ ])\w+(?=[\],])"
-    return re.sub(a_type_inside, lambda name: IN_WORDS.get(name[0], name[0]), " or ".join(choices))
+# Metadata of the fields of a script's settings: a field with a default that may be given by position, and a field of
+# all words that are not options of the script, which are passed on to train.py.
+POSITIONAL: dict[str, bool] = {"positional": True}
+PASSED_ON: dict[str, bool] = {"passed_on": True}
 
 
 class _Parser(ArgumentParser):
-    def error(self, message: str, ex: Exception | None = None) -> None:
-        if message.startswith("Unexpected config:"):
-            message = "no lines of the form `setting: value` are in it"
-        raise ConfigError(_in_plain_words(message)) from None
+    """A parser of the fields of `settings_class` that raises its errors as ConfigError."""
+
+    settings_class: type = TrainConfig
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise ConfigError(_explain(message, self.settings_class)) from None
 
 
 def parse_config(args: list[str] | None = None, num_processes: int = 1) -> TrainConfig:
-    """The settings of the run from `[--config FILE]... [--section.field VALUE]...`, where later wins.
+    """Parse `[--config FILE]... [--section.field VALUE]...`, where later settings override earlier ones.
 
     Without `--config`, configs/stories.yaml is read. `--help` and `--print_config` print and exit.
+
+    Args:
+        args: the command line without the program; by default that of this process.
+        num_processes: number of training processes, which the batch size must fit.
 
     Raises:
         ConfigError: the parser's first error, or all inconsistent values together.
@@ -101,9 +51,9 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     args = own_args if has_config else ["--config", str(DEFAULT_CONFIG), *own_args]
     parser = _train_parser()
     try:
-        settings = _parse(parser, args, SECTIONS)
+        settings = _parse(parser, args)
     except ConfigError as error:
-        raise _with_its_file(parser, args, error) from None
+        raise _with_file_name(parser, args, error) from None
     config_files = settings.pop("config")
     if None in config_files:
         raise ConfigError("config: settings were given where a YAML file is meant; use --section.field VALUE for them")
@@ -113,90 +63,102 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
         given = parser.parse_args(own_args, defaults=False).get("model")
         settings["model"] = PartialModel(frozenset(vars(given) if given else ()), **vars(settings["model"]))
     config = TrainConfig(**settings)
-    if problems := _nulls(config):
-        raise ConfigError("\n".join(problems))
     require_consistent(config, num_processes)
     return config
 
 
-def _with_its_file(parser: _Parser, args: list[str], error: ConfigError) -> ConfigError:
-    """The parser's error, which names the config file where it stands in one."""
-    words = [word for arg in args for word in arg.split("=", 1)]
-    for file in (value for name, value in pairwise(words) if name == "--config" and Path(value).is_file()):
-        try:
-            _parse(parser, ["--config", file], SECTIONS)
-        except ConfigError as of_file:
-            if str(of_file) == str(error):
-                return ConfigError(f"{file}: {error}")
-    return error
+def parse_tool(settings_class: type, program: str, args: list[str] | None = None, positional: bool = True) -> Any:
+    """Parse the command line of a program other than train.py.
+
+    Args:
+        settings_class: a dataclass. Fields without a default are positional; of type list[str], they take one word or
+            more. A bool may be given without a value, which means true. See also POSITIONAL and PASSED_ON.
+        program: the name of the program in `--help`.
+        args: the command line without the program; by default that of this process.
+        positional: whether fields without a default are positional.
+
+    Returns:
+        An instance of `settings_class`.
+
+    Raises:
+        ConfigError: the parser's first error, or all values that are out of range.
+    """
+    parser = _parser(settings_class, program, settings_class.__doc__ or "")
+    lists = {setting.name for setting in fields(settings_class) if setting.type == list[str]}
+    places = {setting.name: setting for setting in fields(settings_class) if "positional" in setting.metadata}
+    parser.add_class_arguments(settings_class, as_group=False, as_positional=positional, skip={*lists, *places})
+    for name in lists:
+        parser.add_argument(name, nargs="+")
+    for name, setting in places.items():
+        parser.add_argument(name, nargs="?", type=setting.type, default=setting.default)
+    args = sys.argv[1:] if args is None else args
+    if any("passed_on" in setting.metadata for setting in fields(settings_class)):
+        args = _move_options_first(args, settings_class)
+    switches = {f"--{setting.name}" for setting in fields(settings_class) if setting.type is bool}
+    args = [
+        f"{word}=true" if word in switches and value not in ("true", "false") else word
+        for word, value in pairwise([*args, ""])
+    ]
+    settings = settings_class(**_parse(parser, args))
+    if problems := invalid_values(settings):
+        raise ConfigError("\n".join(problems))
+    return settings
 
 
-@cache  # it reads the source for the docstrings, which takes longer than to parse
+def _move_options_first(args: list[str], settings_class: type) -> list[str]:
+    """Return the options of `settings_class`, then `--`, then all other words of a command line."""
+    options = {f"--{setting.name}": setting.type for setting in fields(settings_class) if setting.type != list[str]}
+    own, passed_on, words = [], [], iter([*args, ""])
+    following = next(words)
+    while following:
+        word, following = following, next(words, "")
+        if word.partition("=")[0] not in {"-h", "--help", *options}:
+            passed_on.append(word)
+            continue
+        own.append(word)
+        takes_value = word in options and (options[word] is not bool or following in ("true", "false"))
+        if takes_value and following:
+            own.append(following)
+            following = next(words, "")
+    return [*own, "--", *passed_on]
+
+
+@cache  # building it reads the source for the docstrings, which takes longer than parsing
 def _train_parser() -> _Parser:
     parser = _parser(
+        TrainConfig,
         "train.py",
-        f"Trains a mini-GPT. Without --config it reads configs/{DEFAULT_CONFIG.name}, whose values come before the "
-        "defaults below. With --plan it only says what that would need.",
+        f"Trains a mini-GPT. Without --config it reads configs/{DEFAULT_CONFIG.name}, whose values override the "
+        "defaults below. With --plan it only prints what the training would need.",
     )
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
     parser.add_class_arguments(TrainConfig, as_group=False)
     return parser
 
 
-def parse_tool(kind: type, program: str, args: list[str] | None = None, positional: bool = True) -> Any:
-    """The settings of another program than train.py, a `kind` whose fields without a default are positional unless
-    told, and a list[str] among these takes one word or more. A bool that is named is true.
-
-    Raises:
-        ConfigError: the parser's first error.
-    """
-    parser = _parser(program, kind.__doc__)
-    lists = {setting.name for setting in fields(kind) if setting.type == list[str]}
-    parser.add_class_arguments(kind, as_group=False, as_positional=positional, skip=lists)
-    for name in lists:
-        parser.add_argument(name, nargs="+")
-    args = sys.argv[1:] if args is None else args
-    switches = {f"--{setting.name}" for setting in fields(kind) if setting.type is bool}
-    args = [
-        f"{word}=true" if word in switches and value not in ("true", "false") else word
-        for word, value in pairwise([*args, ""])
-    ]
-    settings = kind(**_parse(parser, args))
-    if problems := numbers_out_of_range(vars(settings)):
-        raise ConfigError("\n".join(problems))
-    return settings
-
-
-def own_arguments_first(words: list[str], kind: type) -> list[str]:
-    """The options of a `kind`, and after `--` all other words, which are for train.py."""
-    own, theirs, others = [], [], iter([*words, ""])
-    options = {f"--{setting.name}": setting.type for setting in fields(kind) if setting.type != list[str]}
-    following = next(others)
-    while following:
-        word, following = following, next(others, "")
-        if word.partition("=")[0] not in {"-h", "--help", *options}:
-            theirs.append(word)
-            continue
-        own.append(word)
-        takes_value = word in options and (options[word] is not bool or following in ("true", "false"))
-        if takes_value and following:
-            own.append(following)
-            following = next(others, "")
-    return [*own, "--", *theirs]
-
-
-def _parser(program: str, description: str) -> _Parser:
-    # A value such as {class_path: os.system} names code, which the parser would import before it looks at the type.
+def _parser(settings_class: type, program: str, description: str) -> _Parser:
+    # A value such as {class_path: os.system} names code, which the parser would import before it checks the type.
     set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
     set_loader("yaml", _load_value, exceptions=(yaml.YAMLError,))
-    return _Parser(prog=program, description=description, allow_abbrev=False)
+    parser = _Parser(prog=program, description=description, allow_abbrev=False)
+    parser.settings_class = settings_class
+    return parser
 
 
-def _parse(parser: _Parser, args: list[str], sections: tuple[str, ...] = ()) -> dict[str, Any]:
+def _load_value(text: str) -> Any:
+    """Read a file or a word of the command line; a word that YAML takes for a comment (`#x`) stays what it is."""
+    value = read_strings(text)
+    return text if value is None else value
+
+
+def _parse(parser: _Parser, args: list[str]) -> dict[str, Any]:
+    sections = [setting.name for setting in fields(parser.settings_class) if is_dataclass(setting.type)]
     try:
         parsed = parser.parse_args(args)
-        if empty := [NO_NULL.format(name) for name in sections if parsed[name] is None]:
-            raise ConfigError("\n".join(empty))
+        if empty := [section for section in sections if parsed[section] is None]:
+            raise ConfigError(
+                "\n".join(f"{name}: null is not a section; leave it out for its defaults" for name in empty)
+            )
         return vars(parser.instantiate(parsed))
     except UnicodeDecodeError as error:
         raise ConfigError(f"a config file is not UTF-8 text: {error}") from None
@@ -205,4 +167,41 @@ def _parse(parser: _Parser, args: list[str], sections: tuple[str, ...] = ()) -> 
     except RecursionError:
         raise ConfigError("a config is nested too deeply, or contains itself") from None
     except ImportError as error:
-        raise ConfigError(f"no setting names code to import: {error}") from None
+        raise ConfigError(f"a setting cannot name code to import: {error}") from None
+
+
+def _with_file_name(parser: _Parser, args: list[str], error: ConfigError) -> ConfigError:
+    """Prefix the parser's error with the config file that causes it, if one does."""
+    words = [word for arg in args for word in arg.split("=", 1)]
+    for file in (value for name, value in pairwise(words) if name == "--config" and Path(value).is_file()):
+        try:
+            _parse(parser, ["--config", file])
+        except ConfigError as error_of_file:
+            if str(error_of_file) == str(error):
+                return ConfigError(f"{file}: {error}")
+    return error
+
+
+def _explain(message: str, settings_class: type) -> str:
+    """Rewrite a message of jsonargparse as `setting: value; remedy`."""
+    if message.startswith("Unexpected config:"):
+        return "there are no lines of the form `setting: value` in it"
+    unknown = re.match(r"Option '(.*)' is not accepted|Group '(.*)' does not accept option '(.*)'", message)
+    if unknown:
+        return f"{unknown[1] or f'{unknown[2]}.{unknown[3]}'} is not a setting; --help lists all"
+    message = re.sub(r'^Parser key "(.+?)":\s+', r"\1: ", message)
+    setting = message.partition(":")[0]
+    annotation = _annotation(setting, settings_class)
+    value = re.search(r"(?:Got value|Given value): (.*)|: (\S+) does not conform|(?:base 10|float): '(.*)'", message)
+    if annotation is None or value is None:
+        return message
+    return f"{setting}: {value[1] or value[2] or value[3] or ''} must be {describe(annotation)}"
+
+
+def _annotation(setting: str, settings_class: Any) -> Any:
+    """Return the type of the field that is named as `steps` or `optimizer.lr`; None if there is no such field."""
+    section, _, name = setting.rpartition(".")
+    types = {field.name: field.type for field in fields(settings_class)}
+    if section:
+        return _annotation(name, types[section]) if is_dataclass(types.get(section)) else None
+    return types.get(name)

@@ -5,8 +5,12 @@ from pathlib import Path
 from config.errors import ConfigError
 
 
-def expanded(setting: str, path: str | Path) -> Path:
-    """The path, with a home directory in place of ~ or ~USER.
+def expand_user_path(setting: str, path: str | Path) -> Path:
+    """Return the path with ~ or ~USER replaced by the home directory.
+
+    Args:
+        setting: what the error message names.
+        path: the value of the setting.
 
     Raises:
         ConfigError: there is no such user.
@@ -14,5 +18,5 @@ def expanded(setting: str, path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        problem = f"{str(path)!r} is the home of a user whom this machine does not know"
+        problem = f"{str(path)!r} is in the home directory of a user that this machine does not have"
         raise ConfigError(f"{setting}: {problem}") from None

@@ -6,38 +6,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
 
-from config.errors import ConfigError, no_code_for
-from config.paths import expanded
+from config.errors import ConfigError, unhandled_choice
+from config.paths import expand_user_path
 from model.config import GPTConfig
-
-LARGEST_FLOAT = 3.4028234e38  # of float32
-LARGEST_INT = 2**63 - 1  # of int64
-AT_MOST = {  # of more a machine would do nothing else for hours, and answer nobody
-    "data.num_workers": 256,
-    "num_workers": 1024,  # of data.prepare, which has a thread for each core
-    "evaluation.num_logged_generations": 1000,
-    "evaluation.num_scored_generations": 100_000,
-    "timeout_seconds": 2**31 - 1,  # some 68 years: clocks that count nanoseconds overflow soon after
-}
-
-
-def numbers_out_of_range(settings: dict[str, Any], prefix: str = "") -> list[str]:
-    """Every number of some settings that is not finite or too large, as a message."""
-    problems = []
-    for key, value in settings.items():
-        name = prefix + str(key)
-        if isinstance(value, dict):
-            problems += numbers_out_of_range(value, f"{name}.")
-        for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, float) and not abs(number) <= LARGEST_FLOAT:
-                problems.append(f"{name}: {number} must be a finite number of at most {LARGEST_FLOAT:.1e}")
-            elif isinstance(number, int) and abs(number) > LARGEST_INT:
-                problems.append(f"{name}: {number} is too large; use one below 2**63")
-            elif name in AT_MOST and number > AT_MOST[name]:
-                problems.append(f"{name}: {number} is too large; use at most {AT_MOST[name]}")
-    return problems
+from model.field_types import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnitInterval,
+    PositiveFloat,
+    PositiveInt,
+    TimeoutSeconds,
+    UpTo256,
+    UpTo1000,
+    UpTo100000,
+    invalid_values,
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +63,7 @@ class DataConfig:
     zipf: NonNegativeFloat = 1.3
     """source stories with facts: the fact of rank i is told in proportion to i ** -zipf."""
 
-    num_workers: NonNegativeInt = 0
+    num_workers: UpTo256 = 0
     """Processes that load data beside each training process, at most 256. 0: the training process does it itself."""
 
     @property
@@ -191,7 +175,7 @@ class CheckpointConfig:
             case "continue":
                 return False
             case other:
-                raise no_code_for("checkpoint.on_failure", other)
+                raise unhandled_choice("checkpoint.on_failure", other)
 
 
 @dataclass(frozen=True)
@@ -212,11 +196,11 @@ class EvaluationConfig:
     """Which weights are evaluated, exported and let write: an exponential average of them, of which this share stays at
     every update (0.999; less in the beginning). null: those that are trained."""
 
-    num_scored_generations: NonNegativeInt = 200
+    num_scored_generations: UpTo100000 = 200
     """Stories sampled at the end of a stories run, to report the share that the grammar accepts; at most 100,000. 0:
     none."""
 
-    num_logged_generations: NonNegativeInt = 2
+    num_logged_generations: UpTo1000 = 2
     """Texts of up to 128 tokens sampled at every evaluation, to be looked at; at most 1,000. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
@@ -339,7 +323,7 @@ class TrainConfig:
     check_replicas_every: NonNegativeInt = 100
     """Steps between comparisons of the state of all processes, by its digest; before a save too. 0: never."""
 
-    timeout_seconds: PositiveInt = 600
+    timeout_seconds: TimeoutSeconds = 600
     """How long a process waits for the others in a collective operation, or for a checkpoint to be written, before the
     run ends with an error; for a batch and for a tracker it waits less."""
 
@@ -360,11 +344,11 @@ class TrainConfig:
             case "skip":
                 return self.max_skipped_in_a_row
             case other:
-                raise no_code_for("on_nonfinite", other)
+                raise unhandled_choice("on_nonfinite", other)
 
     def problems(self, num_processes: int) -> list[str]:
         """Every relation between settings that does not hold, each as a message that says what would be right."""
-        if problems := numbers_out_of_range(asdict(self)):
+        if problems := invalid_values(self):
             return problems
         if self.init_from is not None and self.init_hash is None:  # what it brings is not known yet
             return self._problems_of_names()
@@ -498,7 +482,7 @@ class TrainConfig:
         if self.init_from is not None and self.branch_from is not None:
             problems.append(f"init_from: {self.init_from} and branch_from: {self.branch_from}: a run begins once")
         try:
-            expanded("out_dir", self.out_dir)
+            expand_user_path("out_dir", self.out_dir)
         except ConfigError as error:
             problems.append(str(error))
         return problems

@@ -1,4 +1,4 @@
-"""YAML that others wrote, read safely: no alias, for a few of them make gigabytes, and no key that is set twice."""
+"""Read YAML safely: without aliases, a few of which expand to gigabytes, and without duplicate keys."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -9,7 +9,7 @@ from config.errors import ConfigError
 
 
 class _SafeLoader(yaml.SafeLoader):
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             alias = self.peek_event()
             line = alias.start_mark.line + 1
@@ -18,13 +18,13 @@ class _SafeLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.MarkedYAMLError(problem=f"{twice[0]!r} is set twice", problem_mark=node.start_mark)
+        if duplicates := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.MarkedYAMLError(problem=f"{duplicates[0]!r} is set twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
-class _WordLoader(_SafeLoader):
-    """Leaves what a value means to whoever knows its type: it tells text and null apart, and nothing else."""
+class _StringLoader(_SafeLoader):
+    """Leaves every scalar a string, except null: the type of its setting determines what it means."""
 
     yaml_implicit_resolvers = {
         first_letter: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
@@ -33,22 +33,22 @@ class _WordLoader(_SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """What was written by `yaml.safe_dump`, with the types that it had.
+    """Read what `yaml.safe_dump` wrote, with the types that it had.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or has a key twice.
-        ConfigError: it has an alias.
+        yaml.YAMLError: the text is not YAML, or a key is set twice.
+        ConfigError: the text has an alias.
     """
     return yaml.load(text, _SafeLoader)
 
 
-def read_words(text: str) -> Any:
-    """The lists and mappings of a YAML text, whose numbers and switches stay the text that they are written as.
+def read_strings(text: str) -> Any:
+    """Read lists and mappings of YAML text; their numbers and booleans stay strings.
 
-    So `010`, `1:30` and `1e3` mean in a file what they mean on a command line, and not what YAML has them for.
+    So `010`, `1:30` and `1e3` in a file mean the same as on a command line: YAML 1.1 reads 8, 90 and the string '1e3'.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or has a key twice.
-        ConfigError: it has an alias.
+        yaml.YAMLError: the text is not YAML, or a key is set twice.
+        ConfigError: the text has an alias.
     """
-    return yaml.load(text, _WordLoader)
+    return yaml.load(text, _StringLoader)

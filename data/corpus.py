@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from config.errors import ConfigError, no_code_for
+from config.errors import ConfigError, unhandled_choice
 from config.resolve import replace_settings
 from config.schema import TrainConfig
 from data.sampler import GlobalBatches, MixedBatches, apportion, mix_quotas
@@ -82,7 +82,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
     if config.data.source == "text":
         return _load_text(config)
     if config.data.source != "stories":
-        raise no_code_for("data.source", config.data.source)
+        raise unhandled_choice("data.source", config.data.source)
     generator = get_story_generator(config.data.facts, config.data.zipf, seed)
     splits = [StoriesDataset(split, size, seed, config.seq_len, generator) for split, size in sizes.items()]
     tokenizer = generator.build_tokenizer()

@@ -2,15 +2,14 @@
 
 import ast
 import inspect
-import types
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
 from config.schema import TrainConfig
+from model.field_types import describe
 
 PAGE = Path(__file__).parent / "settings.md"
 HEAD = """# Settings
@@ -20,23 +19,6 @@ a section is a key (`optimizer: {lr: 0.001}`); on the command line it is `--opti
 earlier ones. Without `--config`, the values of `configs/stories.yaml` override the defaults below. `python train.py
 --help` prints this list, `--print_config` the resolved settings, and `configs/` has recipes.
 """
-WORDS = {"PositiveInt": "int > 0", "NonNegativeInt": "int >= 0", "PositiveFloat": "float > 0"}
-WORDS |= {"NonNegativeFloat": "float >= 0", "NoneType": "null"}
-
-
-def type_name(annotation: Any) -> str:
-    """Return a type in the words of YAML."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return " or ".join(map(str, arguments))
-    if origin in (Union, types.UnionType):
-        return " or ".join(map(type_name, arguments))
-    if origin in (tuple, list):
-        return f"[{', '.join(map(type_name, arguments))}]"
-    if origin is dict:
-        return f"{{{': '.join(map(type_name, arguments))}}}"
-    name = str(annotation.__name__)
-    return WORDS.get(name, name)
 
 
 def field_docstrings(settings: type) -> dict[str, str]:
@@ -59,7 +41,7 @@ def setting_lines(settings: type, section: str = "") -> list[str]:
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         default = yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True)
         default = default.removesuffix("\n").removesuffix("\n...")
-        text = f"({type_name(field.type)}; default {default}): {docstrings[field.name]}"
+        text = f"({describe(field.type)}; default {default}): {docstrings[field.name]}"
         lines.append(f"- **`{section}{field.name}`** {text}".replace("<", "&lt;"))
     return lines
 

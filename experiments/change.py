@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from config.errors import ConfigError
-from config.paths import expanded
+from config.paths import expand_user_path
 from data.files import temporary_folder, write_atomically
 from experiments.config_files import replace_config_files
 
@@ -104,7 +104,7 @@ def resolve_commits(code: str) -> tuple[str, str]:
     head = git("rev-parse", "HEAD")
     if code == ".":
         return head, commit_on(head, "add", "--update", "--", ".")
-    if (patch := expanded("idea", code)).is_file():
+    if (patch := expand_user_path("idea", code)).is_file():
         return head, commit_on(head, "apply", "--cached", str(patch.resolve()))
     try:
         commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{code}^{{commit}}")

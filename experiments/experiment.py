@@ -12,7 +12,7 @@ from typing import Any
 
 from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
-from config.paths import expanded
+from config.paths import expand_user_path
 from data.files import temporary_folder
 from experiments import log, settings
 from experiments.arm import Arm, ArmFailed, Launch
@@ -41,7 +41,7 @@ def main(config: ExperimentConfig) -> None:
         RunError: the baseline cannot be trained, or the environment failed, as with a full disk.
         SystemExit: with code 75 after a signal; rerun the same command to resume.
     """
-    lab = expanded("lab", config.lab)
+    lab = expand_user_path("lab", config.lab)
     try:
         row = Experiment(config, lab, JobRunner(config.jobs or (1 if config.launch else None))).run()
         log.append(lab, row)

@@ -1,10 +1,11 @@
 """Settings of experiment.py; importable without torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from config.parser import PASSED_ON
+from model.field_types import PositiveFloat, PositiveInt
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "lab.yaml"
 
@@ -14,7 +15,7 @@ class ExperimentConfig:
     """Tests whether a change is better than the baseline: by how much, at what cost, and whether it holds for larger
     models."""
 
-    arguments: list[str]
+    arguments: list[str] = field(metadata=PASSED_ON)
     """The change in one argument; then settings of train.py for both arms. Without --config: configs/lab.yaml."""
 
     max_seeds: PositiveInt = 12

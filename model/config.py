@@ -1,8 +1,9 @@
 """The settings of the model. Importable without torch, so that a config is checked before anything heavy is loaded."""
 
-import math
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
+
+from model.field_types import HalfOpenUnitInterval, PositiveFloat, PositiveInt, invalid_values
 
 
 @dataclass(frozen=True)
@@ -12,48 +13,48 @@ class GPTConfig:
     The FAMILIES below have an exact counterpart in transformers (see model/hf.py).
     """
 
-    vocab_size: int | None = None
+    vocab_size: PositiveInt | None = None
     """Number of distinct tokens. Default null: the tokenizer's, filled in before the model is built."""
 
-    max_position_embeddings: int = 128
+    max_position_embeddings: PositiveInt = 128
     """Longest sequence the model accepts, in tokens."""
 
-    n_layers: int = 2
+    n_layers: PositiveInt = 2
     """Number of transformer blocks."""
 
-    n_heads: int = 4
+    n_heads: PositiveInt = 4
     """Number of query heads in each attention."""
 
-    n_kv_heads: int | None = None
+    n_kv_heads: PositiveInt | None = None
     """Number of key and value heads, each shared by n_heads / n_kv_heads query heads (grouped-query attention).
     Default null: n_heads, so that every query head has its own."""
 
-    d_model: int = 128
+    d_model: PositiveInt = 128
     """Width of the residual stream, and so of the embeddings."""
 
-    d_ff: int = 512
+    d_ff: PositiveInt = 512
     """Hidden width of the MLP. Customary: 4 x d_model for gelu and relu2, 8/3 x d_model for swiglu, which has three
     matrices instead of two."""
 
-    dropout: float = 0.1
+    dropout: HalfOpenUnitInterval = 0.1
     """Probability of zeroing an element while training: of the embeddings, of the attention weights, and of what each
     attention and MLP adds to the residual stream. At least 0, less than 1."""
 
-    head_dim: int | None = None
+    head_dim: PositiveInt | None = None
     """Width of one attention head. Default null: d_model / n_heads."""
 
-    rope_theta: float = 10000.0
+    rope_theta: PositiveFloat = 10000.0
     """Base of the wavelengths of the rotary positions: 2 pi rope_theta^(2 i / head_dim) tokens. Only read with
     position: rope."""
 
-    norm_eps: float = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     """Added to the variance (layernorm) or the mean square (rmsnorm) before its root is divided by."""
 
     position: Literal["learned", "rope"] = "learned"
     """How the model knows order: learned (a table of max_position_embeddings vectors added to the token embeddings) or
     rope (queries and keys are rotated by an angle proportional to the position)."""
 
-    window: int | None = None
+    window: PositiveInt | None = None
     """In layers with a window, how many positions attention sees: each its own and the window - 1 before it (Jiang et
     al. 2023, "Mistral 7B", arXiv:2310.06825). At most max_position_embeddings. Default null: all before it."""
 
@@ -74,7 +75,7 @@ class GPTConfig:
     bias: bool = True
     """Whether linear layers and layernorms have a bias. The output projection never has one."""
 
-    logit_softcap: float | None = None
+    logit_softcap: PositiveFloat | None = None
     """Bound on the absolute value of the logits: each becomes logit_softcap x tanh(logit / logit_softcap), in training
     and inference (Gemma 2, arXiv:2408.00118, with 30). Default null: no bound."""
 
@@ -114,28 +115,8 @@ class GPTConfig:
 
     def problems(self) -> list[str]:
         """Every inconsistency, one message each with the setting, its value and what would be right; [] if none."""
-        problems = []
-        counts = "vocab_size max_position_embeddings n_layers n_heads n_kv_heads d_model d_ff head_dim window"
-        for name in counts.split():
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                problems.append(f"model.{name} is {value}: it must be at least 1")
-        sizes_are_positive = not problems
-        for name in ("rope_theta", "norm_eps", "logit_softcap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                problems.append(f"model.{name} is {value}: it must be finite and greater than 0")
-        if not 0 <= self.dropout < 1:
-            problems.append(f"model.dropout is {self.dropout}: it must be at least 0 and less than 1")
-        for field in fields(self):
-            choices = [choice for choice in get_args(field.type) if isinstance(choice, str)]
-            if choices and getattr(self, field.name) not in choices:
-                problems.append(
-                    f"model.{field.name} is {getattr(self, field.name)!r}: it must be one of {', '.join(choices)}"
-                )
-        if not sizes_are_positive:
+        if problems := invalid_values(self, "model."):
             return problems
-
         if self.head_dim is None and self.d_model % self.n_heads:
             below = self.d_model - self.d_model % self.n_heads
             nearest = f"{below} or {below + self.n_heads}" if below else f"{self.n_heads}"

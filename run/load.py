@@ -26,7 +26,7 @@ from checkpoint.manifest import (
 )
 from checkpoint.unshard import read_weights
 from config.errors import ConfigError
-from config.paths import expanded
+from config.paths import expand_user_path
 from config.schema import TrainConfig
 from distributed.world import is_main_process
 from model.gpt import GPTModel
@@ -77,7 +77,7 @@ def load_with_source(
     Returns:
         The model, and the directory and manifest of its checkpoint; None instead of these if it is not from a run.
     """
-    path = expanded(setting, path)
+    path = expand_user_path(setting, path)
     if str(path).encode(errors="replace").decode() != str(path):
         raise ConfigError(f"{setting}: {str(path)!r} is not UTF-8, and safetensors opens nothing else; rename it")
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):

@@ -17,7 +17,7 @@ from checkpoint.manifest import (
     validate,
 )
 from config.errors import ConfigError
-from config.paths import expanded
+from config.paths import expand_user_path
 from config.schema import ScheduleConfig, TrainConfig, flat_settings
 from run.metrics_log import read_rows
 from run.status import read_status
@@ -146,7 +146,7 @@ def check_new_run(run: Path, config: TrainConfig) -> None:
     inputs += [("data.mix", corpus) for corpus in config.data.mix or []]
     run = run.resolve()
     for setting, value in inputs:
-        place = expanded(setting, value).resolve() if value else Path("/")
+        place = expand_user_path(setting, value).resolve() if value else Path("/")
         if starts_afresh(config) and place.exists() and run in (place, *place.parents):
             problem = f"{setting}: {value!r} is of the run that --resume never would move aside"
             raise ConfigError(f"{problem}; choose another name")

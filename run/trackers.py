@@ -20,7 +20,7 @@ from accelerate.utils import patch_environment
 from checkpoint.identity import ROOT, SUMMATION_ORDER, training_sources
 from checkpoint.manifest import Manifest
 from checkpoint.provenance import provenance
-from config.errors import ConfigError, no_code_for
+from config.errors import ConfigError, unhandled_choice
 from config.schema import TrainConfig
 from data.json_objects import finite_or_null
 from distributed.signals import Preempted
@@ -92,7 +92,7 @@ def kind_of(tracker: str) -> "type[TrackerRun]":
         case "tensorboard" | "trackio":
             return TrackerRun
         case other:
-            raise no_code_for("tracking.tracker", other)
+            raise unhandled_choice("tracking.tracker", other)
 
 
 class TrackerRun:

@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train
 from audit import replay
 from audit.settings import ReplayConfig
+from checks.short_run import parse_short_run
 from cli import scripts
 from training.optimizer import build_optimizer
 
@@ -33,4 +34,8 @@ if __name__ == "__main__":
     for module in (train, replay):
         module.GPTModel, module.build_optimizer = Model, build_and_freeze
     script = sys.argv.pop(1)
-    scripts.run_and_exit(script, ReplayConfig if script == "replay" else None)
+    if script == "replay":
+        scripts.run_and_exit("replay", ReplayConfig, module="audit.replay")
+    if script == "verify":
+        scripts.run_and_exit("verify", parse_short_run, module="checks.verification")
+    scripts.run_and_exit(script)

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from audit.audit import audit, record_problems
 from audit.recorded_run import RecordedRun, Retrained
+from audit.settings import ReplayConfig
 from checkpoint.manifest import File, read_manifest
 from cli import scripts
 from config.errors import ConfigError, RunError
 from data.files import sha256
 from distributed.state_hash import digests
-from replay import ReplayConfig, name_step_argument
 from tests import forked
 from tests.conftest import TINY_STORIES, assert_same_bits, environment, python, tensors, train
 
@@ -70,7 +70,7 @@ def test_a_step_whose_update_was_skipped_is_opened(tmp_path):
 def test_a_step_of_a_fork_is_opened(tmp_path):
     """Its gradient is that of what the fork trains."""
     recipe = [*map(str, RECIPE), "--model.dropout", "0", "--out_dir", str(tmp_path), "--name", "fork"]
-    for words in (["train", *recipe], ["replay", str(tmp_path / "fork"), "--step", "3"]):
+    for words in (["train", *recipe], ["replay", str(tmp_path / "fork"), "3"]):
         done = forked.run("tests/freezing.py", words, 1, environment(CXX="/nonexistent"))
         assert done.returncode == 0, done.stdout + done.stderr
     row = next(row for row in map(json.loads, (tmp_path / "fork" / "metrics.jsonl").open()) if row["step"] == 3)
@@ -162,9 +162,9 @@ def test_nothing_in_the_run_is_touched(run):
             "{run} 4 --profile {run}/../file",
             "profile: '{run}/../file': cannot write in {run}/../file: File exists",
         ),
-        ("--step 7 {run}", "step: 7 is beyond the 6 steps of"),
-        ("--num_sequences 8 {run} --step 7", "step: 7 is beyond the 6 steps of"),
-        ("{run} --audit 3 --step 2", "step: name a step of the run to replay, or --audit N"),
+        ("{run} 7 --num_sequences 9", "step: 7 is beyond the 6 steps of"),
+        ("--num_sequences 8 {run} 7", "step: 7 is beyond the 6 steps of"),
+        ("{run} 2 --audit 3 --profile x", "step: name a step of the run to replay, or --audit N"),
         ("--audit 3 nowhere", "run: 'nowhere' is not the directory of a run"),
         ("~no-such-user/run 3", "run: '~no-such-user/run' is the home of a user whom this machine does not know"),
     ],
@@ -174,8 +174,8 @@ def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatc
     if not (run.parent / "link").is_symlink():
         (run.parent / "link").symlink_to(run / "checkpoints")
     before = sorted(run.rglob("*"))
-    monkeypatch.setattr(sys, "argv", ["replay.py", *name_step_argument(arguments.format(run=run).split())])
-    assert scripts.run_script("replay", ReplayConfig) == 2
+    monkeypatch.setattr(sys, "argv", ["replay.py", *arguments.format(run=run).split()])
+    assert scripts.run_script("replay", ReplayConfig, module="audit.replay") == 2
     assert message.format(run=run) in capsys.readouterr().err
     assert before == sorted(run.rglob("*"))
 
@@ -682,7 +682,7 @@ def test_two_processes_replay_and_audit_a_run_of_two(tmp_path):
 def run_replay(monkeypatch, capsys, *words):
     """Exit code and what it said was wrong."""
     monkeypatch.setattr(sys, "argv", ["replay.py", *map(str, words)])
-    return scripts.run_script("replay", ReplayConfig), capsys.readouterr().err
+    return scripts.run_script("replay", ReplayConfig, module="audit.replay"), capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl", "generations.jsonl"])

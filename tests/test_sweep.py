@@ -14,7 +14,7 @@ import yaml
 from checkpoint.manifest import File, Manifest
 from cli import scripts
 from config.errors import ConfigError, RunError
-from config.parser import own_arguments_first, parse_config
+from config.parser import parse_config, parse_tool
 from config.resolve import given_model_settings
 from jobs import runner
 from jobs.runner import launched_precision
@@ -292,18 +292,9 @@ def test_names_are_unambiguous():
 
 def test_own_options_may_be_anywhere(monkeypatch, capsys):
     words = ["--seed", "0,1", "--launch", "accelerate launch --cpu", "--name", "x"]
-    assert own_arguments_first(words, SweepConfig) == [
-        "--launch",
-        "accelerate launch --cpu",
-        "--",
-        "--seed",
-        "0,1",
-        "--name",
-        "x",
-    ]
-    monkeypatch.setattr(
-        sys, "argv", ["sweep.py", *own_arguments_first(["--seed", "0,x", "--launch=python"], SweepConfig)]
-    )
+    expected = SweepConfig(["--seed", "0,1", "--name", "x"], launch="accelerate launch --cpu")
+    assert parse_tool(SweepConfig, "sweep.py", words) == expected
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--seed", "0,x", "--launch=python"])
     streams = sys.stdout, sys.stderr
     assert scripts.run_script("sweep", SweepConfig, needs_torch=False) == 2
     sys.stdout, sys.stderr = streams

@@ -17,11 +17,11 @@ import model.gpt
 import model.kernels
 import train
 from checks import verification
+from checks.short_run import parse_short_run
 from cli import scripts
 from data.synthetic.stories import StoriesDataset
 from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
-from verify import short_run_arguments
 
 PROMISES = [
     "order is a permutation in every epoch",
@@ -126,8 +126,7 @@ def test_what_a_fork_broke_is_found(name, runs, tmp_path):
 
 
 def verify_command(out_dir, *words):
-    words = [*TINY_STORIES, "--out_dir", str(out_dir), *words]
-    return ["verify.py", *short_run_arguments(words)]
+    return ["verify.py", *TINY_STORIES, "--out_dir", str(out_dir), *words]
 
 
 def verify_a_fork(out_dir, file):
@@ -154,7 +153,7 @@ def verify_a_fork(out_dir, file):
     model.gpt.MLP = ScaledMLP
     train.build_optimizer = verification.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
     verification.GlobalBatches = {}.__getitem__
-    scripts.exit_without_teardown(scripts.run_script("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 def verify_a_count_in_a_group(out_dir, file):
@@ -172,7 +171,7 @@ def verify_a_count_in_a_group(out_dir, file):
     train.build_optimizer = verification.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
     checks, bitwise = verification.Verification.checks, "resuming is bitwise"
     verification.Verification.checks = lambda self: {bitwise: checks(self)[bitwise]}
-    scripts.exit_without_teardown(scripts.run_script("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 def in_a_fork(verify, out_dir, file, *words):
@@ -235,7 +234,7 @@ def verify_what_is_no_state(out_dir, file):
 
     train.evaluate = evaluate_twice
     verification.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
-    scripts.exit_without_teardown(scripts.run_script("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 @pytest.mark.slow
@@ -259,7 +258,7 @@ def verify_short_rows(out_dir, file):
     StoriesDataset.arrays = lambda self, indices: {n: rows[:, :64] for n, rows in arrays(self, indices).items()}
     name = "gradient = hand-written all-reduce"
     verification.Verification.checks = lambda self: {name: partial(self.equals_loop_by_hand, all_reduce=True)}
-    scripts.exit_without_teardown(scripts.run_script("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 def test_rows_of_another_length_than_is_said_are_found(runs, tmp_path):
@@ -284,7 +283,7 @@ def verify_any_basis(out_dir, file):
     train.build_optimizer = verification.build_optimizer = lambda model, *_: Rotating(model.parameters(), 0.1)
     check = partial(verification.Verification.equals_loop_by_hand, all_reduce=True)
     verification.Verification.checks = lambda self: {"gradient = hand-written all-reduce": partial(check, self)}
-    scripts.exit_without_teardown(scripts.run_script("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 def test_gradients_are_compared_and_not_what_an_optimizer_makes_of_them(runs, tmp_path):
@@ -308,7 +307,7 @@ def verify_what_begins_later(out_dir, file, *words):
 
     train.build_optimizer = verification.build_optimizer = lambda model, *_: Later(model.parameters(), 0.1)
     verification.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
-    scripts.exit_without_teardown(scripts.run_script("verify"))
+    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 @pytest.mark.parametrize(("words", "result"), [((), "PASS"), (("--verify_steps", "12"), "FAIL")])
@@ -318,9 +317,9 @@ def test_what_begins_later_is_seen_with_more_steps(words, result, runs, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"), [("1", "verify_steps: 1 leaves none"), ("x", "steps: x must be a whole number above 0")]
+    ("steps", "message"), [("1", "verify_steps: 1 leaves none"), ("x", "steps: x must be a positive integer")]
 )
 def test_a_wrong_number_of_steps_is_refused(steps, message, runs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", verify_command(runs, "--verify_steps", steps))
-    assert scripts.run_script("verify") == 2
+    assert scripts.run_script("verify", parse_short_run, module="checks.verification") == 2
     assert message in capsys.readouterr().err and not runs.exists()

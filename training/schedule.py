@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from config.errors import no_code_for
+from config.errors import unhandled_choice
 from config.schema import ScheduleConfig, TrainConfig
 
 
@@ -71,7 +71,7 @@ def lr_scale(config: ScheduleConfig, step: int, steps: int) -> float:
         case "wsd":
             shape = 1 - _decay_progress(config.decay_steps or math.ceil(0.2 * steps), config, step, steps)
         case other:
-            raise no_code_for("schedule.name", other)
+            raise unhandled_choice("schedule.name", other)
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     return lowest + (1 - lowest) * shape

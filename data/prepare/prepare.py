@@ -34,14 +34,13 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from jsonargparse.typing import PositiveInt
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from cli.output import ignore_failed_prints, printable_lines
 from config.errors import ConfigError
 from config.parser import parse_tool
-from config.paths import expanded
+from config.paths import expand_user_path
 from data import chat, chat_template
 from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
 from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, open_columns, read_metadata
@@ -54,6 +53,7 @@ from data.tokenizer import (
     token_bytes,
     wrap_tokenizer_errors,
 )
+from model.field_types import PositiveInt, UpTo1024
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
@@ -104,7 +104,7 @@ class PrepareConfig:
     """Stop after the file in which so many for training are reached: up to about 16 million characters more. A source
     of its own for validation is taken whole. null: take all."""
 
-    num_workers: PositiveInt = os.cpu_count() or 1
+    num_workers: UpTo1024 = os.cpu_count() or 1
     """Threads that encode. The corpus is the same for any number."""
 
 
@@ -248,7 +248,7 @@ def prepare(config: PrepareConfig) -> dict:
         OSError: the corpus cannot be written. What is done so far stays, and the same command goes on.
     """
     kind, share = _kind_of_validation(config)
-    out = expanded("out", config.out).absolute()
+    out = expand_user_path("out", config.out).absolute()
     source, held_out = _open_sources(config, kind)
     stamps = source.stamps | (held_out.stamps if held_out else {})
     stamps |= {file: get_source_stamp(file) for file in find_files(f"{escape(config.tokenizer)}/*")}

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import data.prepare.prepare
+from audit.settings import ReplayConfig
 from cli import scripts
 from compare import CompareConfig
 from config.errors import ConfigError
@@ -23,7 +24,6 @@ from evaluate import EvaluateConfig
 from export import ExportConfig
 from jobs.runner import JobRunner
 from plotting.run_plots import save_loss_curve
-from replay import ReplayConfig, name_step_argument
 from sample import SampleConfig
 from sweep import SweepConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
@@ -67,6 +67,9 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return b" ".join(words)
 
 
+MODULES = {"replay": "audit.replay"}
+
+
 def run_tool(script, kind, *words):
     """The exit code of a script, what it printed and its errors."""
     out, err = StringIO(), StringIO()
@@ -74,7 +77,11 @@ def run_tool(script, kind, *words):
     sys.argv = [f"{script}.py", *map(str, words)]
     sys.stdout, sys.stderr = out, err
     try:
-        exit_code = data.prepare.prepare.cli() if script == "prepare" else scripts.run_script(script, kind)
+        exit_code = (
+            data.prepare.prepare.cli()
+            if script == "prepare"
+            else scripts.run_script(script, kind, module=MODULES.get(script))
+        )
         return exit_code, out.getvalue(), err.getvalue()
     finally:
         sys.argv, sys.stdout, sys.stderr = before
@@ -154,7 +161,7 @@ TOOLS = {
     "export": (ExportConfig, "RUN OUT"),
     "compare": (CompareConfig, "RUN FOLDER/runs/run --out null"),
     "replay": (ReplayConfig, "RUN 3 --arithmetic false --num_sequences 1"),
-    "sweep": (SweepConfig, "-- --config FOLDER/recipe.yaml --name run --out_dir RUN/.."),
+    "sweep": (SweepConfig, "--config FOLDER/recipe.yaml --name run --out_dir RUN/.."),
     "prepare": (
         None,
         "--source FOLDER/source.jsonl --tokenizer RUN/tokenizer --validation hash:0.3 --out OUT --num_workers 1",
@@ -165,7 +172,7 @@ TOOLS = {
 def use(tool, run, folder, out):
     kind, words = TOOLS[tool]
     words = words.replace("RUN", str(run)).replace("FOLDER", str(folder)).replace("OUT", str(out)).split()
-    exit_code, said, errors = run_tool(tool, kind, *(name_step_argument(words) if tool == "replay" else words))
+    exit_code, said, errors = run_tool(tool, kind, *words)
     written = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".png"}
     written = {name: content.replace(str(run).encode(), b"RUN") for name, content in written.items()}
     return exit_code, said.replace(str(out), "OUT").replace(str(run), "RUN"), errors, written

@@ -43,14 +43,14 @@ def test_later_settings_win(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     {
-        "--steps 0": "steps: 0 must be a whole number above 0",
-        "--seed -1": "seed: -1 must be a whole number of at least 0",
-        "--model.dropout x": "model.dropout: x must be a number",
+        "--steps 0": "steps: 0 must be a positive integer",
+        "--seed -1": "seed: -1 must be a non-negative integer",
+        "--model.dropout x": "model.dropout: x must be a number from 0 to below 1",
         "--compile maybe": "compile: maybe must be true or false",
-        "--data.packing foo": "data.packing: foo must be one of 'concat', 'isolated', 'padded'",
-        "--evaluation.num_samples -1": "evaluation.num_samples: -1 must be a whole number above 0 or null",
-        "--profile 3": "profile: 3 must be tuple [a whole number above 0, a whole number above 0] or null",
-        "--resume maybe": "resume: maybe must be one of 'auto', 'never'",
+        "--data.packing foo": "data.packing: foo must be one of concat, isolated, padded",
+        "--evaluation.num_samples -1": "evaluation.num_samples: -1 must be a positive integer or null",
+        "--profile 3": "profile: 3 must be [a positive integer, a positive integer] or null",
+        "--resume maybe": "resume: maybe must be one of auto, never",
         "--config /nowhere.yaml": "config: File does not exist: '/nowhere.yaml'",
     }.items(),
 )
@@ -61,11 +61,11 @@ def test_a_refusal_says_setting_value_and_what_would_be_right(words, message):
 @pytest.mark.parametrize(
     "content, message",
     {
-        "": "no lines of the form `setting: value` are in it",
-        "# nothing yet": "no lines of the form `setting: value` are in it",
-        "steps: many": "steps: many must be a whole number above 0",
-        "stepz: 3": "stepz is no setting; --help lists all",
-        "optimizer: {learning_rate: 3}": "optimizer.learning_rate is no setting; --help lists all",
+        "": "there are no lines of the form `setting: value` in it",
+        "# nothing yet": "there are no lines of the form `setting: value` in it",
+        "steps: many": "steps: many must be a positive integer",
+        "stepz: 3": "stepz is not a setting; --help lists all",
+        "optimizer: {learning_rate: 3}": "optimizer.learning_rate is not a setting; --help lists all",
     }.items(),
 )
 def test_a_refusal_names_the_config_file(content, message, tmp_path):
@@ -145,10 +145,10 @@ def test_every_setting_is_documented(capsys):
         (["--out_dir", "~nouser/x"], ["out_dir", "~nouser/x"]),
         (
             ["--evaluation.num_logged_generations", "1001"],
-            ["evaluation.num_logged_generations", "1001", "at most 1000"],
+            ["evaluation.num_logged_generations", "1001", "0 to 1000"],
         ),
-        (["--evaluation.num_scored_generations", "100001"], ["evaluation.num_scored_generations", "at most 100000"]),
-        (["--data.num_workers", "257"], ["data.num_workers", "257", "at most 256"]),
+        (["--evaluation.num_scored_generations", "100001"], ["evaluation.num_scored_generations", "0 to 100000"]),
+        (["--data.num_workers", "257"], ["data.num_workers", "257", "0 to 256"]),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value_and_remedy(arguments, named):

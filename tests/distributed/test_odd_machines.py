@@ -139,7 +139,11 @@ ROWS = {
         code=LITTLE_MEMORY,
         words=["train.py", *ONE_STEP, "--model.d_model", "8192", "--model.n_layers", "1"],
         exit_code=1,
-        says=["error: no memory left in process 0, in `", "can't allocate memory", "What takes less: a smaller micro"],
+        says=[
+            "error: out of memory in process 0, in `",
+            "can't allocate memory",
+            "Less memory is needed with a smaller micro",
+        ],
     ),
     "files that may not be large": Row(code=SMALL_FILES, exit_code=1, says=["File too large"]),
 }

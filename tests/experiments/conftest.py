@@ -36,7 +36,7 @@ for option, value in zip(words[::2], words[1::2]):
         settings |= json.loads(open(value).read() or "{}")
         continue
     if name not in settings:
-        refuse(f"{option} is no setting; --help lists all")
+        refuse(f"{option} is not a setting; --help lists all")
     try:
         settings[name] = json.loads(value)
     except ValueError:

@@ -95,7 +95,7 @@ def test_diverging_candidate_is_failed_and_costs_one_run(run_experiment):
 
 
 def test_refused_settings_are_no_verdict(run_experiment):
-    assert "--model.mpl is no setting" in run_experiment("--model.mpl relu2", error=ConfigError)
+    assert "--model.mpl is not a setting" in run_experiment("--model.mpl relu2", error=ConfigError)
     assert not run_experiment.started() and not log.read_log(run_experiment.lab)
 
 
@@ -110,7 +110,7 @@ def test_change_without_quotes_is_refused(run_experiment):
 
 
 def test_broken_baseline_is_an_error(run_experiment):
-    assert "--x is no setting" in run_experiment("--model.mlp relu2", "--x", "3", error=ConfigError)
+    assert "--x is not a setting" in run_experiment("--model.mlp relu2", "--x", "3", error=ConfigError)
     assert "the loss is nan" in run_experiment("--optimizer.lr 1", "--optimizer.lr", "0", error=RunError)
     assert "no val/loss" in run_experiment("--optimizer.lr 1", "--evaluation.every", "0", error=ConfigError)
 
@@ -587,7 +587,7 @@ def test_ctrl_c_then_same_command_resumes(tmp_path):
     [
         ("no-such-branch", 2, "idea: 'no-such-branch' is no git branch"),
         ("'--optimizer.lr 3' --config nowhere.yaml", 2, "nowhere.yaml"),
-        ("'--optimizer.lr 3' --max_seeds 0", 2, "max_seeds: 0 must be a whole number above 0"),
+        ("'--optimizer.lr 3' --max_seeds 0", 2, "max_seeds: 0 must be a positive integer"),
         ("--max_seeds 3", 2, "arguments"),
     ],
 )

@@ -46,7 +46,7 @@ time.sleep({"slowly": 60, "for a moment": 0.6}.get(how, 0))
 if how == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "is refused":
-    print("train.py: error: optimizer.lr: x must be a number")
+    print("train.py: error: optimizer.lr: x must be a non-negative number")
     os._exit(2)
 ends = {"fails": ("failed", 1, "RunError: the loss is nan")}
 ends["fills the disk"] = "failed", 1, "OSError: [Errno 28] No space left on device"
@@ -119,7 +119,7 @@ def test_train_skips_finished_runs_unless_restarted(run):
     ("how", "message"),
     [
         ("fails", "RunError: the loss is nan"),
-        ("is refused", "optimizer.lr: x must be a number"),
+        ("is refused", "optimizer.lr: x must be a non-negative number"),
         ("dies", "ended by SIGKILL; out of memory?"),
     ],
 )

@@ -248,5 +248,5 @@ def test_docs_settings_has_every_setting_of_the_parser_with_its_default():
 
 def test_docs_settings_explains_a_choice_and_a_section():
     text = settings.page()
-    assert "- **`model.position`** (learned or rope; default learned): How the model knows order" in text
+    assert "- **`model.position`** (one of learned, rope; default learned): How the model knows order" in text
     assert "\n## schedule\n\nThe learning rate and the global batch as functions of the step.\n" in text

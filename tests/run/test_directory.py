@@ -564,7 +564,7 @@ def test_a_disk_without_room_for_a_result_is_an_error_and_for_a_log_none(words, 
     words = [*words.replace("RUNS", str(runs)).split(), *([] if exit_code else [*RECIPE, "--out_dir", str(runs)])]
     code = f"{WITHOUT_ROOM}runpy.run_path(sys.argv[0], run_name='__main__')"
     done = forked.run("-c", [code, *map(str, words)], 0, environment())
-    lost = f"{words[0]}: error: what it prints cannot be written: No space left on device\n"
+    lost = f"{words[0]}: error: the output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr.endswith(lost)) == (exit_code, exit_code == 1), done.stderr
 
 

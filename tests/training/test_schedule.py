@@ -13,7 +13,6 @@ from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, train
 from training.optimizer import build_optimizer, set_schedules
 from training.schedule import SCHEDULES, lr_scale, scheduled_value
-from verify import short_run_arguments
 
 
 def scales(steps=100, **settings):
@@ -98,9 +97,11 @@ from training.schedule import SCHEDULES
 SCHEDULES |= {"dropout": lambda rate, config, step: rate * (1 + step % 2)}
 SCHEDULES |= {"grad_clip": lambda norm, config, step: norm / (1 + step)}
 from cli import scripts
-import replay
+from audit.settings import ReplayConfig
+from checks.short_run import parse_short_run
 script = sys.argv.pop(1)
-scripts.run_and_exit(script, replay.ReplayConfig if script == "replay" else None)
+settings = {"replay": ReplayConfig, "verify": parse_short_run}.get(script)
+scripts.run_and_exit(script, settings, module={"replay": "audit.replay", "verify": "checks.verification"}.get(script))
 """
 
 
@@ -108,8 +109,7 @@ scripts.run_and_exit(script, replay.ReplayConfig if script == "replay" else None
 def test_what_a_fork_schedules_is_trained_with_verified_and_opened(runs):
     """The loop by hand clips and drops out as train.py does, and a step that is opened has its rate."""
     recipe = [*TINY_STORIES, "--optimizer.grad_clip", "0.3", "--out_dir", str(runs), "--name", "run"]
-    short = short_run_arguments(recipe)
-    scripts = [["train", *recipe], ["replay", str(runs / "run"), "--step", "4"], ["verify", *short]]
+    scripts = [["train", *recipe], ["replay", str(runs / "run"), "4"], ["verify", *recipe]]
     said = [forked.run("-c", [FORK, *words], 0, environment(CXX="/nonexistent")) for words in scripts]
     assert all(done.returncode == 0 for done in said), said
     row = metrics(runs / "run")[3]

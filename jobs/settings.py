@@ -1,0 +1,21 @@
+"""Settings of sweep.py; importable without torch."""
+
+from dataclasses import dataclass, field
+
+from config.parser import PASSED_ON
+from model.field_types import PositiveInt
+
+
+@dataclass
+class SweepConfig:
+    """Trains a run for every combination of values of train.py's settings, as --optimizer.lr 1e-3,3e-4 --seed 0,1,2."""
+
+    arguments: list[str] = field(metadata=PASSED_ON)
+    """Settings of train.py, those to sweep with several values and commas between."""
+
+    jobs: PositiveInt | None = None
+    """Runs at once, each with its share of the cores or a GPU of its own. null: one for each GPU, else one for each
+    core, but not more than 8; with `launch` one."""
+
+    launch: str | None = None
+    """What starts a run, as "accelerate launch --config_file X". null: python."""
