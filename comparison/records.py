@@ -25,6 +25,7 @@ from run.resume import FREE_SETTINGS, OF_SCHEDULES
 from run.status import Status
 
 SEEDS = ("seed", "data.seed")
+NEVER = -1  # the step where equal runs diverge
 # Runs of one recipe may differ in these settings: the location, and what changes losses by rounding at most.
 IGNORED_SETTINGS = FREE_SETTINGS - OF_SCHEDULES - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
 IGNORED_SETTINGS |= {
@@ -301,7 +302,7 @@ def find_parent(record: Record, candidates: Iterable[Record]) -> Record | None:
 
 
 def first_divergence(one: Record, other: Record, *metrics: str) -> int | None:
-    """Return the first step where one of these metrics differs; 0 if none does, None if no step has both values."""
+    """Return the first step where one of these metrics differs; NEVER if none does, None if no step has both values."""
     ours, theirs = one.all_rows(), other.all_rows()
     num_compared = 0
     for step in sorted(ours.keys() & theirs.keys()):
@@ -309,7 +310,7 @@ def first_divergence(one: Record, other: Record, *metrics: str) -> int | None:
         if any(ours[step][name] != theirs[step][name] for name in both):
             return step
         num_compared += len(both)
-    return 0 if num_compared else None
+    return NEVER if num_compared else None
 
 
 def differing_settings(records: list[Record]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from checkpoint.identity import describe_code
 from cli.output import aligned, printable
 from comparison.records import (
+    NEVER,
     SEEDS,
     Recipe,
     Record,
@@ -160,7 +161,7 @@ def loss_table(group: Group, target_loss: float | None) -> Table:
         ]
         if record is not reference:
             steps = (first_divergence(reference, record, *metrics) for metrics in (["state/digest"], LOSSES))
-            row += ["never" if step == 0 else format_value(step, "d") for step in steps]
+            row += ["never" if step == NEVER else format_value(step, "d") for step in steps]
         table.rows.append(row)
         table.recipes.append(group.recipe_index(record))
     if len(records) > 1:

@@ -106,6 +106,16 @@ def test_runs_that_are_the_same_never_part(pair, capsys, tmp_path):
     assert (table(shown)[1]["digest diverges"], table(shown)[1]["loss diverges"]) == ("never", "never")
 
 
+def test_divergence_at_step_0_is_not_never(tmp_path, capsys):
+    """The evaluation before the first step differs where initial weights do."""
+    runs = []
+    for seed in (0, 1):
+        rows = {0: {"val/loss": 5.0 + seed, "state/digest": f"start{seed}"}, 30: {"val/loss": 3.0, "state/digest": "e"}}
+        runs.append(fake_run(tmp_path / f"seed-{seed}", rows, seed=seed))
+    other = table(printed(capsys, *runs))[1]
+    assert (other["digest diverges"], other["loss diverges"]) == ("0", "0")
+
+
 def test_tokens_are_counted_to_a_loss(pair, capsys):
     """4 sequences of 16 tokens a step; without --loss to the lowest that both reached."""
     b, a = table(printed(capsys, *pair))
