@@ -76,17 +76,6 @@ def compare_summation_order(then: Mapping[str, Any], now: Mapping[str, Any], exa
     return [] if exact else [name for name in SUMMATION_ORDER if _differs(name, then, now)]
 
 
-def lasting_starts(starts: list[dict[str, Any]], until: int) -> list[dict[str, Any]]:
-    """The rows of sessions.jsonl whose steps are still there in a run that has come to step `until`.
-
-    The steps after that of a later start were trained again, and a start of a complete run has trained none.
-    """
-    lasting: list[dict[str, Any]] = []
-    for start in starts:
-        lasting = [before for before in lasting if before["step"] < start["step"]] + [start]
-    return [start for start in lasting if start["step"] < until] or lasting[-1:]
-
-
 def _differs(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     both = then.get(name), now.get(name)
     return None not in both and both[0] != both[1]

@@ -14,14 +14,14 @@ from typing import Any
 
 import yaml
 
-from checkpoint.identity import code_hash, lasting_starts
+from checkpoint.identity import code_hash
 from checkpoint.manifest import step_directory
 from config.errors import ConfigError, RunError
 from config.schema import flat_settings
 from config.yaml_files import read_yaml
 from experiments.config_files import copy_config_files
 from jobs.runner import Training, accelerate_settings, launched_precision, parse_launcher
-from run.metrics_log import read_rows
+from run.reader import RunReader, surviving_sessions
 
 # Settings with other values of which a run still belongs to the same arm.
 NOT_OF_ARM = {"name", "out_dir", "resume", "seed", "stop_after"}
@@ -271,7 +271,7 @@ def identities(run: Path, steps: int) -> list[dict[str, Any]]:
 @cache
 def _identities(config: Path, sessions: Path, steps: int, _times: tuple[int, ...]) -> list[dict[str, Any]]:
     settings = {name: value for name, value in flat_settings(read_yaml(config.read_text())).items() if is_of_arm(name)}
-    rows = list(read_rows(sessions))
-    parents = [row["branched_from"]["digest"] for row in rows if row.get("branched_from")]
+    rows = RunReader(config.parent).sessions()
+    parents = [row.branched_from.digest for row in rows if row.branched_from]
     shared = settings | {"branched": parents[:1]}
-    return [shared | {name: row.get(name) for name in SESSION_FACTS} for row in lasting_starts(rows, steps)]
+    return [shared | {name: getattr(row, name) for name in SESSION_FACTS} for row in surviving_sessions(rows, steps)]

@@ -12,14 +12,14 @@ from typing import Any
 
 import yaml
 
-from checkpoint.identity import compare_facts, lasting_starts
+from checkpoint.identity import compare_facts
 from checkpoint.manifest import readable_checkpoints
 from config.errors import ConfigError
 from config.parser import parse_config
 from config.resolve import given_model_settings, replace_settings, with_stored_model
 from config.schema import TrainConfig, flat_settings
 from data.files import write_atomically
-from run.metrics_log import read_rows
+from run.reader import RunReader, surviving_sessions
 from run.resume import check_resume, differing_settings
 from run.status import read_status
 from run.stored_settings import read_settings
@@ -90,17 +90,14 @@ def different_facts(path: Path, facts: dict[str, str | None]) -> list[str]:
     Raises:
         ConfigError: the run cannot be read.
     """
-    status = read_status(path / "status.json")
+    run = RunReader(path)
+    status = run.status()
     completed = status.step if status else 0
-    try:
-        sessions = list(read_rows(path / "sessions.jsonl")) if (path / "sessions.jsonl").exists() else []
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    trained = [session for session in lasting_starts(sessions, completed) if session["step"] < completed]
+    trained = [session for session in surviving_sessions(run.sessions(), completed) if session.step < completed]
     lines = [
-        f"{name}: {session[name]} there, {facts[name]} now"
+        f"{name}: {getattr(session, name)} there, {facts[name]} now"
         for session in trained
-        for name in compare_facts(session, facts)
+        for name in compare_facts(vars(session), facts)
     ]
     return list(dict.fromkeys(lines))
 

@@ -11,7 +11,6 @@ from checkpoint.identity import (
     code_hash,
     compare_facts,
     compare_summation_order,
-    lasting_starts,
     training_sources,
 )
 from checkpoint.manifest import read_manifest
@@ -104,15 +103,6 @@ def test_compare_summation_order_depends_on_exact():
     then, now = {"processes": 1, "threads": None, "shards": 1}, {"processes": 2, "threads": 2, "shards": 1}
     assert compare_summation_order(then, now, exact=False) == ["processes"], "a GPU has no threads to compare"
     assert compare_summation_order(then, now, exact=True) == []
-
-
-def test_of_starts_only_the_steps_that_are_there_count():
-    def steps(*begins, until):
-        return [start["step"] for start in lasting_starts([{"step": begin} for begin in begins], until)]
-
-    assert steps(0, 4, 8, until=8) == [0, 4], "a start of a complete run trains nothing"
-    assert steps(0, 4, 2, until=8) == [0, 2], "steps 3 and 4 were trained again"
-    assert steps(0, 0, until=8) == [0] and steps(0, until=0) == [0] and steps(until=3) == []
 
 
 # A start and a replay under other code, which here is written into what a run of this code left.

@@ -44,6 +44,8 @@ def test_surviving_sessions_drop_retrained_steps():
     assert surviving_sessions(sessions, 8) == [Session(0), Session(2)], "step 4 was trained again, 8 trained nothing"
     assert surviving_sessions(sessions, 9) == [Session(0), Session(2), Session(8)]
     assert surviving_sessions([Session(3)], 3) == [Session(3)], "a branch that has trained nothing yet"
+    assert surviving_sessions([Session(0), Session(0)], 8) == [Session(0)]
+    assert surviving_sessions([], 3) == []
 
 
 def parsed_lines(monkeypatch):
