@@ -55,7 +55,10 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None, list[st
 
 
 def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
-    """The messages in the column `name`: a list of them or, where they can only be of one `role`, what that says."""
+    """Return the messages in the column `name`.
+
+    It is a list of them or, where all are of one `role`, a text.
+    """
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
@@ -74,7 +77,7 @@ def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
 
 
 def _told_to_the_template(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row has besides messages for a chat template; either may be the JSON of it, as a table needs it."""
+    """Return what a row has for the chat template besides messages; each may be given as JSON, as in a table."""
     told = {}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = row.get(name)

@@ -36,7 +36,7 @@ THOUGHTS = {"reasoning_content", "reasoning", "thinking"}
 
 
 def open_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer in a folder, which gets the default chat template if it has none."""
+    """Open the tokenizer in a folder; save the default chat template there if it has none."""
     from transformers import AutoTokenizer  # slow to import
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -76,7 +76,7 @@ class ChatTemplate:
     def encode(
         self, messages: list[Message], tools: list | None = None, chat_template_kwargs: dict[str, Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """The tokens of a conversation, and for each 1 if it is of an answer, else 0.
+        """Encode a conversation; return its tokens, and for each 1 if it belongs to an answer, else 0.
 
         Answers are what the template marks with {% generation %} or, where it marks nothing, what a message of the
         assistant adds after the prompt for one: what is said, and what ends it.
@@ -88,10 +88,7 @@ class ChatTemplate:
         """
         told = {"tools": tools, **(chat_template_kwargs or {})}
         text, marked = self._write(messages, told)
-        if marked is None:
-            in_answer = self._find_answers(text, messages, told)
-        else:
-            in_answer = _within(marked, text, messages)
+        in_answer = self._find_answers(text, messages, told) if marked is None else _within(marked, text, messages)
         tokens, places = self._tokens(text)
         if marked is None:
             # A token that begins before the answer, as one of two line ends, belongs to what was there.
@@ -101,7 +98,7 @@ class ChatTemplate:
         return tokens, [0, *answers[1:]]
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """The tokens of a conversation that the assistant is to go on with.
+        """Return the tokens of a conversation up to where the assistant answers.
 
         Raises:
             ConfigError: the template does not write these messages.
@@ -109,7 +106,7 @@ class ChatTemplate:
         return self._tokens(self._write(messages, {}, add_generation_prompt=True)[0])[0]
 
     def ends_of_answer(self) -> set[int]:
-        """The tokens at which an answer is over: the end of text, and the last special one that a template sets."""
+        """Return the tokens that end an answer: the end of text, and the last special token of a rendered answer."""
         ends = set() if self.tokenizer.eos_token_id is None else {self.tokenizer.eos_token_id}
         if self.tokenizer.chat_template is not None:
             with suppress(ConfigError):  # a template for something else than a question and its answer
@@ -119,7 +116,7 @@ class ChatTemplate:
         return ends
 
     def keys_not_written(self, conversation: dict[str, Any]) -> set[str]:
-        """What a conversation has that the template does not name, and that would be lost."""
+        """Return the keys of a conversation that the template does not name, and whose values would be lost."""
         template = self.tokenizer.get_chat_template(tools=conversation.get("tools"))
         named = set(re.findall(r"\w+", template))
         named |= THOUGHTS if named & THOUGHTS else set()
@@ -128,8 +125,10 @@ class ChatTemplate:
     def _write(
         self, messages: list[Message], told: dict[str, Any], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """What the template writes, where what stands for a special token is one that a message spells; and where in it
-        answers begin and end, None of a template that does not mark them."""
+        """Render the template, with a stand-in for each special token that a message spells out.
+
+        Also return the (begin, end) of answers in the text; None if the template does not mark them.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
 
         begin = f"that begins {messages[0].get('content')!r:.60}"
@@ -150,7 +149,7 @@ class ChatTemplate:
         return text, marked[0] if is_marked else None
 
     def _hide(self, value: Any) -> Any:
-        """The same value where something stands for each special token that is spelt in it."""
+        """Replace each special token that is spelled out in a value by its stand-in."""
         if isinstance(value, str):
             return self._spelt.sub(lambda found: self._stand_ins[found[0]], value.replace(MARK, "\ufffd"))
         if isinstance(value, dict):
@@ -158,7 +157,7 @@ class ChatTemplate:
         return [self._hide(item) for item in value] if isinstance(value, list) else value
 
     def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of what the template has written, and where in it each begins and ends."""
+        """Encode rendered text; return the tokens, and where in the text each begins and ends."""
         problem = f"messages: the tokenizer has no tokens for a conversation that is written {text[:80]!r} ..."
         if MARK not in text:
             with wrap_tokenizer_errors(problem):
@@ -181,7 +180,7 @@ class ChatTemplate:
         return tokens, [(origins[begin], origins[end]) for begin, end in encoded.offsets]
 
     def _find_answers(self, text: str, messages: list[Message], told: dict[str, Any]) -> bytearray:
-        """1 at the characters of `text` that are of an answer, of a template that does not mark them."""
+        """Return 1 at each character of `text` that belongs to an answer, for a template that does not mark them."""
         in_answer = bytearray(len(text) + 1)
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("weight") == 0:
@@ -233,6 +232,6 @@ def encode_row(template: ChatTemplate, document: str, begins: bool = True) -> tu
 
 
 def keys_lost(named: list[str]) -> str:
-    """What is said of keys that a conversation has, and that its template does not write."""
+    """Word the error for keys of a conversation that its template does not render."""
     remedy = "take them out, or name a tokenizer whose template writes them"
     return f"the chat template of the tokenizer does not write {', '.join(named)}, which would be lost; {remedy}"

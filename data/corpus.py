@@ -68,7 +68,7 @@ class Corpus:
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
-    """The corpus that `config.data` names, in sequences of `config.seq_len` tokens.
+    """Load the corpus that `config.data` names, in sequences of `config.seq_len` tokens.
 
     Raises:
         ConfigError: the settings do not fit the corpus, or it is not as it was prepared; says which and what would.

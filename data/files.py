@@ -21,8 +21,10 @@ LOCK_OF_FOLDER = "lock"
 
 
 def write_atomically(path: Path, content: str | bytes, by_several: bool = False) -> None:
-    """Replace the file by `content` so that a crash leaves either the old or the new, never a part; `by_several` says
-    that other processes may write it at the same time."""
+    """Replace a file so that a crash leaves either the old content or the new, never a part.
+
+    `by_several`: other processes may write it at the same time.
+    """
     own = f".{socket.gethostname()}-{os.getpid()}" if by_several else ""
     temporary = path.with_name(f"{path.name}{own}.tmp")
     with open(temporary, "wb") as file:
@@ -35,7 +37,7 @@ def write_atomically(path: Path, content: str | bytes, by_several: bool = False)
 
 @contextmanager
 def folder_written_atomically(path: Path) -> Iterator[Path]:
-    """The name of a folder to make, with files in it, which then becomes `path`: there whole or not at all."""
+    """Yield the name of a folder to create and fill, which is renamed to `path` at the end."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     yield temporary
@@ -62,7 +64,7 @@ def copy_folder(source: Path, path: Path) -> None:
 
 
 def reason_absent(name: str) -> str:
-    """Why the name of a folder or of something on the Hub is of neither; "" if it is one's or may be the other's."""
+    """Return why `name` is neither a folder nor a name on the Hub; "" if it may be one."""
     path = Path(name)
     if path.is_dir() or path.parent == Path() or not path.parent.is_dir():
         return ""
@@ -82,7 +84,7 @@ def fsync(path: Path) -> None:
 
 
 def copy_folder_permissions(path: Path) -> None:
-    """Let those read a file who can read its folder: safetensors makes files that their owner alone can."""
+    """Let whoever can read the folder of a file read the file; safetensors creates files for their owner alone."""
     with suppress(OSError):  # of a file system without such modes
         path.chmod(path.parent.stat().st_mode & 0o666)
 
@@ -111,7 +113,7 @@ def lock(file: TextIO) -> bool:
 
 @contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A folder in `parent` that is removed afterwards; those of processes that were killed are removed before."""
+    """Create a folder in `parent`, and remove it afterwards; first remove those of processes that were killed."""
     for left in parent.glob(f"{prefix}*/{LOCK_OF_FOLDER}"):
         with suppress(OSError), open(left, "a") as file:  # somebody else's, or just removed
             if lock(file) and os.environ.get(WITHOUT_LOCKS) != "1":
@@ -125,6 +127,6 @@ def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def sha256(path: Path) -> str:
-    """Of the content of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file's content as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -28,25 +28,27 @@ REMEDY = "restore it, or remove the folder and prepare it again"
 
 
 def file_stamp(file: Path | str) -> list[int]:
-    """What changes when a file is written, replaced or copied: its length, and the times of its last writing and of its
-    last change (ctime), which no program can set."""
+    """Return the length of a file and the times of its last write and last change (ctime).
+
+    These change when a file is written, replaced or copied; no program can set ctime.
+    """
     stat = os.stat(file)
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def content_hash(tokenizer_hash: str, hashes: dict[str, str]) -> str:
-    """Of a corpus: its tokenizer, and its files in their order."""
+    """Hash the contents of a corpus: its tokenizer, and its files in order."""
     return blake2b(json.dumps([tokenizer_hash, hashes]).encode(), digest_size=16).hexdigest()
 
 
 def metadata_digest(metadata: dict) -> str:
-    """Of all that metadata.json says, but the digest that stands in it."""
+    """Hash all of metadata.json but the digest in it."""
     rest = {name: value for name, value in metadata.items() if name != "digest"}
     return blake2b(json.dumps(rest).encode(), digest_size=16).hexdigest()
 
 
 def read_metadata(folder: Path) -> dict:
-    """What metadata.json says of the corpus in `folder`, whose files are all there in their lengths.
+    """Read metadata.json of the corpus in `folder`, and check that its files exist with their lengths.
 
     `files` has the `bytes` and the `sha256` of each, which is None in a corpus prepared before that was kept.
 
@@ -72,8 +74,9 @@ def read_metadata(folder: Path) -> dict:
 
 
 def validation_text(folders: list[Path]) -> str | None:
-    """The hash of the bytes of the validation text of corpora, whatever tokenizer cut it; None where one does not know
-    it, as of a tokenizer that is not byte-level.
+    """Hash the bytes of the validation text of corpora, independently of the tokenizer.
+
+    None if a corpus does not record it, as with a tokenizer that is not byte-level.
 
     Raises:
         ConfigError: as read_metadata.
@@ -83,7 +86,7 @@ def validation_text(folders: list[Path]) -> str | None:
 
 
 def _check(metadata: dict) -> None:
-    """Raises one of many exceptions where it is not as data.prepare wrote it."""
+    """Raise an exception of any kind if the metadata are not as data.prepare wrote them."""
     tokenizer_hash, corpus_hash, files = metadata["tokenizer"]["hash"], metadata["hash"], metadata["files"]
     if names := [name for name in files if not re.fullmatch(r"(train|validation)/\d+\.arrow", name)]:
         raise ValueError(f"{names[0]!r} is no file of a corpus")
@@ -104,8 +107,9 @@ def _check(metadata: dict) -> None:
 
 
 def open_columns(file: Path) -> list[pa.ListArray]:
-    """The tokens of a file and, of conversations, the masks of answers, memory-mapped, with nothing read of them but
-    the lengths that they claim.
+    """Memory-map the columns of a file: the tokens and, for conversations, the masks of answers.
+
+    Nothing but their lengths is read.
 
     They are checked against the file's, so that no use of its `values` and `offsets` reads beyond it.
 
@@ -152,12 +156,12 @@ class Verification:
             self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it has come to its end, waiting so long for it; None: as long as it takes."""
+        """Wait until the verification ends, at most `seconds`; return whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def describe(self, done: bool) -> str:
-        """What is verified, for the block that a run prints at its start; `done`: on all machines."""
+        """Describe what is verified, for the start of a run; `done`: on all machines."""
         files = f"{self.num_files} files, {self.num_bytes:,} bytes"
         if not done:
             return f"{files}, being verified in the background; no checkpoint is saved before"
@@ -181,7 +185,7 @@ class Verification:
             self._fail(f"a corpus cannot be verified: {type(error).__name__}: {error}")
 
     def _matches(self, corpus, pool: ThreadPoolExecutor) -> bool:
-        """Whether all files together have the hash of the corpus; files with hashes of their own are compared first."""
+        """Check whether all files together have the hash of the corpus; files with their own hashes come first."""
         facts = corpus.metadata
         hashes = dict(zip(facts["files"], pool.map(partial(self._hash, corpus), facts["files"]), strict=True))
         return self.problem is not None or content_hash(facts["tokenizer"]["hash"], hashes) == facts["hash"]
@@ -201,7 +205,7 @@ class Verification:
         return found
 
     def _has_tokens_of(self, corpus, file: Path) -> bool:
-        """Whether all in it is in range. Hashes do not tell: whoever makes a corpus to do harm can compute them."""
+        """Check that all tokens are in range; hashes do not tell, because a hostile author can compute them."""
         try:
             columns = open_columns(file)
             for column in columns:

@@ -8,7 +8,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def finite_or_null(metrics: dict[str, float | str]) -> dict[str, float | str | None]:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinities, which JSON does not have, by null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in metrics.items()
@@ -16,7 +16,7 @@ def finite_or_null(metrics: dict[str, float | str]) -> dict[str, float | str | N
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Raises:
         ValueError: it is something else.
@@ -31,8 +31,10 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def typed(value: Any, kind: Any, name: str) -> Any:
-    """`value`, as a JSON file gave it, as a `kind`: a plain type, a union, dict[str, ...], tuple[...] or a dataclass of
-    such. A dataclass ignores keys that it does not know, and takes its default where one is missing.
+    """Convert a value read from JSON to `kind`.
+
+    `kind` is a plain type, a union, dict[str, ...], tuple[...] or a dataclass of such. A dataclass ignores unknown
+    keys, and uses its default for a missing one.
 
     Raises:
         ValueError: it is no such thing; says which part, by `name`.

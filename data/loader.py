@@ -155,7 +155,7 @@ def split_micro_batches(batch: Batch, micro_batch_size: int) -> list[Batch]:
     return [dict(zip(batch, tensors, strict=True)) for tensors in parts]
 
 
-def _to_arrays(batch: Batch) -> dict[str, np.ndarray]:
+def _to_arrays(batch: Any) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in batch.items()}
 
 

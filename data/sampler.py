@@ -50,8 +50,10 @@ def _feistel(values: np.ndarray, half_bits: int, round_keys: list[int]) -> np.nd
 
 
 def permute_groups(positions: np.ndarray, size: int, seed: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The group of `size` positions (`name`: an epoch, a block) that each position lies in, and its place there after a
-    permutation by (seed, name, group); all int64 [n]."""
+    """Permute positions within groups of `size` (epochs, blocks), by (seed, name, group).
+
+    Return the group of each position, and its place there after the permutation, both int64 [n].
+    """
     groups, places = np.divmod(positions, size)
     for group in np.unique(groups):
         here = groups == group
@@ -75,15 +77,16 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "BatchSizes":
-        """Those of a run whose `global_batch_size` is known."""
+        """Return the sizes for a config whose `global_batch_size` is resolved."""
+        assert config.global_batch_size is not None, "resolved by then"
         return cls(config.global_batch_size, config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps)
 
     def size(self, step: int) -> int:
-        """Sequences in the global batch that step `step` (from 0) trains on."""
+        """Return the sequences in the global batch of `step` (from 0)."""
         return self.first * (1 + bisect_right(self.grows_at, step))
 
     def before(self, step: int) -> int:
-        """Sequences in all global batches before that of step `step`: those that so many steps train on."""
+        """Return the sequences in all global batches before that of `step`."""
         times = bisect_right(self.grows_at, step)
         return self.first * ((1 + times) * step - self._sums[times])
 
@@ -123,7 +126,7 @@ class GlobalBatches(BatchSizes):
         return [list(islice(indices, size)) for size in sizes]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
+        """Return the sample index at each position, counted from the start of the run, both int64 [n]."""
         return permute_groups(positions, self.num_samples, self.seed, "epoch")[1]
 
 
@@ -141,7 +144,7 @@ class MixedBatches(GlobalBatches):
         self.orders = [GlobalBatches(size, 1, derive_seed(seed, "corpus", c)) for c, size in enumerate(sizes)]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """The sample index at each position, counted from the beginning of the run, both int64 [n]."""
+        """Return the sample index at each position, counted from the start of the run, both int64 [n]."""
         blocks, slots = permute_groups(positions, MIX_BLOCK, self.seed, "block")
         corpora = np.searchsorted(self.quota_ends, slots, side="right")
         indices = np.empty_like(positions)
@@ -154,14 +157,15 @@ class MixedBatches(GlobalBatches):
 
 
 def mix_quotas(weights: list[float]) -> list[int]:
-    """How many of MIX_BLOCK samples each corpus gives: its share, rounded up or down so that the sum is right."""
+    """Return the samples of each corpus in MIX_BLOCK, proportional to its weight and rounded to the exact sum."""
     ends = np.rint(np.cumsum(weights) / np.sum(weights) * MIX_BLOCK).astype(int)
     return np.diff(ends, prepend=0).tolist()
 
 
 def apportion(number: int, quotas: list[int]) -> list[int]:
-    """How many of `number` samples each corpus gives: its share, rounded up or down so that the sum is right; at least
-    one.
+    """Divide `number` samples among corpora in proportion to their quotas, at least one to each.
+
+    Fractions are rounded up or down so that the sum is exact (largest remainders).
 
     Raises:
         ValueError: there is not one for each.

@@ -16,8 +16,7 @@ from data.tokenizer import load_tokenizer, token_bytes
 
 
 class TextCorpus:
-    """A corpus that data.prepare has completed: its `tokenizer`, `vocab_size`, `end_of_text` token and `metadata`, and
-    whether it has conversations.
+    """A completed corpus of data.prepare: `tokenizer`, `vocab_size`, `end_of_text` token and `metadata`.
 
     Raises:
         ConfigError: there is no such corpus, a file of it is damaged, or its tokenizer is another one now.
@@ -232,7 +231,11 @@ def open_dataset(
 class MixedDataset(ConcatDataset):
     """The samples of several corpora, one after another."""
 
+    def __init__(self, datasets: list[TextDataset]):
+        super().__init__(datasets)
+        self.text_datasets = datasets
+
     @property
     def num_bytes(self) -> float:
-        """Of the targets of all samples."""
-        return sum(dataset.num_bytes for dataset in self.datasets)
+        """UTF-8 bytes that the targets of all samples stand for."""
+        return sum(dataset.num_bytes for dataset in self.text_datasets)

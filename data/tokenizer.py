@@ -22,8 +22,10 @@ NAMES = (
 
 @contextmanager
 def wrap_tokenizer_errors(problem: str) -> Iterator[None]:
-    """Whatever tokenizers raises becomes a ConfigError that says `problem`; a panic, as of a regular expression that
-    gives up, is no Exception."""
+    """Convert whatever tokenizers raises to a ConfigError that begins with `problem`.
+
+    Its panics, such as for a regular expression that gives up, are no Exception.
+    """
     try:
         yield
     except BaseException as error:
@@ -33,7 +35,7 @@ def wrap_tokenizer_errors(problem: str) -> Iterator[None]:
 
 
 def parse_trained_vocab_size(name: str) -> int | None:
-    """How many tokens the tokenizer called `name` is to learn from the text; None of one that does not.
+    """Return the vocabulary size to train for `name`, such as train:8192; None for a tokenizer that exists.
 
     Raises:
         ConfigError: it cannot have so many.
@@ -47,7 +49,7 @@ def parse_trained_vocab_size(name: str) -> int | None:
 
 
 def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
-    """Save the tokenizer called `name`, as data.prepare explains it, which may learn from `texts`.
+    """Save the tokenizer called `name`, trained on `texts` if it is to be trained.
 
     Raises:
         ConfigError: there is no such tokenizer, it cannot be learnt, or it has no end-of-text token.
@@ -78,7 +80,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
 
 
 def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
-    """A tokenizer that was saved, and its `hash`, `vocab_size` (the largest token + 1) and `end_of_text` token.
+    """Load a saved tokenizer, and its `hash`, `vocab_size` (largest token + 1) and `end_of_text` token.
 
     A special token in a text is the characters that it is written with, so no text can end a document.
 
@@ -103,8 +105,9 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
 
 
 def token_bytes(tokenizer: Tokenizer, end_of_text: int) -> dict[int, bytes] | None:
-    """The bytes that each token of a byte-level tokenizer stands for: none for the special ones, which no text gives.
-    None of another tokenizer, whose tokens may stand for no bytes of their own.
+    """Return the bytes that each token of a byte-level tokenizer stands for; none for special tokens.
+
+    None for another tokenizer, whose tokens may stand for no bytes of their own.
 
     A byte-level tokenizer makes bytes into letters of an alphabet of 256 before it looks for tokens (GPT-2's
     bytes_to_unicode), in its normalizer or pre-tokenizer; its decoder makes bytes of them again, if it has one.

@@ -1,4 +1,4 @@
-"""python -m data.prepare"""
+"""Run python -m data.prepare."""
 
 import sys
 

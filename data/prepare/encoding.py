@@ -16,7 +16,7 @@ SAMPLE_BYTES = 2**16
 
 
 def open_text(file: str, errors: str) -> io.TextIOWrapper:
-    """A file, of which .gz and .zst are read, as text without a mark; all kinds of line ends become \\n."""
+    """Open a file, .gz and .zst included, as text without a byte order mark; line ends become line feeds."""
     stream = io.BufferedReader(pa.input_stream(file, compression="detect"))
     begin = stream.peek(4)
     encoding = next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8-sig")
@@ -24,7 +24,7 @@ def open_text(file: str, errors: str) -> io.TextIOWrapper:
 
 
 def checked(texts: Iterable[str], file: str) -> Iterator[str]:
-    """The pieces of a file's text.
+    """Yield the pieces of a file's text after checking them.
 
     Raises:
         ValueError: there is a NUL in them, or too many characters were replaced, as where the file is of another
@@ -58,7 +58,7 @@ def _remedy(file: str, tells_nul: bool = False) -> str:
 
 
 def likely_encoding(begin: bytes) -> str:
-    """The name of an encoding other than UTF-8 of what begins so, "" where that cannot be told.
+    """Guess the encoding, other than UTF-8, of bytes from the beginning of a file; "" if unknown.
 
     Half of the bytes of UTF-16 are NUL where the text is Latin, and those of spaces and line ends in any. Where few
     bytes are no ASCII, these are likely the letters that Western languages add to it.

@@ -109,7 +109,7 @@ class PrepareConfig:
 
 
 def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[Text]:
-    """The documents of both splits."""
+    """Yield the documents of both splits."""
     if validation.startswith("tail:"):
         yield from _cut_tails(source, float(validation.removeprefix("tail:")))
     else:
@@ -135,7 +135,7 @@ def _cut_tails(source: Source, share: float) -> Iterator[Text]:
 
 
 def in_validation(text: str, share: float) -> bool:
-    """Whether the document that begins with `text` (all of it, or its first piece) is for validation.
+    """Return whether the document that begins with `text` (all of it, or its first piece) is for validation.
 
     A function of this text alone: a document that occurs twice is in one split, and no other document moves it.
     """
@@ -143,7 +143,7 @@ def in_validation(text: str, share: float) -> bool:
 
 
 def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) -> int:
-    """Where to cut `text`, at or before `limit`, so that its tokens stay the same: between two pre-tokens.
+    """Find where to cut `text`, at or before `limit`, without changing its tokens: between two pre-tokens.
 
     The tokenizer itself is asked: around the cut both sides alone must have the tokens of both together. Where there
     is no such place shortly before `limit`, as in a text without words, the cut is at `limit`.
@@ -160,7 +160,7 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
 
 
 def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, share: float, source: Source) -> Iterator[Part]:
-    """Parts of PART characters or more; the state is None where reading again is cheap."""
+    """Yield parts of PART characters or more; the state is None where reading again is cheap."""
     part, size, buffer, begins = [], 0, "", True
     for text, ends, given in documents:
         pieces = []
@@ -192,6 +192,9 @@ def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], ind
     A part that a killed process has completed is only read.
 
     Args:
+        folder: of the corpus.
+        index: of the part.
+        texts: pieces of the part, and the state of the stream after them.
         encode: of a piece, and whether a document begins with it: what is said in it, and its row, as lists of numbers
             by the names of columns, or {} where there is nothing.
         types: of the columns.
@@ -221,7 +224,7 @@ def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], ind
 
 
 def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool) -> tuple[str, dict[str, list[int]]]:
-    """A piece of text, and its row; for make_part."""
+    """Encode a piece of text; return it and its row, for make_part."""
     with wrap_tokenizer_errors(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}"):
         # Unlike `encode`, it leaves Python to the other threads.
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -232,7 +235,7 @@ def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool)
 
 
 def _finished_part(folder: Path, index: int) -> dict | None:
-    """What make_part returned for a part whose files nothing has touched since."""
+    """Return what make_part returned for a part whose files have not changed since, else None."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         part = json.loads((folder / PART_FILE.format(index)).read_bytes())
         if all(file_stamp(folder / part[split]["file"]) == part[split]["stamp"] for split in SPLITS):
@@ -298,7 +301,7 @@ def prepare(config: PrepareConfig) -> dict:
 
 
 def _kind_of_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "source"], float]:
-    """How documents are kept from training, and which share of them.
+    """Parse `validation`: how documents are kept from training, and which fraction of them.
 
     Raises:
         ConfigError: not a share, or other settings do not go with it.
@@ -317,7 +320,7 @@ def _kind_of_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", 
 
 
 def _open_sources(config: PrepareConfig, kind: str) -> tuple[Source, Source | None]:
-    """The source, and that of the validation text if it has one of its own."""
+    """Open the source, and the source of the validation text if it is separate."""
     reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
     source = Source(config.source, *reading)
     if kind != "source":
@@ -399,7 +402,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
 
 
 def _text_hash(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str | None:
-    """Of the bytes of all documents in the files, the same for every byte-level tokenizer; None for another one."""
+    """Hash the bytes of all documents in the files, equal for all byte-level tokenizers; None for others."""
     of_token = token_bytes(tokenizer, end_of_text)
     if of_token is None:
         return None
@@ -412,7 +415,7 @@ def _text_hash(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
 
 
 def _refuse_unusable(config: PrepareConfig, source: Source, num_train: int, num_validation: int) -> None:
-    """Raises ConfigError where a corpus of so many documents is not what was asked for, or cannot be used."""
+    """Raise ConfigError if the corpus is not what was asked for, or cannot be used."""
     has_txt = any(get_file_type(file) == ".txt" for file in source.files)
     all_was_read = config.max_tokens is None
     if has_txt and source.separator and all_was_read and not source.has_separators:

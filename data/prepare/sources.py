@@ -76,7 +76,7 @@ class Source:
                 raise self._refusal(f"{changed[0]!r} changed while it was read; start again when it is complete")
 
     def shared_with(self, other: "Source") -> str | None:
-        """A file, or a data set, that is in both; by whatever name, as through a link. None if there is none."""
+        """Return a file or dataset that is in both sources, under whatever name; None if there is none."""
         if self.dataset is not None and self.name == other.name:
             return self.name
         of_a_split = [(a, b) for a in self.slices for b in other.slices if a.splitname == b.splitname]
@@ -89,8 +89,10 @@ class Source:
         return ConfigError(f"{self.setting}: {problem}")
 
     def _load(self) -> tuple[Iterable[dict], list[str], list]:
-        """The data set, and the files of its split: on this machine, or as names that hold a revision of the Hub; and
-        which rows of which splits it is, where it does not stream."""
+        """Open the dataset; return it, the files of its split, and which rows of which splits it has.
+
+        Files are on this machine, or names that hold a revision of the Hub. A stream has no list of rows.
+        """
         import datasets  # slow, and not needed for files
 
         path, configuration, split = [*self.name.split(":", 2), "", ""][:3]
@@ -160,13 +162,13 @@ class Source:
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that a pattern matches in the order of their names, each once, however many links lead to it."""
+    """Return the files that match a pattern, sorted by name, each once however many links lead to it."""
     shortest_last = sorted(filter(os.path.isfile, _expand(pattern)), key=lambda file: (len(file), file), reverse=True)
     return sorted({_identity(file): file for file in shortest_last}.values())
 
 
 def get_source_stamp(file: str) -> list[int] | None:
-    """Size and time of a file on this machine; None for one of the Hub, whose name holds its revision."""
+    """Return size and time of a file on this machine; None for a file of the Hub, whose name has a revision."""
     return None if "://" in file else [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
 
 
@@ -191,5 +193,5 @@ def _identity(file: str) -> tuple[int, int] | str:
 
 
 def get_file_type(file: str) -> str:
-    """The ending of a file's name, but for that of a compression."""
+    """Return the suffix of a file's name, without that of a compression."""
     return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix

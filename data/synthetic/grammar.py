@@ -91,7 +91,7 @@ class Grammar:
         self.tokens = sorted(tokens)
 
     def write(self, rng: random.Random) -> tuple[list[str], list[float]]:
-        """A text drawn from the grammar, in pieces of whole tokens, and of each choice 1 / its probability."""
+        """Draw a text; return it in pieces of whole tokens, and 1 / probability of each choice."""
         words, odds = [], []
         # Of all of Random's methods the only one with the same numbers in every version of Python.
         self._write(rng.random, words, odds.append, {})
@@ -130,12 +130,12 @@ class Grammar:
         return functions[self.start]
 
     def log_probability(self, text: str) -> float | None:
-        """The exact log-probability of the text in nats; None if the grammar never writes it."""
+        """Return the exact log-probability in nats; None for a text that the grammar does not generate."""
         reading = self._read(text)
         return reading and log_probability([choice.odds for choice in reading.choices])
 
     def explain(self, text: str) -> list[Token] | None:
-        """The tokens of the text, each with what the grammar knows of it; None if the grammar never writes it."""
+        """Return the tokens of a text with what the grammar knows of each; None if it does not generate the text."""
         if (reading := self._read(text)) is None:
             return None
         nats: dict[int, float] = defaultdict(float)  # by where a token ends
@@ -160,7 +160,7 @@ class Grammar:
         return tokens
 
     def _read(self, text: str) -> "_Reading | None":
-        """The only derivation of a text, if there is one."""
+        """Find the only derivation of a text; None if there is none."""
         position, slots, reading = 0, {}, _Reading([], [])
 
         def word(slot: str, form: str) -> str:
@@ -209,7 +209,7 @@ class Grammar:
         return reading if position == len(text) else None
 
     def _beginning(self, pieces: Sequence[Piece], slots: Mapping[str, tuple[str, int]]) -> str:
-        """What a text goes on with where this template is taken, as far as nothing more is chosen."""
+        """Return what a template writes up to its first open choice."""
         known = ""
         for piece in pieces:
             known += piece.text or piece.space

@@ -152,7 +152,7 @@ class StoryGenerator:
         self.encoded = Encoded(self.vocabulary)
 
     def build_tokenizer(self) -> Tokenizer:
-        """A word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
+        """Build a word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
 
         Encoding a word that no story has raises an Exception: an unknown token would make texts of no known
         probability.
@@ -164,7 +164,7 @@ class StoryGenerator:
         return tokenizer
 
     def verdict(self, text: str) -> str:
-        """Whether the grammar accepts a text, and its log-probability there, or which facts in it are false."""
+        """Say whether the grammar accepts a text, with its log-probability, or which facts in it are false."""
         if (nats := self.grammar.log_probability(text)) is not None:
             return f"accepted, log-probability {nats:.2f} nats"
         false = [(told, truth) for told, truth in (self.world.find_facts(text) if self.world else []) if told != truth]
@@ -175,8 +175,10 @@ class StoryGenerator:
         return "; ".join(["not accepted by the grammar", *reasons])
 
     def score_texts(self, texts: list[str]) -> dict[str, tuple[int, int]]:
-        """How many of the texts are stories that the grammar accepts, and how many texts there are, as `accepted`; how
-        many of the facts that they tell are true, as `true_facts`."""
+        """Count the valid stories and the true facts in generated texts.
+
+        `valid`: (stories that the grammar accepts, texts); `true_facts`: (true facts, facts told).
+        """
         scores = {"valid": (sum(self.grammar.log_probability(text) is not None for text in texts), len(texts))}
         if self.world:
             told = [fact for text in texts for fact in self.world.find_facts(text)]
@@ -185,14 +187,17 @@ class StoryGenerator:
 
     @functools.cached_property
     def kinds(self) -> list[str]:
-        """What a token of a story may be to somebody who learns to read them."""
+        """Kinds of tokens by which the excess loss is broken down."""
         decades = range(len(str(len(self.world.facts)))) if self.world else ()
         of_world = ["fact_keys", *map(_decade, decades)] if self.world else []
         return ["names", "agreement", "plot", "endings", *of_world]
 
     def kind(self, token: Token) -> str:
-        """Which of the `kinds` it is: names, which are drawn and new; agreement with what was said before; endings, of
-        sentences; plot, which are all words in between; fact_keys, of whom is spoken; or the answer, by its rank."""
+        """Return which of the `kinds` a token is.
+
+        names: drawn here; agreement: repeats something drawn before; endings: of sentences; plot: all other words;
+        fact_keys: the subject of a fact; the answer of a fact is named by its rank.
+        """
         if token.table == "FACT":
             return "fact_keys" if token.drawn else _decade(len(str(token.index + 1)) - 1)
         if token.table:
@@ -206,7 +211,7 @@ def _decade(power: int) -> str:
 
 @functools.cache
 def get_story_generator(facts: int = 0, zipf: float = 0.0, seed: int = 0) -> StoryGenerator:
-    """The one of a world with so many facts; of none that of the plain stories."""
+    """Return the generator of the stories of a world with that many facts; without facts, of plain stories."""
     return StoryGenerator(World(facts, zipf, seed)) if facts else STORIES
 
 
@@ -255,14 +260,14 @@ class StoriesDataset(Dataset):
         return self.num_stories
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """The row of story `index`: `input_ids` and `labels`, both int64 of shape [seq_len].
+        """Return the row of story `index`: `input_ids` and `labels`, both int64 [seq_len].
 
         The labels are the inputs, not shifted, with -100 at the padding.
         """
         return {name: torch.from_numpy(rows[0]) for name, rows in self.arrays([index]).items()}
 
     def arrays(self, indices: list[int]) -> dict[str, np.ndarray]:
-        """The rows of these stories, each array int64 [B, seq_len]."""
+        """Generate the rows of these stories, each array int64 [B, seq_len]."""
         stories = [b"".join(map(self.encode, self._draw(index)[0])) for index in indices]
         # End-of-text is token 0: rows are made of bytes, which is faster than filling each through numpy.
         rows = bytearray().join([(bytes(8) + story).ljust(8 * self.seq_len, b"\0") for story in stories])
@@ -272,7 +277,7 @@ class StoriesDataset(Dataset):
         return {"input_ids": input_ids, "labels": labels}
 
     def text(self, index: int) -> str:
-        """Story `index`."""
+        """Return the text of story `index`."""
         return "".join(self._draw(index)[0])
 
     @functools.cached_property
@@ -294,5 +299,5 @@ class StoriesDataset(Dataset):
 
 
 def is_validation(text: str) -> bool:
-    """Whether a story is one of the eighth that is for validation only."""
+    """Return whether a story belongs to the eighth that is for validation only."""
     return hashlib.blake2b(text.encode()).digest()[0] % 8 == 0

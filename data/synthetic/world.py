@@ -56,7 +56,7 @@ class World:
         self._answers = {fact[""]: fact["answer"] for fact in self.facts}
 
     def find_facts(self, text: str) -> list[tuple[str, str | None]]:
-        """What a text tells in the form of a fact, and the answer to it; None if that is not true of anybody.
+        """Find the phrases of a text that have the form of a fact, each with its true version; None if unknown.
 
         Each is (what is told, what would be true), equal where it is a fact.
         """

@@ -112,8 +112,10 @@ def test_worker_that_hangs_ends_the_batches():
 
 
 def test_stop_request_ends_the_batches_of_a_hanging_worker():
-    loader, batches, worker = first_batch(timeout_seconds=600.0, stop_requested=lambda: True)
+    requests = []
+    loader, batches, worker = first_batch(timeout_seconds=600.0, stop_requested=lambda: bool(requests))
     os.kill(worker.pid, signal.SIGSTOP)
+    requests.append("stop")
     assert len(list(batches)) < 19
     assert loader.problem is None
 
