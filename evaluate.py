@@ -111,7 +111,7 @@ def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
 
 
 def data_facts(data: DataConfig) -> dict[str, Any]:
-    """The settings that say which data these are, once the corpus is loaded."""
+    """Return the settings that identify the data of a loaded corpus."""
     if data.source == "text":
         names = ("source", "path", "mix", "hash", "packing")
     else:
@@ -120,7 +120,7 @@ def data_facts(data: DataConfig) -> dict[str, Any]:
 
 
 def with_positions(corpus: Corpus) -> Corpus:
-    """The corpus, which scores the loss at each position too."""
+    """Return the corpus with a score that adds the loss at each position."""
 
     def score(logits_BTV: Tensor, batch: dict[str, Tensor]) -> Sums:
         targets = batch["labels"][:, 1:]

@@ -1,4 +1,4 @@
-"""Writes a trained model as a folder that transformers opens without remote code: python export.py RUN OUT
+"""Writes a trained model as a folder that transformers opens without remote code: python export.py RUN OUT.
 
 The folder has config.json, model.safetensors, generation_config.json, the tokenizer's files and a model card.
 """
@@ -103,7 +103,7 @@ def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
 
 
 def newest(config: ExportConfig) -> list[tuple[Path, Manifest]]:
-    """The checkpoints that are averaged."""
+    """Return the newest checkpoints of the run, as many as are averaged."""
     path = Path(config.run).expanduser()
     there = []
     for directory in readable_checkpoints(path / "checkpoints") if is_run(path) else ():
@@ -164,8 +164,10 @@ def write(folder: Path, loaded: Loaded) -> None:
 
 
 def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> None:
-    """Let a tokenizer give the model what it was trained on: no more tokens than it has positions, and, before a text
-    that is no conversation, the end of text that every text began with."""
+    """Make a tokenizer encode as in training.
+
+    It truncates at the model's context length and, without a chat template, begins every text with end-of-text.
+    """
     for where_from in ("is_local", "local_files_only"):  # it was opened; no fact of a tokenizer
         tokenizer.init_kwargs.pop(where_from, None)
     tokenizer.model_max_length = loaded.model.config.max_position_embeddings
@@ -181,7 +183,7 @@ def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> N
 def card(
     name: str, place: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights
 ) -> str:
-    """The model card, whose picture goes into the folder; `place` is where its code finds the model."""
+    """Write the figure of the model card into `folder` and return the card; its code loads the model from `place`."""
     tokenizer = loaded.tokenizer
     usage = (WRITES if tokenizer else WITHOUT_TOKENIZER).format(name=place, prompt=example_prompt(loaded))
     steps = " and ".join(str(manifest.step) for _, manifest in sources)
@@ -213,7 +215,7 @@ def card(
 
 
 def example_prompt(loaded: Loaded) -> str:
-    """What the card's code lets the model go on from."""
+    """Return the prompt of the example in the card."""
     if loaded.tokenizer is not None and loaded.tokenizer.chat_template:
         return '[{"role": "user", "content": "Hello"}]'
     of_stories = loaded.config is not None and loaded.config.data.source == "stories"  # whose words are few
@@ -221,7 +223,7 @@ def example_prompt(loaded: Loaded) -> str:
 
 
 def without_folders(setting: Any) -> Any:
-    """Settings in which a path from the root is the last name of it: a card may be published."""
+    """Replace absolute paths in settings by their last component, because a card may be published."""
     if isinstance(setting, dict):  # the keys of data.mix are paths, of which two may have the same last name
         names = [without_folders(name) for name in setting]
         names = [f"{name}-{i}" if name in names[:i] else name for i, name in enumerate(names)]
@@ -230,7 +232,7 @@ def without_folders(setting: Any) -> Any:
 
 
 def data_facts(loaded: Loaded) -> str:
-    """What the model was trained on."""
+    """Describe the training data."""
     data = loaded.config.data
     if data.source != "text":
         return f"The generated source `{data.source}` of this repository, {data.num_samples:,} samples an epoch."
