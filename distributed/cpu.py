@@ -60,7 +60,7 @@ def use_portable_arithmetic() -> None:
     if platform.machine() not in ("x86_64", "AMD64"):
         return
     os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
-    kernels.use_onednn = kernels.ONEDNN_IS_THERE
+    kernels.use_onednn = kernels.HAS_ONEDNN
     if (capability := torch.backends.cpu.get_cpu_capability()) != "AVX2":
         raise ConfigError(
             f"exact: true needs AVX2, but torch computes with {capability}: either this processor lacks AVX2, or "

@@ -1,4 +1,4 @@
-"""A wrong backward is found, whatever it is of, and a right one passes."""
+"""A wrong backward is found, wherever it is, and a right one passes."""
 
 import math
 from contextlib import nullcontext
@@ -39,44 +39,44 @@ def errors_of(*words, precision="no"):
 
 
 def wrong(errors):
-    """Where the gradient is, or ""."""
+    """Return the name of the worst gradient if it is wrong, else an empty string."""
     assert not any(map(math.isnan, errors.values()))
     worst = max(errors, key=errors.get)
     return worst if errors[worst] > 1e-3 else ""
 
 
 @pytest.mark.parametrize("words", KINDS)
-def test_a_right_gradient_passes(words):
+def test_correct_gradient_passes(words):
     errors = errors_of(*words.split())
     assert max(errors.values()) < 1e-5
     assert len({name.partition(", ")[2] for name in errors}) == 3
 
 
 @pytest.mark.parametrize("words", KINDS)
-def test_bf16_is_as_near_as_its_digits(words):
+def test_bf16_error_matches_its_precision(words):
     assert 1e-4 < max(errors_of(*words.split(), precision="bf16").values()) < 5e-2
 
 
 @pytest.mark.slow
-def test_a_compiled_gradient_passes():
+def test_compiled_gradient_passes():
     assert max(errors_of("--compile", "true").values()) < 1e-5
 
 
 def change_gradients(function, change, monkeypatch):
-    """Let `change` have the gradients that a torch.autograd.Function gives back."""
+    """Pass the gradients that a torch.autograd.Function returns through `change`."""
     backward = function.backward
     monkeypatch.setattr(function, "backward", staticmethod(lambda ctx, *given: change(*backward(ctx, *given))))
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_wrong_sign_in_the_attention_is_found(precision, monkeypatch):
+def test_wrong_sign_in_attention_is_found(precision, monkeypatch):
     change_gradients(attention.EagerAttention, lambda q, k, v, _: (q, -k, v, None), monkeypatch)
     errors = errors_of(precision=precision)
     worst = wrong(errors)
     assert "attention.k_proj.weight, " in worst and errors[worst] > 0.2
 
 
-def test_wrong_products_are_found(monkeypatch):
+def test_wrong_product_gradient_is_found(monkeypatch):
     change_gradients(kernels.OneDNNLinear, lambda x, weight, bias: (x, 2 * weight, bias), monkeypatch)
     assert ".weight, with " in wrong(errors_of())
 
@@ -101,10 +101,10 @@ def closed_form_if_chunked(monkeypatch):
 
 def test_missing_derivative_of_chunked_loss_is_found(monkeypatch):
     closed_form_if_chunked(monkeypatch)
-    assert wrong(errors_of()).endswith(", with the loss in chunks")
+    assert wrong(errors_of()).endswith(", with a chunked loss")
 
 
-def test_what_a_setting_is_refused_with_is_not_tried(monkeypatch):
+def test_settings_that_a_fork_refuses_are_skipped(monkeypatch):
     closed_form_if_chunked(monkeypatch)
     problems = training.prepare_model.TrainConfig.problems
     refuse = lambda self, processes: problems(self, processes) + ["no"] * bool(self.chunked_loss)  # noqa: E731
@@ -112,16 +112,16 @@ def test_what_a_setting_is_refused_with_is_not_tried(monkeypatch):
     assert not wrong(errors_of())
 
 
-def test_blocks_that_are_recomputed_otherwise_are_found(monkeypatch):
+def test_wrong_recomputation_is_found(monkeypatch):
     def recomputed(forward):
         return lambda x, *inputs: training.prepare_model.checkpoint(forward, 1.01 * x, *inputs, use_reentrant=False)
 
     monkeypatch.setattr(training.prepare_model, "checkpointed", recomputed)
-    assert wrong(errors_of()).endswith(", with blocks recomputed")
+    assert wrong(errors_of()).endswith(", with recomputed blocks")
 
 
 class Cube(torch.autograd.Function):
-    """Of a fork."""
+    """A custom function of a fork."""
 
     factor = 1
 
@@ -136,10 +136,10 @@ class Cube(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("factor", [1, 0.9])
-def test_a_function_of_a_fork_is_held_against_differences(factor, monkeypatch):
+def test_custom_function_is_compared_with_differences(factor, monkeypatch):
     monkeypatch.setattr(Cube, "factor", factor)
     forward = gpt.MLP.forward
     monkeypatch.setattr(gpt.MLP, "forward", lambda self, x: forward(self, x + 0.1 * Cube.apply(x)))
     errors = errors_of()
-    assert any("against differences of the loss, with Cube" in name for name in errors)
+    assert any("against finite differences, with Cube" in name for name in errors)
     assert bool(wrong(errors)) is (factor != 1), max(errors.values())
