@@ -1,10 +1,10 @@
-"""Trains a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
+"""Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
 A run is a pure function of its config and seed: at step s the learning rate, the global batch and every random draw
 are functions of (config, seed, s). Its only state is the weights, the optimizer's moments and the integer s.
 """
 
-if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
+if __name__ == "__main__":  # before slow imports, so that --help and errors come at once; runs `main` and exits
     from cli.scripts import run_and_exit
 
     run_and_exit("train")
@@ -55,14 +55,14 @@ from training.throughput import Throughput, peak_flops
 
 
 def main(config: TrainConfig) -> None:
-    """Train until step `config.steps`, going on from the newest checkpoint of the run if there is one.
+    """Train until step `config.steps`, resuming from the newest checkpoint of the run if there is one.
 
     Raises:
         ConfigError: the settings do not fit the launch, the data or the run directory, or the data are damaged.
-        RunError: the loss is no number any more, the processes' states differ, or a checkpoint cannot be written.
-        Preempted: a signal asked to stop, and the checkpoint is saved.
+        RunError: the loss is NaN or infinite, the processes' states differ, or a checkpoint cannot be written.
+        Preempted: a signal or `stop_after` stopped the run, and a checkpoint is saved.
     """
-    run = RunDirectory(config.out_dir, config.name)
+    run = RunDirectory(config.out_dir, config.run_name)
     with run.record_outcome(config):
         check_launch(config)
         trackers.check(config)
@@ -77,7 +77,7 @@ def main(config: TrainConfig) -> None:
         else:
             require_finite_loss(start.metrics, start.step)
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
-            draw_loss_curve(run.path, accelerator)
+            plot_run(run.path, accelerator)
         accelerator.wait_for_everyone()
     accelerator.print("Training finished.")
 
@@ -93,11 +93,7 @@ def train(
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    stop_request = StopRequest()
-    stop_request.add_source(lambda: signals.received)
-
     corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
-    stop_request.add_source(lambda: corpus_check.failed)
     batch_order = corpus.order(config)
     state = build_train_state(config, batch_order, run.path, accelerator, initial)
     if start.checkpoint:
@@ -105,7 +101,6 @@ def train(
         state_digests(state.network, state.optimizer).require(start.metrics.get("state/digest"), start.checkpoint)
     state.metrics.skipped, state.metrics.skipped_in_a_row = start.skipped
 
-    last_step = config.stop_after if start.step < (config.stop_after or 0) else config.steps
     loader = BatchLoader(
         corpus.train,
         batch_order,
@@ -117,29 +112,32 @@ def train(
         timeout_seconds=config.timeout_seconds / 2,  # other processes wait in a collective, which must not time out
         stop_requested=lambda: signals.received,
     )
-    stop_request.add_problem(lambda: loader.problem)
+    stops_early = config.stop_after is not None and start.step < config.stop_after
+    last_step = config.stop_after if stops_early and config.stop_after else config.steps
     batches = loader.batches(start.step, last_step)
-    throughput = Throughput(
-        batch_order, config.seq_len, state.network.flops_per_token(config.seq_len), peak_flops(accelerator)
-    )
+    flops_per_token = state.network.flops_per_token(config.seq_len)
+    throughput = Throughput(batch_order, config.seq_len, flops_per_token, peak_flops(accelerator))
     with (
         Reporter(config, run, start.step, accelerator, export_newest) as reporter,
         Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
+        stop_request = StopRequest()
+        stop_request.add_source(lambda: signals.received)
+        stop_request.add_source(lambda: corpus_check.failed)
         stop_request.add_source(lambda: saver.failed)
+        stop_request.add_problem(lambda: loader.problem)
         verified = corpus_check.begin()
         reporter.say(summary(config, accelerator, state.network, run.path, start, verified, corpus.conversations))
-        saver.watch(state.network, state.optimizer)
+
         next_batch = next(batches, [])
         stop_request.raise_on_all(start.step)
         prime(state, next_batch[0])
         if start.step == 0 and 0 < config.evaluation.every < config.steps:
-            # A curve begins where training begins: with the loss of the initial weights.
             digest = state_digests(state.network, state.optimizer)
             initial_metrics = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
             reporter.log(0, {"state/digest": str(digest)} | initial_metrics)
-        gc.freeze()  # so that the collector does not walk the objects of the start again and again
+        gc.freeze()  # the objects made so far stay; without this every collection would walk them again
         throughput.restart(start.step)
 
         for step in range(start.step, last_step):
@@ -149,11 +147,13 @@ def train(
             logs, evaluates = should_log(config, completed), should_evaluate(config, completed)
             saves = should_save(config, completed)
             state.block_statistics.recording = logs
-            train_step(state, step, micro_batches, stop_request)
+
+            train_step(state, step, micro_batches, stop_request)  # forward, backward, clip, update
+
+            # Without `now` this is the result of the step before, which the host can read without waiting for the GPU.
             result = state.metrics.read(now=logs or evaluates or saves)
             stops = result is not None and result.stop
             saves = saves or stops
-
             metrics = {}
             compares_replicas = should_compare_replicas(config, completed, saves)
             if logs or evaluates or saves or compares_replicas:
@@ -161,7 +161,7 @@ def train(
                 metrics["state/digest"] = str(digests)
                 if compares_replicas:
                     digests.check_replicas(accelerator, completed)
-            if logs:
+            if logs and result is not None:
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= state.block_statistics.metrics | throughput.measure(completed)
@@ -188,7 +188,7 @@ def train(
         if last_step < config.steps:
             raise Preempted(f"stopped after step {last_step} (stop_after); run the same command again to resume")
         require_finite_loss(metrics, config.steps)
-        draw_loss_curve(run.path, accelerator, reporter.say)
+        plot_run(run.path, accelerator, reporter.say)
         reporter.say(f"The run is in {run.path}.")
 
 
@@ -217,8 +217,8 @@ def build_train_state(
     return TrainState(config, accelerator, network, model, optimizer, batch_order, metrics, block_statistics, reducer)
 
 
-def draw_loss_curve(run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:
-    """Draw the pictures anew; where that fails, as on a full disk, the run is no less finished."""
+def plot_run(run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:
+    """Write the figures of the run; an error, as on a full disk, is reported and does not fail the run."""
     if accelerator.is_main_process:
         with report_plot_errors("The loss curve", say):
             say(f"Loss curve: {save_loss_curve(run_directory)}")

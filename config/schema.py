@@ -336,8 +336,14 @@ class TrainConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
+    def run_name(self) -> str:
+        """The name of the run, which the parser filled in."""
+        assert self.name is not None
+        return self.name
+
+    @property
     def max_skipped(self) -> int:
-        """How many updates in a row may be skipped."""
+        """Number of updates that may be skipped in a row."""
         match self.on_nonfinite:
             case "stop":
                 return 0

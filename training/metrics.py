@@ -170,9 +170,10 @@ class StepMetrics:
             NonFiniteError: on all processes, where the loss or the gradient norm is infinite or NaN, unless such
                 updates are skipped, and then after too many in a row.
         """
-        while len(self._pending) > (0 if now or self.max_skipped else 1):
+        stop = False
+        while len(self._pending) > (0 if now or stop or self.max_skipped else 1):
             self._newest = self._read_oldest()
-            now = now or self._newest.stop
+            self._newest.stop = stop = self._newest.stop or stop
         return self._newest
 
     def _read_oldest(self) -> StepResult:

@@ -79,7 +79,8 @@ def test_stop_is_read_at_once_when_seen():
     metrics = StepMetrics(None, 1, CPU)
     dispatched(metrics, 1.0, step=1, stop=True)
     dispatched(metrics, 2.0, step=2)
-    assert metrics.read().step == 2, "the run stops after the step that was just dispatched"
+    result = metrics.read()
+    assert result.step == 2 and result.stop, "the run stops after the step that was just dispatched"
 
 
 def test_counts_are_exact_beyond_float32():
