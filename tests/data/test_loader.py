@@ -101,7 +101,8 @@ def first_batch(**settings):
 
 
 def test_worker_that_hangs_ends_the_batches():
-    loader, batches, worker = first_batch(timeout_seconds=1.0)
+    loader, batches, worker = first_batch(timeout_seconds=600.0)
+    loader.timeout_seconds = 1.0
     os.kill(worker.pid, signal.SIGSTOP)
     start = time.monotonic()
     assert len(list(batches)) < 19
