@@ -1,10 +1,9 @@
-"""Weights to and from transformers, for the two families that have an exact counterpart there.
+"""Conversion of configs and weights to and from transformers, for the families that have an exact counterpart there.
 
-GPT-2 = learned + layernorm + gelu + bias; Qwen3 = rope + rmsnorm + swiglu + qk_norm, no bias. A model of either opens
-in AutoModelForCausalLM without remote code, and wherever that format is read.
+A converted model opens in AutoModelForCausalLM without remote code, and wherever that format is read.
 
 GPT-2 keeps q, k and v in one matrix and stores its matrices as [in, out]; Qwen3 differs in its names alone.
-transformers is imported inside the functions: it takes seconds, and only an export needs it.
+transformers is imported inside the functions, because it takes seconds and few commands need it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,23 +19,25 @@ from model.gpt import GPTModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-GELUS = {"gelu": "gelu_new", "gelu_erf": "gelu"}  # what transformers calls each of ours; its GPT-2 has either
-SAME = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
+GELUS = {"gelu": "gelu_new", "gelu_erf": "gelu"}  # names in transformers, whose GPT-2 supports both
+SHARED = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 NAMES = {
-    "gpt2": SAME | dict(max_position_embeddings="n_positions", n_layers="n_layer", n_heads="n_head", d_model="n_embd")
+    "gpt2": SHARED | dict(max_position_embeddings="n_positions", n_layers="n_layer", n_heads="n_head", d_model="n_embd")
     | dict(d_ff="n_inner", dropout="resid_pdrop", norm_eps="layer_norm_epsilon"),
-    "qwen3": SAME | dict(max_position_embeddings="max_position_embeddings", n_layers="num_hidden_layers")
+    "qwen3": SHARED | dict(max_position_embeddings="max_position_embeddings", n_layers="num_hidden_layers")
     | dict(n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim", d_model="hidden_size")
     | dict(d_ff="intermediate_size", dropout="attention_dropout", norm_eps="rms_norm_eps"),
 }  # fmt: skip
-# What else is understood: how weights begin is no part of a model, and what is named of attention is looked at below.
+# Settings without a name there that do not prevent a conversion, or that the functions below convert.
 HANDLED_SEPARATELY = {"zero_init", "rope_theta", "n_kv_heads", "head_dim", "window", "window_pattern"}
 
 
-def family_of(config: GPTConfig) -> str:
-    """The transformers model_type of a config; ValueError names the settings that keep it out of each family.
+def get_family(config: GPTConfig) -> str:
+    """Return the transformers model_type of a config.
 
-    A setting that is not known here, as of a fork, does so unless it is at its default.
+    Raises:
+        ValueError: the config fits no family; the message names the settings that differ. A setting unknown here, such
+            as one of a fork, must have its default.
     """
     misfits = {}
     for family, settings in FAMILIES.items():
@@ -63,43 +64,51 @@ def family_of(config: GPTConfig) -> str:
 
 
 def layer_types(config: GPTConfig) -> list[str]:
-    """What Qwen3 calls the attention of each layer, with a window or without; its window counts a position itself."""
+    """Return Qwen3's name for the attention of each layer; its window, like ours, includes the query itself."""
     return ["sliding_attention" if window else "full_attention" for window in config.windows]
 
 
 def window_pattern(layer_types: list[str]) -> str:
-    """The inverse of layer_types, with no more letters than are repeated."""
+    """Invert layer_types: return the shortest pattern that repeats."""
     letters = "".join("S" if kind == "sliding_attention" else "L" for kind in layer_types)
     count = len(letters)
     return next(letters[:n] for n in range(1, count + 1) if (letters[:n] * count)[: count - 1] == letters[:-1])
 
 
 def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
-    """The GPT2Config or Qwen3Config of the same model. Raises ValueError as family_of does.
+    """Return the GPT2Config or Qwen3Config of the same model.
 
-    Special tokens are the tokenizer's affair and stay unset. Qwen3 has dropout in its attention alone, so that there
-    embeddings and residuals lose theirs: the same model to evaluate, not to train on.
+    Special tokens belong to the tokenizer and stay unset. Qwen3 has dropout in its attention only, so that dropout of
+    embeddings and residuals is lost: the model is the same in evaluation, not in training.
+
+    Raises:
+        ValueError: the config fits no family.
     """
     from transformers import GPT2Config, Qwen3Config
 
-    family = family_of(config)
+    family = get_family(config)
     config = replace(config, n_kv_heads=config.kv_heads, head_dim=config.head_size)
     settings = {there: getattr(config, here) for here, there in NAMES[family].items()}
     if family == "gpt2":
         settings |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
         settings["activation_function"] = GELUS[config.mlp]
-        settings["n_ctx"] = config.max_position_embeddings  # as the published one has it, and llama.cpp reads it
-        # The default of both is 50256, the published GPT-2's end of text.
+        settings["n_ctx"] = config.max_position_embeddings  # as in the published config; llama.cpp reads it
+        # Both default to 50256, the published GPT-2's end of text.
         return GPT2Config(**settings, bos_token_id=None, eos_token_id=None)
     if any(config.windows):
         settings |= {"use_sliding_window": True, "sliding_window": config.window, "layer_types": layer_types(config)}
     hf_config = Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
-    hf_config.rope_theta = config.rope_theta  # where transformers 4 has it, for which it would else be 10,000
+    hf_config.rope_theta = config.rope_theta  # transformers 4 reads it there, by default 10,000
     return hf_config
 
 
 def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
-    """The GPTConfig of a GPT2Config or Qwen3Config; ValueError names each setting that this model does not have."""
+    """Return the GPTConfig of a GPT2Config or Qwen3Config.
+
+    Raises:
+        ValueError: the model is of another family, or has settings that GPTModel does not support; the message names
+            them.
+    """
     family = hf_config.model_type
     if family not in FAMILIES:
         raise ValueError(f"a transformers model of type {family}: only {' and '.join(FAMILIES)} can be read")
@@ -136,11 +145,11 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
 
 
 def tensor_names(config: GPTConfig) -> Iterator[tuple[str, list[str], bool]]:
-    """Every tensor as (name in transformers, names here, transposed).
+    """Yield every tensor as (name in transformers, names here, transposed).
 
-    Several names here are stacked along their first dimension; transposed, the result is stored as [in, out] there.
+    Tensors of several names here are stacked along their first dimension; a transposed result is [in, out] there.
     """
-    if family_of(config) == "gpt2":
+    if get_family(config) == "gpt2":
         yield "transformer.wte.weight", ["token_embedding.weight"], False
         yield "transformer.wpe.weight", ["position_embedding.weight"], False
         for kind in ("weight", "bias"):
@@ -171,9 +180,10 @@ def tensor_names(config: GPTConfig) -> Iterator[tuple[str, list[str], bool]]:
 
 
 def tensors_to_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames, stacks and transposes the tensors of GPTModel (weights, or gradients) into those of transformers.
+    """Rename, stack and transpose the tensors of GPTModel (weights or gradients) into those of transformers.
 
-    Raises ValueError if the model has other tensors than its family, as a fork may.
+    Raises:
+        ValueError: the model has other tensors than its family, as a fork may.
     """
     result, names = {}, list(tensor_names(config))
     if different := sorted({name for _, here, _ in names for name in here} ^ tensors.keys()):
@@ -188,7 +198,7 @@ def tensors_to_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) ->
 
 
 def tensors_from_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of tensors_to_transformers."""
+    """Invert tensors_to_transformers."""
     result = {}
     for there, here, transposed in tensor_names(config):
         stacked = tensors[there].T if transposed else tensors[there]
@@ -198,9 +208,10 @@ def tensors_from_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) 
 
 
 def to_transformers(model: GPTModel) -> "PreTrainedModel":
-    """The same model as a GPT2LMHeadModel or Qwen3ForCausalLM, in eval mode, with copies of the weights.
+    """Return the same model as a GPT2LMHeadModel or Qwen3ForCausalLM in eval mode, with copies of the weights.
 
-    Raises ValueError if the config fits neither family, as family_of does.
+    Raises:
+        ValueError: the config fits no family.
     """
     from transformers import AutoModelForCausalLM
 
@@ -214,9 +225,10 @@ def to_transformers(model: GPTModel) -> "PreTrainedModel":
 
 
 def from_transformers(hf_model: "PreTrainedModel") -> GPTModel:
-    """The same model as a GPTModel, in eval mode, with copies of the weights.
+    """Return the same model as a GPTModel in eval mode, with copies of the weights.
 
-    Raises ValueError if it is of another family or uses settings that GPTModel lacks.
+    Raises:
+        ValueError: it is of another family, or has settings that GPTModel does not support.
     """
     model = GPTModel(config_from_transformers(hf_model.config)).to(hf_model.device, hf_model.dtype)
     model.load_state_dict(tensors_from_transformers(model.config, hf_model.state_dict()))

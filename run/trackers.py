@@ -24,7 +24,7 @@ from config.errors import ConfigError, unhandled_choice
 from config.schema import TrainConfig
 from data.json_objects import finite_or_null
 from distributed.signals import Preempted
-from model.hf import family_of
+from model.hf import get_family
 from run.directory import RunDirectory
 from run.metrics_log import read_rows
 from training.metrics import NonFiniteError
@@ -53,7 +53,7 @@ def check(config: TrainConfig) -> None:
                 )
     if tracking.log_model:
         try:
-            family_of(config.model)
+            get_family(config.model)
         except ValueError as error:
             raise ConfigError(f"tracking.log_model: true is an export, but {error}") from None
 
