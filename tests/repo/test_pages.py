@@ -1,4 +1,4 @@
-"""The pages: what they show runs, long trainings shortened, and what they name is there."""
+"""The pages: their commands run, with long trainings shortened, and the files and names in them exist."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from model.gpt import GPTModel
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
 from tests.repo.test_rules import LAYER_OF
-from tests.test_examples import RUNGS
+from tests.test_examples import RUNGS as SCRIPTS
 
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples/README.md", ROOT / "benchmarks/LOG.md"]
@@ -59,7 +59,7 @@ def marked(command):
 
 
 @pytest.mark.parametrize("command", [marked(command) for command in COMMANDS if command != "make test"])
-def test_a_command_of_the_first_pages(command, out_dir):
+def test_command_of_first_pages(command, out_dir):
     in_forks = command.startswith(("python ", "accelerate "))
     done = (python if in_forks else shell)(shortened(command, out_dir), WANDB_MODE="disabled")
     if "train.py" in command and "--print_config" not in command:
@@ -76,7 +76,7 @@ def test_a_command_of_the_first_pages(command, out_dir):
         assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
 
 
-def test_the_python_that_loads_a_run(out_dir):
+def test_python_that_loads_a_run(out_dir):
     """After the commands, which train it."""
     [code] = re.findall(r"```python\n(.*?)```", page("using"), re.DOTALL)
     names = {}
@@ -86,13 +86,13 @@ def test_the_python_that_loads_a_run(out_dir):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="then it starts")
-def test_without_a_gpu_the_launcher_itself_fails():
+def test_multi_gpu_launch_fails_without_gpu():
     """As docs/launching.md says, which says what to type instead."""
     done = shell("! accelerate launch --multi_gpu train.py")
     assert done.stderr.endswith("\nAssertionError\n") and "loading torch" not in done.stderr
 
 
-def test_the_chinese_readme_says_the_same():
+def test_chinese_readme_matches_english():
     """As far as a machine can tell: commands and output, sections, tables, links and code, in their order."""
     chinese = (ROOT / "README.zh-CN.md").read_text()
     for kind in (r"(?s)```\w*\n.*?```", r"(?m)^#+ ", r"(?m)^\|", r"(?<=\]\()(?!README)[^)]+"):
@@ -103,7 +103,7 @@ def test_the_chinese_readme_says_the_same():
     assert ours == theirs, ours ^ theirs
 
 
-def test_the_term_of_a_loss_that_the_forking_page_shows():
+def test_auxiliary_loss_of_forking_page():
     """In training, and for whoever calls a model without the number of targets."""
     [code] = re.findall(r"```python\n(.*?)```", page("forking"), re.DOTALL)
     labels, x_BTC = torch.ones(2, 5, dtype=torch.int64), torch.randn(2, 5, 128)
@@ -116,7 +116,7 @@ def test_the_term_of_a_loss_that_the_forking_page_shows():
         assert (made["loss"] - without).item() == pytest.approx(0.03 * share, rel=1e-4)
 
 
-def test_all_the_commands_of_the_first_pages_were_found():
+def test_commands_of_first_pages_are_found():
     assert ["make train", "make verify", "make test"] == COMMANDS[:3] and len(COMMANDS) >= 12
     assert COMMANDS[-1].endswith("replay.py runs/stories 420")
 
@@ -128,7 +128,7 @@ def anchors(file):
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_what_a_page_links_to_and_names_is_there(file):
+def test_links_and_files_of_page_exist(file):
     text = file.read_text()
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
         target = file.parent / link if link else file
@@ -138,7 +138,7 @@ def test_what_a_page_links_to_and_names_is_there(file):
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/forking.md"])
-def test_what_a_page_names_of_the_code_is_there(name):
+def test_code_names_of_page_exist(name):
     sources = [ROOT / "Makefile", *ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
     code = "".join(source.read_text() for source in sources)
     text = re.sub(r"(?s)```.*?```", "", (ROOT / name).read_text())
@@ -146,16 +146,16 @@ def test_what_a_page_names_of_the_code_is_there(name):
     assert not [word for word in named if word not in code]
 
 
-def test_the_page_of_the_examples_is_true_to_the_repository():
-    rungs = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"mnist"}
+def test_examples_page_matches_scripts():
+    files = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"mnist"}
     text = (ROOT / "examples" / "README.md").read_text()
     rows = re.findall(r"^\| \[(\w+)\.py\]\((\w+)\.py\) \|.*\| (.*) \|$", text, re.MULTILINE)
-    assert [name for name, *_ in rows] == [link for _, link, _ in rows] == RUNGS and rungs == set(RUNGS)
+    assert [name for name, *_ in rows] == [link for _, link, _ in rows] == SCRIPTS and files == set(SCRIPTS)
     sources = [ROOT / "train.py", ROOT / "training" / "step.py"]
     lines = {line.strip() for source in sources for line in source.read_text().splitlines()}
     for name, _, where in rows:
         assert where.strip("`") in lines or name == "model_parallel", where
-    tested = {f"python -m examples.{rung}" for rung in RUNGS if rung != "ring_allreduce"}
+    tested = {f"python -m examples.{name}" for name in SCRIPTS if name != "ring_allreduce"}
     tested |= {"python -m examples.ring_allreduce --ranks 3"}
     tested |= {"torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp"}
     [last] = set(commands(text)) - tested
@@ -163,7 +163,7 @@ def test_the_page_of_the_examples_is_true_to_the_repository():
     assert "examples/README.md" in README
 
 
-def test_the_index_has_every_page_once():
+def test_index_lists_every_page_once():
     listed = re.findall(r"^\|.*\]\((\w+\.md)\) \|$", page("README"), re.MULTILINE)
     assert sorted(listed) == sorted(file.name for file in (ROOT / "docs").glob("*.md") if file.name != "README.md")
 
@@ -185,7 +185,7 @@ def test_every_guarantee_names_existing_tests():
         assert files and all((ROOT / file).is_file() for file in files), row
 
 
-def test_the_launch_files_are_all_in_the_table():
+def test_launching_page_lists_launch_files():
     for file in (ROOT / "accelerate_configs").glob("*.yaml"):
         assert f"| `accelerate_configs/{file.name}` |" in page("launching")
 
@@ -213,7 +213,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", DATA_COMMANDS)
-def test_a_command_of_the_data_page(command, folder):
+def test_command_of_data_page(command, folder):
     training = "train.py" in command
     done = python(f"{command} {SHORT_TEXT if training else '--num_workers 1'}", cwd=folder)
     if training:
@@ -225,16 +225,16 @@ def test_a_command_of_the_data_page(command, folder):
         assert documents == 1 if "input.txt" in command else 40 < documents < 60
 
 
-def test_all_the_commands_of_the_data_page_were_found():
+def test_commands_of_data_page_are_found():
     assert len([command for command in DATA_COMMANDS if "data.prepare" in command]) >= 3
     assert len([command for command in DATA_COMMANDS if "train.py" in command]) >= 2
 
 
-def test_docs_settings_is_the_page_of_the_settings():
+def test_settings_page_is_up_to_date():
     assert settings.PAGE.read_text() == settings.page(), "run python -m docs.settings"
 
 
-def test_docs_settings_has_every_setting_of_the_parser_with_its_default():
+def test_settings_page_has_every_default():
     parser = ArgumentParser()
     parser.add_class_arguments(TrainConfig, as_group=False)
     defaults = parser.get_defaults().as_flat()
@@ -246,7 +246,7 @@ def test_docs_settings_has_every_setting_of_the_parser_with_its_default():
         )
 
 
-def test_docs_settings_explains_a_choice_and_a_section():
+def test_settings_page_explains_choices_and_sections():
     text = settings.page()
     assert "- **`model.position`** (one of learned, rope; default learned): How the model knows order" in text
     assert "\n## schedule\n\nThe learning rate and the global batch as functions of the step.\n" in text

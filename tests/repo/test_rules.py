@@ -80,7 +80,7 @@ def test_files_and_scripts_stay_small():
     assert not {file: lines for file, lines in sizes.items() if file in scripts and lines > 250}
 
 
-def test_the_loop_fits_on_a_screen():
+def test_main_and_loop_fit_on_screen():
     functions = [
         node for node in ast.walk(ast.parse((ROOT / "train.py").read_text())) if isinstance(node, ast.FunctionDef)
     ]
@@ -88,6 +88,6 @@ def test_the_loop_fits_on_a_screen():
     assert not {node.name for node in functions if node.end_lineno - node.lineno >= 140}
 
 
-def test_uv_installs_what_pip_installs():
+def test_pyproject_matches_requirements():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["dependencies"] == (ROOT / "requirements.txt").read_text().split()
