@@ -10,7 +10,7 @@ SHORT = """--check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_
     --tracking.log_every 1 --evaluation.num_logged_generations 0 --resume auto --schedule.name constant
     --checkpoint.every 1 --checkpoint.keep 1
     --init_from null --schedule.warmup_steps 0 --schedule.decay_steps null --schedule.batch_warmup_steps 0
-    --tracking.tracker wandb --tracking.wandb disabled""".split()
+    --tracking.tracker wandb --tracking.wandb disabled"""
 
 
 def parse_short_run(args: list[str]) -> TrainConfig:
@@ -18,4 +18,4 @@ def parse_short_run(args: list[str]) -> TrainConfig:
     parser = ArgumentParser("verify.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--verify_steps", default="6")
     own, args = parser.parse_known_args(args)
-    return parse_config([*args, *SHORT, "--steps", own.verify_steps], num_processes())
+    return parse_config([*args, *SHORT.split(), "--steps", own.verify_steps], num_processes())

@@ -7,14 +7,14 @@ from typing import Any, TextIO, cast
 
 
 def printable(text: str) -> str:
-    """Escape the characters of a line, such as the name of a directory, that would control a terminal (`\\x1b`)."""
+    r"""Escape the characters of a line, such as the name of a directory, that would control a terminal (`\x1b`)."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
 
 
 def escape_controls(text: str) -> str:
-    """Spell out the control characters of generated text, such as `\\x1b`, except line breaks and tabs.
+    r"""Escape the control characters of generated text, such as `\x1b`, except line breaks and tabs.
 
     A terminal would obey them: move the cursor, change the title, or answer with input.
     """
@@ -53,7 +53,8 @@ class LossyStream:
     """
 
     def __init__(self, stream: TextIO | None):
-        self._stream: Any = stream or open(os.devnull, "w")  # None where the file descriptor was closed
+        # None where the file descriptor was closed. The file stays open as long as the process prints.
+        self._stream: Any = stream or open(os.devnull, "w")  # noqa: SIM115
         if hasattr(self._stream, "reconfigure"):
             self._stream.reconfigure(errors="backslashreplace")
         self.failure: OSError | None = None

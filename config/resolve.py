@@ -17,8 +17,10 @@ NOT_FROM_INITIAL_MODEL = {"dropout"}
 
 
 class PartialModel(GPTConfig):
-    """The `model` section of a command line with `init_from`: only the settings named in `given` were set by the user;
-    the initial model determines the others."""
+    """The `model` section of a command line with `init_from`.
+
+    Only the settings named in `given` were set by the user; the initial model determines the others.
+    """
 
     given: frozenset[str]
 

@@ -1,4 +1,4 @@
-"""Every setting of a run: typed, documented once (the docstring of a field is its `--help`), checked in one place."""
+"""All settings of a run: typed, documented once (the docstring of a field is its `--help`), and checked."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -72,7 +72,7 @@ class DataConfig:
         return [*(self.mix or filter(None, [self.path]))]
 
     def problems(self) -> list[str]:
-        """Every setting that does not go with the source."""
+        """List the settings that do not fit the source."""
         if nameless := [path for path in self.mix or {} if not isinstance(path, str)]:
             return [f"data.mix: {nameless[0]} is no path"]
         if self.source == "text":
@@ -238,7 +238,7 @@ class TrackingConfig:
     update changes, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
 
     def problems(self) -> list[str]:
-        """Every setting that the tracker does not have."""
+        """List the settings that the tracker does not have."""
         of_wandb = {"group": self.group, "tags": self.tags, "log_model": self.log_model}
         of_wandb |= {"wandb": self.wandb == "online" and "online"}
         return [
@@ -353,7 +353,7 @@ class TrainConfig:
                 raise unhandled_choice("on_nonfinite", other)
 
     def problems(self, num_processes: int) -> list[str]:
-        """Every relation between settings that does not hold, each as a message that says what would be right."""
+        """List the values that are out of range, or else the relations between settings that do not hold."""
         if problems := invalid_values(self):
             return problems
         if self.init_from is not None and self.init_hash is None:  # what it brings is not known yet
@@ -395,7 +395,7 @@ class TrainConfig:
         return problems
 
     def _remedy_for_batch(self, name: str, size: int, num_processes: int) -> str:
-        """Which batches near this one, and which numbers of processes, would do."""
+        """Return the message for a batch that the processes cannot split, with the nearest batches that work."""
         sequences_at_once = self.micro_batch_size * num_processes
         message = (
             f"{name}: {size} is not a multiple of micro_batch_size * processes = {self.micro_batch_size} * "
@@ -408,7 +408,7 @@ class TrainConfig:
         return f"{message}; numbers of processes that can split it: {', '.join(counts)}"
 
     def _problems_of_steps(self) -> list[str]:
-        """Of the schedule, the optimizer, and what is done after which step."""
+        """List the problems of the schedule, the optimizer, checkpoints and the profile."""
         problems = []
         schedule, optimizer, checkpoint = self.schedule, self.optimizer, self.checkpoint
         if schedule.min_lr_ratio > 1:
@@ -452,7 +452,7 @@ class TrainConfig:
         return problems
 
     def _problems_of_sizes(self, num_processes: int) -> list[str]:
-        """What no memory of this machine could hold, so that it is said before anything is allocated."""
+        """List the sizes for which this machine has too little memory, before anything is allocated."""
         memory = psutil.virtual_memory().total + psutil.swap_memory().total
         model = self.model
         sizes = {name: getattr(model, name) for name in ("vocab_size", "d_model", "d_ff", "n_layers")}
@@ -495,13 +495,13 @@ class TrainConfig:
 
 
 def _nearest(size: int, unit: int) -> str:
-    """The multiples of `unit` below and above a size, in words."""
+    """Return the multiples of `unit` below and above a size, in words."""
     below = size // unit * unit
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run as `section.name`, with the lists that JSON and YAML have for tuples."""
+    """Return settings as `section.name: value`; tuples become lists, as in JSON and YAML."""
     flat = {}
     sections = {name for name, default in asdict(TrainConfig()).items() if isinstance(default, dict)}
     for key, value in json.loads(json.dumps(settings)).items():

@@ -86,8 +86,10 @@ def accepts(annotation: Any, value: Any) -> bool:
     if origin is dict:
         key_type, item_type = arguments
         return isinstance(value, dict) and all(accepts(key_type, k) and accepts(item_type, v) for k, v in value.items())
-    if annotation is Any or not issubclass(annotation, int | float) or annotation is bool:
-        return annotation is Any or isinstance(value, annotation)
+    if annotation is Any:
+        return True
+    if annotation is bool or not issubclass(annotation, (int, float)):
+        return isinstance(value, annotation)
     allowed = int if issubclass(annotation, int) else int | float
     if isinstance(value, bool) or not isinstance(value, allowed):
         return False

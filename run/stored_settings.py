@@ -11,6 +11,7 @@ from config.errors import ConfigError
 from config.resolve import replace_settings
 from config.schema import TrainConfig, flat_settings
 from config.yaml_files import read_yaml
+from model.field_types import invalid_values
 
 USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl of the run"
 
@@ -60,6 +61,8 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
     known = {key: value for key, value in complete_settings(settings).items() if key not in unknown}
     config = replace_settings(TrainConfig(), known)
     problems = [line for key, line in unknown.items() if key.startswith("model.")] or config.model.problems()
+    # load_corpus explains a source that this code lacks better.
+    problems = problems or [problem for problem in invalid_values(config) if not problem.startswith("data.")]
     if problems:
         raise ConfigError(f"{'; '.join(problems)}; {USE_ITS_CODE}")
     return config

@@ -166,7 +166,10 @@ def test_nothing_in_the_run_is_touched(run):
         ("--num_sequences 8 {run} 7", "step: 7 is beyond the 6 steps of"),
         ("{run} 2 --audit 3 --profile x", "step: name a step of the run to replay, or --audit N"),
         ("--audit 3 nowhere", "run: 'nowhere' is not the directory of a run"),
-        ("~no-such-user/run 3", "run: '~no-such-user/run' is the home of a user whom this machine does not know"),
+        (
+            "~no-such-user/run 3",
+            "run: '~no-such-user/run' is in the home directory of a user that this machine does not have",
+        ),
     ],
 )
 def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatch, capsys):

@@ -19,6 +19,7 @@ import sample
 from checkpoint.manifest import File, read_manifest
 from checkpoint.unshard import read_weights
 from config.errors import ConfigError
+from config.parser import parse_tool
 from data.corpus import Corpus
 from data.files import sha256
 from data.prepare.prepare import encode_text
@@ -108,7 +109,7 @@ def test_the_model_of_other_code_is_refused_by_name(copy):
     load_run(directory)  # other settings change no model
     for lost, message in (
         ({"logit_scale": 20.0}, "model.logit_scale: 20.0 there, and no setting any more; use the code that trained it"),
-        ({"position": "alibi"}, "model.position is 'alibi': it must be one of learned, rope; use the code that"),
+        ({"position": "alibi"}, "model.position: alibi must be one of learned, rope; use the code that"),
     ):
         replace(manifest, config=manifest.config | {"model": manifest.config["model"] | lost}).write(directory)
         with pytest.raises(ConfigError, match=re.escape(f"{directory}: {message}")):
@@ -311,7 +312,7 @@ def test_a_prompt_is_encoded_as_the_corpus_is(run, tmp_path, capsys):
     with pytest.raises(ConfigError, match="prompt: the tokenizer has no tokens for 'There<|endoftext|>'"):
         written(capsys, run, prompt="There<|endoftext|>", max_new_tokens=1)
     assert written(capsys, run, prompt="There<|endoftext|>", special_tokens=True, max_new_tokens=1)
-    with pytest.raises(ConfigError, match="special_tokens: true, but in a chat they come from the chat template alone"):
+    with pytest.raises(ConfigError, match="special_tokens: true, but in a chat only the chat template inserts them"):
         written(capsys, run, chat=True, special_tokens=True)
 
 
@@ -324,14 +325,14 @@ def test_a_prompt_at_which_the_tokenizer_panics_is_refused():
 
 
 def test_the_home_of_nobody_is_refused():
-    with pytest.raises(ConfigError, match="init_from: '~no-such-user/run' is the home of a user whom"):
+    with pytest.raises(ConfigError, match="init_from: '~no-such-user/run' is in the home directory of a user that"):
         load_run("~no-such-user/run", setting="init_from")
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1.5])
-def test_a_share_that_is_none_is_refused_before_a_model_is_loaded(top_p):
-    with pytest.raises(ConfigError, match=f"top_p: {top_p} must be above 0 and at most 1"):
-        sample.main(SampleConfig("nowhere", top_p=top_p))
+def test_top_p_out_of_range_is_refused(top_p):
+    with pytest.raises(ConfigError, match=f"top_p: {top_p} must be a number above 0 and at most 1"):
+        parse_tool(SampleConfig, "sample.py", ["nowhere", "--top_p", str(top_p)])
 
 
 def test_a_sample_is_what_the_model_writes_with_its_verdict(run, capsys):
@@ -486,3 +487,11 @@ def test_a_closed_input_is_that_of_nobody(chat, monkeypatch):
 
 def test_the_script_reads_its_settings_like_train_py(run):
     assert python(f"python sample.py {run} --checkpoint 3 --max_new_tokens 2").stdout.count("\n") == 2
+
+
+def test_stored_value_out_of_range_is_refused(copy):
+    directory, manifest, whole = copy
+    manifest.config.update(steps=-3)
+    write(directory, manifest, [(whole, {})])
+    with pytest.raises(ConfigError, match="steps: -3 must be a positive integer; use the code that trained it"):
+        load_run(directory)
