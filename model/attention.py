@@ -90,7 +90,7 @@ class EagerAttention(torch.autograd.Function):
 
 
 def document_ids(position_ids: Tensor) -> Tensor | None:
-    """Number the documents of each row, int64 [B, T]; on a CPU return None if every row is a single document.
+    """Return the index of each token's document, int64 [B, T]; on a CPU None if every row is a single document.
 
     Args:
         position_ids: int64 [B, T], 0 at the first token of each document.

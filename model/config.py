@@ -105,8 +105,10 @@ class GPTConfig:
 
     @property
     def num_weights(self) -> int:
-        """Elements of all matrices, known without torch, by which sizes that no memory holds are refused: what a fork
-        adds need not be in it. A vocab_size that is not known yet counts nothing."""
+        """Number of elements of all matrices, to refuse sizes that do not fit into memory before torch is imported.
+
+        Matrices that a fork adds may be missing; a vocab_size that is not known yet counts as 0.
+        """
         attention = 2 * (self.n_heads + self.kv_heads) * self.head_size
         mlp = (3 if self.mlp == "swiglu" else 2) * self.d_ff
         embeddings = (1 if self.tie_embeddings else 2) * (self.vocab_size or 0)
