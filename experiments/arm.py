@@ -53,10 +53,7 @@ class Launch:
             ConfigError: there is no such program.
         """
         command = parse_launcher(text)
-        if text is None:
-            processes = 1
-        else:
-            processes = (accelerate_settings(command) or {}).get("num_processes")
+        processes = 1 if text is None else (accelerate_settings(command) or {}).get("num_processes")
         return cls(tuple(command), launched_precision(command), processes and int(processes))
 
     @property

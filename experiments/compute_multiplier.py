@@ -15,8 +15,10 @@ BUDGETS = (0.5, 0.5**0.5, 2**0.5, 2.0)
 
 @dataclass(frozen=True)
 class ComputeMultiplier:
-    """Steps at which the baseline reaches the candidate's loss, relative to the steps of the experiment, with its 95%
-    interval. Values are clipped to the range of BUDGETS, so an end of that range is a bound."""
+    """Steps at which the baseline reaches the candidate's loss, relative to those of the experiment.
+
+    The interval is a 95% interval. Values are clipped to the range of BUDGETS, so an end of that range is a bound.
+    """
 
     ratio: float
     low: float

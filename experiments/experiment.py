@@ -102,8 +102,7 @@ class Experiment:
                 if self.config.tune:
                     baseline, candidate = self.tune_both(baseline, candidate)
                     names["tuned"] = [arm.settings[self.config.tune] for arm in (baseline, candidate)]
-                if candidate.digest == baseline.digest:  # an A/A test: the same seeds would be the same runs
-                    candidate = replace(candidate, first_seed=SEPARATE_SEEDS)
+                candidate = use_separate_seeds_if_equal(candidate, baseline)
                 names |= {"baseline": baseline.name, "candidate": candidate.name}
                 names["changed_settings"] = changed_settings(baseline, candidate)
                 for size in sizes:
@@ -121,10 +120,8 @@ class Experiment:
                 message = str(error) if comparisons else ""
             except Failed as failed:
                 if not comparisons:
-                    if pairs:
-                        self.check_candidate_at_fault(failed, pairs[-1][0].run(0))
-                    else:
-                        self.check_candidate_at_fault(failed, separate(baseline).run(0))
+                    reference = pairs[-1][0] if pairs else separate(baseline)
+                    self.check_candidate_at_fault(failed, reference.run(0))
                 message, verdict = f"does not train: {failed.training.directory}: {failed}", "failed"
             costs = self.costs(*pairs[0], change.num_lines) if comparisons else None
         facts: dict[str, Any] = {"note": self.config.note} if self.config.note else {}
@@ -230,7 +227,7 @@ class Experiment:
         comparison = None
         for n in range(MIN_SEEDS, most + 1):
             ahead = n
-            while ahead < most and 0 < num_unfinished(n) and num_unfinished(ahead) < at_once:
+            while ahead < most and num_unfinished(n) > 0 and num_unfinished(ahead) < at_once:
                 ahead += 1  # keeps every core busy; the analyses do not depend on it
             try:
                 self.train(runs(ahead) if num_unfinished(n) else [])
@@ -327,6 +324,11 @@ def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
     ours, theirs = baseline.compared_settings, candidate.compared_settings
     names = sorted(ours.keys() | theirs.keys())
     return {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
+
+
+def use_separate_seeds_if_equal(candidate: Arm, baseline: Arm) -> Arm:
+    """Return the candidate of an A/A test with seeds of its own: with the baseline's they would be the same runs."""
+    return replace(candidate, first_seed=SEPARATE_SEEDS) if candidate.digest == baseline.digest else candidate
 
 
 def separate(arm: Arm) -> Arm:

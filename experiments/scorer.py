@@ -42,6 +42,7 @@ def measure(run: str) -> dict[str, object]:
     corpus, device = load_corpus(config), "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     num_rows = len(corpus.validation)  # pyright: ignore[reportArgumentType] - map-style datasets have a length
+    assert config.model.vocab_size is not None  # of a trained model
     row_bytes = 8 * config.seq_len * config.model.vocab_size
     batch_size = min(config.evaluation.micro_batch_size, max(1, LOGIT_BYTES // row_bytes))
     lengths = token_lengths(corpus)

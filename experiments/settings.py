@@ -12,8 +12,7 @@ DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "lab.yaml"
 
 @dataclass
 class ExperimentConfig:
-    """Tests whether a change is better than the baseline: by how much, at what cost, and whether it holds for larger
-    models."""
+    """Tests whether a change is better than the baseline, by how much and at what cost."""
 
     arguments: list[str] = field(metadata=PASSED_ON)
     """The change in one argument; then settings of train.py for both arms. Without --config: configs/lab.yaml."""
