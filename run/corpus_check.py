@@ -1,4 +1,4 @@
-"""That no checkpoint is saved of a training on damaged data, without waiting for a large corpus to be read."""
+"""Verify the corpus while training starts; no checkpoint is saved before all its files are known to be undamaged."""
 
 from typing import TYPE_CHECKING
 
@@ -10,13 +10,13 @@ from config.errors import ConfigError, RunError
 if TYPE_CHECKING:  # it needs pyarrow, and sources other than text do not
     from data.integrity import Verification
 
-GRACE_SECONDS = 3  # for which a start waits: most corpora are settled before the first step
+GRACE_SECONDS = 3  # how long a start waits; most corpora are verified by then
 
 
 class CorpusCheck:
-    """The first process of every machine verifies the files, and all processes together learn how that ended.
+    """Verification by the first process of each machine, whose outcome all processes learn together.
 
-    Without a `verification`, as for data that are not read from files, its methods do nothing.
+    Without a `verification`, as for data that are not read from files, the methods do nothing.
     """
 
     def __init__(self, verification: "Verification | None", accelerator: Accelerator, timeout_seconds: int):
@@ -27,11 +27,11 @@ class CorpusCheck:
 
     @property
     def failed(self) -> bool:
-        """Whether this process knows of a damaged file; then all should come to `demand` soon."""
+        """Whether this process knows of a damaged file; then all processes should call `demand` soon."""
         return self.verification is not None and self.verification.problem is not None
 
     def begin(self) -> str | None:
-        """Wait a little for the outcome, and say what is verified; all processes call it together.
+        """Wait up to GRACE_SECONDS and describe what is verified so far; called by all processes together.
 
         Raises:
             ConfigError: on all processes, with a damaged file.
@@ -39,12 +39,12 @@ class CorpusCheck:
         return self.verification and self.verification.describe(done=self._exchange(GRACE_SECONDS))
 
     def demand(self, stopping: bool = False) -> None:
-        """Return once every file, with the stamp that it has now, is known to be what data.prepare wrote.
+        """Return once every file is known to be what data.prepare wrote; called by all processes together.
 
         Raises:
             ConfigError: on all processes, with a damaged file.
-            RunError: on all processes, where no file was read to its end for `timeout_seconds`, or, when the run is
-                `stopping`, not all files within half of them.
+            RunError: on all processes, if nothing was read for `timeout_seconds`, or if not all files were within half
+                of that when the run is `stopping`.
         """
         if self.verification:
             if self.reads:
@@ -61,6 +61,8 @@ class CorpusCheck:
                 before = self.num_bytes_read
 
     def _exchange(self, seconds: float) -> bool:
+        """Wait, then gather the outcomes; return whether all machines have verified their files."""
+        assert self.verification is not None
         done = not self.reads or self.verification.wait(min(seconds, self.round_seconds))
         answers = gather_object([(done, self.verification.problem, self.verification.num_bytes_read)])
         if problems := [problem for _, problem, _ in answers if problem]:

@@ -48,7 +48,7 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
         hf_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         found = True
         config_from_transformers(hf_config)
-        hf_model, loading = AutoModelForCausalLM.from_pretrained(
+        hf_model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues] a pair
             name, config=hf_config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
         tokenizer = None

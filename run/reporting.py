@@ -1,4 +1,4 @@
-"""Where a run's numbers and words go: its files, the screen and a tracker such as Weights & Biases."""
+"""Log metrics and texts to the run directory, the screen and a tracker."""
 
 import os
 import sys
@@ -21,14 +21,14 @@ NOT_SHOWN = (
     "layers/",
     "val/excess_loss/",
 )  # in the other one: nor digests, and what a picture shows
-# How the screen shows what is no number like a loss.
+# Formats of metrics that are not shown like a loss.
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
 SHORT_NAMES = {"perf/tokens_per_second": "tokens/s"}
 
 
 def shown(name: str, value: float) -> str:
-    """A metric's value as the screen shows it."""
+    """Return the value of a metric as the screen shows it."""
     return format(value, FORMATS.get(name, ".4f" if value == 0 or abs(value) >= 0.01 else ".3g"))
 
 
@@ -70,7 +70,7 @@ class Reporter(AbstractContextManager):
         if not metrics:
             return
         try:
-            self.metrics_file.append({"step": step, **finite_or_null(metrics)})
+            self.metrics_file.append({"step": step, **finite_or_null(dict(metrics))})
         except OSError as error:
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept for later.")
         if self.remote is not None:

@@ -78,12 +78,15 @@ def check_tokenizer(name: str, loaded: "Loaded", corpus: Corpus) -> None:
     """
     problem, size = "", loaded.model.config.vocab_size
     if loaded.tokenizer is not None and corpus.tokenizer is not None:
-        ours, theirs = corpus.tokenizer, loaded.tokenizer.backend_tokenizer
+        ours: Tokenizer = corpus.tokenizer
+        theirs: Tokenizer = loaded.tokenizer.backend_tokenizer  # pyright: ignore[reportAssignmentType] untyped there
         if different := set(ours.get_vocab().items()) ^ set(theirs.get_vocab().items()):
             problem = f"{len(different)} entries differ, such as {min(different, key=lambda entry: entry[1])}"
         elif _encode_probe(ours) != _encode_probe(theirs):
             problem = f"they split {PROBE!r} differently"
-    if not problem and corpus.vocab_size > size:  # tokens were added, and the embedding was not resized
+    if (
+        not problem and size is not None and corpus.vocab_size > size
+    ):  # tokens were added, and the embedding was not resized
         problem = f"it has {corpus.vocab_size} tokens, and the model {size}"
     if problem:
         raise ConfigError(

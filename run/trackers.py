@@ -1,4 +1,4 @@
-"""Where a run is followed besides the screen and its own files: W&B, or another of Accelerate's trackers."""
+"""Log a run to W&B, TensorBoard or Trackio, beside the screen and the run directory."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,20 +24,20 @@ from config.schema import TrainConfig
 from data.json_objects import finite_or_null
 from distributed.signals import Preempted
 from model.hf import get_family
-from run.directory import RunDirectory
+from run.directory import RunDirectory, settings_to_store
 from run.metrics_log import read_rows
 from training.metrics import NonFiniteError
 
-STOPPING_SECONDS = 10  # for which a run that was asked to stop waits for its tracker
-ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # from a run's directory to the folder, and what it is of
+STOPPING_SECONDS = 10  # how long a run that was asked to stop waits for its tracker
+ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # exports a run's newest checkpoint
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse what could not be tracked, before anything is allocated.
+    """Refuse tracking settings that would fail later, before anything is allocated.
 
     Raises:
-        ConfigError: the tracker is not installed, W&B would ask at the terminal who the user is, or transformers has no
-            model like the one that is to be exported.
+        ConfigError: the tracker is not installed, W&B would ask for an API key at the terminal, or the model that is to
+            be logged cannot be exported to transformers.
     """
     tracking = config.tracking
     if kind_of(tracking.tracker) is TrackerRun:
@@ -65,18 +64,26 @@ def start_tracker(
     say: Callable[[str], None],
     export_newest: ExportNewest | None,
 ) -> "TrackerRun | None":
-    """What the settings ask for, of a start after `step`; `say` prints, and `export_newest` is that of export.py."""
+    """Start the tracker of the config; None if it is off.
+
+    Args:
+        config: the resolved config.
+        run: the directory of the run.
+        step: completed steps at this start.
+        say: prints a line.
+        export_newest: exports the newest checkpoint, for `tracking.log_model`.
+    """
     tracking = config.tracking
     if tracking.tracker == "wandb" and tracking.wandb == "disabled":
         return None
     if tracking.tracker == "wandb" and (variable := disabled_by_environment()):
-        say(f"W&B is off, as {variable} of the environment says: metrics go to metrics.jsonl only.")
+        say(f"W&B is off, as the environment variable {variable} asks: metrics go to metrics.jsonl only.")
         return None
     return kind_of(tracking.tracker)(config, run, step, say, export_newest)
 
 
 def disabled_by_environment() -> str | None:
-    """The variable, with its value, by which people turn W&B off for all that they start; None if it is on."""
+    """Return the environment variable that turns W&B off, with its value; None if it is on."""
     if (mode := os.environ.get("WANDB_MODE", "")).lower() == "disabled":
         return f"WANDB_MODE={mode}"
     if (disabled := os.environ.get("WANDB_DISABLED", "")).lower() in ("true", "1", "yes", "on"):
@@ -85,7 +92,7 @@ def disabled_by_environment() -> str | None:
 
 
 def kind_of(tracker: str) -> "type[TrackerRun]":
-    """What follows a run with the tracker of this name."""
+    """Return the class that logs to the tracker of this name."""
     match tracker:
         case "wandb":
             return WandbRun
@@ -96,7 +103,7 @@ def kind_of(tracker: str) -> "type[TrackerRun]":
 
 
 class TrackerRun:
-    """One run of a tracker of Accelerate's. After an error of it nothing is logged any more; `say` tells why, once."""
+    """A run of one of Accelerate's trackers. After its first error, which is printed, nothing more is logged."""
 
     def __init__(
         self,
@@ -107,16 +114,16 @@ class TrackerRun:
         export_newest: ExportNewest | None,
     ):
         self.config, self.directory, self.say, self.export_newest = config, run.path, say, export_newest
-        self.run = None
+        self.run: Any = None  # the run object of the tracker; None before it is started and after an error
         self._try(lambda: self._start(step), starting=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Add a point."""
+        """Log the numbers of a step."""
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
         self._try(lambda: self.run.log(numbers, step=step))
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Add texts, as the tracker has them."""
+        """Log generated texts, in the form that the tracker has for texts."""
         match self.config.tracking.tracker:
             case "tensorboard":
                 self._try(lambda: self.run.log({name: as_code(*texts)}, step=step))
@@ -125,18 +132,18 @@ class TrackerRun:
                 self._try(lambda: self.run.log({name: import_module("trackio").Table(["text"], rows)}, step=step))
 
     def finish(self, failure: BaseException | None) -> None:
-        """Return when all is written; `failure` is what ended the run, if it was not its last step."""
+        """Return when everything is written; `failure` is the exception that ended the run, if one did."""
         self._finish_in_time(lambda: self._try(lambda: self.run.finish()), failure)
 
     def _finish_in_time(self, action: Callable[[], object], failure: BaseException | None) -> None:
-        """Leave it behind when it takes too long: the other processes wait for this one, and so does a stop."""
+        """Give up when it takes too long: the other processes, or whoever asked the run to stop, wait for this one."""
         seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
         thread = Thread(target=action, daemon=True, name="tracker")
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
             name = self.config.tracking.tracker
-            self.say(f"{name} has not finished after {seconds:g} s: what it lacks is in metrics.jsonl.")
+            self.say(f"{name} has not finished after {seconds:g} s; metrics.jsonl has everything.")
 
     def _try(self, action: Callable[[], object], starting: bool = False) -> None:
         if self.run is None and not starting:
@@ -146,94 +153,95 @@ class TrackerRun:
             action()
         except ImportError:
             self.say(f"{name} is not installed: metrics go to metrics.jsonl only.")
-        except Exception as error:  # whatever it is, it is no reason to stop training
+        except Exception as error:  # no error of a tracker may stop the training
             self.run = None
             self.say(f"{name} has failed, metrics go to metrics.jsonl only: {type(error).__name__}: {error}")
 
     def _settings(self) -> dict[str, Any]:
-        """The run's settings, and what this start computes them with."""
+        """Return the settings, launch and provenance of this start."""
         *_, start = read_rows(self.directory / "sessions.jsonl")
         arrangement = {name: start[name] for name in (*SUMMATION_ORDER, "mixed_precision")}
-        return {**asdict(self.config), **arrangement, "provenance": provenance()}
+        return {**settings_to_store(self.config), **arrangement, "provenance": provenance()}
 
     def _start(self, step: int) -> None:
         name, kind = self.config.tracking.tracker, LOGGER_TYPE_TO_CLASS[self.config.tracking.tracker]
-        # A branch begins after a step as well, but not in the run of its name that was moved aside.
-        goes_on = step and len(list(read_rows(self.directory / "sessions.jsonl"))) > 1
+        # A branch starts after a step too, but must not resume the tracker run of a directory that was moved aside.
+        is_resumed = step and len(list(read_rows(self.directory / "sessions.jsonl"))) > 1
         options = {
-            # what a start before this one has logged of the steps that are done again is not shown any more
+            # hides what an earlier start logged of the steps that are trained again
             "tensorboard": {"logging_dir": self.directory, "purge_step": step + 1},
             "trackio": {
                 "name": self.config.name,
-                "resume": "allow" if goes_on else "never",
+                "resume": "allow" if is_resumed else "never",
                 "config": self._settings(),
             },
         }
         run = kind("tensorboard" if name == "tensorboard" else self.config.tracking.project, **options[name])
         run.start()
-        if name == "tensorboard":  # its table of hyperparameters would be a second run
+        if name == "tensorboard":  # store_init_configuration would show a second run
             run.log({"settings": as_code(json.dumps(self._settings(), indent=1))}, step=step)
         self.run = run
 
 
 def as_code(*texts: str) -> str:
-    """Markdown that shows each of the texts as it is, with a line between them."""
+    """Return Markdown that shows each text verbatim, with a rule between them."""
     return "\n\n---\n\n".join("\n".join("    " + line for line in text.splitlines()) for text in texts)
 
 
 class WandbRun(TrackerRun):
-    """One run of W&B over all starts of ours, with what only W&B has: samples, code, an alert and the model.
+    """A W&B run, the same for all starts of a run, with a table of texts, the code, an alert and the model.
 
-    In a thread of its own: it takes seconds to start, for which training need not wait. What is logged before waits.
+    All calls run in order in one thread, so that training does not wait the seconds that W&B takes to start.
     """
 
     def __init__(self, config: TrainConfig, run: RunDirectory, *others):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="wandb")
         self.samples = list(read_rows(run.generations_file)) if run.generations_file.exists() else []
-        self.num_given = len(self.samples)
-        self.until_finished = ExitStack()
+        self.num_logged = len(self.samples)
+        self.environment = ExitStack()
         super().__init__(config, run, *others)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Add a point."""
+        """Log the metrics of a step."""
         self._try(lambda: self.run.log({"step": step, **metrics}))
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Add rows to the table of texts, which W&B is given anew: its own growing ones begin again offline.
+        """Add rows to the table of texts and log it whole: an incremental table starts over after an offline resume.
 
-        A long one only when it has grown by a fiftieth, and at the end: W&B keeps them all.
+        Since W&B keeps every version, a long table is logged only after growing by 2%, and at the end.
         """
         self.samples += [{"step": step, name: text} for text in texts]
-        if len(self.samples) >= 1.02 * self.num_given:
-            self._give_samples()
+        if len(self.samples) >= 1.02 * self.num_logged:
+            self._log_samples()
 
     def finish(self, failure: BaseException | None) -> None:
-        """Return when all is written: with an alert after a loss that is no number, else with the model if asked."""
-        if len(self.samples) > self.num_given:
-            self._give_samples()
+        """Return when everything is written; send an alert if the loss was not finite, else log the model if asked."""
+        if len(self.samples) > self.num_logged:
+            self._log_samples()
         if isinstance(failure, NonFiniteError):
-            title = f"{self.config.name}: the loss is no number"[-63:]
+            title = f"{self.config.name}: the loss is not finite"[-63:]
             self._try(lambda: self.run.alert(title, str(failure), level="ERROR"))
         elif failure is None and self.config.tracking.log_model:
             self._log_model()
         self._try(lambda: self.run.finish(exit_code=int(failure is not None)))
         self._finish_in_time(self.thread.shutdown, failure)
-        self.until_finished.close()
+        self.environment.close()
 
     def _try(self, *arguments, **named) -> None:
         self.thread.submit(super()._try, *arguments, **named)
 
-    def _give_samples(self) -> None:
-        self.num_given, step = len(self.samples), self.samples[-1]["step"]
+    def _log_samples(self) -> None:
+        self.num_logged, step = len(self.samples), self.samples[-1]["step"]
         name = next(key for key in self.samples[-1] if key != "step")
         rows = [[row["step"], row[name]] for row in self.samples if name in row]
         self._try(lambda: self.run.log({"step": step, name: import_module("wandb").Table(["step", "text"], rows)}))
 
     def _log_model(self) -> None:
-        """Export the newest checkpoint, and log that folder as an artifact."""
+        """Export the newest checkpoint and log the folder as an artifact."""
         try:
+            assert self.export_newest is not None, "no function to export with"
             folder, manifest = self.export_newest(self.directory)
-        except Exception as error:  # the run is no less finished
+        except Exception as error:  # the run has finished all the same
             self.say(f"The model is not logged: {error}")
             return
         metadata = {"step": manifest.step, **finite_or_null(manifest.metrics), **manifest.provenance}
@@ -249,7 +257,7 @@ class WandbRun(TrackerRun):
         self._try(log)
 
     def _log_code(self, run) -> None:
-        """What trains, as W&B keeps code, and what of it the commits of all starts lack."""
+        """Log the sources that train, and the uncommitted changes of all starts."""
         with TemporaryDirectory() as folder:
             for file in training_sources():  # log_code itself would walk all data and runs
                 copy = Path(folder, file.relative_to(ROOT))
@@ -269,7 +277,7 @@ class WandbRun(TrackerRun):
             id_file.write_text(uuid4().hex)
         # Else W&B has what is to be uploaded later, as code and tables, below the user's home.
         own = str(id_file.parent.resolve())
-        self.until_finished.enter_context(patch_environment(wandb_data_dir=os.environ.get("WANDB_DATA_DIR", own)))
+        self.environment.enter_context(patch_environment(wandb_data_dir=os.environ.get("WANDB_DATA_DIR", own)))
         run = wandb.init(
             project=tracking.project,
             name=self.config.name,

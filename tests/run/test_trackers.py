@@ -202,7 +202,7 @@ def test_a_loss_that_is_no_number_raises_an_alert(runs):
     arguments = [*SHORT, "--tracking.log_model", "true", "--out_dir", runs, "--name", "run"]
     failed = train_offline(*arguments, exit_code=1, faults="nan:1:3")
     (alert,) = of_kind(wandb_files(runs / "run"), "alert")
-    assert (alert.level, alert.title) == ("ERROR", "run: the loss is no number")
+    assert (alert.level, alert.title) == ("ERROR", "run: the loss is not finite")
     assert alert.text.startswith("step 3: loss = nan") and alert.text in failed.stderr
     assert alert.text.endswith(f"python replay.py {runs / 'run'} 3"), "how to see what happened"
     assert not [a for a in of_kind(wandb_files(runs / "run"), "artifact") if a.type == "model"]
@@ -385,7 +385,7 @@ def shown_on_a_terminal(runs, columns, processes):
         except OSError:  # the other end is closed
             break
         shown += chunk
-    assert [process.exitcode for process in launch.processes] == [0] * processes
+    assert [process.exitcode for process in launch.processes] == [0] * processes, shown.decode(errors="replace")
     return shown.decode()
 
 
