@@ -79,10 +79,10 @@ class Reporter(AbstractContextManager):
             self._show_training(step, training)
         words = [f"{name} = {shown(name, value)}" for name, value in metrics.items() if not name.startswith(NOT_SHOWN)]
         if words:
-            if (floor := metrics.get("val/entropy")) == 0:
-                words.append(f"({metrics['val/loss']:.4f} nats above the floor)")
-            elif floor is not None:
-                words.append(f"({metrics['val/loss'] / floor - 1:.1%} above the floor)")
+            if (entropy := metrics.get("val/entropy")) == 0:
+                words.append(f"({metrics['val/loss']:.4f} nats above the entropy)")
+            elif entropy is not None:
+                words.append(f"({metrics['val/loss'] / entropy - 1:.1%} above the entropy)")
             self.say(f"[step {step} / {self.steps}] " + " ".join(words))
 
     def sync(self) -> None:

@@ -99,17 +99,20 @@ def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported
     assert len(texts) == 3 and rows[-1]["generation/characters"] == pytest.approx(sum(map(len, texts)) / 3)
     assert rows[-1]["generation/distinct"] == len(set(texts)) / 3 and rows[-1]["generation/memorized"] == 0
     assert "generation/valid" not in rows[-1], "that is the stories' own"
-    assert rows[-1]["val/entropy"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the floor)" in output
+    assert rows[-1]["val/entropy"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the entropy)" in output
 
 
-@pytest.mark.parametrize("floor, said", [(0.0, "(0.2500 nats above the floor)"), (0.2, "(25.0% above the floor)")])
-def test_a_floor_of_zero_is_a_floor(floor, said, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "entropy, shown", [(0.0, "(0.2500 nats above the entropy)"), (0.2, "(25.0% above the entropy)")]
+)
+def test_entropy_of_zero_is_reported(entropy, shown, tmp_path, capsys):
     config = TrainConfig(steps=1, tracking=TrackingConfig(wandb="disabled"))
     with Reporter(config, RunDirectory(str(tmp_path), "."), 0, ALONE) as tracker:
-        tracker.log(1, {"val/loss": 0.25, "val/entropy": floor, "val/exact_match": 0.5, "val/tiny": 1.25e-5})
+        tracker.log(1, {"val/loss": 0.25, "val/entropy": entropy, "val/exact_match": 0.5, "val/tiny": 1.25e-5})
         tracker.log(1, {"state/digest": "0123456789abcdef", "layers/weight_norm/0": 1.0})
     assert [len(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [5, 3]
     lines = [
-        f"[step 1 / 1] val/loss = 0.2500 val/entropy = {floor:.4f} val/exact_match = 0.5000 val/tiny = 1.25e-05 {said}"
+        f"[step 1 / 1] val/loss = 0.2500 val/entropy = {entropy:.4f} "
+        f"val/exact_match = 0.5000 val/tiny = 1.25e-05 {shown}"
     ]
     assert capsys.readouterr().out.splitlines() == lines, "digests and layers are not for the screen"
