@@ -132,6 +132,7 @@ def train(
 
         next_batch = next(batches, [])
         stop_request.raise_on_all(start.step)
+        saver.watch(state.network, state.optimizer)
         prime(state, next_batch[0])
         if start.step == 0 and 0 < config.evaluation.every < config.steps:
             digest = state_digests(state.network, state.optimizer)

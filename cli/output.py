@@ -3,6 +3,7 @@
 import os
 import sys
 import unicodedata
+from contextlib import suppress
 from typing import Any, TextIO, cast
 
 
@@ -56,7 +57,8 @@ class LossyStream:
         # None where the file descriptor was closed. The file stays open as long as the process prints.
         self._stream: Any = stream or open(os.devnull, "w")  # noqa: SIM115
         if hasattr(self._stream, "reconfigure"):
-            self._stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # a terminal that was opened for reading too cannot be reconfigured
+                self._stream.reconfigure(errors="backslashreplace")
         self.failure: OSError | None = None
         """The last error other than a broken pipe: nobody misses what a reader such as `head` did not read."""
 

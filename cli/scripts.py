@@ -92,9 +92,8 @@ def run_script(
         return 2
     try:
         args = sys.argv[1:]
-        is_log = script in PRINT_A_LOG
-        if script == "train" and "--plan" in args:
-            args, module, is_log = [arg for arg in args if arg != "--plan"], "checks.plan", False
+        if plans := script == "train" and "--plan" in args:
+            args, module = [arg for arg in args if arg != "--plan"], "checks.plan"
         if commands and args and args[0] in commands:
             (settings, module), args = commands[args[0]], args[1:]
         if settings is None:
@@ -105,6 +104,7 @@ def run_script(
             config = settings(args)
         if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
+        is_log = script in PRINT_A_LOG and not plans  # --help and --print_config are printed to be read
         import_module(module or script).main(config)
     except SystemExit as exit_:  # --help and --print_config
         if exit_.code:

@@ -754,7 +754,7 @@ def test_a_system_message_that_the_model_would_not_see_is_refused(runs, monkeypa
     with pytest.raises(ConfigError, match="system: 'a' is a message of a chat"):
         sample.main(SampleConfig(str(runs / "run"), system="a"))
     mute = SimpleNamespace(prompt=lambda said: [1])
-    with pytest.raises(ConfigError, match="system: the chat template of this tokenizer writes no system message"):
+    with pytest.raises(ConfigError, match="system: the chat template of this tokenizer ignores system messages"):
         sample.check_system([{"role": "system", "content": "a"}], mute, 64)
 
 
@@ -764,7 +764,7 @@ def test_who_cannot_talk_says_why(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("run.tokenizer.changed_files", lambda *_: "")  # as if it had been trained without one
     with pytest.raises(ConfigError, match="chat: the tokenizer of .* has no chat template; train on conversations"):
         talk(monkeypatch, capsys, plain, "hello\n")
-    with pytest.raises(ConfigError, match="num_samples: 2, but chat gives one answer"):
+    with pytest.raises(ConfigError, match="num_samples: 2, but chat generates one answer"):
         talk(monkeypatch, capsys, runs / "run", "hello\n", num_samples=2)
 
 
