@@ -122,10 +122,9 @@ def train(
         Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
-        stop_request = StopRequest()
-        stop_request.add_source(lambda: signals.received)
-        stop_request.add_source(lambda: corpus_check.failed)
-        stop_request.add_source(lambda: saver.failed)
+        stop_request = StopRequest(signals)
+        stop_request.add_failure(lambda: corpus_check.failed)
+        stop_request.add_failure(lambda: saver.failed)
         stop_request.add_problem(lambda: loader.problem)
         verified = corpus_check.begin()
         reporter.say(summary(config, accelerator, state.network, run.path, start, verified, corpus.conversations))

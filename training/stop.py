@@ -5,43 +5,45 @@ from collections.abc import Callable
 from accelerate.utils import gather_object
 
 from config.errors import RunError
-from distributed.signals import Preempted
+from distributed.signals import Preempted, StopSignal
 
 
 class StopRequest:
-    """Collects the reasons of this process to stop after the running step.
+    """Collects the reasons of this process to stop after the running step: signals, and background work that failed.
 
-    Every process sends `is_set` with the metrics of each step, so all of them stop after the same step. A reason is a
-    signal, or background work that failed: a checkpoint that could not be written, a damaged corpus, a data loader
-    that has no more batches.
+    Every process sends `is_set` with the metrics of each step, so all of them stop after the same step.
     """
 
-    def __init__(self) -> None:
-        self._sources: list[Callable[[], bool]] = []
+    def __init__(self, signals: StopSignal):
+        self._signals = signals
+        self._failures: list[Callable[[], bool]] = []
         self._problems: list[Callable[[], str | None]] = []
 
-    def add_source(self, is_set: Callable[[], bool]) -> None:
-        """Add a reason to stop; whoever reports it raises its own error after the stop, or the run is preempted."""
-        self._sources.append(is_set)
+    def add_failure(self, has_failed: Callable[[], bool]) -> None:
+        """Add background work that raises its own error after the stop, such as the writing of a checkpoint."""
+        self._failures.append(has_failed)
 
     def add_problem(self, problem: Callable[[], str | None]) -> None:
-        """Add a failure that `raise_on_all` reports to all processes; the callable returns a message or None."""
+        """Add background work whose failure `raise_on_all` reports; the callable returns a message or None."""
         self._problems.append(problem)
 
     @property
     def is_set(self) -> bool:
         """Whether this process has a reason to stop."""
-        return any(source() for source in self._sources) or any(problem() for problem in self._problems)
+        return self._signals.received or any(has_failed() for has_failed in self._failures) or bool(self._problem())
 
     def raise_on_all(self, completed_steps: int) -> None:
-        """Raise the reason of any process on all processes, which call this together; return where there is none.
+        """Raise the problem or the signal of any process on all processes, which call this together.
 
         Raises:
-            RunError: background work of a process failed.
+            RunError: a process has a problem.
             Preempted: a process got a signal.
         """
-        reports = gather_object([(self.is_set, next(filter(None, (problem() for problem in self._problems)), None))])
-        if problems := [problem for _, problem in reports if problem]:
+        reports = gather_object([(self._problem(), self._signals.received)])
+        if problems := [problem for problem, _ in reports if problem]:
             raise RunError(f"step {completed_steps + 1}: {problems[0]}")
-        if any(is_set for is_set, _ in reports):
+        if any(received for _, received in reports):
             raise Preempted(f"stopped after step {completed_steps}; run the same command again to resume")
+
+    def _problem(self) -> str | None:
+        return next(filter(None, (problem() for problem in self._problems)), None)

@@ -108,10 +108,10 @@ ROWS = {
     ),
     # What else people export
     "W&B off by its mode": Row(
-        {"WANDB_MODE": "disabled"}, words=["train.py", *W_AND_B], says=["W&B is off, as the environment variable WANDB_MODE=disabled"]
+        {"WANDB_MODE": "disabled"}, words=["train.py", *W_AND_B], says=["environment variable WANDB_MODE=disabled"]
     ),
     "W&B off by the older switch": Row(
-        {"WANDB_DISABLED": "true"}, words=["train.py", *W_AND_B], says=["W&B is off, as the environment variable WANDB_DISABLED=true"]
+        {"WANDB_DISABLED": "true"}, words=["train.py", *W_AND_B], says=["environment variable WANDB_DISABLED=true"]
     ),
     "W&B that needs an account, off": Row(
         {"WANDB_MODE": "disabled", "WANDB_API_KEY": "", "HOME": "/nonexistent"},
