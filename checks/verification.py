@@ -52,7 +52,7 @@ from training.gradients import complete_gradients, trainable_parameters
 from training.metrics import StepMetrics
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
-from training.step import GradientReducer, TrainState, train_step
+from training.step import GradientReducer, TrainState, prime, train_step
 
 
 @dataclass
@@ -224,7 +224,10 @@ class Verification:
             for step in range(self.config.steps):
                 samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
                 batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
-                train_step(state, step, split_micro_batches(batch, size))
+                micro_batches = split_micro_batches(batch, size)
+                if step == 0:
+                    prime(state, micro_batches[0])
+                train_step(state, step, micro_batches)
                 result = metrics.read(now=True)
                 assert result is not None, "a step was dispatched"
                 row = {f"train/{name}": value for name, value in result.means.items()}
