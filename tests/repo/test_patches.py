@@ -81,4 +81,4 @@ def test_an_experiment_trains_resumes_and_is_verified(experiments, tmp_path):
     results = re.findall(r"^(PASS|SKIP)  ", done.stdout, re.M)
     no_family = {"attention_lora", "block_parallel", "mlp_experts", "value_embeddings", "loss_ahead"}
     skipped = 2 if no_family & {name for name, *_ in experiments} else 0
-    assert results.count("SKIP") == skipped and len(results) == 12
+    assert results.count("SKIP") == skipped and len(results) == 14
