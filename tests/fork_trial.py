@@ -49,7 +49,7 @@ def compare_rows(uninterrupted: list[dict], resumed: list[dict]) -> None:
                 raise TrialError(f"step {expected['step']}: {key} is {found}; is all state saved?")
     if len(uninterrupted) != len(resumed):
         raise TrialError(f"{len(resumed)} rows after a kill and a resume, {len(uninterrupted)} without")
-    if len({row["state/digest"] for row in resumed}) != 20:
+    if len({row["state/digest"] for row in resumed}) != len(resumed):
         raise TrialError("state/digest is the same at two steps; is every step an update?")
 
 
