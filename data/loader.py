@@ -21,6 +21,7 @@ from distributed.signals import ignore_stop_signals
 Batch = dict[str, Tensor]
 """Tensors of a batch by name, each [B, T]: `input_ids`, `labels` and what else the model's forward takes."""
 
+SAMPLES_AT_ONCE = 64
 POLL_SECONDS = 0.2  # between two checks for a stop request while a worker is late
 
 
@@ -68,12 +69,19 @@ class BatchLoader:
         other processes, which may still have batches, and stop.
         """
         steps = range(start, stop)
-        for batch in self._load_with_workers(steps) if self.num_workers else map(self.dataset.__getitem__, steps):
+        for batch in self._load_with_workers(steps) if self.num_workers else self._load_here(steps):
             if self.device.type == "cuda":
                 batch = {name: t.pin_memory().to(self.device, non_blocking=True) for name, t in batch.items()}
             else:
                 batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             yield split_micro_batches(batch, self.micro_batch_size)
+
+    def _load_here(self, steps: range) -> Iterator[Batch]:
+        # Several steps at once: a training step evicts the code and tables of a dataset from the caches of the CPU.
+        order = self.dataset.order
+        num_steps = max(1, SAMPLES_AT_ONCE * self.dataset.num_processes // order.global_batch_size)
+        for first in range(0, len(steps), num_steps):
+            yield from [self.dataset[step] for step in steps[first : first + num_steps]]
 
     def _load_with_workers(self, steps: range) -> Iterator[Batch]:
         # Arrays come through a pipe. Tensors would come through shared memory, which is small in many containers, and
