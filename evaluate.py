@@ -54,13 +54,18 @@ def main(config: EvaluateConfig) -> None:
     check_tokenizer(config.run, loaded, corpus)
     accelerator = start_accelerator(settings)
     model = loaded.model.to(accelerator.device)
+    assert model.config.vocab_size is not None, "a model has one"
     rows = max(1, LOGIT_BYTES // (4 * settings.seq_len * model.config.vocab_size))
     CorpusCheck(corpus.verification, accelerator, settings.timeout_seconds).demand()
     with accelerator.autocast():
         metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
     positions = {name: metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")}
     if accelerator.is_main_process:
-        metrics |= {"run": config.run, **({"step": found[1].step} if found else {}), "data": data_facts(settings.data)}
+        metrics: dict[str, Any] = metrics | {
+            "run": config.run,
+            **({"step": found[1].step} if found else {}),
+            "data": data_facts(settings.data),
+        }
         metrics |= {"windows": len(corpus.validation), "seq_len": settings.seq_len}
         metrics |= {"targets": "answers"} if corpus.conversations else {}
         print(json.dumps(finite_or_null(metrics), indent=1))

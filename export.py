@@ -233,6 +233,7 @@ def without_folders(setting: Any) -> Any:
 
 def data_facts(loaded: Loaded) -> str:
     """Describe the training data."""
+    assert loaded.config is not None, "only runs are described"
     data = loaded.config.data
     if data.source != "text":
         return f"The generated source `{data.source}` of this repository, {data.num_samples:,} samples an epoch."

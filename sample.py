@@ -13,6 +13,7 @@ if __name__ == "__main__":  # before anything slow is imported; it calls `main` 
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from typing import Any, cast
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -68,6 +69,7 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
     Raises:
         ConfigError: The tokenizer has no chat template, or a setting does not fit.
     """
+    assert loaded.tokenizer is not None, "main checks it"
     if loaded.tokenizer.chat_template is None:
         raise ConfigError(
             f"chat: the tokenizer of {config.run!r} has no chat template; train on conversations (docs/using.md), or "
@@ -121,7 +123,7 @@ def check_system(system: list[Message], template: ChatTemplate, room: int) -> No
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
     """Yield the given prompt; without one, prompts from the terminal; without that, "" or, for chat, lines of stdin."""
     with suppress(AttributeError):  # of what is no stream of bytes; elsewhere a line of wrong ones must not end it
-        sys.stdin.reconfigure(errors="surrogateescape")
+        sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue] suppressed
     typed = sys.stdin is not None and sys.stdin.isatty()  # None: it was closed
     if given is not None or not (chat or typed):
         yield given or ""
@@ -153,7 +155,7 @@ def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[in
     Raises:
         ConfigError: The tokenizer cannot encode it.
     """
-    tokenizer = loaded.tokenizer
+    tokenizer: Any = loaded.tokenizer  # transformers declares unions that its fast tokenizers never are
     begin = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     settings = {"add_special_tokens": False, "split_special_tokens": not special_tokens}
     with wrap_tokenizer_errors(f"prompt: the tokenizer has no tokens for {prompt!r}"):
@@ -182,20 +184,21 @@ def generate_sample(
     Returns:
         The prompt and the generated text.
     """
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, tokenizer = loaded.model, cast(Any, loaded.tokenizer)
     device, vocab_size = model.token_embedding.weight.device, model.config.vocab_size
+    assert vocab_size is not None, "a model has one"
     ends = {tokenizer.eos_token_id, *ends}
     generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "samples", index))
     decoder, written, ids = DecodeStream(skip_special_tokens=True), [prompt], list(tokens)
     print(escape_controls(prompt), end="", flush=True)
-    settings = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    settings: dict[str, Any] = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
     if max(tokens, default=0) >= vocab_size:
         raise ConfigError(f"run: the tokenizer gives token {max(tokens)}, and the model has {vocab_size} tokens")
     for token in tokens:  # so that generated tokens are decoded as a continuation
         decoder.step(tokenizer.backend_tokenizer, token)
     tokens_1T = torch.tensor([tokens], device=device)
     for next_11 in model.stream(tokens_1T, config.max_new_tokens, generator=generator, **settings):
-        ids.append(next_11.item())
+        ids.append(int(next_11.item()))
         if ids[-1] in ends:
             break
         if piece := decoder.step(tokenizer.backend_tokenizer, ids[-1]):

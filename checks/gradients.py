@@ -8,14 +8,13 @@ in float64, too, is compared with finite differences of the loss.
 from collections.abc import Sized
 from copy import deepcopy
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils.data import Dataset
 
 from checks.model import with_short_windows
 from config.schema import TrainConfig
@@ -34,7 +33,7 @@ MIN_RELATIVE_NORM = 0.003
 STEP = 1e-4  # of a finite difference along a unit vector
 
 
-def gradient_errors(config: TrainConfig, dataset: Dataset, accelerator: Accelerator) -> dict[str, float]:
+def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator) -> dict[str, float]:
     """Compute the relative error of each tensor's gradient, by the tensor's name and how it was computed.
 
     The model is the config's with at most two layers and no dropout, on rows of the data cut to 32 positions. It is run
@@ -81,7 +80,7 @@ def gradient_errors(config: TrainConfig, dataset: Dataset, accelerator: Accelera
     return errors
 
 
-def first_rows(dataset: Dataset, length: int) -> dict[str, Tensor]:
+def first_rows(dataset: Any, length: int) -> dict[str, Tensor]:
     """Return a batch of rows cut to `length` positions, all of them targets except for half of the first row."""
     num_rows, num_samples = MIN_TARGETS // (length - 1) + 2, len(cast(Sized, dataset))
     batch = load_batch(dataset, [index % num_samples for index in range(num_rows)])

@@ -132,7 +132,8 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
         optimizer.zero_grad(set_to_none=not with_ddp)
         of_step, kept = dict(live.at_peak), LiveBytes(KEPT_BYTES)
         if config.evaluation.every:
-            at_once = min(config.evaluation.micro_batch_size, config.evaluation.num_samples or math.inf)
+            at_once = config.evaluation.micro_batch_size
+            at_once = min(at_once, config.evaluation.num_samples or at_once)
             tokens = torch.zeros((at_once, config.seq_len), dtype=torch.int64)
             with accelerator.autocast(), torch.no_grad(), kept:
                 keep = 0 if scores else None
@@ -196,7 +197,7 @@ def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEP
         short = replace_settings(config, changes)
         with nested_training():
             train.main(short)
-        log = folder / config.name / "metrics.jsonl"
+        log = folder / config.run_name / "metrics.jsonl"
         return broadcast_from_main(list(read_rows(log))[-1] if accelerator.is_main_process else None)
 
 
@@ -272,7 +273,7 @@ def main(config: TrainConfig) -> None:
         "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {num_shards(accelerator)} to "
         f"a replica of the model; {batch_of_run(config, at_once)} micro-batch(es) of {config.micro_batch_size} a step",
         "tokens": tokens_of_run(config),
-        "FLOPs": f"{flops:,} a token, {flops * config.global_batch_size * config.seq_len:.3g} a step, "
+        "FLOPs": f"{flops:,} a token, {flops * (config.global_batch_size or 0) * config.seq_len:.3g} a step, "
         f"{flops * tokens:.3g} in all",
         "memory": f"{megabytes(peak)}: the peak of a process",
         **{f"  {name}": megabytes(size) for name, size in parts.items()},

@@ -186,7 +186,7 @@ class Verification:
         run = replace(self.config, name=name, exact=exact, stop_after=stop_after)
         with nested_training(), gradient_of_first_update() as gradient:
             train.main(run)
-        path = Path(run.out_dir, run.name)
+        path = Path(run.out_dir, run.run_name)
         rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] > 0]
         network, optimizer = self.build()
         saver.load_checkpoint(saver.step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
@@ -300,9 +300,11 @@ class Verification:
 
     def order_is_a_permutation(self) -> tuple[bool | None, str]:
         """Check that every epoch visits each sample once, over all processes."""
-        num_samples = self.config.global_batch_size * 40 // 3 + 1  # so that epochs end within a batch
+        size = self.config.global_batch_size
+        assert size is not None, "the config is resolved"
+        num_samples = size * 40 // 3 + 1  # so that epochs end within a batch
         warmup = self.config.schedule.batch_warmup_from, self.config.schedule.batch_warmup_steps
-        order, ranks = GlobalBatches(num_samples, self.config.global_batch_size, 0, *warmup), range(self.num_processes)
+        order, ranks = GlobalBatches(num_samples, size, 0, *warmup), range(self.num_processes)
         read = [i for step in range(40) for rank in ranks for i in order.indices(step, rank, self.num_processes)]
         epochs = np.sort(np.reshape(read[: 2 * num_samples], (2, num_samples)))
         return np.array_equal(epochs, [range(num_samples)] * 2), f"2 epochs of {num_samples} samples, each read once"

@@ -64,7 +64,7 @@ def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name!r} is {value!r:.60}, which is not a text, nor a list of messages")
     for message in value:
-        said = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        said: list[Any] = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if said[-1] is None and isinstance(message, dict) and message.get("tool_calls"):
             said[-1] = ""  # what calls a tool may say nothing besides
         if not all(isinstance(text, str) for text in said):
@@ -85,7 +85,9 @@ def _told_to_the_template(row: dict[str, Any]) -> dict[str, Any]:
         if value and not isinstance(value, kind):
             raise ValueError(f"{name!r} is {row[name]!r:.60}, which is no {kind.__name__}")
         if value:
-            told[name] = value if kind is list else {key: item for key, item in value.items() if item is not None}
+            told[name] = (
+                value if not isinstance(value, dict) else {key: item for key, item in value.items() if item is not None}
+            )
     return told
 
 

@@ -54,14 +54,14 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        self.tokenizer = tokenizer
-        special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.tokenizer: Any = tokenizer  # transformers declares unions that its fast tokenizers never are
+        special = [token for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         self._stand_ins = {token.content: MARK + chr(0x100000 + index) for index, token in enumerate(special)}
         longest_first = sorted(self._stand_ins, key=len, reverse=True)
         spelt = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._spelt, self._spelt_or_stand_in = re.compile(spelt), re.compile(f"({spelt}|{MARK}.)")
         # A tokenizer for which special tokens are but characters, and what stands for them is the tokens.
-        self._literal = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._literal = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         self._literal.encode_special_tokens = True
         self._literal.no_truncation()
         self._literal.no_padding()
@@ -146,7 +146,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template may raise what it likes
             raise ConfigError(f"messages: the chat template does not write the conversation {begin}: {error}") from None
-        return text, marked[0] if is_marked else None
+        return text, marked[0] if is_marked else None  # pyright: ignore[reportReturnType] declared as str there
 
     def _hide(self, value: Any) -> Any:
         """Replace each special token that is spelled out in a value by its stand-in."""
@@ -175,7 +175,7 @@ class ChatTemplate:
             begin += len(piece)
         with wrap_tokenizer_errors(problem):
             encoded = self._literal.encode("".join(pieces), add_special_tokens=False)
-        tokens = [self._token_of.get(token, token) for token in encoded.ids]
+        tokens: list[Any] = [self._token_of.get(token, token) for token in encoded.ids]
         origins.append(len(text))
         return tokens, [(origins[begin], origins[end]) for begin, end in encoded.offsets]
 

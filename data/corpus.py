@@ -1,12 +1,11 @@
 """What a run trains on and is evaluated on. A new data source is one file in this folder and one branch here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from config.errors import ConfigError, unhandled_choice
 from config.resolve import replace_settings
@@ -23,6 +22,18 @@ Sums = dict[str, tuple[Tensor | float, Tensor | float]]
 """Numbers to be reported as sum / count, by their names, which must always be the same."""
 
 
+class SampleDataset(Protocol):
+    """A map-style dataset of samples, each a dict of tensors [T]."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return sample `index`."""
+        ...
+
+
 @dataclass
 class Corpus:
     """A training and a validation set of the same kind, and the tokenizer that made them, if any.
@@ -32,8 +43,8 @@ class Corpus:
     targets) and `num_bytes` (of its text, for bits per byte).
     """
 
-    train: Dataset
-    validation: Dataset
+    train: SampleDataset
+    validation: SampleDataset
     tokenizer: Tokenizer | None
     vocab_size: int
     quotas: list[int] | None = None
@@ -61,10 +72,12 @@ class Corpus:
     def order(self, config: TrainConfig) -> GlobalBatches:
         """Which training samples, and how many, every global batch has."""
         schedule = config.schedule
+        assert config.global_batch_size is not None, "the config is resolved"
         batches = config.global_batch_size, config.seed, schedule.batch_warmup_from, schedule.batch_warmup_steps
         if self.quotas is None:
             return GlobalBatches(len(self.train), *batches)
-        return MixedBatches([len(part) for part in self.train.datasets], self.quotas, *batches)
+        parts = cast(Any, self.train).datasets  # a mixture is a MixedDataset
+        return MixedBatches([len(part) for part in parts], self.quotas, *batches)
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
@@ -75,8 +88,9 @@ def load_corpus(config: TrainConfig) -> Corpus:
     """
     seed = config.data.seed or 0
     sizes = {"train": config.data.num_samples, "validation": config.evaluation.num_samples}
-    vocab_size = config.model.vocab_size
     if config.data.source == "random":
+        vocab_size = config.model.vocab_size
+        assert vocab_size is not None, "config.problems requires it for random tokens"
         splits = [RandomTokensDataset(split, size, seed, config.seq_len, vocab_size) for split, size in sizes.items()]
         return Corpus(*splits, tokenizer=None, vocab_size=vocab_size)
     if config.data.source == "text":
@@ -84,17 +98,17 @@ def load_corpus(config: TrainConfig) -> Corpus:
     if config.data.source != "stories":
         raise unhandled_choice("data.source", config.data.source)
     generator = get_story_generator(config.data.facts, config.data.zipf, seed)
-    splits = [StoriesDataset(split, size, seed, config.seq_len, generator) for split, size in sizes.items()]
+    train, validation = (StoriesDataset(split, size, seed, config.seq_len, generator) for split, size in sizes.items())
     tokenizer = generator.build_tokenizer()
-    judges = {
+    judges: dict[str, Any] = {
         "score": build_excess_loss_score(generator),
         "score_texts": generator.score_texts,
         "verdict": generator.verdict,
     }
-    return Corpus(*splits, tokenizer, _checked_vocab_size(config, tokenizer.get_vocab_size()), **judges)
+    return Corpus(train, validation, tokenizer, _checked_vocab_size(config, tokenizer.get_vocab_size()), **judges)
 
 
-def _validation_samples(config: TrainConfig, quotas: list[int]) -> list[int | None]:
+def _validation_samples(config: TrainConfig, quotas: list[int]) -> Sequence[int | None]:
     """How many validation samples each corpus gives; None: all. Nothing where nothing is evaluated."""
     if not config.evaluation.every:
         return []
@@ -117,26 +131,28 @@ def _load_text(config: TrainConfig) -> Corpus:
     if data.hash not in (None, content_hash):
         raise ConfigError(f"data.hash: {data.hash} is not that of the corpus now, {content_hash}; null takes that")
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
-        raise ConfigError(f"data.mix: {', '.join(data.mix)} were made with different tokenizers")
+        raise ConfigError(f"data.mix: {', '.join(data.mix or ())} were made with different tokenizers")
     chat = any(corpus.has_conversations for corpus in corpora)
     packing = "isolated" if chat and data.packing == "concat" else data.packing
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
     num_samples = _validation_samples(config, quotas)
-    train = [open_dataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
-    validation = [
+    train: list[Any] = [open_dataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
+    validation: list[Any] = [
         open_dataset(corpus, "validation", config.seq_len, packing, number)
         for corpus, number in zip(corpora, num_samples, strict=False)
     ]
     vocab_size = _checked_vocab_size(config, corpora[0].vocab_size)
-    facts = {"settings": {"data.hash": content_hash, "data.packing": packing}}
+    facts: dict[str, Any] = {"settings": {"data.hash": content_hash, "data.packing": packing}}
     facts |= {"verification": Verification(corpora), "end_of_text": corpora[0].end_of_text}
     facts["conversations"] = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
     if data.mix:
         train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
         facts["quotas"] = quotas
-    return Corpus(train[0], *validation or [None], corpora[0].tokenizer, vocab_size, **facts)
+    without_evaluation: Any = None
+    held_out = validation[0] if validation else without_evaluation
+    return Corpus(train[0], held_out, corpora[0].tokenizer, vocab_size, **facts)
 
 
 def _checked_vocab_size(config: TrainConfig, num_tokens: int) -> int:

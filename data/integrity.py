@@ -147,7 +147,8 @@ class Verification:
         lengths = [facts["bytes"] for corpus in corpora for facts in corpus.metadata["files"].values()]
         self.num_files, self.num_bytes, self.num_bytes_read = len(lengths), sum(lengths), 0
         self._known: dict[Path, tuple[list[int], str]] = {}
-        self._lock, self._thread = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin, unless it is under way; after an earlier one, only what has another stamp since is read again."""
@@ -157,6 +158,7 @@ class Verification:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the verification ends, at most `seconds`; return whether it has ended."""
+        assert self._thread is not None, "started"
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

@@ -3,11 +3,12 @@
 import json
 import math
 import types
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
-def finite_or_null(metrics: dict[str, float | str]) -> dict[str, float | str | None]:
+def finite_or_null(metrics: Mapping[Any, Any]) -> dict[Any, Any]:
     """Replace NaN and infinities, which JSON does not have, by null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -52,7 +53,7 @@ def typed(value: Any, kind: Any, name: str) -> Any:
         return {key: typed(item, arguments[1], f"{name}.{key}") for key, item in value.items()}
     elif origin is tuple and isinstance(value, list) and len(value) == len(arguments):
         return tuple(typed(item, one, name) for item, one in zip(value, arguments, strict=True))
-    elif is_dataclass(kind) and isinstance(value, dict):
+    elif isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         if missing := [f.name for f in fields(kind) if f.name not in value and f.default is MISSING]:
             raise ValueError(f"{name} has no {missing[0]}")

@@ -47,7 +47,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Any,
         order: GlobalBatches,
         micro_batch_size: int,
         device: torch.device,
@@ -140,7 +140,7 @@ class BatchLoader:
 class _StepDataset(Dataset):
     """Map-style dataset by steps: item s is the local part of the global batch of step s."""
 
-    def __init__(self, dataset: Dataset, order: GlobalBatches, rank: int, num_processes: int):
+    def __init__(self, dataset: Any, order: GlobalBatches, rank: int, num_processes: int):
         self.dataset, self.order, self.rank, self.num_processes = dataset, order, rank, num_processes
 
     def __getitem__(self, step: int) -> Batch:

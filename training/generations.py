@@ -46,9 +46,12 @@ def sample_texts(
     has_texts = corpus.tokenizer is not None and not corpus.conversations  # a chat model needs a question
     if num_texts == 0 or not has_texts:
         return {}
+    tokenizer = corpus.tokenizer
+    assert tokenizer is not None, "it has texts"
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     network = unsharded(accelerator.unwrap_model(model)).eval()
-    end_of_text = corpus.tokenizer.token_to_id(END_OF_TEXT) if corpus.end_of_text is None else corpus.end_of_text
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT) if corpus.end_of_text is None else corpus.end_of_text
+    assert end_of_text is not None, "all tokenizers here have one"
     numbered = []
     for first in range(rank * TEXTS_PER_BATCH, num_texts, num_processes * TEXTS_PER_BATCH):
         count = min(TEXTS_PER_BATCH, num_texts - first)
@@ -61,17 +64,17 @@ def sample_texts(
                 generator=generator,
                 eos_token_id=end_of_text,
             )
-        numbered += enumerate(corpus.tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
+        numbered += enumerate(tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
     network.train()
     texts = [text for _, text in sorted(gather_object(numbered))]
     shown = [f"{text} ({corpus.verdict(text)})" for text in texts] if corpus.verdict else texts
     log_texts(step, f"generation/{config.data.source}", shown)
-    if not scored:
+    if not scored or corpus.score_texts is None:
         return {}
     distinct = set(texts)
     sums = corpus.score_texts(texts) | {"distinct": (len(distinct), num_texts)}
-    if hasattr(corpus.train, "text"):
-        trained_on = (corpus.train.text(i) for i in range(rank, len(corpus.train), num_processes))
+    if get_text := getattr(corpus.train, "text", None):
+        trained_on = (get_text(i) for i in range(rank, len(corpus.train), num_processes))
         memorized = set(gather_object(sorted(distinct.intersection(trained_on))))
         sums["memorized"] = (sum(text in memorized for text in texts), num_texts)
     return {f"generation/{name}": mean([float(total)], [float(count)]) for name, (total, count) in sums.items()}

@@ -30,7 +30,7 @@ from hashlib import blake2b, sha256
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -389,7 +389,9 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
     for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
         (work / ahead).unlink()
-    counts = {split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS}
+    counts: dict[str, dict[str, Any]] = {
+        split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS
+    }
     counts["validation"]["text"] = _text_hash(tokenizer, facts["end_of_text"], sorted(work.glob("validation/*.arrow")))
     return {
         "tokenizer": {"name": config.tokenizer, **facts},

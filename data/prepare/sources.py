@@ -4,11 +4,12 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from glob import escape, glob
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 
@@ -57,7 +58,11 @@ class Source:
                 raise self._refusal(f"{file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
             if self.streaming:
                 raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
-        self.dataset, self.dataset_files, self.slices = (None, [], []) if self.files else self._load()
+        self.dataset: Any = None
+        self.dataset_files: list[str] = []
+        self.slices: list[Any] = []
+        if not self.files:
+            self.dataset, self.dataset_files, self.slices = self._load()
         self.stamps = {file: get_source_stamp(file) for file in [*self.files, *self.dataset_files]}
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
@@ -88,7 +93,7 @@ class Source:
     def _refusal(self, problem: str) -> ConfigError:
         return ConfigError(f"{self.setting}: {problem}")
 
-    def _load(self) -> tuple[Iterable[dict], list[str], list]:
+    def _load(self) -> tuple[Any, list[str], list]:
         """Open the dataset; return it, the files of its split, and which rows of which splits it has.
 
         Files are on this machine, or names that hold a revision of the Hub. A stream has no list of rows.
@@ -106,7 +111,7 @@ class Source:
             if builder.name == "text" and any(map(os.path.exists, files)):
                 raise ValueError(f"each line of its txt files would be a document; use '{path}/*.txt', of whole files")
             builder.download_and_prepare()
-            rows = {name: facts.num_examples for name, facts in builder.info.splits.items()}
+            rows = {name: facts.num_examples for name, facts in (builder.info.splits or {}).items()}
             return builder.as_dataset(split=split), files, datasets.ReadInstruction.from_spec(split).to_absolute(rows)
         except Exception as error:  # as many kinds as there are ways to fail at a download
             problem = f"there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"

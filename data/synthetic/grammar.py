@@ -80,7 +80,7 @@ class Grammar:
                 if following.startswith(word):
                     raise ValueError(f"table {name}: {following!r} begins with {word!r}: a reader would have to guess")
         self.rules: dict[str, list[list[Piece]]] = {}
-        for name, templates in reversed(rules.items()):
+        for name, templates in reversed(list(rules.items())):
             _check_templates(name, templates, is_start=name == self.start)
             options = [[Piece(*match.groups("")) for match in _PIECE.finditer(template)] for template in templates]
             if unknown := {piece.rule for pieces in options for piece in pieces} - {"", *self.rules}:
@@ -150,7 +150,9 @@ class Grammar:
                 nats[start + len(said)] += math.log(mass / masses[said])
                 mass = masses[said]
             if mass > least:  # "Ann ran" is not "Ann, the cat" because no comma comes next
-                nats[TOKEN.match(text, start + len(said)).end()] += math.log(mass / least)
+                following = TOKEN.match(text, start + len(said))
+                assert following is not None, "the text goes on"
+                nats[following.end()] += math.log(mass / least)
         tokens, pieces = [], iter(reading.pieces)
         end, source = 0, ()
         for match in TOKEN.finditer(text):

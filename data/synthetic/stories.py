@@ -296,6 +296,7 @@ class StoriesDataset(Dataset):
             words, odds = self.grammar.write(random.Random(f"{self.seed} {self.split} {index} {attempt}"))
             if is_validation("".join(words)) == (self.split == "validation"):
                 return words, odds
+        raise AssertionError("unreachable: itertools.count does not end")
 
 
 def is_validation(text: str) -> bool:
