@@ -90,7 +90,7 @@ def check_data(directory: Path, manifest: Manifest) -> None:
 
 
 def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
-    """Those of a training with this corpus as its data."""
+    """Return the settings of a training on this corpus."""
     settings, limit = loaded.config, loaded.model.config.max_position_embeddings
     if settings is None or config.data is not None:
         if config.data is None:

@@ -84,7 +84,7 @@ def main(config: ExportConfig) -> None:
             os.rename(partial, out)
     except OSError as error:
         raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from None
-    print(f"The model lies in {out}.")
+    print(f"The model is in {out}.")
     if config.push:
         push(out, config.push)
 

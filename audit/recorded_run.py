@@ -44,7 +44,7 @@ RELATIVE_TOLERANCE = 1e-3  # between the same step on other processors or number
 
 
 class RecordedRun:
-    """What a run recorded: settings, sessions, metrics, generations and checkpoints.
+    """Records of a run: settings, sessions, metrics, generations and checkpoints.
 
     Attributes:
         sessions: Rows of sessions.jsonl, oldest first.

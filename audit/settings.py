@@ -24,7 +24,7 @@ class ReplayConfig:
     everything that the run logged and saved. All intervals if there are fewer."""
 
     num_sequences: PositiveInt = 8
-    """How many sequences of the step to show, highest loss first."""
+    """Number of sequences of the step to show, highest loss first."""
 
     arithmetic: bool = True
     """Compare the loss and the gradient norm of the step in fp32 and bf16, eager and compiled."""

@@ -194,7 +194,7 @@ def exactness(options: Namespace) -> Iterator[Group]:
 
 
 def checkpoint_stall(options: Namespace) -> Iterator[Group]:
-    """How long training waits for the second save of 100 million weights on the disk of TMPDIR.
+    """Time that training waits for the second save of 100 million weights on the disk of TMPDIR.
 
     The first save also imports and allocates. `waits_seconds` is what the step after the save takes longer than the
     steps before any save, `lost_seconds` what all steps until the next save do.

@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, commit and arrangement of processes, kept in every checkpoint and session."""
+"""Provenance of a result: versions, commit and processes, stored in every checkpoint and session."""
 
 import platform
 import subprocess

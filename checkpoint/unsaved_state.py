@@ -14,7 +14,7 @@ from config.errors import ConfigError
 from training.schedule import SCHEDULES
 
 MAX_COPIED = 2**20  # elements; larger tensors, such as masks, are not watched
-REBUILT = "or, if every step computes it anew, let its name begin with an underscore"
+REBUILT = "or, if every step computes it again, let its name begin with an underscore"
 
 
 def check_optimizer_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""What a training needs, before it is started: python train.py --plan [--config FILE]... [--section.field VALUE]...
+"""Resources that a training needs, estimated before it starts: python train.py --plan [train.py's arguments].
 
 The same under a launcher says it for that launch. Nothing is written but a temporary directory, which is removed.
 
@@ -87,8 +87,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = False) -> tuple[dict[str, int], int]:
-    """Of the tensors at the peak of a step on one device that holds the whole model, by part; and of the moments. An
-    evaluation that `scores` keeps its logits.
+    """Return the bytes of tensors at the peak of a step on one device that holds the whole model, by part, and of the
+    optimizer's moments. An evaluation that `scores` keeps its logits.
 
     Left out: samples, and the masks of data.packing: isolated and of windows.
     """
@@ -175,7 +175,7 @@ def memory(
 
 
 def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEPS) -> dict[str, float]:
-    """What a real run of a few steps logs last, in a temporary directory; called by all processes together."""
+    """Train a few steps in a temporary directory and return the last logged row; called by all processes together."""
     with temporary_folder("plan-") as folder:
         changes = {
             "out_dir": str(folder),
@@ -201,8 +201,8 @@ def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEP
         return broadcast_from_main(list(read_rows(log))[-1] if accelerator.is_main_process else None)
 
 
-def torch_itself(config: TrainConfig, accelerator: Accelerator) -> int:
-    """What is in memory of a process on a CPU that has trained a model of nearly nothing."""
+def baseline_process_bytes(config: TrainConfig, accelerator: Accelerator) -> int:
+    """Return the bytes of a CPU process that has trained a tiny model: Python, torch and the libraries."""
     small = replace(
         config,
         micro_batch_size=1,
@@ -222,7 +222,7 @@ def torch_itself(config: TrainConfig, accelerator: Accelerator) -> int:
 
 
 def several_machines() -> bool:
-    """Whether processes share no temporary directory."""
+    """Return whether the processes run on several machines, which share no temporary directory."""
     return num_processes() > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -258,7 +258,7 @@ def main(config: TrainConfig) -> None:
     check_launch(config)
     config, corpus, _ = resolve(config)
     accelerator = start_accelerator(config)
-    base = {"torch itself": torch_itself(config, accelerator)} if accelerator.device.type == "cpu" else {}
+    base = {"torch itself": baseline_process_bytes(config, accelerator)} if accelerator.device.type == "cpu" else {}
     with torch.device("meta"):
         network = GPTModel(config.model)
     parts, checkpoint = memory(config, accelerator, network, scores=corpus.score is not None)

@@ -36,7 +36,7 @@ IGNORED_SETTINGS |= {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What runs that differ by their seeds alone have in common."""
+    """Facts shared by runs that differ in their seeds alone."""
 
     settings: tuple[tuple[str, str], ...]
     """Names and JSON values of the settings that matter, and of the FACTS in checkpoint/identity.py."""

@@ -20,5 +20,5 @@ class CompareConfig:
     """The x axis of the curves: optimizer steps, training tokens, training FLOPs, or seconds of training."""
 
     out: str | None = "compare"
-    """Where to write the curves: OUT.png, or for several kinds of data OUT-1.png, OUT-2.png, ...; and OUT.html, an
+    """Path of the curves: OUT.png, or for several kinds of data OUT-1.png, OUT-2.png, ...; and OUT.html, an
     interactive page with the tables. null: nowhere."""

@@ -46,12 +46,12 @@ class DataConfig:
     becomes), or with padded always one."""
 
     hash: str | None = None
-    """source text: of the tokens and the tokenizer. Default null: filled in at the start, so that a run never goes on
-    with another corpus than it began with."""
+    """source text: hash of the tokens and the tokenizer. Default null: filled in at the start, so that a run is never
+    resumed with another corpus."""
 
     seed: NonNegativeInt | None = None
-    """sources random and stories: seed of the training and the validation set. null: that of the run or checkpoint that
-    this one goes on from, else 0, so that runs of different `seed` have the same data."""
+    """sources random and stories: seed of the training and the validation set. null: the seed of the run or checkpoint
+    that is resumed, else 0, so that runs with different `seed` have the same data."""
 
     num_samples: PositiveInt = 1000
     """sources random and stories: sequences in the training set. An epoch visits each once."""
@@ -154,21 +154,21 @@ class CheckpointConfig:
     """Steps between checkpoints. The last step is always saved."""
 
     keep: PositiveInt = 2
-    """How many of the newest checkpoints to keep. The one with the best validation loss is kept besides."""
+    """Number of newest checkpoints to keep. The one with the best validation loss is kept too."""
 
     keep_every: NonNegativeInt = 0
-    """Steps between checkpoints that are kept for good; a multiple of `every`. 0: none is."""
+    """Steps between checkpoints that are never deleted; a multiple of `every`. 0: none."""
 
     asynchronous: bool = True
-    """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
+    """Write checkpoints in the background, from a copy in CPU memory, while training continues."""
 
     on_failure: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written, as on a full disk. continue: train on and try again at the next one; the
-    last one of a run must succeed."""
+    """Action when a checkpoint cannot be written, as on a full disk. continue: keep training and try again at the
+    next one; the last one of a run must succeed."""
 
     @property
     def stops_on_failure(self) -> bool:
-        """What on_failure says."""
+        """Whether a failed save stops the run."""
         match self.on_failure:
             case "stop":
                 return True
@@ -180,7 +180,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Measuring the validation loss."""
+    """Evaluation of the validation loss."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
@@ -193,8 +193,8 @@ class EvaluationConfig:
     """Sequences in a forward pass of an evaluation."""
 
     ema_decay: OpenUnitInterval | None = None
-    """Which weights are evaluated, exported and let write: an exponential average of them, of which this share stays at
-    every update (0.999; less in the beginning). null: those that are trained."""
+    """Decay of an exponential moving average (EMA) of the weights, such as 0.999 (lower in the first steps). The EMA is
+    evaluated, exported and sampled from. null: the trained weights are."""
 
     num_scored_generations: UpTo100000 = 200
     """Stories sampled at the end of a stories run, to report the share that the grammar accepts; at most 100,000. 0:
@@ -295,37 +295,37 @@ class TrainConfig:
     by DDP, with deterministic algorithms only, and on the CPU with one thread a process."""
 
     compile: bool = False
-    """Compile each transformer block with torch.compile, and what the loss in chunks does between its products. A run
-    on a machine without a compiler says so and goes on."""
+    """Compile each transformer block with torch.compile, and the work on the logits of the chunked loss. A run
+    on a machine without a compiler prints a warning and trains uncompiled."""
 
     activation_checkpointing: bool = False
     """Keep only the input of each transformer block and compute the rest again in the backward: less memory for a
     third more work."""
 
     chunked_loss: bool | None = None
-    """Go through the output projection and the loss in chunks of positions, so that the logits never exist as a whole.
-    null: with `compile`, and where they take more than one chunk (32 MiB on a CPU, 1 GiB on a GPU). On a CPU it is also
-    faster."""
+    """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), so that all logits are
+    never in memory at once. null: with `compile`, and if the logits take more than one chunk (32 MiB on a CPU, 1 GiB on
+    a GPU). On a CPU it is also faster."""
 
     stop_after: PositiveInt | None = None
-    """Save and stop after this step, as a signal would stop the run; started again, it goes on to `steps`."""
+    """Save and stop after this step, as a signal would stop the run; the same command resumes it up to `steps`."""
 
     profile: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step of which every process writes a Chrome trace into the run directory, as [20, 22]."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When the loss or the gradient is infinite or NaN. skip: leave that update out, on all processes together; the
+    """Action when the loss or the gradient is infinite or NaN. skip: skip the update, on all processes together; the
     host then waits for the device in every step."""
 
     max_skipped_in_a_row: PositiveInt = 10
-    """How many updates in a row may be skipped before the run stops after all."""
+    """Number of updates in a row that may be skipped before the run stops."""
 
     check_replicas_every: NonNegativeInt = 100
     """Steps between comparisons of the state of all processes, by its digest; before a save too. 0: never."""
 
     timeout_seconds: TimeoutSeconds = 600
-    """How long a process waits for the others in a collective operation, or for a checkpoint to be written, before the
-    run ends with an error; for a batch and for a tracker it waits less."""
+    """Seconds that a process waits for the others in a collective operation, or for a checkpoint to be written, before
+    the run ends with an error. For a batch and for a tracker it waits less."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 BESIDE_MESSAGES = "system", "tools", "chat_template_kwargs"
 COLUMNS = "messages", "prompt", "response", "completion", *BESIDE_MESSAGES
-"""What may hold a conversation, or a part of it, in a row of data."""
+"""Columns that may hold a conversation or a part of it."""
 
 
 def read_document(row: Any, text_column: str) -> tuple[str, bool | None, list[str]]:

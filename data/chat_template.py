@@ -1,4 +1,4 @@
-"""Conversations as the chat template of a tokenizer writes them: for data.prepare, and for whoever talks to a model."""
+"""Conversations rendered by the chat template of a tokenizer, for data.prepare and for chatting with a model."""
 
 import re
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What a run trains on and is evaluated on. A new data source is one file in this folder and one branch here."""
+"""Training and validation sets. A new data source is one file in this folder and one branch in `load_corpus`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from data.integrity import Verification
 
 Sums = dict[str, tuple[Tensor | float, Tensor | float]]
-"""Numbers to be reported as sum / count, by their names, which must always be the same."""
+"""Metrics as (sum, count) by name; the names must be the same in every call."""
 
 
 class SampleDataset(Protocol):
@@ -48,29 +48,29 @@ class Corpus:
     tokenizer: Tokenizer | None
     vocab_size: int
     quotas: list[int] | None = None
-    """Of a mixture: how many of MIX_BLOCK training samples come from each of its corpora."""
+    """For a mixture: number of samples of each corpus in every MIX_BLOCK training samples."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of a run that the corpus determines, such as the hash of its files: {"data.hash": ...}."""
     verification: "Verification | None" = None
-    """Of the files that it is read from, to be started."""
+    """Check of the files of the corpus, to be started."""
     score: Callable[[Tensor, dict[str, Tensor]], Sums] | None = None
-    """What the validation set is scored by besides the loss, reported as val/NAME: of the logits of a batch, [B, T, V],
-    which at position t predict label t + 1, and the batch."""
+    """Computes further validation metrics, logged as val/NAME, from the logits [B, T, V] (position t predicts
+    label t + 1) and the batch."""
     end_of_text: int | None = None
     """The token that texts begin and end with; None: the tokenizer's <|endoftext|>."""
     verdict: Callable[[str], str] | None = None
-    """What is said of a text that the model writes, for whoever looks at it."""
+    """Describes a generated text for a reader: whether it is valid, and its log-probability."""
     conversations: str = ""
-    """How the conversations that it has became training samples, for whoever starts a run."""
+    """Description of how conversations became training samples, printed at the start of a run."""
     score_texts: Callable[[list[str]], Sums] | None = None
-    """What texts are scored by that the trained model writes between two end-of-text tokens, as generation/NAME."""
+    """Scores the texts that the trained model generates between two end-of-text tokens, logged as generation/NAME."""
 
     def complete(self, config: TrainConfig) -> TrainConfig:
         """Fill in the settings of a run that the corpus determines."""
         return replace_settings(config, {"model.vocab_size": self.vocab_size} | self.settings)
 
     def order(self, config: TrainConfig) -> GlobalBatches:
-        """Which training samples, and how many, every global batch has."""
+        """Return the sample indices of every global batch of a run."""
         schedule = config.schedule
         assert config.global_batch_size is not None, "the config is resolved"
         batches = config.global_batch_size, config.seed, schedule.batch_warmup_from, schedule.batch_warmup_steps
@@ -109,7 +109,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
 
 
 def _validation_samples(config: TrainConfig, quotas: list[int]) -> Sequence[int | None]:
-    """How many validation samples each corpus gives; None: all. Nothing where nothing is evaluated."""
+    """Return the number of validation samples of each corpus, None for all; [] if nothing is evaluated."""
     if not config.evaluation.every:
         return []
     if config.evaluation.num_samples is None:

@@ -1,4 +1,4 @@
-"""Whether a corpus is what data.prepare wrote: metadata.json at once, what lies in its files by reading them.
+"""Checks that a corpus is as data.prepare wrote it: metadata.json at once, the files by reading them.
 
 metadata.json has the length and the SHA-256 of every file, the hash of the whole (`data.hash` of a run), and a digest
 of itself. The content of a file is read once for each of its stamps: what was found is remembered in `.verified` beside
@@ -244,7 +244,7 @@ class Verification:
 
 
 def _memories(folder: Path) -> list[Path]:
-    """Where what was found is remembered: beside the corpus or, where that cannot be written, in the user's cache."""
+    """Return the paths of the cached result: beside the corpus or, if that is read-only, in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     name = blake2b(str(folder.resolve()).encode(), digest_size=16).hexdigest()
     places = [folder / ".verified", *([cache / "mini-gpt" / name] if cache.is_absolute() else [])]

@@ -62,7 +62,7 @@ def permute_groups(positions: np.ndarray, size: int, seed: int, name: str) -> tu
 
 
 class BatchSizes:
-    """How many sequences every global batch has, and how many all before it.
+    """Sizes of the global batches of a run, in sequences.
 
     It begins with `warmup_from`, grows by as many at equal distances, and is `global_batch_size` from step
     `warmup_steps` on. So every size splits into whole micro-batches on whatever number of processes the first one does,

@@ -27,7 +27,7 @@ class TextCorpus:
         self.metadata = read_metadata(self.path)
         self.tokenizer, facts = load_tokenizer(self.path / "tokenizer")
         if different := [name for name in facts if facts[name] != self.metadata["tokenizer"].get(name)]:
-            problem = f"another tokenizer lies in it than it was made with ({different[0]})"
+            problem = f"its tokenizer is not the one that it was made with ({different[0]})"
             raise ConfigError(f"data: {path!r}: {problem}; {REMEDY}")
         self.vocab_size, self.end_of_text = facts["vocab_size"], facts["end_of_text"]
         self.has_conversations = "conversations" in self.metadata
@@ -44,7 +44,7 @@ class TextDataset(Dataset):
     """
 
     conversations: str | None = None
-    """How conversations became rows, for the start of a run; None for text."""
+    """Description of how conversations became rows, printed at the start of a run; None for text."""
 
     def __init__(self, corpus: TextCorpus, split: str, seq_len: int, num_samples: int | None = None):
         self.corpus, self.split, self.seq_len = corpus, split, seq_len

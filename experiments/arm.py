@@ -37,7 +37,7 @@ class ArmFailed(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """How the runs of both arms are started."""
+    """Launch of the runs of both arms."""
 
     command: tuple[str, ...] = ()
     """Words before train.py."""
@@ -58,7 +58,7 @@ class Launch:
 
     @property
     def identity(self) -> list[Any]:
-        """What distinguishes runs of this launch from those of another: the command itself where it hides something."""
+        """Facts that distinguish runs of this launch; the command itself where it does not show them."""
         if None not in (self.precision, self.processes):
             return [self.precision, self.processes]
         files = [Path(word) for word in self.command[1:]]
@@ -77,7 +77,7 @@ class Arm:
     words: tuple[str, ...]
     """Command line without name, seed and output folder; config files in it are copies that nobody edits."""
     settings: dict[str, Any]
-    """What the words mean to this code, as `section.name`."""
+    """Settings that the words resolve to in this code, by `section.name`."""
     runs: Path
     inputs: tuple[str, ...] = ()
     """Hashes of the corpora and of the initial weights."""

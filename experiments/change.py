@@ -33,7 +33,7 @@ NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
 
 @dataclass(frozen=True)
 class Change:
-    """What the candidate has and the baseline lacks."""
+    """The difference between candidate and baseline."""
 
     settings: tuple[str, ...] = ()
     """Words of a command line."""

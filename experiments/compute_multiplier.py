@@ -1,4 +1,4 @@
-"""What a difference in loss is in compute: steps that the baseline would need for the candidate's loss."""
+"""The compute multiplier: steps that the baseline would need for the candidate's loss, relative to its own."""
 
 import math
 import statistics

@@ -18,7 +18,7 @@ FALSE_BETTER_RATE = TOTAL_ALPHA / 2  # of candidates without effect
 
 @dataclass
 class Comparison:
-    """What is known of one model size."""
+    """Results at one model size."""
 
     verdict: str
     difference: Difference
@@ -26,7 +26,7 @@ class Comparison:
     """Values of the metric by seed."""
     candidate: list[float]
     entropy: float | None
-    """Of the data, nats/token; None if unknown."""
+    """Entropy of the data, nats/token; None if unknown."""
     margin: float
     """Equivalence margin, as a fraction of the baseline's mean."""
     metric: str

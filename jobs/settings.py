@@ -18,4 +18,4 @@ class SweepConfig:
     core, but not more than 8; with `launch` one."""
 
     launch: str | None = None
-    """What starts a run, as "accelerate launch --config_file X". null: python."""
+    """Command that starts a run, such as "accelerate launch --config_file X". null: python."""

@@ -43,7 +43,7 @@ NONE_LEFT = "no valid checkpoint is left"
 
 @dataclass(frozen=True)
 class Start:
-    """Where a start begins: at step 0, or after the step of a checkpoint."""
+    """The state that a session starts from: step 0, or a checkpoint."""
 
     checkpoint: Path | None = None
     step: int = 0

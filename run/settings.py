@@ -80,7 +80,7 @@ class EvaluateConfig:
     """Windows in a forward pass. null: as many as have 256 MiB of logits."""
 
     out: str | None = None
-    """Where evaluation.json and evaluation.png go. null: into the run's directory; of a folder, into NAME.evaluation
+    """Folder of evaluation.json and evaluation.png. null: into the run's directory; of a folder, into NAME.evaluation
     beside it; of a model of the Hub, into such a folder here."""
 
 

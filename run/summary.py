@@ -16,13 +16,13 @@ from training.prepare_model import no_compiler
 
 
 def batch_of_run(config: TrainConfig, of: int = 1) -> str:
-    """How many times `of` sequences a global batch has: 16, or where it grows 4 to 16."""
+    """Format the global batch in units of `of` sequences: "16", or "4 to 16" if it grows."""
     sizes = BatchSizes.of(config)
     return " to ".join(dict.fromkeys(str(size // of) for size in (sizes.size(0), sizes.global_batch_size)))
 
 
 def tokens_of_run(config: TrainConfig) -> str:
-    """Those of a step and of the whole run."""
+    """Format the tokens of a step and of the whole run."""
     sizes = BatchSizes.of(config)
     in_all = sizes.before(config.steps) * config.seq_len
     first, whole = (size * config.seq_len for size in (sizes.size(0), sizes.global_batch_size))
@@ -42,8 +42,17 @@ def summary(
     corpus: str | None,
     conversations: str,
 ) -> str:
-    """What is in force, a line each; `model` is the network before it was prepared, `corpus` what is verified, and
-    `conversations` what became of those in it."""
+    """Describe the run that starts, a line for each fact.
+
+    Args:
+        config: the resolved config.
+        accelerator: its device, processes and precision are printed.
+        model: the network before it was prepared.
+        directory: of the run.
+        start: step and checkpoint of this start.
+        corpus: description of the verified files.
+        conversations: description of how conversations became samples.
+    """
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""

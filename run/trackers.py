@@ -136,7 +136,7 @@ class TrackerRun:
         self._finish_in_time(lambda: self._try(lambda: self.run.finish()), failure)
 
     def _finish_in_time(self, action: Callable[[], object], failure: BaseException | None) -> None:
-        """Give up when it takes too long: the other processes, or whoever asked the run to stop, wait for this one."""
+        """Give up after some time: the other processes, and a scheduler that stops the run, wait for this one."""
         seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
         thread = Thread(target=action, daemon=True, name="tracker")
         thread.start()

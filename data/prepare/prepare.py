@@ -62,7 +62,7 @@ PART_FILE = "parts/{:06d}.json"  # what make_part returned for it, kept until al
 TRAINING_TEXTS = 10**6  # documents, or pieces of a txt file, from which train:VOCAB learns: the first of the source
 
 Text = tuple[str, bool, str | None]
-"""Of a document, whether it ends with it, and its split; None where its hash decides."""
+"""A piece of a document, whether the document ends with it, and its split; None: its hash decides."""
 
 Part = tuple[list[tuple[str, bool, str]], dict | None]
 """Pieces of documents as (text, whether a document begins with it, its split), and the state of a stream after them."""
@@ -85,8 +85,8 @@ class PrepareConfig:
     """The folder of the corpus. It must not exist yet."""
 
     validation: str = "hash:0.005"
-    """What is kept from training. hash:SHARE: so large a share of the documents, chosen by a hash of their text;
-    tail:SHARE: the end of each document; or a source of its own, files or a pattern."""
+    """Validation split. hash:FRACTION: a fraction of the documents, chosen by a hash of their text; tail:FRACTION: the
+    end of each document; or a separate source, files or a pattern."""
 
     document_separator: str | None = None
     r"""Divides a txt file into documents, and belongs to none. \n means a new line, of whatever kind."""
@@ -248,7 +248,7 @@ def prepare(config: PrepareConfig) -> dict:
 
     Raises:
         ConfigError: a setting or an input is wrong.
-        OSError: the corpus cannot be written. What is done so far stays, and the same command goes on.
+        OSError: the corpus cannot be written. Finished parts stay; the same command resumes.
     """
     kind, share = _kind_of_validation(config)
     out = expand_user_path("out", config.out).absolute()
@@ -468,7 +468,7 @@ def cli() -> int:
         print(f"prepare: error: {printable_lines(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nprepare: interrupted; the same command goes on from what is done", file=sys.stderr, flush=True)
+        print("\nprepare: interrupted; run the same command again to resume", file=sys.stderr, flush=True)
         os._exit(130)  # threads in the middle of a part would be waited for
     learnt = f"train:{metadata['tokenizer']['vocab_size']}"
     if config.tokenizer != learnt and re.fullmatch(r"train:\d+", config.tokenizer):

@@ -42,7 +42,7 @@ class Source:
     """Whether all documents are conversations; None before the first that is not null is read."""
 
     has_separators: bool = field(default=False, init=False)
-    """Whether the last reading has found one that divides a file."""
+    """Whether the last pass found a separator that divides a file."""
     unused_columns: Counter = field(default_factory=Counter, init=False)
     """The columns beside conversations that are no part of them, and how many rows of the last reading have each."""
 

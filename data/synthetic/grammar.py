@@ -36,15 +36,15 @@ _PIECE = re.compile(r"(?P<space> ?)\{(?:(?P<rule>[A-Z_]+)|(?P<slot>[a-z]+)"
 Entry = Mapping[str, str]  # the forms of a table's entry; the form "" is the entry itself
 
 Piece = namedtuple("Piece", _PIECE.groupindex)
-"""Of a template: plain text, or what stands in braces, with the space before it; "" is what it has not."""
+"""A piece of a template: plain text, or a reference in braces with the space before it; absent parts are ""."""
 
 
 class Rejected(Exception):
-    """The text is none of the grammar's."""
+    """The grammar cannot derive the text."""
 
 
 class Token(NamedTuple):
-    """A token of a text, and how surprising it is to a reader who knows the grammar and what came before."""
+    """A token of a text with its information content, given the grammar and the text before it."""
 
     text: str
     nats: float
@@ -52,11 +52,11 @@ class Token(NamedTuple):
     table: str = ""
     """The table whose entry it is of; "" for plain text of a template."""
     index: int = 0
-    """Of the entry in its table."""
+    """Index of the entry in its table."""
     form: str = ""
-    """Of the entry, as it is written here."""
+    """Grammatical form of the entry."""
     drawn: bool = False
-    """Whether the entry is drawn here, and not said again."""
+    """Whether the entry is drawn here, not repeated."""
 
 
 class Grammar:
@@ -237,7 +237,7 @@ class Grammar:
 
     @functools.cached_property
     def _odds(self) -> dict[str, list[float]]:
-        """By tables: 1 / the probability of each entry. A choice by weights is one among as many as they add up to."""
+        """Odds, 1 / probability, of each entry by table."""
         return {
             table: [sum(weights) / weight for weight in weights]
             for table, weights in ((table, self._weights_of(table)) for table in self.tables)
@@ -245,12 +245,12 @@ class Grammar:
 
     @functools.cached_property
     def _places(self) -> dict[str, dict[str, int]]:
-        """By tables: the index of the entry that is these words."""
+        """Index of an entry by table and words."""
         return {t: {entry[""]: index for index, entry in enumerate(entries)} for t, entries in self.tables.items()}
 
     @functools.cached_property
     def _lengths(self) -> dict[str, list[int]]:
-        """By tables: how many letters an entry may have."""
+        """Possible lengths of an entry in characters, by table."""
         return {table: sorted(set(map(len, places))) for table, places in self._places.items()}
 
     @functools.cache  # noqa: B019 (it is asked while the grammar is built)
@@ -300,27 +300,27 @@ def _spaced(entry: Entry) -> Entry:
 
 
 def log_probability(odds: Sequence[float]) -> float:
-    """Of a derivation whose choices had these odds, each 1 / its probability, in nats."""
+    """Return the log-probability, in nats, of a derivation whose choices had these odds (1 / probability)."""
     return math.fsum(math.log(1 / each) for each in odds)
 
 
 class _Choice(NamedTuple):
-    """What a reader has seen a text choose."""
+    """A choice that the parser found in a text."""
 
     start: int
     words: str
-    """By which it is told, from `start` on."""
+    """Words that identify the choice, from `start` on."""
     odds: float
     masses: Callable[[], Mapping[str, int]]
-    """How much weight the options together have that begin with given tokens."""
+    """Total weight of the options that start with given tokens."""
 
 
 class _Reading(NamedTuple):
-    """How a grammar derives a text."""
+    """A derivation of a text by the grammar."""
 
     choices: list[_Choice]
     pieces: list[tuple[int, tuple]]
-    """Where the words of each piece end; of which table, entry and form they are, and whether it was drawn there."""
+    """End of the words of each piece, with (table, entry, form, whether it was drawn there)."""
 
 
 def _masses(options: Iterable[tuple[str, int]]) -> Counter[str]:

@@ -216,7 +216,7 @@ def get_story_generator(facts: int = 0, zipf: float = 0.0, seed: int = 0) -> Sto
 
 
 class Encoded(dict[str, bytes]):
-    """What the tokenizer makes of pieces of stories, int64: there are few, looked up faster than they are cut."""
+    """Tokens of each piece of a story, int64; the few pieces are looked up instead of tokenised again."""
 
     def __init__(self, vocabulary: dict[str, int]):
         super().__init__()
@@ -239,7 +239,7 @@ class StoriesDataset(Dataset):
 
     Story i is a function of (seed, split, i), written when asked for. A hash of its text says which split a story
     belongs to, so no story is in both, whatever the sizes and seeds. The hash is nothing that a model could learn, so
-    the best possible model of either split is the grammar itself, and its loss is the floor.
+    the best possible model of either split is the grammar itself, and its loss is the entropy.
 
     Raises ValueError where `split` is not "train" or "validation", ConfigError where `seq_len` is too short for the
     longest story.
