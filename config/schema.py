@@ -26,7 +26,7 @@ from model.field_types import (
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What the model is trained on."""
+    """Training and validation data."""
 
     source: Literal["random", "stories", "text"] = "stories"
     """random: uniform random tokens; stories: short English stories of a grammar (data/synthetic/stories.py); text:
@@ -99,7 +99,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How the weights are updated."""
+    """The optimizer."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw: AdamW (Loshchilov and Hutter, 2019), fused; muon: Muon (Jordan et al., 2024) on the matrices inside the
@@ -209,7 +209,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Where the metrics go besides metrics.jsonl."""
+    """Trackers of metrics, in addition to metrics.jsonl."""
 
     tracker: Literal["wandb", "tensorboard", "trackio"] = "wandb"
     """wandb: Weights & Biases, with metrics, samples and code; tensorboard: metrics, in the run directory; trackio:

@@ -68,7 +68,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of all parameters and moments, to the last bit."""
+    """Return a hash of all bits of the parameters and moments."""
     moments = (value for state in optimizer.state.values() for value in state.values())
     content = hashlib.blake2b(digest_size=8)
     for tensor in (*model.parameters(), *moments):

@@ -48,23 +48,23 @@ class GPTConfig:
     position: rope."""
 
     norm_eps: PositiveFloat = 1e-5
-    """Added to the variance (layernorm) or the mean square (rmsnorm) before its root is divided by."""
+    """Added to the variance (layernorm) or the mean square (rmsnorm) before its root is taken."""
 
     position: Literal["learned", "rope"] = "learned"
-    """How the model knows order: learned (a table of max_position_embeddings vectors added to the token embeddings) or
-    rope (queries and keys are rotated by an angle proportional to the position)."""
+    """Position encoding: learned (a table of max_position_embeddings vectors added to the token embeddings) or rope
+    (queries and keys are rotated by an angle proportional to the position)."""
 
     window: PositiveInt | None = None
-    """In layers with a window, how many positions attention sees: each its own and the window - 1 before it (Jiang et
-    al. 2023, "Mistral 7B", arXiv:2310.06825). At most max_position_embeddings. Default null: all before it."""
+    """Sliding-window attention: number of positions that a query attends to, its own and the window - 1 before it
+    (Jiang et al. 2023, "Mistral 7B", arXiv:2310.06825). At most max_position_embeddings. Default null: no window."""
 
     window_pattern: str = "SSL"
-    """Which layers have the window: S (short) has it, L (long) sees all before it. The letters repeat over the layers,
-    and the last layer is long whatever they say, as nanochat's --window-pattern has it; SL is Gemma 2's alternation
-    (arXiv:2408.00118). Only read with a window."""
+    """Layers with sliding-window attention: S (short) has the window, L (long) attends to all positions before. The
+    letters repeat over the layers, and the last layer is always long, as with nanochat's --window-pattern; SL is Gemma
+    2's alternation (arXiv:2408.00118). Only read with a window."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation at the entrance of each attention and MLP, and before the output projection."""
+    """Normalisation before each attention and MLP, and before the output projection."""
 
     mlp: Literal["gelu", "gelu_erf", "swiglu", "relu2"] = "gelu"
     """The MLP: gelu (by tanh, as GPT-2), gelu_erf (exact), swiglu (SiLU gate, 3 matrices) or relu2 (ReLU squared)."""
@@ -84,8 +84,8 @@ class GPTConfig:
     Default false: it is a matrix of its own."""
 
     zero_init: bool = False
-    """Whether out_proj and down_proj, which write to the residual stream, begin at zero, so that every block begins as
-    the identity."""
+    """Whether out_proj and down_proj, which write to the residual stream, are initialised to zero, so that every
+    block starts as the identity."""
 
     @property
     def head_size(self) -> int:
