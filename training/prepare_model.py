@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -28,6 +29,10 @@ def no_compiler(device: torch.device) -> str:
     compilers = [os.environ.get("CXX", default)] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
     if not any(map(shutil.which, compilers)):
         return f"no compiler: {' or '.join(compilers)}"
+    installed = str(Path(torch.__file__).parent)
+    if device.type == "cpu" and re.search(r"[^\w./+@:~-]", installed, re.ASCII):
+        # torch does not quote the path of its own libraries in the command line of the linker.
+        return f"torch is installed in {installed!r}; use a path of plain letters, without spaces and quotes"
     header = Path(sysconfig.get_path("include"), "Python.h")
     return "" if header.exists() else f"no {header}; install the package python3-dev"
 

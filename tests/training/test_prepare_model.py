@@ -10,7 +10,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import differentiate_loss
 from tests.conftest import metrics, train
-from training.prepare_model import prepare_network
+from training.prepare_model import no_compiler, prepare_network
 
 TINY = ["--config", "tests/tiny_stories.yaml", "--steps", "6", "--evaluation.every", "0", "--tracking.log_every", "1"]
 
@@ -36,6 +36,13 @@ def test_a_machine_without_a_compiler_trains_uncompiled(tmp_path):
     done = train(*TINY, "--name", "run", "--compile", "true", "--out_dir", tmp_path, CXX="no-such-compiler")
     assert "precision: fp32, not compiled: no compiler: no-such-compiler\n" in done.stdout
     assert done.stdout.endswith("Training finished.\n")
+
+
+@pytest.mark.parametrize("folder", ["my project", "b\u00fccher", "it's", "a(b)"])
+def test_no_compiler_names_path_the_linker_cannot_take(folder, monkeypatch):
+    assert no_compiler(torch.device("cpu")) == ""
+    monkeypatch.setattr(torch, "__file__", f"/home/me/{folder}/.venv/torch/__init__.py")
+    assert "torch is installed in" in no_compiler(torch.device("cpu"))
 
 
 def test_a_profile_is_a_trace_of_these_steps(tmp_path):
