@@ -247,4 +247,4 @@ def test_it_is_pushed_to_the_hub(runs, tmp_path, monkeypatch):
 
 
 def test_the_script_reads_its_settings_like_train_py(runs, tmp_path):
-    assert f"The model lies in {tmp_path}/out." in python(f"python export.py {runs}/qwen3 {tmp_path}/out").stdout
+    assert f"The model is in {tmp_path}/out." in python(f"python export.py {runs}/qwen3 {tmp_path}/out").stdout

@@ -111,7 +111,7 @@ def test_the_logits_of_an_evaluation_are_counted_if_the_corpus_scores_them(monke
     assert kept - left > 64 * config.seq_len * 5000
     monkeypatch.setattr(plan, "start_accelerator", lambda config: ON_A_CPU)
     monkeypatch.setattr(plan, "resolve", lambda config: Resolved(config, SimpleNamespace(score=None), None))
-    monkeypatch.setattr(plan, "torch_itself", lambda *_: 0)
+    monkeypatch.setattr(plan, "baseline_process_bytes", lambda *_: 0)
     monkeypatch.setattr(plan, "tensor_bytes", lambda config, accelerator, scores: 1 / 0 if scores else sys.exit("left"))
     with pytest.raises(SystemExit, match="left"):
         plan.main(config)
@@ -174,7 +174,7 @@ def test_an_evaluation_is_counted_once(monkeypatch):
     config = parse_config([*map(str, TINY_STORIES), "--evaluation.micro_batch_size", "50", "--model.vocab_size", "266"])
     tried = []
     monkeypatch.setattr(plan, "burst", lambda config, *_: tried.append(config))
-    plan.torch_itself(config, SimpleNamespace(num_processes=1))
+    plan.baseline_process_bytes(config, SimpleNamespace(num_processes=1))
     assert tried[0].evaluation.every and tried[0].evaluation.micro_batch_size == 1
 
 

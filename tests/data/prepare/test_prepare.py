@@ -505,7 +505,7 @@ def test_ctrl_c_stops_at_once_and_the_same_command_goes_on(tmp_path):
     begin = time.monotonic()
     stopped = run(*command, preamble=SMALL_PARTS + CTRL_C_IN_THE_SECOND_PART, exit_code=130)
     assert time.monotonic() - begin < 20 and "Traceback" not in stopped.stderr
-    assert stopped.stderr.endswith("prepare: interrupted; the same command goes on from what is done\n")
+    assert stopped.stderr.endswith("prepare: interrupted; run the same command again to resume\n")
     first = tmp_path / "out.partial" / "parts" / "000000.json"
     assert first.exists() and not out.exists()
     run(*command, preamble=SMALL_PARTS)
