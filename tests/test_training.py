@@ -60,6 +60,7 @@ def test_equals_a_hand_written_all_reduce(by_hand, trained):
             torch.testing.assert_close(weight, weights_by_hand[name], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_tutorials_run(runs):
     recipe = ["--config", "configs/random_tokens.yaml", "--tracking.wandb", "disabled"]
     done = train(*recipe, "--out_dir", runs, processes=2, pictures=True)

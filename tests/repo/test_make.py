@@ -55,6 +55,7 @@ def test_env_names_what_linked_environment_lacks(tmp_path):
     assert done.returncode and "which lacks no-such-package==1.0" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_trial_ends_with_one_message():
     command = [sys.executable, "-m", "tests.fork_trial", "--model.mlp", "no_such_mlp"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
