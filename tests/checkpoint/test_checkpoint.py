@@ -128,7 +128,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage, reason", DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
-def test_a_damaged_checkpoint_is_passed_over_by_name(run, damage, reason):
+def test_damaged_checkpoint_is_skipped_and_named(run, damage, reason):
     newest = run / "checkpoints" / f"step-{STEPS:08d}"
     assert newest_valid(run / "checkpoints")[0] == newest
     damage(newest)
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(run, damage, reason):
     assert (path.name, manifest.step, len(rejected)) == ("step-00000003", 3, 1)
 
 
-def test_a_run_goes_on_from_the_newest_valid_one(run, finished):
+def test_resume_uses_newest_valid_checkpoint(run, finished):
     flip_a_bit(run / "checkpoints" / "step-00000004")
     truncate(run / "checkpoints" / "step-00000003")
     (run / "checkpoints" / ".writing-step-00000005").mkdir()
@@ -149,7 +149,7 @@ def test_a_run_goes_on_from_the_newest_valid_one(run, finished):
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_deleted_checkpoints_are_missed_each_time(run):
+def test_resume_refuses_deleted_checkpoints_each_time(run):
     shutil.rmtree(run / "checkpoints")
     for _ in range(2):
         done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
@@ -157,7 +157,7 @@ def test_deleted_checkpoints_are_missed_each_time(run):
     assert metrics(run)
 
 
-def test_a_killed_run_that_once_went_on_misses_its_deleted_checkpoints(run):
+def test_killed_resumed_run_refuses_deleted_checkpoints(run):
     shutil.rmtree(run / "checkpoints")
     (run / "status.json").write_text('{"state": "running", "step": 1}')
     with open(run / "sessions.jsonl", "a") as starts:
@@ -166,7 +166,7 @@ def test_a_killed_run_that_once_went_on_misses_its_deleted_checkpoints(run):
     assert "no valid checkpoint" in done.stderr and metrics(run)
 
 
-def test_no_valid_checkpoint_left_is_said_and_nothing_starts_from_scratch(run):
+def test_resume_refuses_run_without_valid_checkpoint(run):
     for checkpoint in (run / "checkpoints").iterdir():
         empty_the_manifest(checkpoint)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -179,7 +179,7 @@ def test_no_valid_checkpoint_left_is_said_and_nothing_starts_from_scratch(run):
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_reads_it(run):
+def test_checkpoint_loads_on_another_process_count(run):
     """Written by one process, read by two; and back, written by two and read by one."""
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     train(*SHORT, "--out_dir", run.parent, "--name", "run", processes=2)
@@ -190,7 +190,7 @@ def test_another_number_of_processes_reads_it(run):
     assert [row["step"] for row in metrics(run.parent / "longer")] == [5, 6]
 
 
-def test_files_are_plain_safetensors_with_the_documented_names(finished):
+def test_checkpoint_files_are_safetensors_with_documented_names(finished):
     names = tensors(finished, STEPS)
     assert {name.split(".")[0] for name in names} == {"model", "optimizer"}
     weights = [name.removeprefix("model.") for name in names if name.startswith("model.")]
@@ -220,13 +220,13 @@ def left_in(directory):
     return sorted(int(path.name[-1]) for path in directory.iterdir())
 
 
-def test_who_reads_the_manifest_reads_the_weights(finished):
+def test_checkpoint_files_have_equal_permissions(finished):
     checkpoint = finished / "checkpoints" / "step-00000001"
     assert len({file.stat().st_mode for file in checkpoint.iterdir()}) == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was in use")
-def test_writing_takes_no_memory_of_its_own(tmp_path):
+def test_write_makes_no_copy_of_tensors(tmp_path):
     """A copy would also stop training while it is made: that takes one call, during which no Python runs."""
     weights = {f"model.{i}": torch.ones(2**20) for i in range(32)}
 
@@ -257,7 +257,7 @@ def train_on(network, optimizer, steps):
         optimizer.zero_grad()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
     may_write, write = threading.Event(), storage.write
 
     def write_later(*arguments):
@@ -283,7 +283,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_threads_beside_training_take_only_what_it_leaves_of_the_cores(tmp_path):
+def test_background_threads_have_lowest_priority(tmp_path):
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
@@ -297,7 +297,7 @@ def test_threads_beside_training_take_only_what_it_leaves_of_the_cores(tmp_path)
     assert priority() == before, "the thread that trains keeps its own"
 
 
-def test_blocks_may_share_their_weights(tmp_path):
+def test_shared_blocks_are_saved_and_restored(tmp_path):
     """As a fork's that is one block several times: each name has its tensor in the file, moments are there once."""
     network, optimizer = trained(0, steps=2, share=True)
     storage.write(tmp_path, storage.state_tensors(network, optimizer), None)
@@ -313,7 +313,7 @@ def test_blocks_may_share_their_weights(tmp_path):
         storage.read(tmp_path / "gone", *other)
 
 
-def test_rotation_keeps_the_newest_and_the_best(tmp_path):
+def test_rotate_keeps_newest_and_best(tmp_path):
     for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5)]:
         checkpoint_of(tmp_path, step, loss)
     (tmp_path / "step-00000006").mkdir()  # damaged: what was just written is the checkpoint of step 5
@@ -329,7 +329,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     assert left_in(tmp_path) == [2, 4, 5, 6]
 
 
-def test_losses_of_different_validation_sets_are_not_compared(tmp_path, capsys):
+def test_best_compares_only_equal_validation_sets(tmp_path, capsys):
     """Seven sequences were easier than a hundred. Of neither the best is deleted, and the best is of the newest's."""
     losses = [(1, 0.5, 7), (2, 0.6, 7), (3, 2.0, 100), (4, 1.0, 100), (5, 1.5, 100), (6, None, 100)]
     (tmp_path / "checkpoints").mkdir()
@@ -344,14 +344,14 @@ def test_losses_of_different_validation_sets_are_not_compared(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_is_never_the_best(loss, tmp_path):
+def test_nonfinite_loss_is_never_best(loss, tmp_path):
     for step, value in [(1, 1.0), (2, loss), (3, 2.0), (4, loss)]:
         checkpoint_of(tmp_path, step, value)
     rotate(tmp_path, 4, CheckpointConfig(keep=1))
     assert left_in(tmp_path) == [1, 4]
 
 
-def test_rotation_and_resume_know_the_order_of_steps_above_a_hundred_million(tmp_path):
+def test_steps_above_hundred_million_are_ordered(tmp_path):
     for step in (99_999_999, 100_000_000):
         checkpoint_of(tmp_path, step)
     assert newest_valid(tmp_path)[1].step == 100_000_000
@@ -359,7 +359,7 @@ def test_rotation_and_resume_know_the_order_of_steps_above_a_hundred_million(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["step-100000000"]
 
 
-def test_no_byte_of_a_manifest_can_be_changed(tmp_path):
+def test_manifest_digest_detects_any_changed_byte(tmp_path):
     """Each byte gets another value in turn: the checkpoint is then as it was or passed over by name, and neither a save
     of a healthy run nor a start ends in another error because of it."""
     older, newest = checkpoint_of(tmp_path, 4, 1.5), checkpoint_of(tmp_path, 5, 2.5)
@@ -379,7 +379,7 @@ def test_no_byte_of_a_manifest_can_be_changed(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["step", "skipped", "metrics", "config", "files", "mixed_precision", "digest"])
-def test_a_manifest_with_anything_missing_is_damaged_also_of_an_older_checkpoint(missing, tmp_path):
+def test_manifest_with_missing_key_is_invalid(missing, tmp_path):
     older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 5)
     facts = {key: value for key, value in json.loads((older / MANIFEST).read_text()).items() if key != missing}
     facts |= {} if missing == "digest" else {"digest": manifest_digest(facts)}
@@ -397,13 +397,13 @@ def manifest_digest(facts):
     return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def test_a_manifest_of_another_step_than_its_directory_is_damaged(tmp_path):
+def test_manifest_step_must_match_directory(tmp_path):
     checkpoint_of(tmp_path, 4)
     os.rename(tmp_path / "step-00000004", tmp_path / "step-00000005")
     assert "it is of step 4" in newest_valid(tmp_path)[2][0]
 
 
-def test_a_disk_that_cannot_be_read_passes_a_checkpoint_over(tmp_path, monkeypatch):
+def test_checkpoint_with_read_error_is_skipped(tmp_path, monkeypatch):
     older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 5)
 
     def broken(path):
@@ -419,7 +419,7 @@ def test_a_disk_that_cannot_be_read_passes_a_checkpoint_over(tmp_path, monkeypat
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]", pickle.dumps([1])], ids=repr
 )
-def test_a_header_that_does_not_describe_its_file_is_refused_before_anything_is_read_by_it(content, tmp_path):
+def test_invalid_safetensors_header_is_refused(content, tmp_path):
     checkpoint = checkpoint_of(tmp_path, 4)
     file = checkpoint / "a.safetensors"
     file.write_bytes(content)
@@ -428,7 +428,7 @@ def test_a_header_that_does_not_describe_its_file_is_refused_before_anything_is_
         validate(checkpoint)
 
 
-def test_settings_that_change_the_trajectory_are_refused(run):
+def test_resume_refuses_settings_that_change_trajectory(run):
     before = (run / "config.yaml").read_text()
     arguments = [*SHORT, "--out_dir", run.parent, "--name", "run"]
     done = train(*arguments, "--optimizer.lr", 0.02, "--seed", 5, exit_code=2)
@@ -445,7 +445,7 @@ def test_settings_that_change_the_trajectory_are_refused(run):
     assert "complete: all 4 steps are done" in done.stdout and done.stdout.endswith("Training finished.\n")
 
 
-def test_a_constant_schedule_may_be_extended_and_never_starts_afresh(runs):
+def test_extended_constant_schedule_equals_fresh_run(runs):
     arguments = [*SHORT, "--schedule.name", "constant", "--out_dir", runs, "--name", "run"]
     train(*arguments, "--steps", 2)
     train(*arguments, "--steps", 4)

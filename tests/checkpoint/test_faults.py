@@ -36,14 +36,14 @@ def assert_ends_like(run, left_alone):
 
 
 @pytest.mark.slow  # tests/distributed/test_signals.py has a launcher restart and end with the same bits, too
-def test_killed_processes_are_restarted_by_the_launcher(runs, left_alone):
+def test_launcher_restarts_killed_processes(runs, left_alone):
     done = train(*TINY, "--out_dir", runs, processes=2, max_restarts=1, faults="kill:1:3")
     assert done.stdout.count("resumed at step") == 1, done.stdout
     assert "lost the others in" in done.stderr
     assert_ends_like(runs / "run", left_alone)
 
 
-def test_a_save_that_is_killed_is_none(runs, left_alone):
+def test_killed_save_leaves_no_checkpoint(runs, left_alone):
     """One process while it writes a checkpoint, and one when only the rename is missing; the next start goes on."""
     for kind, rank, step in (("kill_after_shards", 1, 5), ("kill_before_rename", 0, 6)):
         train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults=f"{kind}:{rank}:{step}")
@@ -55,7 +55,7 @@ def test_a_save_that_is_killed_is_none(runs, left_alone):
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_noticed_within_the_timeout(runs, left_alone):
+def test_hanging_process_is_detected_within_timeout(runs, left_alone):
     """It does not even react to the launcher's SIGTERM; after 30 s the launcher kills it."""
     arguments = [*TINY, "--out_dir", runs, "--timeout_seconds", 4]
     done = train(*arguments, processes=2, max_restarts=1, faults="hang:1:4")
@@ -65,7 +65,7 @@ def test_a_process_that_hangs_is_noticed_within_the_timeout(runs, left_alone):
     assert_ends_like(runs / "run", left_alone)
 
 
-def test_the_background_changes_no_bit_of_a_checkpoint(runs, left_alone):
+def test_asynchronous_save_equals_synchronous_save(runs, left_alone):
     train(*TINY, "--out_dir", runs, "--checkpoint.asynchronous", "false", processes=2)
     for step in range(1, STEPS + 1):
         assert_same_bits(tensors(runs / "run", step), tensors(left_alone, step))
@@ -93,7 +93,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("lie", [pytest.param({}, marks=pytest.mark.slow), {"LIE_ABOUT_FREE_SPACE": "1"}], ids=str)
-def test_a_full_disk_stops_the_run_and_loses_nothing(lie, small_disk, left_alone):
+def test_full_disk_stops_run_and_keeps_checkpoints(lie, small_disk, left_alone):
     """Found by the check before writing; or, where that is deceived, in the middle of writing."""
     disk = small_disk(1_000_000 if lie else 2_100_000)
     arguments = [*TINY, "--out_dir", disk]
@@ -116,7 +116,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(lie, small_disk, left_alone
 
 
 @pytest.mark.slow
-def test_a_full_disk_may_be_lived_through(small_disk, left_alone):
+def test_on_failure_continue_survives_full_disk(small_disk, left_alone):
     disk = small_disk(3_000_000)
     (disk / "ballast").write_bytes(bytes(1_800_000))
     arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
@@ -129,7 +129,7 @@ def test_a_full_disk_may_be_lived_through(small_disk, left_alone):
 
 
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_a_disk_filled_to_the_last_byte_loses_nothing(asynchronous, small_disk, left_alone):
+def test_run_recovers_from_completely_full_disk(asynchronous, small_disk, left_alone):
     """Not even the status has room for a second file; once the disk is freed, the run goes on as if nothing was."""
     disk = small_disk(3_000_000)
     arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
@@ -150,7 +150,7 @@ def test_a_disk_filled_to_the_last_byte_loses_nothing(asynchronous, small_disk, 
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
-def test_a_directory_that_is_deleted_under_its_run_is_said_once(on_failure, runs):
+def test_deleted_run_directory_is_reported_once(on_failure, runs):
     arguments = [*TINY, "--out_dir", runs, "--checkpoint.on_failure", on_failure]
     done = train(*arguments, exit_code=1, faults="gone:0:4", RUN=str(runs / "run"))
     assert done.stderr.count("train.py: error:") == 1, done.stderr
@@ -159,7 +159,7 @@ def test_a_directory_that_is_deleted_under_its_run_is_said_once(on_failure, runs
     assert "Traceback" not in done.stderr and not [*(runs / "run").rglob("step-*")], "nor is half of a run made anew"
 
 
-def test_a_directory_that_is_mounted_read_only_is_refused(small_disk):
+def test_read_only_out_dir_is_refused(small_disk):
     disk = small_disk(3_000_000)
     train(*TINY, "--steps", 2, "--out_dir", disk)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
@@ -175,7 +175,7 @@ class Malicious:
         return os.mkdir, (str(self.marker),)
 
 
-def test_a_hostile_checkpoint_runs_no_code(runs, left_alone, tmp_path):
+def test_hostile_checkpoint_runs_no_code(runs, left_alone, tmp_path):
     marker = tmp_path / "code_was_run"
     payload = pickle.dumps(Malicious(marker))
     run = runs / "run"
@@ -201,7 +201,7 @@ def test_a_hostile_checkpoint_runs_no_code(runs, left_alone, tmp_path):
 SKIP = [*TINY, "--on_nonfinite", "skip", "--evaluation.every", 0]
 
 
-def test_a_non_finite_update_is_skipped_on_all_processes_together(runs):
+def test_nonfinite_update_is_skipped_on_all_processes(runs):
     done = train(*SKIP, "--out_dir", runs, processes=2, faults="nan:1:3,4")
     run = runs / "run"
     assert "skipped = 2" in done.stdout
@@ -221,7 +221,7 @@ def test_a_non_finite_update_is_skipped_on_all_processes_together(runs):
 
 
 @pytest.mark.slow
-def test_a_save_before_the_first_update_changes_nothing_and_is_resumed(runs):
+def test_save_before_first_update_resumes_bitwise(runs):
     """There are no moments yet, and none must be made: torch makes them by a step, which AdamW would count."""
     nan = {"processes": 2, "faults": "nan:1:1,2"}
     train(*SKIP, "--out_dir", runs, **nan)
@@ -237,7 +237,7 @@ def test_a_save_before_the_first_update_changes_nothing_and_is_resumed(runs):
 
 
 @pytest.mark.slow
-def test_too_many_skipped_in_a_row_stop_the_run_also_across_a_restart(runs):
+def test_max_skipped_in_a_row_counts_across_restarts(runs):
     arguments = [*SKIP, "--out_dir", runs, "--max_skipped_in_a_row", 1]
     for steps_with_nan in ("2,4,5", "5"):  # one between two good ones is none in a row
         done = train(*arguments, processes=2, exit_code=1, faults=f"nan:1:{steps_with_nan}")
@@ -245,7 +245,7 @@ def test_too_many_skipped_in_a_row_stop_the_run_also_across_a_restart(runs):
         assert newest_valid(runs / "run" / "checkpoints")[1].step == 4
 
 
-def test_replicas_that_drift_apart_stop_the_run(runs):
+def test_diverged_replicas_stop_run(runs):
     """One bit of one weight of process 1, in step 3; compared every second step."""
     arguments = [*TINY, "--out_dir", runs, "--check_replicas_every", 2, "--checkpoint.every", 100]
     done = train(*arguments, processes=3, exit_code=1, faults="flip:1:3")
@@ -255,7 +255,7 @@ def test_replicas_that_drift_apart_stop_the_run(runs):
     assert status(runs / "run")["state"] == "failed" and not list((runs / "run" / "checkpoints").iterdir())
 
 
-def test_replicas_that_drift_apart_are_not_saved_by_a_signal(runs):
+def test_signal_does_not_save_diverged_replicas(runs):
     done = train(
         *TINY, "--out_dir", runs, "--checkpoint.every", 100, processes=2, exit_code=1, faults="flip_and_stop:1:3"
     )
@@ -264,7 +264,7 @@ def test_replicas_that_drift_apart_are_not_saved_by_a_signal(runs):
 
 
 @pytest.mark.slow
-def test_replicas_that_drift_apart_are_not_saved(runs):
+def test_diverged_replicas_are_not_saved(runs):
     done = train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults="flip:1:2")
     assert "step 2: the state differs" in done.stderr
     assert [path.name for path in (runs / "run" / "checkpoints").iterdir()] == ["step-00000001"]

@@ -33,14 +33,14 @@ def tree(tmp_path):
 @pytest.mark.parametrize(
     "file", "train.py config/schema.py run/load.py model/gpt.py data/sampler.py training/block_stats.py".split()
 )
-def test_another_line_of_what_trains_is_another_code(file, tree):
+def test_code_hash_covers_training_code(file, tree):
     before = code_hash(tree)
     assert before == code_hash() and len(before) == 12
     (tree / file).write_text((tree / file).read_text() + "\nX = 1\n")
     assert code_hash(tree) != before
 
 
-def test_pages_tests_benchmarks_and_pictures_train_nothing(tree):
+def test_code_hash_excludes_docs_tests_and_plots(tree):
     before = code_hash(tree)
     for file in ("README.md", "tests/conftest.py", "benchmarks/cpu.py", "plot.py", "compare.py"):
         (tree / file).write_text("changed")
@@ -51,7 +51,7 @@ def test_pages_tests_benchmarks_and_pictures_train_nothing(tree):
     assert code_hash(tree) == before
 
 
-def test_what_a_fork_imports_is_a_part_of_its_code(tree):
+def test_training_sources_follow_imports_of_fork(tree):
     """A module at the root and a package in folders, which nobody listed, imported from inside a function."""
     with open(tree / "model" / "gpt.py", "a") as file:
         file.write("\n\ndef mine():\n    import kernels.fast\n")
@@ -134,14 +134,14 @@ def under_code(run, code):
     (run / "sessions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_start_and_a_checkpoint_know_their_code(finished):
+def test_session_and_checkpoint_record_code_hash(finished):
     (start,) = map(json.loads, (finished / "sessions.jsonl").read_text().splitlines())
     manifest = read_manifest(finished / "checkpoints" / "step-00000004")
     assert start["code"] == manifest.provenance["code"] == code_hash()
 
 
 @pytest.mark.parametrize("code", ["0123456789ab", None, ...], ids=["other", "unknown", "same"])
-def test_going_on_under_other_code_is_said_in_one_line(code, run):
+def test_resume_reports_other_code_in_one_line(code, run):
     if code is not ...:
         under_code(run, code)
     command = [*RECIPE, 5, "--schedule.name", "constant", "--out_dir", run.parent]
@@ -157,7 +157,7 @@ def test_going_on_under_other_code_is_said_in_one_line(code, run):
 
 
 @pytest.mark.parametrize("code", ["0123456789ab", None], ids=["other", "unknown"])
-def test_a_replay_says_that_other_code_trained(code, run):
+def test_replay_reports_other_code(code, run):
     under_code(run, code)
     shown = python(f"python replay.py {run} --audit 1").stdout
     assert shown.count(f"Other code: {run} was trained by 0123456789ab") == (code is not None)
@@ -165,7 +165,7 @@ def test_a_replay_says_that_other_code_trained(code, run):
 
 
 @pytest.mark.slow
-def test_a_branch_of_the_code_is_another_recipe_in_all_programs(tree, tmp_path):
+def test_compare_separates_runs_by_code(tree, tmp_path):
     """A line of the model is changed, and no setting; the two codes take turns with the same seeds."""
     model = tree / "model" / "gpt.py"
     words = [*TINY_STORIES, "--steps", 4, "--out_dir", tmp_path / "runs", "--tracking.wandb", "disabled"]

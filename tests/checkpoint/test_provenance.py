@@ -56,7 +56,7 @@ def test_uncommitted_changes_leave_out_the_outer_repository(code):
 
 
 @pytest.mark.parametrize("code", ["inner"], indirect=True)
-def test_commit_is_dirty_only_for_changes_of_the_code(code):
+def test_commit_is_dirty_only_for_code_changes(code):
     commit = git(code, "rev-parse", "HEAD").decode().strip()
     (code.parent / "secrets.env").write_text("KEY=secret\n")
     assert provenance(code)["git_commit"] == commit

@@ -81,14 +81,14 @@ def audited(folder):
     return checkpoint_problem(run, *next(iter(run.manifests.items())))
 
 
-def test_a_checkpoint_has_the_hash_of_every_file(made):
+def test_checkpoint_records_hash_of_tokenizer_files(made):
     kept = read_manifest(made / "run" / "checkpoints" / "step-00000002").tokenizer
     files = (made / "corpus" / "tokenizer").iterdir()
     assert kept == {file.name: sha256(file.read_bytes()).hexdigest() for file in files} and len(kept) >= 2
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_tokenizer_is_not_used_and_restored_at_start(damage, folder):
+def test_damaged_tokenizer_is_skipped_then_restored(damage, folder):
     do, file = DAMAGES[damage]
     do(folder / "run" / "tokenizer")
     damaged = content(folder / "run" / "tokenizer")

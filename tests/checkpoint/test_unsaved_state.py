@@ -61,7 +61,7 @@ def test_scheduled_values_may_change(monkeypatch):
         unsaved.check()
 
 
-def test_nan_and_non_persistent_buffers_are_compared_by_value():
+def test_nan_and_nonpersistent_buffers_compare_by_value():
     network = torch.nn.Linear(2, 2)
     network.loss, network.cache = float("nan"), None
     network.register_buffer("table", torch.ones(3), persistent=False)

@@ -107,7 +107,7 @@ def open_split(corpus, split="train", seq_len=256, packing="isolated"):
 
 
 @pytest.mark.parametrize("name", ["chatml", "marked", "plain"])
-def test_the_tokens_are_those_of_apply_chat_template(folder, name):
+def test_tokens_equal_apply_chat_template(folder, name):
     made = rows_of(folder / name) + rows_of(folder / name, "validation")
     tokenizer = AutoTokenizer.from_pretrained(folder / name / "tokenizer")
     expected = [tokenizer.apply_chat_template(messages)["input_ids"] for messages in CONVERSATIONS]
@@ -118,7 +118,7 @@ def test_the_tokens_are_those_of_apply_chat_template(folder, name):
 @pytest.mark.parametrize(
     "name, end", [("chatml", "<|im_end|>\n"), ("marked", "<|endoftext|>"), ("plain", "<|endoftext|>")]
 )
-def test_the_mask_is_on_what_the_assistant_says_and_its_end(folder, name, end):
+def test_assistant_mask_covers_answers_and_end_tokens(folder, name, end):
     tokenizer = AutoTokenizer.from_pretrained(folder / name / "tokenizer")
     masks = {tuple(tokens): mask for split in ("train", "validation") for tokens, mask in rows_of(folder / name, split)}
     for messages in CONVERSATIONS:
@@ -133,7 +133,7 @@ def test_the_mask_is_on_what_the_assistant_says_and_its_end(folder, name, end):
             assert tokenizer.decode(answers) == said
 
 
-def test_a_token_that_begins_before_an_answer_is_not_of_it(folder):
+def test_assistant_mask_excludes_token_starting_before_answer(folder):
     """The line end after the role and one that an answer begins with are one token."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml")
     tokenizer.add_tokens(["\n\n"])
@@ -145,7 +145,7 @@ def test_a_token_that_begins_before_an_answer_is_not_of_it(folder):
     assert tokenizer.decode([t for t, a in zip(tokens, answers, strict=True) if a]) == "answer<|im_end|>\n"
 
 
-def test_thoughts_before_the_last_answer_alone_are_learnt_there(folder):
+def test_thinking_prefix_is_target_of_last_answer(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml")
     tokenizer.chat_template = THINKING
     said = ["how are you?", "Fine.", "And he?", "Fine."]
@@ -157,7 +157,7 @@ def test_thoughts_before_the_last_answer_alone_are_learnt_there(folder):
 
 
 @pytest.mark.parametrize("answer", ["", "i", "think"])
-def test_an_answer_that_stands_in_what_is_put_before_the_last_one_is_found(folder, answer):
+def test_assistant_mask_finds_answer_contained_in_prefix(folder, answer):
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml")
     tokenizer.chat_template = THINKING
     messages = [{"role": role, "content": answer} for role in ("user", "assistant") * 2]
@@ -166,14 +166,14 @@ def test_an_answer_that_stands_in_what_is_put_before_the_last_one_is_found(folde
     assert learnt == f"{answer}<|im_end|>\n<think>{answer}<|im_end|>\n"
 
 
-def test_the_first_token_is_of_no_answer_for_nothing_predicts_it(folder):
+def test_assistant_mask_excludes_first_token(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
     tokenizer.chat_template = MARKED.replace("{{ eos_token }}", "").replace("{{ m['role'] + ': ' }}", "")
     tokens, answers = ChatTemplate(tokenizer).encode([{"role": "assistant", "content": "Hi."}])
     assert bytes(tokens[:3]) == b"Hi." and answers == [0, 1, 1, 1, 0]
 
 
-def test_a_prompt_and_its_response_are_a_conversation(tmp_path):
+def test_prompt_response_rows_are_conversations(tmp_path):
     pairs = [(m[-2]["content"], m[-1]["content"]) for m in CONVERSATIONS]
     forms = {
         "messages": [{"messages": m[-2:]} for m in CONVERSATIONS],
@@ -202,7 +202,7 @@ def learnt_from(corpus):
     return [tokenizer.decode([t for t, a in zip(*row, strict=True) if a]) for row in rows_of(corpus)]
 
 
-def test_the_same_conversation_is_in_one_part_however_its_row_spells_it(tmp_path):
+def test_split_ignores_row_format_of_conversation(tmp_path):
     """Twins in both parts would make the validation loss that of what was learnt by heart."""
     questions = [[m[-2]["content"], m[-1]["content"]] for m in CONVERSATIONS]
     spellings = [{"messages": m[-2:]} for m in CONVERSATIONS]
@@ -223,7 +223,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("name", ["chatml", "marked", "plain"])
-def test_special_tokens_come_from_the_template_alone(folder, name):
+def test_special_tokens_come_only_from_template(folder, name):
     """One that is spelt in a message is its characters, as in plain text, which are learnt as such."""
     tokenizer = AutoTokenizer.from_pretrained(folder / name / "tokenizer")
     tokens, answers = ChatTemplate(tokenizer).encode(TYPED)
@@ -237,7 +237,7 @@ def test_special_tokens_come_from_the_template_alone(folder, name):
     assert learnt.startswith(TYPED[1]["content"]) and len(learnt) < len(TYPED[1]["content"]) + 15
 
 
-def test_no_text_stands_for_a_special_token(folder):
+def test_placeholder_characters_in_text_stay_text(folder):
     """What stands for one inside the program may be typed, too."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "plain" / "tokenizer")
     typed = [{"role": "user", "content": "\U0010ffff\U00100000<|endoftext|>"}, {"role": "assistant", "content": "!"}]
@@ -264,7 +264,7 @@ WITH_A_TOOL = [
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_what_a_template_takes_it_gets(folder, tmp_path, form):
+def test_template_receives_tools_and_settings(folder, tmp_path, form):
     """Tools, calls of them, thoughts and its own settings, as apply_chat_template has them."""
     tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
     with_template(tokenizer, CALLING)
@@ -285,7 +285,7 @@ def test_what_a_template_takes_it_gets(folder, tmp_path, form):
     assert learnt_from(tmp_path / "out") == [f"I ask.{json.dumps(CALLS[0])}<|im_end|>\nNoon.<|im_end|>\n"]
 
 
-def test_what_a_template_does_not_write_is_refused_once_by_name_and_number(tmp_path):
+def test_prepare_refuses_fields_template_ignores(tmp_path):
     rows = [{"messages": m, "tools": [], "id": 3} for m in CONVERSATIONS]
     rows[7] = {"messages": WITH_A_TOOL, "tools": TOOLS}
     for index in range(20, 25):
@@ -298,7 +298,7 @@ def test_what_a_template_does_not_write_is_refused_once_by_name_and_number(tmp_p
     assert not (tmp_path / "out.partial" / "parts" / "000000.json").exists(), "it is said before anything is encoded"
 
 
-def test_columns_beside_a_conversation_are_named(tmp_path, capsys):
+def test_prepare_reports_unused_columns(tmp_path, capsys):
     rows = [{"messages": m, "id": i} | ({"score": 1} if i < 3 else {}) for i, m in enumerate(CONVERSATIONS)]
     make(write_rows(tmp_path / "a.jsonl", rows), tmp_path / "jsonl")
     said = "source: no part of a conversation, and left out: 'id' (60 rows), 'score' (3 rows)\n"
@@ -309,7 +309,7 @@ def test_columns_beside_a_conversation_are_named(tmp_path, capsys):
     assert capsys.readouterr().out == said.replace(", 'score' (3 rows)", "")
 
 
-def test_an_answer_of_weight_0_is_not_learnt(folder, tmp_path):
+def test_answer_of_weight_zero_is_masked(folder, tmp_path):
     said = [("user", "q"), ("assistant", "One."), ("user", "q"), ("assistant", "Two.")]
     messages = [{"role": role, "content": text} for role, text in said]
     one, two = ([{**m, "weight": int(m["content"] == text)} for m in messages] for text in ("One.", "Two."))
@@ -324,7 +324,7 @@ def test_an_answer_of_weight_0_is_not_learnt(folder, tmp_path):
         assert metadata["train"]["empty_documents"] == 1
 
 
-def test_lists_of_messages_may_be_a_prompt_and_its_completion(tmp_path):
+def test_prompt_and_completion_may_be_message_lists(tmp_path):
     """As TRL has them: what an answer in the prompt says is not learnt."""
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     answer = [{"role": "assistant", "content": "d"}]
@@ -338,7 +338,7 @@ def test_lists_of_messages_may_be_a_prompt_and_its_completion(tmp_path):
     assert made[2:] == [f"{system}<|user|>\nc\n<|assistant|>\nd\n" for system in ("", "", "<|system|>\nBe kind.\n")]
 
 
-def test_what_is_counted_is_what_is_said(folder, tmp_path):
+def test_metadata_counts_message_content(folder, tmp_path):
     silent = [{"messages": [{"role": "user", "content": "Anyone there?"}]}]
     source = write_rows(tmp_path / "a.jsonl", [*({"messages": m} for m in CONVERSATIONS), *silent])
     metadata = make(source, tmp_path / "a", validation="hash:0.2")
@@ -353,7 +353,7 @@ def test_what_is_counted_is_what_is_said(folder, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_preparation_that_was_killed_goes_on_to_the_same_files(folder, tmp_path, monkeypatch, workers):
+def test_prepare_resumes_conversations_after_kill(folder, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(data.prepare.prepare, "PART", 1000)
     monkeypatch.setattr(data.prepare.prepare, "PIECE", 10)  # a conversation is never cut
     source = folder / "rows.jsonl"
@@ -412,12 +412,12 @@ MESSAGES = {"messages": conversation(1)}
         ([{"messages": [{"role": "user", "content": "a", "weight": 1}]}], ["weight 1 of 'user'", "0 or"]),
     ],
 )
-def test_rows_that_are_no_conversation_are_named(tmp_path, rows, named):
+def test_prepare_names_invalid_conversation_row(tmp_path, rows, named):
     message = refusal(rows, tmp_path)
     assert all(word in message for word in ("a.jsonl", *named)) and "\n" not in message, message
 
 
-def test_a_split_of_another_kind_is_refused(folder, tmp_path):
+def test_prepare_refuses_validation_of_another_kind(folder, tmp_path):
     message = refusal([MESSAGES], tmp_path, validation="tail:0.1")
     assert "validation: 'tail:0.1'" in message and "hash:0.1" in message
     texts = write_jsonl(tmp_path / "texts.jsonl", ["a text"])
@@ -438,7 +438,7 @@ def test_prepare_counts_null_conversations_as_empty(tmp_path, row, places):
 
 @pytest.mark.parametrize("kinds, found", [("ct", "a text, but earlier rows are conversations"),
                                           ("tc", "a conversation, but earlier rows are texts")])  # fmt: skip
-def test_prepare_names_the_row_of_another_kind(tmp_path, kinds, found):
+def test_prepare_names_row_of_another_kind(tmp_path, kinds, found):
     forms = {"c": MESSAGES, "t": {"text": "Read me."}}
     source = write_rows(tmp_path / "rows.jsonl", [forms[kinds[0]], {"text": None}, forms[kinds[1]]])
     with pytest.raises(ConfigError, match=f"document 3: .* in one source; this row is {found}"):
@@ -446,7 +446,7 @@ def test_prepare_names_the_row_of_another_kind(tmp_path, kinds, found):
 
 
 @pytest.mark.parametrize("text", ["a_before.txt", "z_after.txt"])
-def test_a_txt_file_among_conversations_is_refused(tmp_path, text):
+def test_prepare_refuses_txt_file_among_conversations(tmp_path, text):
     """In the order of their names: a file that comes first says what the others must be."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / text).write_text("Read me.")
@@ -456,7 +456,7 @@ def test_a_txt_file_among_conversations_is_refused(tmp_path, text):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_template_that_rewrites_answers_is_refused_with_what_helps(folder, tmp_path):
+def test_prepare_refuses_template_that_rewrites_answers(folder, tmp_path):
     tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
     with_template(tokenizer, CHANGING)
     message = refusal([{"messages": conversation(1, 2)}], tmp_path, str(tokenizer))
@@ -471,7 +471,7 @@ def test_a_template_that_rewrites_answers_is_refused_with_what_helps(folder, tmp
 
 
 @pytest.mark.parametrize("seq_len", [30, 300])
-def test_a_row_has_as_many_whole_conversations_as_fit(folder, seq_len):
+def test_row_packs_as_many_conversations_as_fit(folder, seq_len):
     stored, dataset = rows_of(folder / "chatml"), open_split(folder / "chatml", seq_len=seq_len)
     stored, place = [(tokens[:seq_len], mask[:seq_len]) for tokens, mask in stored], 0
     cut = sum(len(tokens) > seq_len for tokens, _ in rows_of(folder / "chatml"))
@@ -496,7 +496,7 @@ def test_a_row_has_as_many_whole_conversations_as_fit(folder, seq_len):
     )
 
 
-def test_padded_gives_each_conversation_a_row(folder):
+def test_padded_packing_gives_each_conversation_a_row(folder):
     stored, dataset = rows_of(folder / "marked"), open_split(folder / "marked", seq_len=400, packing="padded")
     assert len(dataset) == len(stored)
     for i, (tokens, mask) in enumerate(stored):
@@ -512,7 +512,7 @@ QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=F
 
 @pytest.mark.parametrize("settings", [{}, QWEN3], ids=["gpt2", "qwen3"])
 @pytest.mark.parametrize("packing", ["isolated", "padded"])
-def test_the_loss_is_transformers_of_each_conversation_apart(folder, settings, packing):
+def test_packed_loss_equals_transformers_per_conversation(folder, settings, packing):
     """Of a row, packed or padded: the sum of what transformers' model gives for each alone, with labels of -100."""
     model, dataset = lively_model(**settings), open_split(folder / "marked", packing=packing)
     theirs, stored = to_transformers(model).double().eval(), iter(rows_of(folder / "marked"))
@@ -538,7 +538,7 @@ def settings_for(*arguments):
     return parse_config(["--config", "tests/tiny_stories.yaml", "--data.source", "text", *map(str, arguments)])
 
 
-def test_isolation_is_switched_on_and_kept(folder, tmp_path):
+def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     config = settings_for("--data.path", folder / "chatml", "--data.num_samples", 1000)
     corpus = load_corpus(config)
     assert corpus.complete(config).data.packing == "isolated" and "position_ids" in corpus.train[0]
@@ -558,7 +558,7 @@ def test_isolation_is_switched_on_and_kept(folder, tmp_path):
     assert load_corpus(settings_for("--data.path", tmp_path / "text")).conversations == ""
 
 
-def test_a_changed_mask_is_found_and_a_hostile_one_reads_nothing_else(folder, tmp_path):
+def test_changed_or_hostile_mask_is_detected(folder, tmp_path):
     corpus = shutil.copytree(folder / "chatml", tmp_path / "a")
     file = corpus / "train" / "000000.arrow"
     mask = open_columns(file)[1].values.to_numpy().tobytes()
@@ -601,20 +601,20 @@ def runs(folder, tmp_path_factory):
     return runs
 
 
-def test_two_processes_and_a_run_that_was_stopped_end_with_the_same_bits(runs):
+def test_chat_run_is_exact_across_processes_and_resume(runs):
     assert metrics(runs / "run") == metrics(runs / "two") and len(metrics(runs / "run")) == 4
     assert_same_bits(tensors(runs / "run", 4), tensors(runs / "two", 4))
     assert yaml.safe_load((runs / "run" / "config.yaml").read_text())["data"]["packing"] == "isolated"
 
 
-def test_the_tokenizer_outlives_the_corpus(runs, folder):
+def test_run_keeps_tokenizer_without_corpus(runs, folder):
     kept = content(runs / "run" / "tokenizer")
     assert kept == content(runs / "two" / "tokenizer") == content(folder / "chatml" / "tokenizer")
     assert load_run(runs / "run", 2).tokenizer.chat_template == CHATML
     assert not list((runs / "run").glob("*.tmp"))
 
 
-def test_an_older_run_takes_the_tokenizer_of_its_corpus(runs, folder, tmp_path):
+def test_load_run_falls_back_to_corpus_tokenizer(runs, folder, tmp_path):
     run = shutil.copytree(runs / "run", tmp_path / "run")
     shutil.rmtree(run / "tokenizer")
     with pytest.raises(ConfigError, match="is neither in .*run/tokenizer nor in .*corpus/tokenizer"):
@@ -630,7 +630,7 @@ def exported(runs):
     return runs / "export"
 
 
-def test_the_card_says_how_a_conversation_begins(exported, runs, folder):
+def test_model_card_describes_chat_template(exported, runs, folder):
     card = (exported / "README.md").read_text()
     assert "a conversation was what the chat template of the tokenizer makes of it" in card
     assert "path: corpus\n" in card and str(runs) not in card, "it may be published"
@@ -639,7 +639,7 @@ def test_the_card_says_how_a_conversation_begins(exported, runs, folder):
     shutil.rmtree(runs / "corpus")
 
 
-def test_an_export_has_the_template_and_ends_where_an_answer_does(exported, folder):
+def test_export_has_chat_template_and_end_tokens(exported, folder):
     tokenizer = AutoTokenizer.from_pretrained(exported)
     assert tokenizer.chat_template == CHATML
     expected = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml").apply_chat_template(CONVERSATIONS[0])
@@ -649,7 +649,7 @@ def test_an_export_has_the_template_and_ends_where_an_answer_does(exported, fold
     assert sorted(model.generation_config.eos_token_id) == sorted(ends)
 
 
-def test_it_is_measured_on_the_answers_and_says_so(exported, folder, tmp_path):
+def test_evaluate_scores_answers_only(exported, folder, tmp_path):
     evaluate.main(EvaluateConfig(str(exported), str(folder / "chatml"), out=str(tmp_path)))
     found = json.loads((tmp_path / "evaluation.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(exported).eval()
@@ -671,7 +671,7 @@ def talk(monkeypatch, capsys, run, lines, **settings):
     return capsys.readouterr().out
 
 
-def test_a_conversation_is_what_transformers_generates_turn_by_turn(runs, exported, monkeypatch, capsys):
+def test_chat_generates_same_answers_as_transformers(runs, exported, monkeypatch, capsys):
     tokenizer, model = AutoTokenizer.from_pretrained(exported), AutoModelForCausalLM.from_pretrained(exported)
     said, answers = [], []
     for line in ("the cat's", "über"):
@@ -688,7 +688,7 @@ def test_a_conversation_is_what_transformers_generates_turn_by_turn(runs, export
     assert one == answers[0] + "\n"
 
 
-def test_a_line_that_is_no_text_does_not_end_the_conversation(runs, monkeypatch, capsys):
+def test_chat_continues_after_undecodable_line(runs, monkeypatch, capsys):
     settings = {"temperature": 0, "max_new_tokens": 4}
     shown = talk(monkeypatch, capsys, runs / "run", "the cat's\nof\n", **settings)
     stdin = io.TextIOWrapper(io.BytesIO(b"the cat's\n\xff\xfe\nof\n"), "utf-8")  # strict, as in most locales
@@ -698,7 +698,7 @@ def test_a_line_that_is_no_text_does_not_end_the_conversation(runs, monkeypatch,
     assert out == shown and err.count("messages: the tokenizer has no tokens for") == 1
 
 
-def test_a_typed_line_ends_no_turn_and_fakes_none(runs, monkeypatch, capsys):
+def test_chat_input_cannot_inject_special_tokens(runs, monkeypatch, capsys):
     tokenizer, seen = AutoTokenizer.from_pretrained(runs / "run" / "tokenizer"), []
 
     def stream(model, input_ids, *arguments, **settings):
@@ -713,7 +713,7 @@ def test_a_typed_line_ends_no_turn_and_fakes_none(runs, monkeypatch, capsys):
     assert tokenizer.decode(seen[0]) == f"<|im_start|>user\n{line}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_an_answer_is_over_at_its_end_and_the_oldest_is_forgotten(runs, monkeypatch, capsys):
+def test_chat_stops_at_end_and_drops_oldest_turns(runs, monkeypatch, capsys):
     tokenizer, seen = AutoTokenizer.from_pretrained(runs / "run" / "tokenizer"), []
 
     def stream(model, input_ids, *arguments, **settings):
@@ -731,7 +731,7 @@ def test_an_answer_is_over_at_its_end_and_the_oldest_is_forgotten(runs, monkeypa
     assert seen[0] in seen[1] and "line 0" not in seen[-1] and "line 4" in seen[-1]
 
 
-def test_the_system_message_comes_first_and_is_never_forgotten(runs, monkeypatch, capsys):
+def test_chat_keeps_system_message_first(runs, monkeypatch, capsys):
     tokenizer, seen = AutoTokenizer.from_pretrained(runs / "run" / "tokenizer"), []
 
     def stream(model, input_ids, *arguments, **settings):
@@ -748,7 +748,7 @@ def test_the_system_message_comes_first_and_is_never_forgotten(runs, monkeypatch
     assert "line 0" not in tokenizer.decode(seen[-1]) and len(seen[-1]) <= 98
 
 
-def test_a_system_message_that_the_model_would_not_see_is_refused(runs, monkeypatch, capsys):
+def test_chat_refuses_unusable_system_message(runs, monkeypatch, capsys):
     with pytest.raises(ConfigError, match="system: it takes [0-9]+ tokens, and a conversation has room for 64"):
         talk(monkeypatch, capsys, runs / "run", "a\n", system="the cat's " * 99)
     with pytest.raises(ConfigError, match="system: 'a' is a message of a chat"):
@@ -758,7 +758,7 @@ def test_a_system_message_that_the_model_would_not_see_is_refused(runs, monkeypa
         sample.check_system([{"role": "system", "content": "a"}], mute, 64)
 
 
-def test_who_cannot_talk_says_why(runs, tmp_path, monkeypatch, capsys):
+def test_chat_refuses_unsuitable_runs_and_settings(runs, tmp_path, monkeypatch, capsys):
     plain = shutil.copytree(runs / "run", tmp_path / "run")
     (plain / "tokenizer" / "chat_template.jinja").unlink()
     monkeypatch.setattr("run.tokenizer.changed_files", lambda *_: "")  # as if it had been trained without one
@@ -771,5 +771,5 @@ def test_who_cannot_talk_says_why(runs, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words, chat", [([], False), (["--chat"], True), (["--chat", "false"], False), (["--chat", "--seed", "3"], True)]
 )
-def test_chat_is_asked_for_by_its_name_alone(words, chat):
+def test_chat_flag_parses_without_value(words, chat):
     assert parse_tool(SampleConfig, "sample.py", ["run", *words]).chat is chat

@@ -85,7 +85,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_damaged_corpus(folder, tmp_path, seed):
+def test_damaged_corpus_reads_correctly_or_is_refused(folder, tmp_path, seed):
     generator = random.Random(seed)
     path = shutil.copytree(folder / "corpus", tmp_path / "corpus")
     right = read_all(path)
@@ -102,7 +102,7 @@ def test_a_damaged_corpus(folder, tmp_path, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_hostile_corpus(folder, tmp_path, seed):
+def test_hostile_corpus_reads_or_is_refused(folder, tmp_path, seed):
     """Its author has made all digests fit."""
     generator = random.Random(seed)
     path = shutil.copytree(folder / "corpus", tmp_path / "corpus")
@@ -153,7 +153,7 @@ def json_texts(content):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_damaged_source(tmp_path, seed):
+def test_damaged_source_reads_correctly_or_is_refused(tmp_path, seed):
     generator = random.Random(seed)
     path, read_by_another = write_source(generator, tmp_path, make_documents(8, seed))
     path.write_bytes(mutate_bytes(generator, path.read_bytes()))

@@ -42,7 +42,7 @@ int fsync(int descriptor) {
 
 
 @pytest.mark.parametrize("without_locks", [False, True])
-def test_a_corpus_where_there_are_no_locks(tmp_path, monkeypatch, without_locks):
+def test_prepare_without_file_locks(tmp_path, monkeypatch, without_locks):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(30))
     command = ["--source", source, "--tokenizer", "byte", "--validation", "hash:0.2", "--out", tmp_path / "out"]
     if without_locks:
@@ -54,7 +54,7 @@ def test_a_corpus_where_there_are_no_locks(tmp_path, monkeypatch, without_locks)
     assert "Traceback" not in done.stderr
 
 
-def test_a_corpus_where_a_folder_cannot_be_synced(tmp_path):
+def test_prepare_without_folder_fsync(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(30))
     command = ["--source", source, "--tokenizer", "byte", "--validation", "hash:0.2", "--out", tmp_path / "out"]
     run(*command, preamble=NO_FSYNC_OF_FOLDERS)
@@ -62,7 +62,7 @@ def test_a_corpus_where_a_folder_cannot_be_synced(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_another_answer_of_a_file_system_is_an_error(tmp_path, monkeypatch, code):
+def test_other_file_system_errors_are_raised(tmp_path, monkeypatch, code):
     """And what cannot be written is never left out: only the names in a folder are."""
 
     def answer(*_):
@@ -80,7 +80,7 @@ def test_another_answer_of_a_file_system_is_an_error(tmp_path, monkeypatch, code
         files.fsync(tmp_path / "file")
 
 
-def test_a_training_where_there_are_no_locks(tmp_path):
+def test_training_without_file_locks(tmp_path):
     arguments = [*TINY_STORIES, "--steps", "2", "--out_dir", str(tmp_path), "--name", "run", "--stop_after", "1"]
     code = f"{NO_LOCKS}{NO_FSYNC_OF_FOLDERS}import sys, runpy; sys.argv[0] = 'train.py'\n"
     code += "runpy.run_path('train.py', run_name='__main__')"
@@ -94,7 +94,7 @@ def test_a_training_where_there_are_no_locks(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
-def test_a_launched_training_on_such_a_file_system(tmp_path):
+def test_launched_training_without_file_locks(tmp_path):
     (tmp_path / "less.c").write_text(PRELOADED)
     library = tmp_path / "less.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "less.c"], check=True)
@@ -107,7 +107,7 @@ def test_a_launched_training_on_such_a_file_system(tmp_path):
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
 
-def test_a_temporary_folder_goes_even_if_its_process_is_killed(tmp_path, monkeypatch):
+def test_temporary_folder_of_killed_process_is_removed(tmp_path, monkeypatch):
     def killed():
         child = os.fork()
         if not child:

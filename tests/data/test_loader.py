@@ -51,7 +51,7 @@ def test_batches_do_not_depend_on_the_first_step(num_workers):
     assert load(7, 12, num_workers=num_workers) == whole[7:]
 
 
-def test_local_batches_of_all_processes_are_the_global_batch():
+def test_local_batches_form_the_global_batch():
     both = [load(0, 12, rank, num_processes=2) for rank in (0, 1)]
     assert [first + second for first, second in zip(*both, strict=True)] == load(0, 12)
 
@@ -112,7 +112,7 @@ def test_worker_that_hangs_ends_the_batches():
     assert worker.exitcode == -signal.SIGKILL
 
 
-def test_stop_request_ends_the_batches_of_a_hanging_worker():
+def test_stop_request_ends_batches_of_hanging_worker():
     requests = []
     loader, batches, worker = first_batch(timeout_seconds=600.0, stop_requested=lambda: bool(requests))
     os.kill(worker.pid, signal.SIGSTOP)

@@ -12,25 +12,25 @@ from model.seeds import derive_seed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 1000, 65_537])
-def test_is_a_permutation(size):
+def test_permute_is_permutation(size):
     for key in range(3):
         assert sorted(permute(np.arange(size), size, key)) == list(range(size))
 
 
-def test_the_order_is_that_of_every_version():
+def test_permute_order_is_stable():
     """A run that goes on in another version must not see a sample twice: a change here changes every run."""
     orders = [permute(np.arange(size), size, key=1) for size in (1, 2, 3, 4, 5, 16, 17, 64, 65, 1000)]
     assert hashlib.sha256(np.concatenate(orders).tobytes()).hexdigest()[:16] == "454265d8750f9585"
 
 
-def test_another_key_is_another_permutation():
+def test_permute_differs_between_keys():
     orders = {tuple(permute(np.arange(1000), 1000, key)) for key in range(20)}
     assert len(orders) == 20
     fixed_points = [np.sum(permute(np.arange(1000), 1000, key) == np.arange(1000)) for key in range(400)]
     assert 0.7 < np.mean(fixed_points) < 1.3  # the mean of a random permutation is 1, its standard error here 0.05
 
 
-def test_is_uniform():
+def test_permute_is_uniform():
     """Over many keys, every index is as likely at the first position, and after every other index."""
     size, keys = 10, 5_000
     orders = np.array([permute(np.arange(size), size, key) for key in range(keys)])
@@ -44,7 +44,7 @@ def test_is_uniform():
     assert chi_squared < 140  # 89 degrees of freedom: 140 has a probability of 0.0004
 
 
-def test_neighbours_are_scattered():
+def test_permute_scatters_neighbours():
     """Windows that lie side by side in a corpus of a million do not meet in a batch."""
     order = permute(np.arange(100_000), 1_000_000, key=7)
     correlation = np.corrcoef(order[:-1], order[1:])[0, 1]
@@ -52,7 +52,7 @@ def test_neighbours_are_scattered():
     assert np.sum(np.abs(np.diff(order)) == 1) < 5  # 0.2 expected
 
 
-def test_memory_does_not_grow_with_the_corpus():
+def test_indices_use_constant_memory():
     batches = GlobalBatches(num_samples=10**12, global_batch_size=512, seed=1)
     tracemalloc.start()
     far = batches.indices(10**9)
@@ -63,26 +63,26 @@ def test_memory_does_not_grow_with_the_corpus():
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 6])
-def test_the_global_batch_is_the_same_on_any_number_of_processes(num_processes):
+def test_global_batch_is_independent_of_process_count(num_processes):
     batches = GlobalBatches(num_samples=100, global_batch_size=12, seed=3)
     for step in (0, 1, 8, 10**7):  # steps 8 and 10**7 hold the end of one epoch and the start of the next
         shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
         assert sum(shares, []) == batches.indices(step)
 
 
-def test_every_epoch_visits_every_sample_once_in_another_order():
+def test_each_epoch_visits_samples_in_another_order():
     batches = GlobalBatches(num_samples=10, global_batch_size=4, seed=3)
     visited = sum((batches.indices(step) for step in range(5)), [])  # 20 samples: two epochs
     assert sorted(visited[:10]) == sorted(visited[10:]) == list(range(10))
     assert visited[:10] != visited[10:]
 
 
-def test_a_batch_may_be_larger_than_the_corpus():
+def test_batch_may_exceed_corpus():
     batch = GlobalBatches(num_samples=3, global_batch_size=7, seed=0).indices(0)
     assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
 
 
-def test_a_batch_grows_to_its_whole_size():
+def test_batch_sizes_grow_evenly():
     """By its first size, which every one is a multiple of, at equal distances; one over no steps is whole at once."""
     assert [BatchSizes(12, 4, 5).size(step) for step in range(8)] == [4, 4, 4, 8, 8, 12, 12, 12]
     assert [BatchSizes(6, 2, 2).size(step) for step in range(4)] == [2, 4, 6, 6]
@@ -100,7 +100,7 @@ def test_a_batch_grows_to_its_whole_size():
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_batches_that_grow_leave_no_sample_out(num_processes):
+def test_growing_batches_skip_no_sample(num_processes):
     batches = GlobalBatches(10, 12, 3, 4, 5)
     visited = batches.at(np.arange(68)).tolist()
     begin = 0
@@ -122,7 +122,7 @@ def test_indices_do_not_depend_on_earlier_calls(sizes):
     assert [first + second for first, second in reversed(halves)] == expected
 
 
-def test_seeds_are_stable_and_distinct():
+def test_derive_seed_is_stable_and_distinct():
     assert derive_seed(0, "dropout", 5, 1) == 5326986413471182180  # the same on every machine and in every version
     assert len({derive_seed(0, name, i) for name in ("a", "b") for i in range(1000)}) == 2000
     assert derive_seed(1, 23) != derive_seed(12, 3)

@@ -84,7 +84,7 @@ def settings(folder, *arguments):
 # Windows
 
 
-def test_the_windows_are_those_of_the_stream(folder):
+def test_windows_cover_token_stream(folder):
     stream, dataset = stream_of(folder / "a"), open_split(folder / "a")
     assert len(list((folder / "a" / "train").glob("*.arrow"))) > 2, "windows cross from file to file"
     assert len(dataset) == (len(stream) - 1) // 31
@@ -95,14 +95,14 @@ def test_the_windows_are_those_of_the_stream(folder):
     assert targets == stream[1 : len(targets) + 1], "every token but the first is a target once"
 
 
-def test_a_part_of_the_windows_is_spread_over_all(folder):
+def test_num_samples_spreads_over_all_windows(folder):
     dataset, some = open_split(folder / "a"), open_split(folder / "a", num_samples=5)
     assert len(some) == 5 and len(open_split(folder / "a", num_samples=10**6)) == len(dataset)
     for i in range(5):
         assert torch.equal(some[i]["input_ids"], dataset[i * len(dataset) // 5]["input_ids"])
 
 
-def test_loader_processes_read_the_same(folder):
+def test_loader_workers_read_same_samples(folder):
     dataset = open_split(folder / "a", packing="isolated")
     again = pickle.loads(pickle.dumps(dataset))
     assert dataset.values[0][0].tobytes() not in pickle.dumps(dataset), "the tokens are not sent, but opened again"
@@ -131,7 +131,7 @@ def write_zeros_corpus(folder, tokens, tokens_per_file, tokenizer):
     (folder / "metadata.json").write_text(json.dumps(metadata))
 
 
-def test_ten_billion_tokens_open_without_memory(tmp_path, folder):
+def test_ten_billion_tokens_open_with_little_memory(tmp_path, folder):
     """As many files as data.prepare makes of so much English text."""
     write_zeros_corpus(tmp_path / "corpus", 10**10, 4_000_000, folder / "a" / "tokenizer")
     tracemalloc.start()
@@ -151,11 +151,11 @@ def test_ten_billion_tokens_open_without_memory(tmp_path, folder):
     "weights, quotas",
     [([1], [1000]), ([3, 1], [750, 250]), ([1, 1, 1], [333, 334, 333]), ([0.7, 0.2, 0.1], [700, 200, 100])],
 )
-def test_quotas_are_whole_and_complete(weights, quotas):
+def test_mix_quotas_sum_to_block(weights, quotas):
     assert mix_quotas(weights) == quotas
 
 
-def test_every_block_has_its_quotas_and_every_corpus_its_epochs():
+def test_mixed_batches_keep_quotas_and_epochs():
     sizes, quotas = [37, 500, 10_000], [100, 300, 600]
     batches = MixedBatches(sizes, quotas, global_batch_size=8, seed=3)
     order = batches.at(np.arange(5 * MIX_BLOCK))
@@ -172,7 +172,7 @@ def test_every_block_has_its_quotas_and_every_corpus_its_epochs():
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_a_mixed_batch_is_a_function_of_the_seed_and_the_step(num_processes):
+def test_mixed_batch_depends_only_on_seed_and_step(num_processes):
     batches = MixedBatches([50, 70], [400, 600], global_batch_size=16, seed=3)
     for step in (0, 62, 10**7):  # step 62 holds the end of one block and the beginning of the next
         shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
@@ -181,7 +181,7 @@ def test_a_mixed_batch_is_a_function_of_the_seed_and_the_step(num_processes):
     assert batches.indices(0) != MixedBatches([50, 70], [400, 600], 16, seed=4).indices(0)
 
 
-def test_a_mixture_is_of_its_corpora(folder):
+def test_load_corpus_of_mixture(folder):
     mix = json.dumps({str(folder / "a"): 3, str(folder / "b"): 1})
     config = settings(folder, "--data.mix", mix, "--evaluation.num_samples", 8, "--global_batch_size", MIX_BLOCK)
     corpus = load_corpus(config)
@@ -203,7 +203,7 @@ def test_a_mixture_is_of_its_corpora(folder):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_validation_samples_are_shared_out_to_the_last(seed):
+def test_apportion_distributes_all_validation_samples(seed):
     generator = random.Random(seed)
     quotas = mix_quotas([generator.uniform(0.02, 1) for _ in range(generator.randrange(1, 9))])
     number = generator.randrange(len(quotas), 200)
@@ -226,7 +226,7 @@ def lively_model(**settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"position": "rope", "qk_norm": True, "n_kv_heads": 1}], ids=["gpt2", "rope"])
-def test_the_loss_of_a_document_in_a_window_is_its_loss_alone(folder, settings):
+def test_isolated_document_loss_equals_loss_alone(folder, settings):
     """Alone it stands between two end-of-text tokens; so all its tokens and its end are predicted, from it alone."""
     model, dataset = lively_model(**settings), open_split(folder / "a", seq_len=256, packing="isolated")
     packed = torch.utils.data.default_collate([dataset[i] for i in range(6)])
@@ -245,7 +245,7 @@ def test_the_loss_of_a_document_in_a_window_is_its_loss_alone(folder, settings):
     assert not torch.allclose(together, logits), "without boundaries it is another loss"
 
 
-def test_isolated_documents_train_as_if_each_were_a_row(folder):
+def test_isolated_gradients_equal_separate_rows(folder):
     """Loss and gradients of a packed window equal those of its documents as rows of their own."""
     model = lively_model()
     documents = [[END, *b"one"], [END, *b"two of them"], [END, *b"x"], [END]]
@@ -261,7 +261,7 @@ def test_isolated_documents_train_as_if_each_were_a_row(folder):
         torch.testing.assert_close(ours, parameter.grad)
 
 
-def test_one_document_in_a_window_needs_no_mask(monkeypatch):
+def test_single_document_uses_causal_kernel(monkeypatch):
     calls, kernel = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *args, **kwargs: calls.append(kwargs) or kernel(*args, **kwargs)
@@ -271,7 +271,7 @@ def test_one_document_in_a_window_needs_no_mask(monkeypatch):
     assert len(calls) == 2 and all(call["attn_mask"] is None and call["is_causal"] for call in calls)
 
 
-def test_documents_beyond_two_billion_tokens_are_found(folder):
+def test_document_offsets_beyond_two_billion_tokens(folder):
     """Offsets in a file are of 32 bits."""
     dataset = open_split(folder / "a", packing="padded")
     dataset.first_tokens = [0, 2**31 - 3, 2**32]
@@ -279,7 +279,7 @@ def test_documents_beyond_two_billion_tokens_are_found(folder):
     assert dataset.begins.tolist() == [0, 2**31 - 3, 2**31 + 2, 2**32]
 
 
-def test_a_padded_row_is_a_document(folder):
+def test_padded_row_holds_one_document(folder):
     documents, dataset = rows(folder / "a"), open_split(folder / "a", seq_len=64, packing="padded")
     assert len(dataset) == len(documents)
     assert min(map(len, documents)) < 62 < max(map(len, documents)), "some are padded and some are cut off"
@@ -320,7 +320,7 @@ def refusal(folder, *arguments):
     return str(error.value)
 
 
-def test_what_does_not_fit_a_corpus_is_refused(folder, tmp_path):
+def test_load_corpus_refuses_mismatched_settings(folder, tmp_path):
     a = ["--data.path", folder / "a"]
     message = refusal(folder, *a, "--model.vocab_size", 256)
     assert all(word in message for word in ("model.vocab_size", "256", "257", "null"))
@@ -336,13 +336,13 @@ def test_what_does_not_fit_a_corpus_is_refused(folder, tmp_path):
     assert "seq_len 32" in refusal(folder, "--data.path", tmp_path / "short")
 
 
-def test_a_corpus_without_validation_trains_without_evaluation(folder, tmp_path):
+def test_load_corpus_without_validation_split(folder, tmp_path):
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(9)), tmp_path / "a", validation="hash:0.0")
     assert "validation split" in refusal(folder, "--data.path", tmp_path / "a")
     load_corpus(settings(folder, "--data.path", tmp_path / "a", "--evaluation.every", 0))
 
 
-def test_a_corpus_that_is_not_what_it_was_is_refused(folder, tmp_path):
+def test_load_corpus_refuses_changed_files(folder, tmp_path):
     path = tmp_path / "a"
     shutil.copytree(folder / "a", path)
     file = next((path / "train").iterdir())
@@ -397,14 +397,14 @@ def test_damaged_metadata_is_one_message(folder, tmp_path, changes, named):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "[" * 100_000, '{"files": {}', "\xff"], ids=lambda text: text[:9])
-def test_metadata_that_is_none_is_one_message(folder, tmp_path, text):
+def test_invalid_metadata_is_one_message(folder, tmp_path, text):
     (tmp_path / "metadata.json").write_text(text, encoding="latin-1")
     message = refusal(folder, "--data.path", tmp_path)
     assert "metadata.json is damaged" in message or "data.prepare" in message
     assert "~nouser" in refusal(folder, "--data.path", "~nouser/x")
 
 
-def test_no_bit_of_the_counts_can_change(folder, tmp_path):
+def test_metadata_digest_covers_counts(folder, tmp_path):
     shutil.copytree(folder / "a", tmp_path / "a")
     file = tmp_path / "a" / "metadata.json"
     text = file.read_text()
@@ -426,7 +426,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
     ],
     ids=["plain", "no decoder", "a sequence of decoders", "a sequence before it"],
 )
-def test_the_bytes_of_every_target_are_counted_however_a_byte_level_tokenizer_is_written(parts, folder):
+def test_num_bytes_for_byte_level_tokenizers(parts, folder):
     """Against those that GPT-2's table of letters gives, of rows that are cut off."""
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     dataset = open_split(folder / "bpe", "validation", seq_len=12, packing="padded")
@@ -439,7 +439,7 @@ def test_the_bytes_of_every_target_are_counted_however_a_byte_level_tokenizer_is
     assert dataset.num_bytes == len(found)
 
 
-def test_of_other_tokenizers_the_mean_of_bytes_is_counted(folder):
+def test_num_bytes_for_other_tokenizers_uses_mean(folder):
     dataset = open_split(folder / "bpe", "validation")
     plain = json.loads(dataset.corpus.tokenizer.to_str()) | {"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}
     dataset.corpus.tokenizer = Tokenizer.from_str(json.dumps(plain))
@@ -447,7 +447,7 @@ def test_of_other_tokenizers_the_mean_of_bytes_is_counted(folder):
     assert dataset.num_bytes == pytest.approx(len(dataset) * 31 * counts["bytes"] / counts["tokens"])
 
 
-def test_a_text_has_one_hash_whatever_cuts_it_into_tokens(folder):
+def test_text_hash_is_independent_of_tokenizer(folder):
     by_hand = blake2b("".join("\0" + text for text in texts(folder / "b", "validation")).encode(), digest_size=16)
     metadata = {name: TextCorpus(str(folder / name)).metadata for name in ("a", "b", "bpe")}
     assert {name: each["validation"]["text"] for name, each in metadata.items() if name != "a"} == {
@@ -484,7 +484,7 @@ def corpus(folder, tmp_path, monkeypatch):
     return shutil.copytree(folder / "a", tmp_path / "a")
 
 
-def test_a_file_is_read_once_for_each_of_its_stamps(corpus, folder):
+def test_verification_rereads_only_modified_files(corpus, folder):
     size = sum(file.stat().st_size for file in corpus.glob("*/*.arrow"))
     for expected in (size, 0):
         verification = verify(corpus)
@@ -498,7 +498,7 @@ def test_a_file_is_read_once_for_each_of_its_stamps(corpus, folder):
     assert mixed.problem is None and mixed.num_bytes_read == mixed.num_bytes - size
 
 
-def test_changed_tokens_are_found_and_the_file_is_named(corpus):
+def test_verification_names_changed_file(corpus):
     verify(corpus)
     file = corpus / "validation" / "000001.arrow"
     whole = file.read_bytes()
@@ -509,7 +509,7 @@ def test_changed_tokens_are_found_and_the_file_is_named(corpus):
     assert verify(corpus).problem is None
 
 
-def test_what_changes_during_a_run_is_found_at_its_next_save(corpus, monkeypatch):
+def test_corpus_check_finds_change_at_save(corpus, monkeypatch):
     monkeypatch.setattr(corpus_check, "gather_object", lambda mine: mine)
     check = CorpusCheck(Verification([TextCorpus(str(corpus))]), SimpleNamespace(is_local_main_process=True), 60)
     assert "verified: " in check.begin()
@@ -529,7 +529,7 @@ def test_reading_a_corpus_does_not_import_pandas(corpus):
     assert done.stdout == "False None\n", done.stdout + done.stderr
 
 
-def test_a_corpus_that_cannot_be_written_is_remembered_in_the_cache(corpus, monkeypatch):
+def test_verification_of_read_only_corpus_uses_cache(corpus, monkeypatch):
     original = open
 
     def read_only(file, mode="r", *arguments, **named):
@@ -542,7 +542,7 @@ def test_a_corpus_that_cannot_be_written_is_remembered_in_the_cache(corpus, monk
     assert not (corpus / ".verified").exists()
 
 
-def test_what_is_remembered_can_be_damaged_or_hostile(corpus, tmp_path):
+def test_verification_survives_damaged_record(corpus, tmp_path):
     verify(corpus)
     memory, precious = corpus / ".verified", tmp_path / "precious"
     lines = memory.read_text()
@@ -555,7 +555,7 @@ def test_what_is_remembered_can_be_damaged_or_hostile(corpus, tmp_path):
     assert verify(corpus).problem is None and precious.read_text() == "mine"
 
 
-def test_a_corpus_without_hashes_of_its_files_is_verified_as_a_whole(corpus):
+def test_corpus_without_file_hashes_is_verified_whole(corpus):
     """As it was prepared before these were kept: the hash of the whole is over BLAKE2b of the files."""
     metadata = json.loads((corpus / "metadata.json").read_text())
     hashes = {file: blake2b((corpus / file).read_bytes(), digest_size=16).hexdigest() for file in metadata["files"]}
@@ -572,7 +572,7 @@ def test_a_corpus_without_hashes_of_its_files_is_verified_as_a_whole(corpus):
     assert "too old to say" in verify(corpus).problem
 
 
-def test_a_file_that_cannot_be_read_is_not_verified(corpus, monkeypatch):
+def test_verification_reports_unreadable_file(corpus, monkeypatch):
     def broken(*arguments):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -591,7 +591,7 @@ def rewrite(corpus, change, name="train/000000.arrow"):
     (corpus / "metadata.json").write_text(damaged(metadata, hash=whole))
 
 
-def test_a_hostile_corpus_does_not_make_the_loader_read_out_of_bounds(corpus, folder):
+def test_hostile_arrow_file_is_read_within_bounds(corpus, folder):
     """Every byte of what an Arrow file says of itself is changed: a read beyond the file would end the tests."""
     original = (corpus / "train" / "000000.arrow").read_bytes()
     describes = original.index(np.array(rows(corpus)[0][:8], np.uint16).tobytes())
@@ -610,7 +610,7 @@ def test_a_hostile_corpus_does_not_make_the_loader_read_out_of_bounds(corpus, fo
 
 
 @pytest.mark.parametrize("packing", ["concat", "padded"])
-def test_a_hostile_token_or_offset_is_found_where_it_is_used_and_by_the_verification(corpus, packing):
+def test_hostile_token_or_offset_is_detected(corpus, packing):
     def hostile(content):
         first_row = np.array(rows(corpus)[0][:8], np.uint16).tobytes()
         offsets = np.array([0, len(rows(corpus)[0])], np.int32).tobytes()
@@ -626,7 +626,7 @@ def test_a_hostile_token_or_offset_is_found_where_it_is_used_and_by_the_verifica
         assert "train/000000.arrow is damaged" in verify(corpus).problem
 
 
-def test_all_processes_learn_of_a_damaged_file_and_none_waits_for_ever(corpus, monkeypatch):
+def test_corpus_check_reports_damage_on_all_processes(corpus, monkeypatch):
     """Three processes on two machines, taken together: those that read, and one that does not."""
     flip(corpus / "train" / "000000.arrow", 100)
     release, original = threading.Event(), Verification._hash
@@ -661,7 +661,7 @@ def test_all_processes_learn_of_a_damaged_file_and_none_waits_for_ever(corpus, m
         (["--data.source", "random", "--data.path", "x"], ["data.path", "x", "random", "text"]),
     ],
 )
-def test_inconsistent_settings_are_refused(folder, arguments, named):
+def test_inconsistent_data_settings_are_refused(folder, arguments, named):
     with pytest.raises(ConfigError) as error:
         settings(folder, *arguments)
     assert all(word in str(error.value) for word in named), error.value
@@ -675,7 +675,7 @@ def train_text(folder, out_dir, *arguments, **kwargs):
 
 
 @pytest.mark.parametrize("packing", ["isolated", pytest.param("padded", marks=pytest.mark.slow)])
-def test_a_mixture_trains_and_goes_on_exactly(folder, runs, packing):
+def test_mixture_resumes_bitwise(folder, runs, packing):
     mix = json.dumps({str(folder / "a"): 2, str(folder / "b"): 1})
     arguments = ["--data.mix", mix, "--data.packing", packing]
     train_text(folder, runs, *arguments)
@@ -688,7 +688,7 @@ def test_a_mixture_trains_and_goes_on_exactly(folder, runs, packing):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in tensors(runs / "run", 4).items())
 
 
-def test_a_run_does_not_go_on_with_other_tokens(folder, runs, tmp_path):
+def test_resume_refuses_changed_tokens(folder, runs, tmp_path):
     """Neither with changed ones in a file of the same length and time, nor with another corpus in the same place."""
     path, run = tmp_path / "a", runs / "run"
     shutil.copytree(folder / "a", path)
@@ -713,7 +713,7 @@ def test_a_run_does_not_go_on_with_other_tokens(folder, runs, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a", "bpe"])
-def test_bits_per_byte_are_of_the_text_of_the_targets(folder, runs, name):
+def test_bits_per_byte_match_hand_calculation(folder, runs, name):
     """By hand: the loss of every target in nats, over the bytes that the targets stand for, over ln 2."""
     arguments = ["--steps", 1, "--optimizer.lr", 0, "--evaluation.every", 1, "--evaluation.num_samples", 9]
     train_text(folder, runs, "--data.path", folder / name, *arguments)
@@ -736,7 +736,7 @@ def test_bits_per_byte_are_of_the_text_of_the_targets(folder, runs, name):
     assert start["validation_text"] == corpus.metadata["validation"]["text"]
 
 
-def test_bytes_of_all_windows_are_those_of_the_text(folder):
+def test_num_bytes_of_windows_matches_text(folder):
     for name in ("a", "bpe"):
         stream, dataset = stream_of(folder / name, "validation"), open_split(folder / name, "validation")
         corpus = TextCorpus(str(folder / name))
@@ -750,7 +750,7 @@ def test_bytes_of_all_windows_are_those_of_the_text(folder):
 
 
 @pytest.mark.parametrize("recipe", ["shakespeare_char", "shakespeare_cpu", "tinystories", "gpt2_124m"])
-def test_the_recipes_are_consistent(recipe):
+def test_text_recipes_are_consistent(recipe):
     config = parse_config(["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--data.path", "corpora/x"])
     assert config.data.source == "text" and config.global_batch_size % config.micro_batch_size == 0
     if recipe == "gpt2_124m":
@@ -765,7 +765,7 @@ SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the text is not in ../shared/data")
-def test_the_small_recipe_reaches_its_loss(tmp_path, runs):
+def test_shakespeare_cpu_recipe_reaches_its_loss(tmp_path, runs):
     make(SHAKESPEARE, tmp_path / "corpus", validation="tail:0.1")
     recipe = ROOT / "configs" / "shakespeare_cpu.yaml"
     arguments = ["--tracking.wandb", "disabled", "--out_dir", runs, "--name", "run"]

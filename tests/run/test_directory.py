@@ -65,7 +65,7 @@ def stored(**changes):
     return settings, config
 
 
-def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
+def test_missing_stored_setting_is_current_default():
     settings, config = stored(optimizer__betas=..., model__zero_init=...)
     assert resume.differing_settings(complete_settings(settings), config) == []
     config = replace_settings(config, {"model.zero_init": True})
@@ -75,7 +75,7 @@ def test_a_setting_that_a_stored_run_does_not_know_is_its_default_of_today():
 @pytest.mark.parametrize(
     ("name", "value"), [("global_batch_size", 0), ("steps", True), ("schedule.batch_warmup_from", "two")]
 )
-def test_a_stored_number_that_is_none_is_named(name, value, tmp_path):
+def test_invalid_stored_number_is_named(name, value, tmp_path):
     settings = {"global_batch_size": 4, "data": {"seed": 0}, "schedule": {}}
     section, _, key = name.rpartition(".")
     (settings[section] if section else settings)[key] = value
@@ -85,7 +85,7 @@ def test_a_stored_number_that_is_none_is_named(name, value, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["batch_warmup_from", "batch_warmup_steps"])
-def test_the_growth_of_the_batch_may_not_change(name):
+def test_resume_refuses_changed_batch_warmup(name):
     settings, config = stored(schedule__batch_warmup_from=2, schedule__batch_warmup_steps=4)
     config = replace_settings(config, {"schedule.batch_warmup_from": 2, "schedule.batch_warmup_steps": 4})
     assert resume.differing_settings(complete_settings(settings), config) == []
@@ -95,7 +95,7 @@ def test_the_growth_of_the_batch_may_not_change(name):
     ]
 
 
-def test_whatever_changes_with_the_step_must_have_been_so_until_now(monkeypatch):
+def test_resume_refuses_changed_scheduled_values(monkeypatch):
     """As a fork's, which counts shares of the run, when that is extended."""
     monkeypatch.setitem(SCHEDULES, "weight_decay", lambda value, config, step: value * (1 - step / config.steps))
     settings, config = stored(optimizer__weight_decay=0.5)
@@ -106,7 +106,7 @@ def test_whatever_changes_with_the_step_must_have_been_so_until_now(monkeypatch)
         resume.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}, 1, 1, 1, {}, None))
 
 
-def test_a_path_may_change_where_a_hash_says_what_lies_there():
+def test_data_path_may_change_with_equal_hash():
     settings, config = stored(data__path="a.csv")
     config = replace_settings(config, {"data.path": "b.csv"})
     assert resume.differing_settings(complete_settings(settings), config) == ["data.path: a.csv there, b.csv now"]
@@ -115,7 +115,7 @@ def test_a_path_may_change_where_a_hash_says_what_lies_there():
     assert resume.differing_settings(complete_settings(settings), config) == []
 
 
-def test_the_corpora_of_a_mixture_may_move_but_weigh_what_they_did():
+def test_mixture_paths_may_change_but_not_weights():
     settings, config = stored(data__mix={"a": 2.0, "b": 1.0}, data__hash="01+23")
     config = replace_settings(config, {"data.mix": {"c": 2.0, "d": 1.0}, "data.hash": "01+23"})
     assert resume.differing_settings(complete_settings(settings), config) == []
@@ -127,7 +127,7 @@ def test_the_corpora_of_a_mixture_may_move_but_weigh_what_they_did():
         ]
 
 
-def test_a_stored_setting_that_is_gone_is_named():
+def test_removed_stored_setting_is_named():
     settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
     assert resume.differing_settings(complete_settings(settings), config) == [
         "optimizer.nesterov: True there, and no setting any more",
@@ -135,7 +135,7 @@ def test_a_stored_setting_that_is_gone_is_named():
     ]
 
 
-def test_a_run_without_a_new_setting_goes_on_and_one_with_a_lost_one_is_refused(run):
+def test_resume_with_missing_or_removed_setting(run):
     settings = yaml.safe_load((run / "config.yaml").read_text())
     del settings["optimizer"]["betas"], settings["data"]["num_workers"]
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -146,7 +146,7 @@ def test_a_run_without_a_new_setting_goes_on_and_one_with_a_lost_one_is_refused(
     assert "optimizer.nesterov: True there, and no setting any more" in done.stderr
 
 
-def test_data_seed_is_that_of_the_run_or_of_its_parent(run):
+def test_data_seed_comes_from_run_or_parent(run):
     arguments = [*RECIPE, "--seed", 5, "--out_dir", run.parent]
     train(*arguments, "--data.seed", 3, "--name", "other")
     checkpoint = run.with_name("other") / "checkpoints" / "step-00000005"
@@ -161,7 +161,7 @@ def test_data_seed_is_that_of_the_run_or_of_its_parent(run):
 
 
 @pytest.mark.parametrize("source", ["random", "stories"])
-def test_runs_over_seeds_share_their_data(source):
+def test_data_is_independent_of_training_seed(source):
     def corpus(*arguments):
         small = "--seq_len 96 --model.vocab_size 300 --data.num_samples 2 --evaluation.num_samples 2".split()
         return load_corpus(parse_config([*small, "--data.source", source, *arguments]))
@@ -178,14 +178,14 @@ def test_runs_over_seeds_share_their_data(source):
 # What does not fit
 
 
-def test_another_optimizer_than_the_checkpoints_is_refused(run):
+def test_branch_refuses_another_optimizer(run):
     start = run / "checkpoints" / "step-00000004"
     arguments = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 6, "--branch_from", start]
     done = train(*arguments, "--optimizer.name", "muon", exit_code=2)
     assert "optimizer.name: adamw there, muon now" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_branch_goes_on_by_itself_and_has_no_other_beginning(run):
+def test_branch_resumes_and_refuses_another_parent(run):
     begin = run / "checkpoints" / "step-00000004"
     branch = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 5]
     train(*branch, "--branch_from", begin)
@@ -195,7 +195,7 @@ def test_a_branch_goes_on_by_itself_and_has_no_other_beginning(run):
         assert f"branch_from: '{other}' starts a new run, but {run.parent / name} already holds one" in done.stderr
 
 
-def test_a_run_goes_on_only_with_the_learning_rates_that_it_had(run):
+def test_resume_refuses_changed_learning_rates(run):
     arguments = [*RECIPE, "--out_dir", run.parent, "--steps"]
     done = train(*arguments, 6, "--schedule.name", "linear", exit_code=2)
     assert "would have given step 1 of this run" in done.stderr and "--name NEW --branch_from" in done.stderr
@@ -203,7 +203,7 @@ def test_a_run_goes_on_only_with_the_learning_rates_that_it_had(run):
     assert f"steps: 3 is less than the 4 that {run / 'checkpoints' / 'step-00000004'} has already done" in done.stderr
 
 
-def test_a_run_that_goes_on_unchanged_compares_no_learning_rates(monkeypatch):
+def test_unchanged_resume_compares_no_learning_rates(monkeypatch):
     """Of as many steps as it has done."""
     config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
     manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {}, 1, 1, 1, {}, None)
@@ -211,23 +211,23 @@ def test_a_run_that_goes_on_unchanged_compares_no_learning_rates(monkeypatch):
     resume.check_resume(config, ROOT, manifest)
 
 
-def test_a_branch_has_something_to_do(run):
+def test_branch_refuses_zero_remaining_steps(run):
     begin = run / "checkpoints" / "step-00000004"
     done = train(*RECIPE, "--out_dir", run.parent, "--name", "new", "--branch_from", begin, "--steps", 4, exit_code=2)
     assert f"steps: 4 leaves nothing to do after the 4 of {begin}" in done.stderr
 
 
-def test_to_start_afresh_where_no_run_is_moves_nothing_aside(runs):
+def test_resume_never_without_run_moves_nothing(runs):
     train(*RECIPE, "--out_dir", runs, "--steps", 1, "--resume", "never")
     assert [path.name for path in runs.iterdir()] == ["run"]
 
 
-def test_a_run_is_no_checkpoint_to_branch_from(run):
+def test_validate_refuses_run_as_checkpoint(run):
     with pytest.raises(InvalidCheckpoint, match="is a run; name one of its checkpoints, such as .*/step-00000004$"):
         validate(run)
 
 
-def test_a_branch_of_the_run_that_would_be_moved_aside_is_refused(run):
+def test_resume_never_refuses_branch_from_itself(run):
     start = run / "checkpoints" / "step-00000004"
     done = train(
         *RECIPE, "--out_dir", run.parent, "--resume", "never", "--branch_from", start, "--steps", 6, exit_code=2
@@ -236,7 +236,7 @@ def test_a_branch_of_the_run_that_would_be_moved_aside_is_refused(run):
     assert start.exists() and [*run.parent.iterdir()] == [run]
 
 
-def test_a_run_does_not_begin_from_itself_nor_from_what_is_moved_aside_with_it(run):
+def test_resume_never_refuses_inputs_inside_run(run):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     afresh = [*RECIPE, "--out_dir", run.parent, "--resume", "never"]
     (run.parent / "link").symlink_to("run")
@@ -256,7 +256,7 @@ def test_a_run_does_not_begin_from_itself_nor_from_what_is_moved_aside_with_it(r
     }
 
 
-def test_a_model_in_the_directory_of_the_run_itself_is_refused(runs):
+def test_init_from_refuses_own_run_directory(runs):
     """It would be none any more as soon as the run is there."""
     model = GPT2Config(vocab_size=300, n_positions=128, n_layer=2, n_head=2, n_embd=16)
     AutoModelForCausalLM.from_config(model).save_pretrained(runs / "model")
@@ -270,7 +270,7 @@ def test_a_model_in_the_directory_of_the_run_itself_is_refused(runs):
 
 
 @pytest.mark.parametrize("change", ["shape", "name", "dtype", "header"])
-def test_a_valid_checkpoint_of_other_tensors_is_refused(change, run):
+def test_resume_refuses_checkpoint_with_other_tensors(change, run):
     checkpoint = run / "checkpoints" / "step-00000004"
     (file,) = checkpoint.glob("*.safetensors")
     content, name = load_file(file), "model.final_norm.weight"
@@ -291,7 +291,7 @@ def test_a_valid_checkpoint_of_other_tensors_is_refused(change, run):
 
 
 @pytest.mark.parametrize("gone", [True, False], ids=["gone", "edited"])
-def test_without_its_config_a_run_does_not_go_on_with_other_settings(gone, run):
+def test_resume_without_config_uses_checkpoint_settings(gone, run):
     settings = (run / "config.yaml").read_text()
     (run / "config.yaml").unlink()
     if not gone:
@@ -310,7 +310,7 @@ BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}  # refused when the checkpoint is
 
 
 @pytest.mark.parametrize("precision", [FP16, BF16], ids=["early", "late"])
-def test_a_refused_start_of_this_run_is_written_down(precision, run):
+def test_refused_start_is_recorded_in_status(precision, run):
     assert read_status(run / "status.json") == Status("finished", STEPS)
     train(*RECIPE, "--out_dir", run.parent, exit_code=2, **precision)
     status = read_status(run / "status.json")
@@ -319,7 +319,7 @@ def test_a_refused_start_of_this_run_is_written_down(precision, run):
     assert read_status(run / "status.json") == Status("finished", STEPS)
 
 
-def test_only_the_process_that_writes_a_refusal_down_takes_the_lock(run, monkeypatch):
+def test_only_main_process_locks_to_record_refusal(run, monkeypatch):
     """Else the main one, which is refused at the same time, finds the directory in use, and writes nothing."""
     config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
     monkeypatch.setenv("RANK", "1")
@@ -330,13 +330,13 @@ def test_only_the_process_that_writes_a_refusal_down_takes_the_lock(run, monkeyp
 
 
 @pytest.mark.parametrize("arguments", [["--seed", 5], ["--resume", "never"], ["--branch_from", "elsewhere"]], ids=str)
-def test_a_refused_start_of_another_run_leaves_the_status_alone(arguments, run):
+def test_refused_start_of_another_run_keeps_status(arguments, run):
     train(*RECIPE, "--out_dir", run.parent, *arguments, exit_code=2, **FP16)
     assert read_status(run / "status.json") == Status("finished", STEPS)
     assert not [path for path in run.parent.iterdir() if path != run]
 
 
-def test_a_directory_with_two_names_is_locked_once(run):
+def test_lock_applies_through_symbolic_link(run):
     (run.parent / "link").symlink_to("run")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     with open(run / ".lock", "w") as file:
@@ -352,7 +352,7 @@ def test_a_directory_with_two_names_is_locked_once(run):
 # Losses that are no numbers
 
 
-def test_a_run_whose_last_validation_loss_is_no_number_is_not_finished(runs):
+def test_run_fails_on_nonfinite_final_validation_loss(runs):
     arguments = [*RECIPE, "--out_dir", runs, "--steps", 1, "--optimizer.lr", "1e30", "--evaluation.every", 1]
     for _ in range(2):  # the second start finds all steps done
         done = train(*arguments, exit_code=1)
@@ -367,7 +367,7 @@ def test_a_run_whose_last_validation_loss_is_no_number_is_not_finished(runs):
 
 
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_another_number_of_threads_or_processes_is_said_in_one_line(exact, runs):
+def test_resume_reports_changed_threads_and_processes(exact, runs):
     arguments = [*RECIPE, "--out_dir", runs, "--exact", str(exact).lower()]
     train(*arguments, "--steps", 2)
     checkpoint = runs / "run" / "checkpoints" / "step-00000002"
@@ -384,7 +384,7 @@ def test_another_number_of_threads_or_processes_is_said_in_one_line(exact, runs)
 # metrics.jsonl
 
 
-def test_rows_that_are_none_are_passed_over_and_do_not_stop_a_start(run):
+def test_damaged_metrics_rows_are_skipped(run):
     file = run / "metrics.jsonl"
     rows = file.read_bytes()
     file.write_bytes(b'{"train/loss": 1.0}\n[1]\nnull\n\xff\n{"step": "3"}\n' + rows + b'{"step": 4, "train/lo')
@@ -397,7 +397,7 @@ def test_rows_that_are_none_are_passed_over_and_do_not_stop_a_start(run):
     assert "Training finished." in done.stdout and "Traceback" not in done.stderr
 
 
-def test_a_number_that_no_float_can_be_makes_no_row(run):
+def test_row_with_overflowing_number_is_skipped(run):
     """Python reads whole numbers of any length, and cannot compare them with a loss."""
     file = run / "metrics.jsonl"
     rows = file.read_bytes()
@@ -413,7 +413,7 @@ def test_a_number_that_no_float_can_be_makes_no_row(run):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl"])
 @pytest.mark.parametrize("command", ["replay.py RUN --audit 1", "replay.py RUN 2", "compare.py RUN", "train.py"])
-def test_a_file_of_a_run_that_cannot_be_read_is_one_message(command, name, run):
+def test_unreadable_run_file_is_one_message(command, name, run):
     (run / name).unlink(missing_ok=True)
     (run / name).mkdir()
     script, *words = command.replace("RUN", str(run)).split()
@@ -427,7 +427,7 @@ def test_a_file_of_a_run_that_cannot_be_read_is_one_message(command, name, run):
     )
 
 
-def test_half_the_line_of_a_start_does_not_hide_the_next_one(run):
+def test_session_after_truncated_line_is_read(run):
     train(*RECIPE, "--out_dir", run.parent, "--steps", 5)
     before = (run / "sessions.jsonl").read_text()
     (run / "sessions.jsonl").write_text(before + '{"step": 5, "proc')
@@ -435,7 +435,7 @@ def test_half_the_line_of_a_start_does_not_hide_the_next_one(run):
     assert [row["step"] for row in read_rows(run / "sessions.jsonl")] == [0, 4, 5]
 
 
-def test_a_picture_is_drawn_of_the_rows_that_are_there(tmp_path):
+def test_loss_curve_skips_damaged_rows(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(
         b'{"step": 1, "train/loss": 2.5}\n{"train/loss": 9}\n[[[\n{"step": 2, "train/loss": "x"}\n{"step": 3, "train/lo'
     )
@@ -443,14 +443,14 @@ def test_a_picture_is_drawn_of_the_rows_that_are_there(tmp_path):
     assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_may_have_a_name_that_looks_like_a_formula(tmp_path):
+def test_loss_curve_accepts_mathtext_in_run_name(tmp_path):
     for name in ("a$x^$b", "\udcff"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.5}\n')
         assert save_loss_curve(tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_that_a_full_disk_has_no_room_for_are_written_later(tmp_path, monkeypatch):
+def test_row_writer_retries_after_full_disk(tmp_path, monkeypatch):
     file = RowWriter(tmp_path / "metrics.jsonl")
     file.append({"step": 1})
     write = os.write
@@ -467,7 +467,7 @@ def test_rows_that_a_full_disk_has_no_room_for_are_written_later(tmp_path, monke
     file.close()
 
 
-def test_rows_are_on_the_disk_before_the_checkpoint_that_they_belong_to(tmp_path):
+def test_metrics_are_synced_before_checkpoint_appears(tmp_path):
     """Else a power failure leaves a checkpoint whose rows are gone for good."""
     accelerator = SimpleNamespace(
         process_index=0,
@@ -496,7 +496,7 @@ def test_rows_are_on_the_disk_before_the_checkpoint_that_they_belong_to(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_what_is_done_again_is_forgotten(tmp_path):
+def test_truncate_after_step_drops_later_rows(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}')
     truncate_after_step(file, 3)
@@ -509,7 +509,7 @@ def test_what_is_done_again_is_forgotten(tmp_path):
 # status.json
 
 
-def test_a_status_that_has_no_room_for_a_second_file_is_written_in_place(tmp_path, monkeypatch, capsys):
+def test_write_status_in_place_on_full_disk(tmp_path, monkeypatch, capsys):
     file = tmp_path / "status.json"
     write_status(file, Status("running", 3))
     monkeypatch.setattr("run.status.write_atomically", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
@@ -523,7 +523,7 @@ def test_a_status_that_has_no_room_for_a_second_file_is_written_in_place(tmp_pat
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"state": 1, "step": 2}', b'{"state": "finished"}', b"\xff"])
-def test_a_damaged_status_is_none(content, tmp_path):
+def test_read_status_of_damaged_file_is_none(content, tmp_path):
     (tmp_path / "status.json").write_bytes(content)
     assert read_status(tmp_path / "status.json") is None
 
@@ -534,13 +534,13 @@ def test_a_damaged_status_is_none(content, tmp_path):
 @pytest.mark.parametrize(
     "content", ["", "[]", "a: b: c", "steps: 4", "{[", "resume: 3\nglobal_batch_size: 4", "\0", "&a [*a]"]
 )
-def test_a_damaged_config_of_a_run_is_said(content, run):
+def test_damaged_run_config_is_reported(content, run):
     (run / "config.yaml").write_text(content)
     with pytest.raises(ConfigError, match="config.yaml is damaged|with other settings"):
         RunDirectory(str(run.parent), "run").check(parse_config([*map(str, RECIPE)]))
 
 
-def test_nobody_listening_does_not_stop_the_training(runs):
+def test_training_continues_after_stdout_pipe_closes(runs):
     """As in `train.py | head`: the pipe is closed after the first line."""
     os.mkfifo(pipe := runs.with_name("pipe"))
     words = [str(word) for word in (*RECIPE, "--out_dir", runs)]
@@ -557,7 +557,7 @@ WITHOUT_ROOM = "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY)
 @pytest.mark.parametrize(
     ("words", "exit_code"), [("compare.py RUNS/run --out null", 1), ("train.py --print_config", 1), ("train.py", 0)]
 )
-def test_a_disk_without_room_for_a_result_is_an_error_and_for_a_log_none(words, exit_code, runs):
+def test_full_stdout_fails_results_but_not_training(words, exit_code, runs):
     (runs / "run").mkdir(parents=True)
     if exit_code:
         (runs / "run" / "config.yaml").write_text(yaml.safe_dump({"global_batch_size": 1, "data": {"seed": 0}}))
@@ -568,7 +568,7 @@ def test_a_disk_without_room_for_a_result_is_an_error_and_for_a_log_none(words, 
     assert (done.returncode, done.stderr.endswith(lost)) == (exit_code, exit_code == 1), done.stderr
 
 
-def test_null_settings_are_filled_in_before_they_are_compared():
+def test_null_settings_are_resolved_before_comparison():
     settings, config = stored()
     settings["model"]["vocab_size"] = 17
     assert resume.differing_settings(complete_settings(settings), config) == ["model.vocab_size: 17 there, 16 now"]
@@ -576,5 +576,5 @@ def test_null_settings_are_filled_in_before_they_are_compared():
     assert resume.differing_settings(complete_settings(settings), config) == []
 
 
-def test_the_defaults_are_a_config_like_any_other():
+def test_complete_settings_of_nothing_are_defaults():
     assert complete_settings({}) == flat_settings(asdict(TrainConfig()))

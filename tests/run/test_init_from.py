@@ -53,7 +53,7 @@ def arguments(made, *more):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_first_step_has_the_loss_of_the_model_in_transformers(name, made):
+def test_first_step_loss_equals_transformers(name, made):
     train(*arguments(made, "--init_from", made / name, "--name", name, "--optimizer.lr", 0))
     config = load_run(made / "runs" / name).config
     reference = AutoModelForCausalLM.from_pretrained(made / name).eval()
@@ -69,7 +69,7 @@ def test_the_first_step_has_the_loss_of_the_model_in_transformers(name, made):
         assert rows[0]["train/loss"] == pytest.approx(reference(ids, labels=labels).loss.item(), rel=1e-5)
 
 
-def test_it_goes_on_bitwise_and_on_two_processes(made):
+def test_init_from_resumes_bitwise_and_on_two_processes(made):
     init = ("--init_from", made / "gpt2", "--optimizer.lr", 0.01)
     train(*arguments(made, *init, "--name", "straight"))
     for until, exit_code in ((2, 75), (4, 0)):
@@ -80,7 +80,7 @@ def test_it_goes_on_bitwise_and_on_two_processes(made):
     assert [row["train/loss"] for row in two] == pytest.approx([row["train/loss"] for row in straight], rel=1e-5)
 
 
-def test_a_run_is_begun_with_another_runs_weights_or_with_its_export(made):
+def test_init_from_run_equals_init_from_export(made):
     train(*TINY_STORIES, "--steps", "2", "--out_dir", made / "runs", "--name", "first")
     export.main(ExportConfig(str(made / "runs" / "first"), str(made / "export")))
     configs = []
@@ -90,7 +90,7 @@ def test_a_run_is_begun_with_another_runs_weights_or_with_its_export(made):
     assert configs[0].init_hash == configs[1].init_hash and len(configs[0].init_hash) == 32
 
 
-def test_it_never_begins_with_other_weights_when_it_is_started_again(made):
+def test_restart_refuses_changed_initial_weights(made):
     command = arguments(made, "--init_from", made / "copy", "--name", "again", "--schedule.name", "constant")
     model = AutoModelForCausalLM.from_pretrained(made / "gpt2")
     model.save_pretrained(made / "copy")
@@ -109,7 +109,7 @@ def test_it_never_begins_with_other_weights_when_it_is_started_again(made):
 
 
 @pytest.mark.parametrize("change", ["trained on", "gone"])
-def test_a_run_goes_on_though_what_it_began_from_has_changed(change, made):
+def test_resume_ignores_changed_or_deleted_initial_run(change, made):
     """It has a checkpoint, and needs the weights no more."""
     words = [*TINY_STORIES, "--out_dir", made / "runs", "--schedule.name", "constant"]
     train(*words, "--name", change, "--steps", 2)
@@ -136,25 +136,25 @@ def test_a_run_goes_on_though_what_it_began_from_has_changed(change, made):
         ("--branch_from x", "a run begins once"),
     ],
 )
-def test_what_contradicts_it_is_refused(settings, message, made):
+def test_settings_that_contradict_initial_model_are_refused(settings, message, made):
     with pytest.raises(ConfigError, match=message):
         resolve_initial_model(parse_config(arguments(made, "--init_from", made / "gpt2", *settings.split())))
 
 
-def test_an_adapter_is_no_model_and_is_to_be_merged(made, tmp_path):
+def test_init_from_refuses_unmerged_adapter(made, tmp_path):
     """A real one is merged by tests/test_other_tools.py, as the message and the page say."""
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
     with pytest.raises(ConfigError, match="init_from: .* is a PEFT adapter, .*from peft import .*merge_and_unload"):
         resolve_initial_model(parse_config(arguments(made, "--init_from", tmp_path)))
 
 
-def test_dropout_may_be_its_own(made):
+def test_dropout_may_differ_from_initial_model(made):
     config = parse_config(arguments(made, "--init_from", made / "gpt2", "--model.dropout", 0.3))
     config, _ = resolve_initial_model(config)
     assert config.model.dropout == 0.3 and config.model.n_heads == 2
 
 
-def test_what_a_fork_adds_begins_as_in_a_new_model_and_nothing_of_the_other_is_lost(made, capsys):
+def test_copy_initial_weights_keeps_added_parameters(made, capsys):
     initial = load_run(made / "gpt2")
     network = GPTModel(initial.model.config)
     network.adapter = torch.nn.Linear(2, 2)
@@ -170,7 +170,7 @@ def test_what_a_fork_adds_begins_as_in_a_new_model_and_nothing_of_the_other_is_l
         copy_initial_weights(network, initial)
 
 
-def test_a_corpus_with_other_tokens_is_refused(made):
+def test_init_from_refuses_corpus_with_another_tokenizer(made):
     export_of_stories = made / "stories-export"
     train(*TINY_STORIES, "--steps", "2", "--out_dir", made / "runs", "--name", "stories")
     export.main(ExportConfig(str(made / "runs" / "stories"), str(export_of_stories)))
@@ -181,7 +181,7 @@ def test_a_corpus_with_other_tokens_is_refused(made):
     assert not (made / "runs" / "other").exists()
 
 
-def test_a_corpus_with_more_tokens_is_to_be_prepared_anew(made, tmp_path):
+def test_init_from_refuses_corpus_with_larger_vocabulary(made, tmp_path):
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(GPT2Config(**MODELS["gpt2"].to_diff_dict() | {"vocab_size": 100})).save_pretrained(
         tmp_path / "small"
@@ -193,7 +193,7 @@ def test_a_corpus_with_more_tokens_is_to_be_prepared_anew(made, tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("finetune_*.yaml")), ids=lambda path: path.stem)
-def test_the_recipes_take_everything_from_the_model(path, made):
+def test_finetune_recipes_take_settings_from_initial_model(path, made):
     small = path.stem.removeprefix("finetune_").split("_")[0]
     config = parse_config(["--config", str(path), "--init_from", str(made / small), "--data.path", "x"])
     assert not given_model_settings(config) - {"dropout"}

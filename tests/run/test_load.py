@@ -41,7 +41,7 @@ def run(tmp_path_factory):
     return runs / "run"
 
 
-def test_a_run_is_loaded_with_its_settings_weights_and_tokenizer(run):
+def test_load_run_restores_settings_weights_and_tokenizer(run):
     losses = {row["step"]: row["val/loss"] for row in metrics(run)}
     best = min(losses, key=losses.get)
     assert best != 8
@@ -80,7 +80,7 @@ def write(directory, manifest, files):
     manifest.write(directory)
 
 
-def test_the_pieces_of_a_sharded_checkpoint_are_put_together(run, copy):
+def test_load_run_assembles_sharded_checkpoint(run, copy):
     directory, manifest, whole = copy
     first = {name: tensor[: len(tensor) // 2].clone() for name, tensor in whole.items() if tensor.dim()}
     second = {name: tensor[len(tensor) // 2 :].clone() for name, tensor in whole.items() if tensor.dim()}
@@ -91,7 +91,7 @@ def test_the_pieces_of_a_sharded_checkpoint_are_put_together(run, copy):
         assert torch.equal(tensor, state[name]), name
 
 
-def test_other_tensors_than_the_model_has_are_refused(copy):
+def test_load_run_refuses_missing_or_extra_tensors(copy):
     directory, manifest, whole = copy
     lacking = {name: tensor for name, tensor in whole.items() if "final_norm.bias" not in name}
     write(directory, manifest, [(lacking, {})])
@@ -102,7 +102,7 @@ def test_other_tensors_than_the_model_has_are_refused(copy):
         load_run(directory)
 
 
-def test_the_model_of_other_code_is_refused_by_name(copy):
+def test_load_run_names_model_setting_of_other_code(copy):
     directory, manifest, whole = copy
     manifest.config.update(loss="focal", data=manifest.config["data"] | {"shuffle": 3})
     write(directory, manifest, [(whole, {})])
@@ -116,7 +116,7 @@ def test_the_model_of_other_code_is_refused_by_name(copy):
             load_run(directory)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
+def test_scripts_skip_damaged_newest_checkpoint(run, tmp_path):
     whole = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000007"
     (damaged,) = whole.with_name("step-00000008").glob("*.safetensors")
     damaged.unlink()
@@ -126,7 +126,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["step"] == 7
 
 
-def test_a_damaged_manifest_is_named_where_the_best_is_asked_for(run, tmp_path, capsys):
+def test_find_best_checkpoint_names_damaged_manifest(run, tmp_path, capsys):
     """It may be that of the best one, and what is loaded then the second best."""
     damaged = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000008" / "manifest.json"
     damaged.write_text("{}")
@@ -134,7 +134,7 @@ def test_a_damaged_manifest_is_named_where_the_best_is_asked_for(run, tmp_path, 
     assert f"Checkpoint skipped: {damaged.parent}: its manifest" in capsys.readouterr().err
 
 
-def test_what_is_not_there_is_said(run, tmp_path, monkeypatch):
+def test_load_run_names_missing_run_or_checkpoint(run, tmp_path, monkeypatch):
     (tmp_path / "runs").symlink_to(run.parent)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="has those of steps 8, 7, .* 1; use one of these, latest or best"):
@@ -171,7 +171,7 @@ def remove_when_read(monkeypatch, *steps):
     monkeypatch.setattr("run.load.read_weights", read)
 
 
-def test_load_takes_next_newest_when_checkpoint_is_removed(run, tmp_path, monkeypatch, capsys):
+def test_load_run_skips_checkpoint_removed_while_read(run, tmp_path, monkeypatch, capsys):
     path = shutil.copytree(run, tmp_path / "run")
     remove_when_read(monkeypatch, 8, 7)
     _, (directory, manifest) = load_with_source(path)
@@ -182,7 +182,7 @@ def test_load_takes_next_newest_when_checkpoint_is_removed(run, tmp_path, monkey
         assert f"Checkpoint skipped: {removed}: removed while it was read\n" in said
 
 
-def test_load_of_removed_step_is_one_message(run, tmp_path, monkeypatch):
+def test_load_run_names_requested_checkpoint_removed_meanwhile(run, tmp_path, monkeypatch):
     path = shutil.copytree(run, tmp_path / "run")
     remove_when_read(monkeypatch, 7)
     with pytest.raises(ConfigError, match="checkpoint: .*step-00000007 was removed while it was read"):
@@ -192,7 +192,7 @@ def test_load_of_removed_step_is_one_message(run, tmp_path, monkeypatch):
         load_run(path / "checkpoints" / "step-00000008")
 
 
-def test_find_checkpoint_sees_one_written_meanwhile(run, tmp_path, monkeypatch):
+def test_find_checkpoint_sees_checkpoint_written_meanwhile(run, tmp_path, monkeypatch):
     """Every checkpoint of the first listing is gone when it is validated, and a newer one is there."""
     path = shutil.copytree(run, tmp_path / "run")
     listed = sorted((path / "checkpoints").iterdir())
@@ -224,7 +224,7 @@ for load, path in ((load_run, sys.argv[1]), (read_manifest, Path(sys.argv[1], "c
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may read everything")
-def test_a_run_that_may_not_be_read_is_said(run, tmp_path):
+def test_load_run_names_directory_without_permission(run, tmp_path):
     secret = shutil.copytree(run, tmp_path / "secret")
     secret.chmod(0)
     rights = "-dac_override,-dac_read_search"
@@ -258,7 +258,7 @@ def written(capsys, *arguments, **settings):
         ('{"model_type": "gpt2", "scale_attn_weights": false}', ".*scale_attn_weights is False"),
     ],
 )
-def test_a_folder_of_another_model_cannot_be_opened(content, why, tmp_path, monkeypatch):
+def test_load_run_refuses_unsupported_model_folder(content, why, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(content)
     questions = []
     monkeypatch.setattr("builtins.input", questions.append)
@@ -267,14 +267,14 @@ def test_a_folder_of_another_model_cannot_be_opened(content, why, tmp_path, monk
     assert not questions
 
 
-def test_a_name_of_the_hub_that_was_read_is_not_called_unreadable(monkeypatch):
+def test_load_run_refuses_unsupported_hub_model(monkeypatch):
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **settings: LlamaConfig())
     with pytest.raises(ConfigError, match="run: 'me/llama' cannot be opened: a transformers model of type llama"):
         load_run("me/llama")
 
 
 @pytest.mark.parametrize("cut", [None, 1], ids=["missing", "of another shape"])
-def test_a_folder_without_all_tensors_is_no_model_with_random_ones(cut, tmp_path):
+def test_load_run_refuses_incomplete_transformers_weights(cut, tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     weights, name = load_file(tmp_path / "model.safetensors"), "transformer.ln_f.bias"
     whole = weights.pop(name)
@@ -286,21 +286,21 @@ def test_a_folder_without_all_tensors_is_no_model_with_random_ones(cut, tmp_path
         load_run(tmp_path)
 
 
-def test_a_model_of_random_tokens_has_no_words(runs):
+def test_sample_refuses_run_without_tokenizer(runs):
     train("--config", ROOT / "tests" / "tiny_random.yaml", "--steps", 1, "--name", "run", "--out_dir", runs)
     run = runs / "run"
     with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer, as a model of random tokens has none"):
         sample.main(SampleConfig(str(run)))
 
 
-def test_a_tokenizer_without_an_end_of_text_needs_a_prompt():
+def test_encode_without_end_of_text_requires_prompt():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"ma": 0})))
     with pytest.raises(ConfigError, match="prompt: .* no end-of-text token .*; give a prompt"):
         sample.encode(Loaded(None, None, tokenizer), "")
     assert sample.encode(Loaded(None, None, tokenizer), "ma") == [0]
 
 
-def test_a_prompt_is_encoded_as_the_corpus_is(run, tmp_path, capsys):
+def test_prompt_is_encoded_like_corpus(run, tmp_path, capsys):
     """A special token that is spelt in it is its characters, unless it is meant."""
     prompt = "a<|endoftext|>b"
     save_tokenizer("byte", tmp_path / "tokenizer", [])
@@ -316,7 +316,7 @@ def test_a_prompt_is_encoded_as_the_corpus_is(run, tmp_path, capsys):
         written(capsys, run, chat=True, special_tokens=True)
 
 
-def test_a_prompt_at_which_the_tokenizer_panics_is_refused():
+def test_encode_refuses_prompt_that_panics_tokenizer():
     words = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("(a|a)+$"), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
@@ -324,7 +324,7 @@ def test_a_prompt_at_which_the_tokenizer_panics_is_refused():
         sample.encode(Loaded(None, None, tokenizer), "a" * 40 + "b")
 
 
-def test_the_home_of_nobody_is_refused():
+def test_load_run_refuses_home_of_unknown_user():
     with pytest.raises(ConfigError, match="init_from: '~no-such-user/run' is in the home directory of a user that"):
         load_run("~no-such-user/run", setting="init_from")
 
@@ -335,7 +335,7 @@ def test_top_p_out_of_range_is_refused(top_p):
         parse_tool(SampleConfig, "sample.py", ["nowhere", "--top_p", str(top_p)])
 
 
-def test_a_sample_is_what_the_model_writes_with_its_verdict(run, capsys):
+def test_sample_prints_generated_text_and_verdict(run, capsys):
     _, model, tokenizer = load_run(run, "best")
     prompt = tokenizer("Meet a")["input_ids"]
     expected = model.generate(torch.tensor([[0, *prompt]]), 20, temperature=0, eos_token_id=0)
@@ -346,12 +346,12 @@ def test_a_sample_is_what_the_model_writes_with_its_verdict(run, capsys):
     assert shown == f"{text}\n  (not accepted by the grammar; the model's {-loss:.2f})\n"
 
 
-def test_a_text_longer_than_the_model_sees_says_of_how_much_the_probability_is(run, capsys):
+def test_verdict_names_scored_length_of_long_text(run, capsys):
     shown = written(capsys, run, max_new_tokens=140, temperature=9.0, seed=1)
     assert re.search(r"\(not accepted by the grammar; the model's -\d+\.\d\d, of its first 128 tokens\)\n$", shown)
 
 
-def test_the_probability_of_a_story_is_without_what_is_to_help_training_alone(run, capsys, monkeypatch):
+def test_story_probability_excludes_auxiliary_loss(run, capsys, monkeypatch):
     loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
     tokens, settings = [0, *loaded.tokenizer(story)["input_ids"]], SampleConfig("", temperature=0, max_new_tokens=1)
     sample.generate_sample(loaded, story, tokens, 0, settings)
@@ -366,7 +366,7 @@ def test_the_probability_of_a_story_is_without_what_is_to_help_training_alone(ru
     assert capsys.readouterr().out == expected
 
 
-def test_data_with_a_tokenizer_of_their_own_bring_it_along(run, monkeypatch):
+def test_load_run_uses_tokenizer_of_corpus(run, monkeypatch):
     """As a source of a fork does; the end of a text has the name that it has there."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[END]": 2}, unk_token="[END]"))
     corpus = Corpus([], [], tokenizer, 3, end_of_text=2)
@@ -376,7 +376,7 @@ def test_data_with_a_tokenizer_of_their_own_bring_it_along(run, monkeypatch):
     assert loaded.tokenizer.eos_token == "[END]" and loaded.tokenizer.eos_token_id == 2
 
 
-def test_a_run_on_data_of_other_code_is_refused(copy):
+def test_load_run_refuses_unknown_data_source(copy):
     directory, manifest, weights = copy
     manifest.config["data"]["source"] = "chars"
     write(directory, manifest, [(weights, {})])
@@ -384,7 +384,7 @@ def test_a_run_on_data_of_other_code_is_refused(copy):
         load_run(directory)
 
 
-def test_a_run_whose_data_have_moved_says_that_they_may_be_put_back(copy, monkeypatch):
+def test_load_run_names_moved_data(copy, monkeypatch):
     """As those of a fork's source that reads files, whose code is there."""
     directory, manifest, weights = copy
     manifest.config["data"] |= {"source": "bin", "path": "/no/such/folder"}
@@ -398,7 +398,7 @@ def test_a_run_whose_data_have_moved_says_that_they_may_be_put_back(copy, monkey
         load_run(directory)
 
 
-def test_the_grammar_accepts_a_story(run, capsys):
+def test_sample_prints_verdict_of_accepted_story(run, capsys):
     """One that is given whole as the prompt: the model ends it, or goes on with what is no story."""
     loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
     shown = written(capsys, run, prompt=story, max_new_tokens=1, top_k=1)
@@ -412,7 +412,7 @@ def test_the_grammar_accepts_a_story(run, capsys):
     assert f"accepted, log-probability {log_prob(story):.2f} nats" in capsys.readouterr().out
 
 
-def test_a_seed_gives_the_same_texts_and_each_text_another(run, capsys):
+def test_sample_seed_reproduces_distinct_texts(run, capsys):
     hot = {"max_new_tokens": 8, "temperature": 50}
     three = written(capsys, run, num_samples=3, **hot).splitlines()[::2]
     assert len(set(three)) == 3
@@ -420,7 +420,7 @@ def test_a_seed_gives_the_same_texts_and_each_text_another(run, capsys):
     assert written(capsys, run, seed=1, **hot).splitlines()[0] not in three
 
 
-def test_text_is_shown_as_soon_as_it_is_there_and_no_character_by_halves(monkeypatch, tmp_path):
+def test_sample_streams_whole_characters(monkeypatch, tmp_path):
 
     save_tokenizer("byte", tmp_path / "tokenizer", [])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
@@ -439,7 +439,7 @@ def test_text_is_shown_as_soon_as_it_is_there_and_no_character_by_halves(monkeyp
     assert shown == ["ma", "man", "mané", "mané ", "mané €", "mané €!"]
 
 
-def test_what_follows_a_prompt_keeps_its_space(monkeypatch, capsys):
+def test_sample_keeps_space_after_prompt(monkeypatch, capsys):
     """Some tokenizers, such as Llama's, drop the space before the first token that they decode."""
     words = Tokenizer(models.WordLevel({"▁ma": 0, "▁ni": 1, "</s>": 2}))
     words.decoder = decoders.Metaspace()
@@ -462,7 +462,7 @@ def test_sample_escapes_generated_control_characters(monkeypatch, capsys):
     assert text == "\x9b1m\x1b[2J\n"
 
 
-def test_without_a_prompt_a_terminal_is_asked_again_and_again(run, capsys, monkeypatch):
+def test_sample_prompts_repeatedly_on_terminal(run, capsys, monkeypatch):
     answers = iter(["Meet a", "Dragon", "There"])
 
     def answer(question):
@@ -480,12 +480,12 @@ def test_without_a_prompt_a_terminal_is_asked_again_and_again(run, capsys, monke
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_closed_input_is_that_of_nobody(chat, monkeypatch):
+def test_prompts_with_closed_stdin(chat, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert list(sample.prompts(None, chat)) == ([] if chat else [""])
 
 
-def test_the_script_reads_its_settings_like_train_py(run):
+def test_sample_script_parses_settings(run):
     assert python(f"python sample.py {run} --checkpoint 3 --max_new_tokens 2").stdout.count("\n") == 2
 
 

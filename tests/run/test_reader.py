@@ -68,7 +68,7 @@ def test_row_reader_parses_each_line_once(tmp_path, monkeypatch):
     assert list(filter(None, lines)) == ['{"step": 3}']
 
 
-def test_row_reader_waits_for_the_rest_of_a_line(tmp_path):
+def test_row_reader_waits_for_rest_of_line(tmp_path):
     file = tmp_path / "metrics.jsonl"
     reader = RowReader(file)
     file.write_text('{"step": 1}\n{"step": 1')

@@ -56,12 +56,12 @@ def network():
     return GPTModel(GPTConfig(build_tokenizer().get_vocab_size(), **sizes)).double()
 
 
-def test_the_same_numbers_on_any_number_of_processes(reported):
+def test_metrics_are_independent_of_process_count(reported):
     _, (alone, together), _ = reported
     assert alone == together and len(alone) == STEPS
 
 
-def test_what_a_model_reports_is_divided_by_its_own_count(reported):
+def test_auxiliary_metrics_are_divided_by_own_count(reported):
     _, (rows, _), run = reported
     model, dataset = network(), StoriesDataset("train", 20, 0, 128)
     loss, z_loss, _, targets = by_hand(model, [dataset[i] for i in GlobalBatches(20, 6, 0).indices(0)])
@@ -84,7 +84,7 @@ def test_what_a_model_reports_is_divided_by_its_own_count(reported):
     assert last["val/targets_per_row"] == pytest.approx(targets) and last["val/nothing"] is None
 
 
-def test_the_screen_shows_whatever_is_logged(reported):
+def test_progress_line_shows_logged_metrics(reported):
     (output, _), (rows, _), _ = reported
     training, validation = (line for line in output.splitlines() if line.startswith(f"[step {STEPS} /"))
     for name in ("loss", "z_loss", "targets_per_row"):
@@ -93,7 +93,7 @@ def test_the_screen_shows_whatever_is_logged(reported):
     assert " tokens/s = " in training and " nothing = nan " in training and "train/tokens" not in training
 
 
-def test_texts_are_scored_by_their_corpus_and_a_known_floor_may_be_zero(reported):
+def test_corpus_scores_generations_with_entropy_of_zero(reported):
     (output, _), (rows, _), _ = reported
     texts = [line.removeprefix("  | ").rpartition(" (")[0] for line in output.splitlines() if line.startswith("  | ")]
     assert len(texts) == 3 and rows[-1]["generation/characters"] == pytest.approx(sum(map(len, texts)) / 3)

@@ -102,7 +102,7 @@ def rewound(tmp_path_factory):
     return run, done.stdout
 
 
-def test_wandb_offline_goes_on_in_the_same_run_and_drops_nothing(rewound):
+def test_wandb_resumes_same_run_without_losing_rows(rewound):
     run, _ = rewound
     files = wandb_files(run)
     assert len(files) == 2, "one file a start, written by the main process alone"
@@ -122,7 +122,7 @@ def test_wandb_offline_goes_on_in_the_same_run_and_drops_nothing(rewound):
         assert (started.run_group, list(started.tags)) == ("depth", ["deep", "wide"])
 
 
-def test_the_table_of_samples_grows_and_goes_on_after_a_rewind(rewound):
+def test_generations_table_resumes_after_rewind(rewound):
     run, shown = rewound
     kept = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in kept] == [2] * 2 + [STEPS] * 4, "the rewound ones stand there once"
@@ -137,7 +137,7 @@ def test_the_table_of_samples_grows_and_goes_on_after_a_rewind(rewound):
     assert tables[0]["data"] == tables[-1]["data"][:2]
 
 
-def test_the_export_the_code_and_what_the_commit_lacks_are_in_wandb(rewound):
+def test_wandb_logs_export_code_and_uncommitted_changes(rewound):
     run, _ = rewound
     *_, model = (artifact for artifact in of_kind(wandb_files(run), "artifact") if artifact.type == "model")
     files = {entry.path: entry for entry in model.manifest.contents}
@@ -160,7 +160,7 @@ def test_the_export_the_code_and_what_the_commit_lacks_are_in_wandb(rewound):
     assert changes.keys() >= {entry.path for entry in uploads.files} and "code-01234567.diff" in changes
 
 
-def test_all_that_wandb_uploads_later_lies_in_the_directory_of_the_run(rewound):
+def test_wandb_artifacts_are_inside_run_directory(rewound):
     """So a run that is copied with its directory can be uploaded elsewhere, below the same path."""
     run, _ = rewound
     artifacts = of_kind(wandb_files(run), "artifact")
@@ -169,7 +169,7 @@ def test_all_that_wandb_uploads_later_lies_in_the_directory_of_the_run(rewound):
         assert Path(entry.local_path).is_relative_to(run.resolve()) and Path(entry.local_path).exists()
 
 
-def test_the_page_has_the_command_that_uploads_a_run(rewound):
+def test_documented_wandb_sync_command_works(rewound):
     """From the repository, whose own folder wandb/ there is none of."""
     run, _ = rewound
     [command] = re.findall(r"`(wandb sync [^`]+)`", (ROOT / "docs" / "runs.md").read_text())
@@ -177,7 +177,7 @@ def test_the_page_has_the_command_that_uploads_a_run(rewound):
     assert "Would sync 2 run(s)" in done.stdout + done.stderr
 
 
-def test_wandb_is_not_given_the_square_of_the_texts(tracked, monkeypatch):
+def test_wandb_text_tables_do_not_grow_quadratically(tracked, monkeypatch):
     wandb_run = MagicMock()
     monkeypatch.setattr("wandb.init", lambda **options: wandb_run)
     monkeypatch.setattr("wandb.Table", lambda columns, rows: rows)
@@ -190,7 +190,7 @@ def test_wandb_is_not_given_the_square_of_the_texts(tracked, monkeypatch):
     assert sum(map(len, tables)) < 51 * 600
 
 
-def test_without_a_network_at_the_end_no_other_process_waits_too_long(tracked, monkeypatch):
+def test_wandb_finish_timeout_is_below_run_timeout(tracked, monkeypatch):
     asked = {}
     monkeypatch.setattr("wandb.init", lambda **options: asked.update(options) or MagicMock())
     with tracked("--tracking.wandb", "offline", "--timeout_seconds", "30"):
@@ -198,7 +198,7 @@ def test_without_a_network_at_the_end_no_other_process_waits_too_long(tracked, m
     assert 0 < asked["settings"].finish_timeout < 30 and asked["settings"].finish_timeout_raises
 
 
-def test_a_loss_that_is_no_number_raises_an_alert(runs):
+def test_nonfinite_loss_raises_wandb_alert(runs):
     arguments = [*SHORT, "--tracking.log_model", "true", "--out_dir", runs, "--name", "run"]
     failed = train_offline(*arguments, exit_code=1, faults="nan:1:3")
     (alert,) = of_kind(wandb_files(runs / "run"), "alert")
@@ -226,7 +226,7 @@ def tracked(tmp_path):
     PartialState._reset_state()
 
 
-def test_tensorboard_shows_every_step_once_after_a_rewind(runs):
+def test_tensorboard_shows_each_step_once_after_rewind(runs):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -251,7 +251,7 @@ def test_tensorboard_shows_every_step_once_after_a_rewind(runs):
 
 
 @pytest.mark.parametrize(("started_after", "resume"), [((0, 2), "allow"), ((2,), "never")], ids=["again", "branch"])
-def test_trackio_gets_numbers_at_their_steps_and_goes_on(started_after, resume, tracked, monkeypatch):
+def test_trackio_logs_steps_and_resumes(started_after, resume, tracked, monkeypatch):
     """Of trackio itself only the names are here, as Accelerate calls them. A branch that begins after step 2 is no
     older run of its name."""
     calls = []
@@ -271,7 +271,7 @@ def test_trackio_gets_numbers_at_their_steps_and_goes_on(started_after, resume, 
     assert calls == [(3, {"train/loss": 1.5}), (3, texts), (4, {"train/loss": 1.25}), "finish"]
 
 
-def test_a_tracker_of_ones_own_asks_for_no_package(tracked, tmp_path, monkeypatch):
+def test_custom_tracker_requires_no_package(tracked, tmp_path, monkeypatch):
     class Lines(trackers.TrackerRun):
         def _start(self, step):
             self.run = open(tmp_path / "lines", "w")
@@ -289,7 +289,7 @@ def test_a_tracker_of_ones_own_asks_for_no_package(tracked, tmp_path, monkeypatc
     assert (tmp_path / "lines").read_text() == "3 1.5\n"
 
 
-def test_a_tracker_that_fails_stops_no_run(tracked, tmp_path, monkeypatch, capsys):
+def test_failing_tracker_does_not_stop_run(tracked, tmp_path, monkeypatch, capsys):
     def fail(**options):
         raise OSError("no such server")
 
@@ -303,7 +303,7 @@ def test_a_tracker_that_fails_stops_no_run(tracked, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("failure", [None, Preempted("stopped as asked")])
-def test_only_the_end_is_exported_and_an_export_that_fails_fails_no_run(failure, tracked, monkeypatch, capsys):
+def test_log_model_exports_at_end_and_tolerates_failure(failure, tracked, monkeypatch, capsys):
     """Here there is no checkpoint to export, which is said where one was tried."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with suppress(Preempted), tracked("--tracking.wandb", "offline", "--tracking.log_model", "true"):
@@ -315,26 +315,26 @@ def test_only_the_end_is_exported_and_an_export_that_fails_fails_no_run(failure,
 @pytest.mark.parametrize(
     ("setting", "value"), [("group", "g"), ("tags", "[a]"), ("log_model", "true"), ("wandb", "online")]
 )
-def test_what_only_wandb_has_is_refused_with_another_tracker(setting, value):
+def test_wandb_settings_are_refused_with_another_tracker(setting, value):
     with pytest.raises(ConfigError, match=f"tracking.{setting}: .* tracking.tracker is tensorboard"):
         parse_config([*map(str, SHORT), "--tracking.tracker", "tensorboard", f"--tracking.{setting}", value])
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
-def test_a_tracker_that_is_not_installed_is_refused(tracker, tracked, monkeypatch):
+def test_missing_tracker_package_is_refused(tracker, tracked, monkeypatch):
     monkeypatch.setattr(trackers, "get_available_trackers", list)
     with pytest.raises(ConfigError, match=f"tracking.tracker: {tracker} .*pip install {tracker}"):
         tracked("--tracking.tracker", tracker)
 
 
-def test_an_artifact_of_a_model_that_cannot_be_exported_is_refused_before_training(runs):
+def test_log_model_refuses_unexportable_model(runs):
     words = "--tracking.log_model true --model.mlp relu2"
     refused = train(*SHORT, *words.split(), "--out_dir", runs, exit_code=2)
     assert "tracking.log_model: true" in refused.stderr and "model.mlp is relu2" in refused.stderr
     assert not runs.exists()
 
 
-def test_without_wandb_installed_the_run_works_and_says_so_once(runs, tmp_path):
+def test_run_reports_missing_wandb_package_once(runs, tmp_path):
     (tmp_path / "wandb.py").write_text("raise ImportError('not installed')")
     done = train(
         *[*SHORT, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"],
@@ -345,14 +345,14 @@ def test_without_wandb_installed_the_run_works_and_says_so_once(runs, tmp_path):
     assert len(metrics(runs / "run")) == STEPS
 
 
-def test_online_without_an_account_asks_nothing(runs, tmp_path):
+def test_wandb_online_without_account_is_refused(runs, tmp_path):
     environment_without_key = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
     done = train(*SHORT, "--tracking.wandb", "online", "--out_dir", runs, exit_code=2, **environment_without_key)
     assert "tracking.wandb: online" in done.stderr and "wandb login" in done.stderr
     assert not runs.exists()
 
 
-def test_every_metric_of_the_contract_is_there(runs):
+def test_metrics_file_has_documented_keys(runs):
     done = train(*SHORT, "--out_dir", runs, "--name", "run")
     assert "tokens/s = " in done.stdout and "memory" not in done.stdout
     rows = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -389,7 +389,7 @@ def shown_on_a_terminal(runs, columns, processes):
     return shown.decode()
 
 
-def test_a_terminal_shows_a_progress_bar(runs):
+def test_terminal_shows_progress_bar(runs):
     text = shown_on_a_terminal(runs, columns=160, processes=2)
     assert "loading torch" in text and "waiting for all 2 processes" in text
     assert "4/4" in text and "tokens/s=" in text and "loss=" in text and "step/s" in text
@@ -399,12 +399,12 @@ def test_a_terminal_shows_a_progress_bar(runs):
     assert re.search(r"[\r\n]Loss curve: ", text), "not at the end of the bar"
 
 
-def test_a_terminal_without_width_shows_lines(runs):
+def test_terminal_without_width_shows_lines(runs):
     text = shown_on_a_terminal(runs, columns=0, processes=1)
     assert "[step 4 / 4] loss = " in text and "step/s" not in text
 
 
-def test_the_picture_can_be_drawn_again_and_a_missing_run_is_said(tmp_path):
+def test_plot_redraws_loss_curve_and_names_missing_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5, "val/loss": 1.6, "val/entropy": 1.0}\n'
     )
@@ -419,7 +419,7 @@ def test_the_picture_can_be_drawn_again_and_a_missing_run_is_said(tmp_path):
 @pytest.mark.parametrize(
     "losses", [[5.1, 0.0038], [5.0, 0.43], [11.0, 1.2], [6.5, 6.2], [10.8201, 10.8199], [5.0, 2.0, math.inf]]
 )
-def test_no_label_of_a_loss_stands_on_another_or_is_the_same(losses):
+def test_loss_axis_labels_are_distinct_without_overlap(losses):
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(losses)
@@ -433,7 +433,7 @@ def test_no_label_of_a_loss_stands_on_another_or_is_the_same(losses):
     assert len({label.get_text() for label in seen}) == len(seen)
 
 
-def test_a_single_training_loss_is_seen(tmp_path):
+def test_loss_curve_shows_single_point(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 10, "train/loss": 2.0}\n')
     image = imread(save_loss_curve(tmp_path))
     below_the_legend = image[len(image) // 4 :, :, :3]
@@ -448,7 +448,7 @@ class Terminal(io.StringIO):
         return -1
 
 
-def test_the_bar_moves_in_every_step_logged_or_not(tmp_path, monkeypatch):
+def test_progress_bar_advances_on_unlogged_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((80, 24)))
     config = parse_config(

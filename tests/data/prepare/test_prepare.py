@@ -104,7 +104,7 @@ def run(*arguments, exit_code=0, preamble=""):
 # What is in a corpus
 
 
-def test_every_document_is_in_one_split_and_none_is_moved_by_another(tmp_path):
+def test_hash_split_assigns_each_document_independently(tmp_path):
     documents = make_documents(60)
     metadata = make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "a", validation="hash:0.3")
     train, validation = texts(tmp_path / "a"), texts(tmp_path / "a", "validation")
@@ -120,12 +120,12 @@ def test_every_document_is_in_one_split_and_none_is_moved_by_another(tmp_path):
     assert not set(texts(tmp_path / "b")) & set(texts(tmp_path / "b", "validation"))
 
 
-def test_the_share_of_the_hash_is_kept():
+def test_in_validation_keeps_the_fraction():
     share = sum(in_validation(f"document {i}", 0.05) for i in range(20_000)) / 20_000
     assert abs(share - 0.05) < 0.007  # standard error 0.0015
 
 
-def test_all_kinds_of_sources_give_the_same_tokens(tmp_path, small_parts, monkeypatch):
+def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_parts, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     documents = make_documents(50)
     documents = [text.replace("\r\n", "\n").replace("\r", "\n") for text in documents]  # txt has one kind of line end
@@ -163,7 +163,7 @@ def test_all_kinds_of_sources_give_the_same_tokens(tmp_path, small_parts, monkey
 
 
 @pytest.mark.parametrize("piece", range(1, 30))
-def test_a_separator_is_found_wherever_the_reading_stops(tmp_path, monkeypatch, piece):
+def test_source_finds_separator_across_chunks(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(data.prepare.sources, "CHUNK", piece)
     documents = ["one", "", "two <|en", "|end|>", "last"]
     (tmp_path / "a.txt").write_text("<|end|>".join(documents))
@@ -175,21 +175,21 @@ def test_a_separator_is_found_wherever_the_reading_stops(tmp_path, monkeypatch, 
     assert found[:-1] == documents
 
 
-def test_a_txt_file_is_one_document_and_several_are_several(tmp_path):
+def test_prepare_reads_each_txt_file_as_document(tmp_path):
     (tmp_path / "b.txt").write_text("second\n\n")
     (tmp_path / "a.txt").write_text("first")
     make(tmp_path / "*.txt", tmp_path / "out")
     assert texts(tmp_path / "out") + texts(tmp_path / "out", "validation") == ["first", "second\n\n"]
 
 
-def test_a_validation_set_of_its_own(tmp_path):
+def test_prepare_with_separate_validation_file(tmp_path):
     (tmp_path / "train.txt").write_text("to learn")
     (tmp_path / "val.txt").write_text("to judge")
     make(tmp_path / "train.txt", tmp_path / "out", validation=str(tmp_path / "val.txt"))
     assert texts(tmp_path / "out") == ["to learn"] and texts(tmp_path / "out", "validation") == ["to judge"]
 
 
-def test_a_validation_set_may_be_in_another_format(tmp_path):
+def test_prepare_accepts_validation_file_in_another_format(tmp_path):
     (tmp_path / "val.txt").write_text("to judge")
     write_jsonl(tmp_path / "train.jsonl", ["to learn"])
     for source, held_out in (("train.jsonl", "val.txt"), ("val.txt", "train.jsonl")):
@@ -198,7 +198,7 @@ def test_a_validation_set_may_be_in_another_format(tmp_path):
         assert sorted(texts(out) + texts(out, "validation")) == ["to judge", "to learn"]
 
 
-def test_a_split_of_a_data_set_on_this_machine(tmp_path, monkeypatch):
+def test_prepare_reads_split_of_dataset_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     of = {"train": ["to learn"], "validation": ["to judge"]}
     splits = {name: datasets.Dataset.from_dict({"text": said}) for name, said in of.items()}
@@ -210,7 +210,7 @@ def test_a_split_of_a_data_set_on_this_machine(tmp_path, monkeypatch):
     assert texts(tmp_path / "out") == ["to learn"] and texts(tmp_path / "out", "validation") == ["to judge"]
 
 
-def test_max_tokens_leaves_a_validation_set_of_its_own_whole(tmp_path, small_parts):
+def test_max_tokens_does_not_cut_separate_validation_file(tmp_path, small_parts):
     write_jsonl(tmp_path / "train.jsonl", make_documents(100))
     held_out = make_documents(60, seed=1)
     write_jsonl(tmp_path / "val.jsonl", held_out)
@@ -220,7 +220,7 @@ def test_max_tokens_leaves_a_validation_set_of_its_own_whole(tmp_path, small_par
 
 
 @pytest.mark.parametrize("length", [2, 10, 999, 1000, 4000, 4001, 30_000])
-def test_the_tail_is_the_last_tenth_of_the_characters(tmp_path, small_parts, length):
+def test_tail_split_takes_last_tenth_of_characters(tmp_path, small_parts, length):
     text = make_text(length)[:length].replace("\r", " ")
     (tmp_path / "a.txt").write_text(text)
     make(tmp_path / "a.txt", tmp_path / "out", validation="tail:0.1")
@@ -229,14 +229,14 @@ def test_the_tail_is_the_last_tenth_of_the_characters(tmp_path, small_parts, len
     assert "".join(texts(tmp_path / "out", "validation")) == text[cut:]
 
 
-def test_the_tail_of_each_document(tmp_path):
+def test_tail_split_cuts_each_document(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["0123456789", "", "abcdefghijklmnopqrst"])
     make(tmp_path / "a.jsonl", tmp_path / "out", validation="tail:0.1")
     assert texts(tmp_path / "out") == ["012345678", "abcdefghijklmnopqr"]
     assert texts(tmp_path / "out", "validation") == ["9", "st"]
 
 
-def test_a_file_is_read_once_however_many_links_lead_to_it(tmp_path, monkeypatch):
+def test_find_files_lists_linked_file_once(tmp_path, monkeypatch):
     """Through two links back, glob finds a file under 2**40 names."""
     (tmp_path / "texts" / "deep" / ".hidden").mkdir(parents=True)
     for name in ("a.txt", "deep/b.txt", "deep/.hidden/c.txt"):
@@ -255,7 +255,7 @@ def test_a_file_is_read_once_however_many_links_lead_to_it(tmp_path, monkeypatch
     assert find_files(f"{glob.escape(str(tmp_path))}/**/a.txt") == [str(tmp_path / "texts" / "a.txt")]
 
 
-def test_a_file_is_never_in_both_splits(tmp_path, monkeypatch):
+def test_prepare_refuses_file_in_both_splits(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "texts").mkdir()
     for name in "ab":
@@ -274,7 +274,7 @@ def test_a_file_is_never_in_both_splits(tmp_path, monkeypatch):
     assert metadata["train"]["documents"] == metadata["validation"]["documents"] == 1
 
 
-def test_a_folder_of_txt_files_is_not_taken_line_by_line(tmp_path, monkeypatch):
+def test_prepare_refuses_folder_of_txt_files(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one\ndocument")
@@ -285,7 +285,7 @@ def test_a_folder_of_txt_files_is_not_taken_line_by_line(tmp_path, monkeypatch):
     assert texts(tmp_path / "out") == ["one\ndocument"]
 
 
-def test_no_text_can_end_a_document(tmp_path):
+def test_prepare_encodes_spelled_special_token_as_text(tmp_path):
     documents = ["before <|endoftext|> after", "another"]
     make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "out", tokenizer="train:300", validation="hash:0.0")
     tokenizer, facts = load_tokenizer(tmp_path / "out" / "tokenizer")
@@ -294,7 +294,7 @@ def test_no_text_can_end_a_document(tmp_path):
     assert [tokenizer.decode(row[1:]) for row in made] == documents
 
 
-def test_empty_documents_are_left_out_and_counted(tmp_path):
+def test_prepare_skips_and_counts_empty_documents(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"text": ""}\n\n{"text": null}\n{"text": "b"}\n')
     metadata = make(path, tmp_path / "out", validation="hash:0.0")
@@ -303,7 +303,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path):
     assert metadata["train"]["empty_documents"] + metadata["validation"]["empty_documents"] == 2
 
 
-def test_the_corpus_opens_in_datasets(tmp_path):
+def test_corpus_opens_in_datasets(tmp_path):
     from datasets import load_dataset
 
     documents = make_documents(20)
@@ -315,13 +315,13 @@ def test_the_corpus_opens_in_datasets(tmp_path):
 
 @pytest.mark.parametrize("separator", [r"<|end|>\r\n", r"<|end|>\r", "<|end|>\r\n", r"<|end|>\n", "<|end|>"])
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
-def test_a_separator_divides_a_text_of_whatever_line_ends(tmp_path, separator, line_end):
+def test_separator_matches_any_line_ending(tmp_path, separator, line_end):
     (tmp_path / "a.txt").write_bytes(f"one<|end|>{line_end}two<|end|>{line_end}three".encode())
     make(tmp_path / "a.txt", tmp_path / "out", document_separator=separator)
     assert [text.strip("\n") for text in texts(tmp_path / "out")] == ["one", "two", "three"]
 
 
-def test_a_separator_that_stands_nowhere_is_refused(tmp_path):
+def test_prepare_refuses_separator_that_never_occurs(tmp_path):
     (tmp_path / "a.txt").write_text("one<|end|>two")
     message = refusal(tmp_path / "a.txt", tmp_path / "out", document_separator=r"<|end|>\t")
     assert r"document_separator: '<|end|>\\t' stands nowhere in" in message and "leave it out" in message
@@ -338,7 +338,7 @@ def test_a_separator_that_stands_nowhere_is_refused(tmp_path):
         (["a", "b"], "nothing", ["keeps none of the 2 documents"]),
     ],
 )
-def test_a_corpus_that_nothing_can_be_done_with_is_refused(tmp_path, documents, validation, named):
+def test_prepare_refuses_empty_split(tmp_path, documents, validation, named):
     """And is not in the way of the next command."""
     source = write_jsonl(tmp_path / "a.jsonl", documents)
     if validation == "nothing":
@@ -353,7 +353,7 @@ def test_a_corpus_that_nothing_can_be_done_with_is_refused(tmp_path, documents, 
     assert texts(tmp_path / "out") == ["one", "two"] and not (tmp_path / "out.partial").exists()
 
 
-def test_one_document_is_not_chosen_among_many_before_it_is_encoded(tmp_path):
+def test_prepare_refuses_hash_split_of_one_document(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     message = refusal(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.005")
     assert "validation: 'hash:0.005' chooses among documents, and" in message and "tail:0.1" in message
@@ -372,7 +372,7 @@ def bpe(tmp_path_factory):
 
 
 @pytest.mark.parametrize("asked, learnt", [(400, 263), (260, 260)])
-def test_a_tokenizer_that_finds_less_to_learn_says_so(asked, learnt, tmp_path, monkeypatch, capsys):
+def test_prepare_reports_smaller_trained_vocabulary(asked, learnt, tmp_path, monkeypatch, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", ["the cat" * 9] * 20)
     words = ["--source", source, "--tokenizer", f"train:{asked}", "--out", tmp_path / "out", "--num_workers", 1]
     monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words), "--validation", "hash:0.0"])
@@ -382,7 +382,7 @@ def test_a_tokenizer_that_finds_less_to_learn_says_so(asked, learnt, tmp_path, m
     assert (vocab_size, said) == (learnt, asked != learnt)
 
 
-def test_a_byte_is_its_own_token(tmp_path):
+def test_byte_tokenizer_maps_bytes_to_themselves(tmp_path):
     save_tokenizer("byte", tmp_path, [])
     tokenizer, facts = load_tokenizer(tmp_path)
     text = "".join(map(chr, range(256))) + "漢字 😀\r\n\x00"
@@ -390,7 +390,7 @@ def test_a_byte_is_its_own_token(tmp_path):
     assert (facts["vocab_size"], facts["end_of_text"]) == (257, END)
 
 
-def test_a_learnt_tokenizer_is_lossless_and_the_same_every_time(tmp_path, bpe):
+def test_trained_tokenizer_is_lossless_and_deterministic(tmp_path, bpe):
     env = {**environment(), "RAYON_NUM_THREADS": "1" if os.cpu_count() > 1 else "2"}
     (tmp_path / "text").write_bytes(make_text(100_000, seed=9).encode())
     code = (
@@ -407,7 +407,7 @@ def test_a_learnt_tokenizer_is_lossless_and_the_same_every_time(tmp_path, bpe):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, small_parts, bpe, seed):
+def test_document_in_pieces_has_same_tokens(tmp_path, small_parts, bpe, seed):
     document = make_text(40_000, seed)
     make(write_jsonl(tmp_path / "a.jsonl", [document, "next"]), tmp_path / "out", str(bpe), validation="hash:0.0")
     tokenizer, facts = load_tokenizer(bpe)
@@ -419,7 +419,7 @@ def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, small_parts,
     assert max(map(len, made)) <= 2 * data.prepare.prepare.PIECE
 
 
-def test_the_cut_is_where_the_tokenizer_does_not_care(bpe):
+def test_cut_point_does_not_change_tokens(bpe):
     tokenizer, _ = load_tokenizer(bpe)
     for seed in range(60):
         text = make_text(6000, seed)
@@ -430,14 +430,14 @@ def test_the_cut_is_where_the_tokenizer_does_not_care(bpe):
     assert cut_point("a" * 6000, tokenizer, limit=4000) <= 4000
 
 
-def test_a_tokenizer_from_a_folder_is_that_tokenizer(tmp_path, bpe):
+def test_prepare_copies_tokenizer_from_folder(tmp_path, bpe):
     make(write_jsonl(tmp_path / "a.jsonl", ["hello there"]), tmp_path / "out", str(bpe), validation="hash:0.0")
     kept = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer" / "tokenizer.json"))
     assert kept.get_vocab() == Tokenizer.from_file(str(bpe / "tokenizer.json")).get_vocab()
     assert rows(tmp_path / "out")[0][1:] == kept.encode("hello there").ids
 
 
-def test_a_tokenizer_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+def test_prepare_refuses_missing_tokenizer_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "transformers.AutoTokenizer.from_pretrained", lambda name, **_: pytest.fail(f"asked for {name}")
     )
@@ -450,7 +450,7 @@ def test_a_tokenizer_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_p
 # The same bytes, whatever happens
 
 
-def test_any_number_of_workers_makes_the_same_files(tmp_path, small_parts):
+def test_prepare_is_independent_of_worker_count(tmp_path, small_parts):
     source = write_jsonl(tmp_path / "a.jsonl", [*make_documents(80), make_text(50_000)])
     for workers in (1, 3):
         make(source, tmp_path / str(workers), "train:400", validation="hash:0.1", num_workers=workers)
@@ -470,7 +470,7 @@ p.tqdm.update = update
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
-def test_after_a_kill_the_same_command_goes_on(tmp_path, streaming):
+def test_prepare_resumes_after_kill(tmp_path, streaming):
     folder = tmp_path / "source"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", make_documents(900))
@@ -499,7 +499,7 @@ p.make_part = stop
 """
 
 
-def test_ctrl_c_stops_at_once_and_the_same_command_goes_on(tmp_path):
+def test_prepare_stops_at_ctrl_c_and_resumes(tmp_path):
     source, out = write_jsonl(tmp_path / "a.jsonl", make_documents(400)), tmp_path / "out"
     command = ["--source", source, "--tokenizer", "byte", "--num_workers", 1, "--out", out, "--validation", "hash:0.1"]
     begin = time.monotonic()
@@ -512,7 +512,7 @@ def test_ctrl_c_stops_at_once_and_the_same_command_goes_on(tmp_path):
     assert "".join(texts(out)) and not first.exists()
 
 
-def test_what_is_done_is_not_done_again(tmp_path, small_parts, monkeypatch):
+def test_prepare_does_not_redo_finished_parts(tmp_path, small_parts, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     make(source, tmp_path / "whole")
     monkeypatch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)  # as if it died just before the end
@@ -536,7 +536,7 @@ def test_what_is_done_is_not_done_again(tmp_path, small_parts, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_max_tokens_stops_and_is_the_same_for_any_number_of_workers(tmp_path, small_parts, workers):
+def test_max_tokens_is_independent_of_worker_count(tmp_path, small_parts, workers):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(200))
     make(source, tmp_path / "all")
     metadata = make(source, tmp_path / "out", max_tokens=9000, num_workers=workers)
@@ -549,7 +549,7 @@ def test_max_tokens_stops_and_is_the_same_for_any_number_of_workers(tmp_path, sm
 # What can be wrong
 
 
-def test_bytes_that_are_no_text_are_replaced_and_counted_or_refused(tmp_path):
+def test_invalid_utf8_is_replaced_or_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good \xff\xfe bad \xe4\xb8")
     metadata = make(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.0")
     assert texts(tmp_path / "out") == ["good \ufffd\ufffd bad \ufffd"]
@@ -569,7 +569,7 @@ CHINESE = "人之初，性本善。性相近，习相远。\n" * 40
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8"])
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "txt.gz"])
-def test_a_mark_says_what_a_file_is_written_in(tmp_path, encoding, ending):
+def test_byte_order_mark_sets_encoding(tmp_path, encoding, ending):
     text = GERMAN[:500] + RUSSIAN[:500] + CHINESE
     written = text if "txt" in ending else json.dumps({"text": text}, ensure_ascii=False) + "\r\n"
     content = (("" if encoding in ("utf-16", "utf-32") else "\ufeff") + written).encode(encoding)
@@ -594,7 +594,7 @@ def test_a_mark_says_what_a_file_is_written_in(tmp_path, encoding, ending):
     ],
 )
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "jsonl.gz"])
-def test_text_of_another_encoding_is_no_corpus(tmp_path, text, encoding, likely, ending):
+def test_prepare_refuses_text_in_another_encoding(tmp_path, text, encoding, likely, ending):
     content = text if ending == "txt" else json.dumps({"text": text}, ensure_ascii=False) + "\n"
     content = content.encode(encoding)
     path = tmp_path / f"a.{ending}"
@@ -604,7 +604,7 @@ def test_text_of_another_encoding_is_no_corpus(tmp_path, text, encoding, likely,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_few_wrong_bytes_make_no_other_encoding(tmp_path, monkeypatch):
+def test_prepare_tolerates_few_invalid_bytes(tmp_path, monkeypatch):
     """Also where they stand at the beginning of a long text."""
     monkeypatch.setattr(data.prepare.sources, "CHUNK", 200)
     (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1200)
@@ -615,7 +615,7 @@ def test_a_few_wrong_bytes_make_no_other_encoding(tmp_path, monkeypatch):
     assert "NUL" in refusal(tmp_path / "a.txt", tmp_path / "nul")
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, small_parts):
+def test_source_detects_file_changed_while_read(tmp_path, small_parts):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, make_documents(100))
     reading = iter(Source(str(path)))
@@ -626,7 +626,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, small_parts):
         list(reading)
 
 
-def test_a_source_that_changed_since_it_was_begun_is_noticed(tmp_path, small_parts, monkeypatch):
+def test_prepare_refuses_to_resume_with_changed_source(tmp_path, small_parts, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     with monkeypatch.context() as patch:
         patch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)
@@ -637,7 +637,7 @@ def test_a_source_that_changed_since_it_was_begun_is_noticed(tmp_path, small_par
 
 
 @pytest.mark.parametrize("what", ["source", "tokenizer"])
-def test_a_folder_that_changed_is_not_taken_as_unchanged(tmp_path, bpe, monkeypatch, what):
+def test_prepare_detects_changed_folder(tmp_path, bpe, monkeypatch, what):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "texts").mkdir()
     source = write_jsonl(tmp_path / "texts" / "a.jsonl", make_documents(20))
@@ -651,7 +651,7 @@ def test_a_folder_that_changed_is_not_taken_as_unchanged(tmp_path, bpe, monkeypa
     assert "is not what this command would make" in refusal(*arguments)
 
 
-def test_what_a_kill_left_is_not_trusted_when_it_changed(tmp_path, small_parts, monkeypatch):
+def test_prepare_rebuilds_damaged_partial_files(tmp_path, small_parts, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     make(source, tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -666,7 +666,7 @@ def test_what_a_kill_left_is_not_trusted_when_it_changed(tmp_path, small_parts, 
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_name_is_on_the_disk_before_anything_relies_on_it(tmp_path, monkeypatch):
+def test_prepare_syncs_files_before_renaming(tmp_path, monkeypatch):
     """Every file is synced before it gets its name, and the folder that holds the name right after."""
     events, originals = [], {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
     monkeypatch.setattr(
@@ -690,7 +690,7 @@ def test_a_name_is_on_the_disk_before_anything_relies_on_it(tmp_path, monkeypatc
             assert ours[i - 1] == ("fsync", before) and ours[i + 1] == ("fsync", os.path.dirname(after))
 
 
-def test_a_tokenizer_without_tokens_for_a_text_says_so(tmp_path):
+def test_prepare_refuses_text_unknown_to_tokenizer(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({"<|end|>": 0, "known": 1}))
@@ -721,7 +721,7 @@ def test_a_tokenizer_without_tokens_for_a_text_says_so(tmp_path):
         ("a.txt.gz", b"\x1f\x8b\x08 no more", ["a.txt.gz"]),
     ],
 )
-def test_a_source_that_cannot_be_read_is_named(tmp_path, name, content, named):
+def test_prepare_names_unreadable_source(tmp_path, name, content, named):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     message = refusal(tmp_path / name, tmp_path / "out")
@@ -729,7 +729,7 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path, name, content, named):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_parquet_file_without_the_column_says_which_there_are(tmp_path):
+def test_prepare_lists_columns_of_parquet_file(tmp_path):
     pa.parquet.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
     message = refusal(tmp_path / "a.parquet", tmp_path / "out")
     assert all(word in message for word in ("a.parquet", "text_column 'text'", "body", "n")), message
@@ -737,7 +737,7 @@ def test_a_parquet_file_without_the_column_says_which_there_are(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_named(tmp_path):
+def test_prepare_names_file_without_permission(tmp_path):
     (tmp_path / "a.txt").write_text("secret")
     (tmp_path / "a.txt").chmod(0)
     assert "a.txt" in refusal(tmp_path / "a.txt", tmp_path / "out")
@@ -762,7 +762,7 @@ def test_a_file_without_permission_is_named(tmp_path):
         ({"streaming": True}, ["streaming", "a.txt"]),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_value_and_remedy(tmp_path, settings, named):
+def test_prepare_names_invalid_setting_and_remedy(tmp_path, settings, named):
     (tmp_path / "a.txt").write_text("text")
     message = refusal(tmp_path / "a.txt", **{"out": tmp_path / "out", **settings})
     assert "~nouser" in refusal(tmp_path / "a.txt", "~nouser/x")
@@ -770,7 +770,7 @@ def test_a_wrong_setting_is_named_with_its_value_and_remedy(tmp_path, settings, 
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_what_a_refused_command_has_done_is_kept_and_not_in_the_way_of_the_right_one(tmp_path, small_parts):
+def test_prepare_replaces_partial_files_of_failed_command(tmp_path, small_parts):
     """As where the disk or the network fails in the middle: the same command would go on."""
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     source.write_text(source.read_text() + "{")
@@ -781,7 +781,7 @@ def test_what_a_refused_command_has_done_is_kept_and_not_in_the_way_of_the_right
     assert texts(tmp_path / "out") == ["text"] and not (tmp_path / "out.partial").exists()
 
 
-def test_a_corpus_is_not_lost_where_its_name_cannot_be_printed(tmp_path):
+def test_prepare_escapes_names_stdout_cannot_encode(tmp_path):
     screen = 'import io; sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="ascii")'
     pairs = [{"prompt": "a", "response": "b", "größe": 1}]  # a column that is named while the corpus is not done yet
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -793,7 +793,7 @@ def test_a_corpus_is_not_lost_where_its_name_cannot_be_printed(tmp_path):
     assert "\x1b" not in done.stderr and "\\x1b[31mred.txt" in done.stderr
 
 
-def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
+def test_prepare_refuses_existing_folder(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
@@ -804,7 +804,7 @@ def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
     assert str(tmp_path / "a.txt") in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_tokenizer_that_panics_is_refused_and_leaves_the_place_free(tmp_path, monkeypatch):
+def test_prepare_refuses_panicking_tokenizer(tmp_path, monkeypatch):
     """Rust's panic is no Exception of Python's."""
     from transformers import PreTrainedTokenizerFast
 
@@ -823,13 +823,13 @@ def test_a_tokenizer_that_panics_is_refused_and_leaves_the_place_free(tmp_path, 
     assert texts(tmp_path / "out") == ["a" * 40 + "b"]
 
 
-def test_without_a_network_the_local_way_is_named(tmp_path):
+def test_prepare_names_local_files_without_network(tmp_path):
     done = run("--source", "nobody/nothing:tiny", "--tokenizer", "byte", "--out", tmp_path / "out", exit_code=2)
     assert "Traceback" not in done.stderr
     assert all(word in done.stderr for word in ("nobody/nothing:tiny", "folder/*.parquet", "network"))
 
 
-def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path):
+def test_prepare_resumes_after_full_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = shutil.which("mount") and subprocess.run(
@@ -867,7 +867,7 @@ p.cli = reporting
 
 
 @pytest.mark.parametrize("megabytes", [2, pytest.param(300, marks=pytest.mark.slow)])
-def test_one_line_of_any_length_takes_little_memory(tmp_path, megabytes):
+def test_prepare_bounds_memory_for_long_line(tmp_path, megabytes):
     """It stays far below what the text and its tokens would take."""
     line = make_text(1_000_000).replace("\r", "").replace("\n", " ").encode()[:1_000_000]
     with open(tmp_path / "a.txt", "wb") as file:

@@ -89,7 +89,7 @@ def small_grammar() -> Grammar:
     return Grammar(rules, {"HERO": people, "OTHER": others, "THING": things})
 
 
-def test_small_grammar_sums_to_one_and_has_the_entropy_it_says():
+def test_small_grammar_sums_to_one_with_exact_entropy():
     grammar = small_grammar()
     texts = every_text(grammar)
     assert len(texts) == len({text for text, _ in texts}) > 50
@@ -101,7 +101,7 @@ def test_small_grammar_sums_to_one_and_has_the_entropy_it_says():
     assert sorted({token for text, _ in texts for token in TOKEN.findall(text)}) == grammar.tokens
 
 
-def test_a_slot_keeps_its_word_until_it_takes_another():
+def test_slot_keeps_word_until_reassigned():
     grammar = tiny({"S": ["{a:WORD} {b:WORD}:{T} {a} {b}"], "T": [" stay {a}", " turn{a=b}"]})
     assert {text for text, _ in every_text(grammar)} == {
         f"{a} {b}:{then}"
@@ -111,7 +111,7 @@ def test_a_slot_keeps_its_word_until_it_takes_another():
     }
 
 
-def test_a_small_grammar_writes_texts_as_often_as_it_says():
+def test_small_grammar_generates_texts_at_their_probabilities():
     grammar, rng = small_grammar(), random.Random(3)
     counts = Counter(draw(grammar, rng)[0] for _ in range(50_000))
     texts = every_text(grammar)
@@ -120,7 +120,7 @@ def test_a_small_grammar_writes_texts_as_often_as_it_says():
     assert abs(statistic - (len(texts) - 1)) < 4 * math.sqrt(2 * (len(texts) - 1))
 
 
-def test_writer_and_reader_agree_to_the_last_bit(drawn):
+def test_generator_and_parser_agree_bitwise(drawn):
     for text, nats in drawn[:1000]:
         assert log_prob(text) == nats
     grammar, rng = small_grammar(), random.Random(0)
@@ -128,18 +128,18 @@ def test_writer_and_reader_agree_to_the_last_bit(drawn):
         assert grammar.log_probability(text) == nats
 
 
-def test_mean_information_is_the_entropy(drawn):
+def test_mean_negative_log_probability_equals_entropy(drawn):
     values = torch.tensor([-nats for _, nats in drawn], dtype=torch.float64)
     standard_error = values.std() / math.sqrt(len(values))
     assert abs(values.mean() - entropy(GRAMMAR)) < 4 * standard_error
     assert standard_error < 0.001 * entropy(GRAMMAR)  # so that the line above says something
 
 
-def test_no_duplicates_to_speak_of(drawn):
+def test_generated_stories_are_distinct(drawn):
     assert len({text for text, _ in drawn}) == len(drawn)
 
 
-def test_every_option_is_taken_and_writes_what_it_says():
+def test_grammar_uses_every_option():
     """No template and no word of the grammar is dead; beside a loop that goes from piece to piece by the same draws."""
     wanted = {id(option) for options in (*GRAMMAR.rules.values(), *GRAMMAR.tables.values()) for option in options}
 
@@ -163,7 +163,7 @@ def test_every_option_is_taken_and_writes_what_it_says():
     assert not wanted
 
 
-def test_damaged_stories_are_rejected(drawn):
+def test_grammar_rejects_damaged_stories(drawn):
     rng = random.Random(1)
     for text, _ in drawn[:300]:
         tokens = TOKEN.findall(text)
@@ -177,7 +177,7 @@ def test_damaged_stories_are_rejected(drawn):
     assert log_prob("") is None
 
 
-def test_every_repeated_word_must_be_the_right_one(drawn):
+def test_grammar_rejects_inconsistent_repeated_word(drawn):
     """A story in which one word of a kind is swapped for another of that kind is rejected if it stands there twice.
 
     A word drawn again later (a new toy, a new colour) is a free choice, so the story's own words are what counts:
@@ -198,7 +198,7 @@ def test_every_repeated_word_must_be_the_right_one(drawn):
 
 
 @pytest.mark.parametrize("pronouns", ["She He", "her his", "them it", "they it", "were was"])
-def test_every_pronoun_must_agree(drawn, pronouns):
+def test_grammar_rejects_disagreeing_pronouns(drawn, pronouns):
     tried = 0
     for text, _ in drawn[:1000]:
         for one, other in itertools.permutations(pronouns.split()):
@@ -209,7 +209,7 @@ def test_every_pronoun_must_agree(drawn, pronouns):
     assert tried > 50
 
 
-def test_girls_are_she_and_boys_are_he(drawn):
+def test_pronouns_match_gender_of_child(drawn):
     """The reader would accept any pronoun that the tables say; these are the ones that English says."""
     words = {"girl": ("She", "her", "her"), "boy": ("He", "his", "him")}
     for text, _ in drawn[:1000]:
@@ -248,17 +248,17 @@ def tiny(rules: dict, words: str = "cat dog", **entry: str) -> Grammar:
         ({"S": ["The {Word}"]}, "cat", "cannot read"),
     ],
 )
-def test_faults_are_found_when_a_grammar_is_built(rules, words, message):
+def test_grammar_refuses_invalid_rules(rules, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         tiny(rules, words)
 
 
-def test_the_reader_tells_a_space_before_a_word_from_a_comma():
+def test_parser_distinguishes_space_from_comma():
     grammar = tiny({"S": ["Ann {a:WORD}", "Ann, the {a:WORD}"]})
     assert [grammar.log_probability(text) for text in ("Ann cat", "Ann, the dog")] == [-math.log(4)] * 2
 
 
-def test_tokenizer_is_lossless_and_knows_exactly_the_words_of_the_grammar(drawn):
+def test_tokenizer_is_lossless_with_exact_vocabulary(drawn):
     tokenizer = build_tokenizer()
     texts = [text for text, _ in drawn[:5000]]
     encoded = tokenizer.encode_batch(texts)
@@ -272,16 +272,16 @@ def test_tokenizer_is_lossless_and_knows_exactly_the_words_of_the_grammar(drawn)
 
 
 @pytest.mark.parametrize("text", ["Xylophone", "Once upon", "Once\nthere", "Once  there", "{hero}", "été"])
-def test_tokenizer_refuses_what_no_story_has(text):
+def test_tokenizer_refuses_unknown_text(text):
     with pytest.raises(Exception, match="UNK"):
         build_tokenizer().encode(text)
 
 
-def test_tokens_stay_below_the_bound_and_reach_it(drawn):
+def test_max_tokens_is_tight_bound(drawn):
     assert max(len(TOKEN.findall(text)) for text, _ in drawn) == GRAMMAR.max_tokens
 
 
-def test_rows(train):
+def test_stories_dataset_rows(train):
     tokenizer = build_tokenizer()
     for index in range(200):
         row = train[index]
@@ -296,7 +296,7 @@ def test_rows(train):
         train[5000]
 
 
-def test_a_row_that_no_story_fills_is_refused():
+def test_stories_dataset_refuses_short_seq_len():
     StoriesDataset("train", 1, seed=0, seq_len=SEQ_LEN)
     with pytest.raises(ValueError, match=rf"data\.source.* at least {SEQ_LEN}.* is {SEQ_LEN - 1}"):
         StoriesDataset("train", 1, seed=0, seq_len=SEQ_LEN - 1)
@@ -304,21 +304,21 @@ def test_a_row_that_no_story_fills_is_refused():
         StoriesDataset("test", 1, seed=0, seq_len=SEQ_LEN)
 
 
-def test_splits_are_disjoint_and_the_validation_split_is_an_eighth(train, validation, drawn):
+def test_splits_are_disjoint_with_eighth_for_validation(train, validation, drawn):
     assert not any(is_validation(train.text(index)) for index in range(len(train)))
     assert all(is_validation(validation.text(index)) for index in range(len(validation)))
     share = sum(is_validation(text) for text, _ in drawn) / len(drawn)
     assert abs(share - 1 / 8) < 4 * math.sqrt(1 / 8 * 7 / 8 / len(drawn))
 
 
-def test_story_i_depends_on_seed_split_and_i_alone(train):
+def test_story_depends_only_on_seed_split_and_index(train):
     short = StoriesDataset("train", 10, seed=1, seq_len=SEQ_LEN + 5)
     assert [short.text(index) for index in reversed(range(10))] == [train.text(index) for index in reversed(range(10))]
     other = StoriesDataset("train", 10, seed=2, seq_len=SEQ_LEN)
     assert not {other.text(index) for index in range(10)} & {train.text(index) for index in range(5000)}
 
 
-def test_another_process_writes_the_same_stories(train):
+def test_another_process_generates_same_stories(train):
     program = (
         "from data.synthetic.stories import StoriesDataset, build_tokenizer, log_prob\n"
         f"dataset, tokenizer = StoriesDataset('train', 100, seed=1, seq_len={SEQ_LEN}), build_tokenizer()\n"
@@ -331,7 +331,7 @@ def test_another_process_writes_the_same_stories(train):
     assert subprocess.check_output([sys.executable, "-c", program], env=environment, cwd=ROOT, text=True) == expected
 
 
-def test_the_floor_and_the_bytes_are_those_of_the_stories(validation):
+def test_entropy_and_bytes_match_stories(validation):
     texts = [validation.text(index) for index in range(len(validation))]
     assert validation.entropy_nats == pytest.approx(-sum(map(log_prob, texts)), rel=1e-12)
     assert validation.num_bytes == len("".join(texts).encode())
@@ -339,12 +339,12 @@ def test_the_floor_and_the_bytes_are_those_of_the_stories(validation):
     assert validation.entropy_nats / len(texts) == pytest.approx(entropy(GRAMMAR), rel=0.02)
 
 
-def test_the_score_of_texts_is_how_many_the_grammar_accepts(validation):
+def test_score_texts_counts_accepted_texts(validation):
     texts = [validation.text(0), validation.text(0) + " The", "", validation.text(1)]
     assert STORIES.score_texts(texts) == {"valid": (2, 4)}
 
 
-def test_neighbouring_words_say_little(train, validation):
+def test_bigram_model_is_far_above_entropy(train, validation):
     """A bigram model is far from the floor: most of what there is to learn spans more than a word."""
     tokenizer = build_tokenizer()
 

@@ -53,7 +53,7 @@ def small() -> tuple[Grammar, dict[str, Fraction]]:
     return Grammar(rules, tables, {"FACT": world.weights}), texts
 
 
-def test_probabilities_of_a_small_world_sum_to_one_and_are_those_by_hand(small):
+def test_small_world_probabilities_match_hand_calculation(small):
     grammar, texts = small
     assert sum(texts.values()) == 1 and len(texts) == 130
     assert math.fsum(math.exp(grammar.log_probability(text)) for text in texts) == pytest.approx(1, abs=1e-14)
@@ -61,7 +61,7 @@ def test_probabilities_of_a_small_world_sum_to_one_and_are_those_by_hand(small):
         assert grammar.log_probability(text) == pytest.approx(math.log(probability), abs=1e-13)
 
 
-def test_a_small_world_is_told_as_often_as_it_says(small):
+def test_small_world_generates_texts_at_their_probabilities(small):
     grammar, texts = small
     rng, number = random.Random(5), 30_000
     counts = Counter("".join(grammar.write(rng)[0]) for _ in range(number))
@@ -70,7 +70,7 @@ def test_a_small_world_is_told_as_often_as_it_says(small):
     assert abs(statistic - (len(texts) - 1)) < 4 * math.sqrt(2 * (len(texts) - 1))
 
 
-def test_each_fact_has_its_share_of_the_draws():
+def test_facts_are_drawn_by_weight():
     world = World(4, 1.5, seed=0)
     grammar = Grammar({"STORY": ["{fact:FACT}"]}, {"FACT": world.facts}, {"FACT": world.weights})
     total, end = sum(world.weights), 0
@@ -80,13 +80,13 @@ def test_each_fact_has_its_share_of_the_draws():
         end += weight
 
 
-def test_writer_and_reader_agree_to_the_last_bit(generator):
+def test_generator_and_parser_agree_bitwise(generator):
     for seed in range(300):
         words, odds = generator.grammar.write(random.Random(seed))
         assert generator.grammar.log_probability("".join(words)) == log_probability(odds)
 
 
-def test_every_token_has_its_probability_given_what_came_before(small):
+def test_explain_gives_conditional_token_probabilities(small):
     """By the probabilities of all texts that begin alike: the definition."""
     grammar, texts = small
     masses = defaultdict(Fraction)
@@ -104,7 +104,7 @@ def test_every_token_has_its_probability_given_what_came_before(small):
 
 
 @pytest.mark.parametrize("facts", [0, 300])
-def test_the_nats_of_tokens_add_up_to_those_of_the_story(facts):
+def test_token_nats_sum_to_story_nats(facts):
     dataset = StoriesDataset("validation", 100, 0, SEQ_LEN, generator := get_story_generator(facts, 1.5, 7))
     for text in map(dataset.text, range(100)):
         tokens = generator.grammar.explain(text)
@@ -116,7 +116,7 @@ def test_the_nats_of_tokens_add_up_to_those_of_the_story(facts):
         assert not [token for token in tokens if token.nats and generator.kind(token) in ("agreement", "endings")]
 
 
-def test_the_world_is_the_same_on_every_machine():
+def test_world_is_same_on_every_machine():
     """What is told and how often, also of ranks that a power of floats could round to either side."""
     digests = []
     for num_facts, zipf, seed in ((MOST_FACTS, 1.5, 0), (1000, 1.1, 3)):
@@ -126,7 +126,7 @@ def test_the_world_is_the_same_on_every_machine():
     assert digests == ["a9525020da956ed8", "ae9d50443879b80a"]
 
 
-def test_a_world_begins_with_the_facts_of_a_smaller_one_and_tells_each_once():
+def test_larger_world_extends_smaller_world():
     large, small = World(MOST_FACTS, 1.5, 0), World(100, 0.5, 0)
     assert large.facts[:100] == small.facts
     assert len({fact[""] for fact in large.facts}) == MOST_FACTS
@@ -135,7 +135,7 @@ def test_a_world_begins_with_the_facts_of_a_smaller_one_and_tells_each_once():
     assert small.weights[0] / small.weights[99] == pytest.approx(10, rel=1e-6)
 
 
-def test_a_false_fact_is_not_accepted_and_named(generator, validation):
+def test_verdict_names_false_fact(generator, validation):
     story, grammar = validation.text(0), generator.grammar
     fact = next(token for token in grammar.explain(story) if token.form == "answer")
     key, answer = (generator.world.facts[fact.index][form] for form in ("", "answer"))
@@ -155,13 +155,13 @@ def test_a_false_fact_is_not_accepted_and_named(generator, validation):
     }
 
 
-def test_stories_of_a_world_fit_where_others_do(generator):
+def test_world_stories_fit_seq_len(generator):
     longest = max(generator.grammar.max_tokens, get_story_generator(MOST_FACTS, 1.5, 0).grammar.max_tokens)
     assert longest <= get_story_generator().grammar.max_tokens == SEQ_LEN - 2
 
 
 @pytest.mark.parametrize("facts", [0, 300])
-def test_excess_by_kind_is_that_of_the_tokens_and_adds_up(facts):
+def test_excess_loss_by_kind_sums_to_excess_loss(facts):
     generator = get_story_generator(facts, 1.5, 7)
     dataset = StoriesDataset("validation", 6, 7, SEQ_LEN, generator)
     batch = {name: torch.stack([row[name] for row in dataset]) for name in dataset[0]}
@@ -182,7 +182,7 @@ def test_excess_by_kind_is_that_of_the_tokens_and_adds_up(facts):
     assert total == pytest.approx(losses.double().sum().item() - dataset.entropy_nats, rel=1e-9)
 
 
-def test_a_run_reports_what_it_has_learnt_and_refuses_another_world(runs):
+def test_run_reports_kinds_and_refuses_changed_world(runs):
     settings = [*TINY_STORIES, "--out_dir", runs, "--name", "run", "--checkpoint.every", 8]
     train(*settings, *FACTS, "--evaluation.num_scored_generations", 2)
     rows = [row for row in metrics(runs / "run") if "val/loss" in row]
@@ -205,14 +205,14 @@ def test_a_run_reports_what_it_has_learnt_and_refuses_another_world(runs):
         ),
     ],
 )
-def test_facts_that_cannot_be_are_refused(runs, settings, message):
+def test_invalid_facts_settings_are_refused(runs, settings, message):
     done = train(*TINY_STORIES, "--out_dir", runs, *settings, exit_code=2)
     assert message in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_stories_of_a_world_are_exact_on_any_number_of_processes(runs, processes):
+def test_world_run_is_exact_across_processes(runs, processes):
     settings = [*TINY_STORIES, *FACTS, "--out_dir", runs, "--exact", "true", "--global_batch_size", 8]
     for number in (1, processes):
         train(*settings, "--name", number, processes=number)
