@@ -1,4 +1,4 @@
-"""A damaged checkpoint is passed over by name, none is ever half there, and the right ones are kept."""
+"""Damaged checkpoints are skipped by name, none is visible half-written, and rotation keeps the right ones."""
 
 import errno
 import hashlib
@@ -50,7 +50,7 @@ SHORT = [*TINY_STORIES, "--steps", STEPS, "--evaluation.every", 0]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The directory of a finished run with the checkpoints of all its steps."""
+    """Directory of a finished run with the checkpoints of all its steps."""
     out_dir = tmp_path_factory.mktemp("finished")
     train(*SHORT, "--out_dir", out_dir, "--name", "run")
     return out_dir / "run"
@@ -180,7 +180,7 @@ def test_resume_refuses_run_without_valid_checkpoint(run):
 
 @pytest.mark.slow
 def test_checkpoint_loads_on_another_process_count(run):
-    """Written by one process, read by two; and back, written by two and read by one."""
+    """Written by one process and read by two, then written by two and read by one."""
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     train(*SHORT, "--out_dir", run.parent, "--name", "run", processes=2)
     assert len(list((run / "checkpoints" / "step-00000004").glob("*.safetensors"))) == 2
@@ -205,7 +205,7 @@ def test_checkpoint_files_are_safetensors_with_documented_names(finished):
 
 
 def checkpoint_of(directory, step, loss=None, num_samples=500):
-    """A checkpoint without tensors, evaluated on so many sequences."""
+    """Write a checkpoint without tensors whose loss was measured on `num_samples` sequences."""
     path = step_directory(directory, step)
     path.mkdir()
     save_file({}, path / "a.safetensors")
@@ -227,7 +227,7 @@ def test_checkpoint_files_have_equal_permissions(finished):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was in use")
 def test_write_makes_no_copy_of_tensors(tmp_path):
-    """A copy would also stop training while it is made: that takes one call, during which no Python runs."""
+    """A copy is one call during which no other Python code runs, so it would also stall training."""
     weights = {f"model.{i}": torch.ones(2**20) for i in range(32)}
 
     def resident_mib(name):
@@ -298,7 +298,7 @@ def test_background_threads_have_lowest_priority(tmp_path):
 
 
 def test_shared_blocks_are_saved_and_restored(tmp_path):
-    """As a fork's that is one block several times: each name has its tensor in the file, moments are there once."""
+    """A fork may use one block several times: each name has its tensor in the file, and the moments are stored once."""
     network, optimizer = trained(0, steps=2, share=True)
     storage.write(tmp_path, storage.state_tensors(network, optimizer), None)
     [file] = tmp_path.iterdir()
@@ -330,7 +330,7 @@ def test_rotate_keeps_newest_and_best(tmp_path):
 
 
 def test_best_compares_only_equal_validation_sets(tmp_path, capsys):
-    """Seven sequences were easier than a hundred. Of neither the best is deleted, and the best is of the newest's."""
+    """The best checkpoint of each validation set is kept; "best" refers to the newest one's set."""
     losses = [(1, 0.5, 7), (2, 0.6, 7), (3, 2.0, 100), (4, 1.0, 100), (5, 1.5, 100), (6, None, 100)]
     (tmp_path / "checkpoints").mkdir()
     for step, loss, num_samples in losses:
@@ -360,8 +360,10 @@ def test_steps_above_hundred_million_are_ordered(tmp_path):
 
 
 def test_manifest_digest_detects_any_changed_byte(tmp_path):
-    """Each byte gets another value in turn: the checkpoint is then as it was or passed over by name, and neither a save
-    of a healthy run nor a start ends in another error because of it."""
+    """Each byte is changed in turn: the checkpoint is either unchanged in content or skipped by name.
+
+    Rotation, as after a save of a healthy run, works in both cases.
+    """
     older, newest = checkpoint_of(tmp_path, 4, 1.5), checkpoint_of(tmp_path, 5, 2.5)
     manifest, before = newest / MANIFEST, validate(newest)
     content = manifest.read_bytes()
@@ -392,7 +394,7 @@ def test_manifest_with_missing_key_is_invalid(missing, tmp_path):
 
 
 def manifest_digest(facts):
-    """As the format says it: SHA-256 of the manifest without its digest, keys in order, without blanks."""
+    """Compute the digest by the format's definition: SHA-256 of the manifest without it, keys sorted, no whitespace."""
     facts = {key: value for key, value in facts.items() if key != "digest"}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""What goes wrong, and how the run ends: with the bits of one that was left alone, or with a message that says why."""
+"""Faults during training: the run ends with the bits of an undisturbed one, or with a message that names the cause."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TINY = [*TINY_STORIES, "--name", "run"]
 
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory):
-    """The directory of a run on two processes that nothing happened to."""
+    """Directory of an undisturbed run on two processes."""
     out_dir = tmp_path_factory.mktemp("left_alone")
     train(*TINY, "--out_dir", out_dir, processes=2)
     return out_dir / "run"
@@ -44,7 +44,7 @@ def test_launcher_restarts_killed_processes(runs, left_alone):
 
 
 def test_killed_save_leaves_no_checkpoint(runs, left_alone):
-    """One process while it writes a checkpoint, and one when only the rename is missing; the next start goes on."""
+    """One process is killed while writing, another before the rename; the next start resumes."""
     for kind, rank, step in (("kill_after_shards", 1, 5), ("kill_before_rename", 0, 6)):
         train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults=f"{kind}:{rank}:{step}")
         saved = newest_valid(runs / "run" / "checkpoints")[1].step
@@ -56,7 +56,7 @@ def test_killed_save_leaves_no_checkpoint(runs, left_alone):
 
 @pytest.mark.slow
 def test_hanging_process_is_detected_within_timeout(runs, left_alone):
-    """It does not even react to the launcher's SIGTERM; after 30 s the launcher kills it."""
+    """It ignores even the launcher's SIGTERM; the launcher kills it after 30 s."""
     arguments = [*TINY, "--out_dir", runs, "--timeout_seconds", 4]
     done = train(*arguments, processes=2, max_restarts=1, faults="hang:1:4")
     error = next(line for line in done.stderr.splitlines() if "train.py: error: process 0 lost the others in" in line)
@@ -74,7 +74,7 @@ def test_asynchronous_save_equals_synchronous_save(runs, left_alone):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A function that gives a file system of so many bytes, and another size when called again."""
+    """A function that mounts a file system of a given size in bytes, or resizes it when called again."""
     directory = tmp_path / "disk"
     directory.mkdir()
 
@@ -94,7 +94,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("lie", [pytest.param({}, marks=pytest.mark.slow), {"LIE_ABOUT_FREE_SPACE": "1"}], ids=str)
 def test_full_disk_stops_run_and_keeps_checkpoints(lie, small_disk, left_alone):
-    """Found by the check before writing; or, where that is deceived, in the middle of writing."""
+    """The check before writing finds it or, where the reported free space is wrong, the write itself."""
     disk = small_disk(1_000_000 if lie else 2_100_000)
     arguments = [*TINY, "--out_dir", disk]
     done = train(*arguments, processes=2, exit_code=1, faults="none:0:0", **lie)
@@ -130,7 +130,7 @@ def test_on_failure_continue_survives_full_disk(small_disk, left_alone):
 
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_run_recovers_from_completely_full_disk(asynchronous, small_disk, left_alone):
-    """Not even the status has room for a second file; once the disk is freed, the run goes on as if nothing was."""
+    """Not even a second copy of status.json fits; once space is free, the run resumes."""
     disk = small_disk(3_000_000)
     arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
     arguments += ["--checkpoint.asynchronous", asynchronous]
@@ -222,7 +222,7 @@ def test_nonfinite_update_is_skipped_on_all_processes(runs):
 
 @pytest.mark.slow
 def test_save_before_first_update_resumes_bitwise(runs):
-    """There are no moments yet, and none must be made: torch makes them by a step, which AdamW would count."""
+    """No moments exist yet, and none may be created: torch creates them by a step, which AdamW would count."""
     nan = {"processes": 2, "faults": "nan:1:1,2"}
     train(*SKIP, "--out_dir", runs, **nan)
     train(*SKIP, "--out_dir", runs / "unsaved", "--checkpoint.every", STEPS, **nan)
@@ -246,7 +246,7 @@ def test_max_skipped_in_a_row_counts_across_restarts(runs):
 
 
 def test_diverged_replicas_stop_run(runs):
-    """One bit of one weight of process 1, in step 3; compared every second step."""
+    """One bit of one weight of process 1 flips in step 3; replicas are compared every second step."""
     arguments = [*TINY, "--out_dir", runs, "--check_replicas_every", 2, "--checkpoint.every", 100]
     done = train(*arguments, processes=3, exit_code=1, faults="flip:1:3")
     error = next(line for line in done.stderr.splitlines() if "train.py: error" in line)

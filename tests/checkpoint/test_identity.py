@@ -1,4 +1,4 @@
-"""Precision and code are part of what a run is: whoever goes on with it, trains it again or counts it says so."""
+"""Precision and code identify a run: resuming, replaying and comparing report a difference."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ RECIPE = [*TINY_STORIES, "--evaluation.every", 0, "--steps"]
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of the code, outside git."""
+    """Copy of the code, outside git."""
     names = ["*.py", "*/*.py", "data/*/*.py", "configs/*", "accelerate_configs/*", "README.md", "tests/*.yaml"]
     for file in {file for name in names for file in ROOT.glob(name)}:
         copy = tmp_path / "tree" / file.relative_to(ROOT)
@@ -52,7 +52,7 @@ def test_code_hash_excludes_docs_tests_and_plots(tree):
 
 
 def test_training_sources_follow_imports_of_fork(tree):
-    """A module at the root and a package in folders, which nobody listed, imported from inside a function."""
+    """A module at the root and a package in nested folders, both imported inside a function."""
     with open(tree / "model" / "gpt.py", "a") as file:
         file.write("\n\ndef mine():\n    import kernels.fast\n")
     (tree / "kernels" / "cpu").mkdir(parents=True)
@@ -122,7 +122,7 @@ def run(finished, runs):
 
 
 def under_code(run, code):
-    """As if another code had trained it; None: an older version, which did not write it down."""
+    """Rewrite the recorded code hash of a run; None removes it."""
     for checkpoint in (run / "checkpoints").iterdir():
         manifest = read_manifest(checkpoint)
         facts = {name: fact for name, fact in manifest.provenance.items() if name != "code"}
@@ -166,7 +166,7 @@ def test_replay_reports_other_code(code, run):
 
 @pytest.mark.slow
 def test_compare_separates_runs_by_code(tree, tmp_path):
-    """A line of the model is changed, and no setting; the two codes take turns with the same seeds."""
+    """One line of the model differs and no setting; both versions train with the same seeds."""
     model = tree / "model" / "gpt.py"
     words = [*TINY_STORIES, "--steps", 4, "--out_dir", tmp_path / "runs", "--tracking.wandb", "disabled"]
     line = "std=0.02"

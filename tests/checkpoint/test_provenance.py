@@ -1,4 +1,4 @@
-"""Where a result comes from: the commit, and the changes that it lacks."""
+"""Provenance of a result: the commit and the uncommitted changes."""
 
 import subprocess
 
@@ -18,7 +18,7 @@ def contents(directory):
 
 @pytest.fixture(params=[".", "inner"], ids=["own repository", "folder of a larger one"])
 def code(request, tmp_path):
-    """The folder of the code, in a git repository with one commit."""
+    """Folder of the code, in a git repository with one commit."""
     code = tmp_path / request.param
     git(tmp_path, "init")
     for name, text in {".gitignore": "runs/", "loop.py": "one\n\ntwo\n\n", "runs/old.py": "not of the code"}.items():
@@ -31,7 +31,7 @@ def code(request, tmp_path):
 
 
 def test_uncommitted_changes_restore_the_code(code, tmp_path):
-    """Applied to the commit in that folder, the patch gives the code that ran, new files too."""
+    """The patch, applied to the commit in that folder, restores the code that ran, new files included."""
     assert uncommitted_changes(code) is None
     (code / "loop.py").write_text("three\n\ntwo\n\n")
     (code / "data").mkdir()

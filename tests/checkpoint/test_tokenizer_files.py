@@ -1,4 +1,4 @@
-"""A run keeps its tokenizer: whoever reads it checks it, and a start makes a damaged one anew."""
+"""Tokenizer of a run: every reader checks it, and a start restores a damaged one."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def folder(made, tmp_path):
-    """A copy, whose run knows the corpus of the copy."""
+    """Copy of `made`, whose run refers to the copied corpus."""
     folder = shutil.copytree(made, tmp_path / "copy")
     manifest = read_manifest(folder / "run" / "checkpoints" / "step-00000002")
     manifest.config["data"]["path"] = str(folder / "corpus")
@@ -46,7 +46,7 @@ def go_on(folder, steps):
 
 
 def permute(tokenizer):
-    """Two tokens of the vocabulary change places."""
+    """Swap two tokens of the vocabulary."""
     file = tokenizer / "tokenizer.json"
     stored = json.loads(file.read_text())
     vocabulary = stored["model"]["vocab"]
@@ -68,7 +68,7 @@ DAMAGES = {
 
 
 def use(folder, exit_code=0):
-    """What sample.py prints on both streams."""
+    """Run sample.py and return its stderr."""
     words = [str(folder / "run"), "--max_new_tokens", "2", "--prompt", "a"]
     done = forked.run("sample.py", words, 0, environment())
     assert done.returncode == exit_code and "Traceback" not in done.stderr, done.stdout + done.stderr
@@ -76,7 +76,7 @@ def use(folder, exit_code=0):
 
 
 def audited(folder):
-    """What an audit finds wrong with the newest checkpoint before it trains again."""
+    """Return what an audit finds wrong with the newest checkpoint before it trains again."""
     run = RecordedRun(folder / "run")
     return checkpoint_problem(run, *next(iter(run.manifests.items())))
 
@@ -107,7 +107,7 @@ def test_damaged_tokenizer_is_skipped_then_restored(damage, folder):
 
 
 def test_tokenizer_is_not_restored_from_another_corpus(folder):
-    """Later checkpoints go on expecting the first one."""
+    """Later checkpoints still expect the first tokenizer."""
     expected = read_manifest(folder / "run" / "checkpoints" / "step-00000002").tokenizer
     for tokenizer in (folder / "run" / "tokenizer", folder / "corpus" / "tokenizer"):
         (tokenizer / "chat_template.jinja").write_text(str(tokenizer))
@@ -120,7 +120,7 @@ def test_tokenizer_is_not_restored_from_another_corpus(folder):
 
 
 def test_tokenizer_that_cannot_be_parsed_is_one_message(folder):
-    """The checkpoint has no hashes, so that the damage shows only when the file is parsed."""
+    """The checkpoint has no hashes, so the damage appears only when the file is parsed."""
     checkpoint = folder / "run" / "checkpoints" / "step-00000002"
     replace(read_manifest(checkpoint), tokenizer=None).write(checkpoint)
     (folder / "run" / "tokenizer" / "chat_template.jinja").write_text("x")

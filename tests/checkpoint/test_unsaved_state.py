@@ -1,4 +1,4 @@
-"""State that a checkpoint does not hold is refused by name at the first save: else a run resumes to other bits."""
+"""State that a checkpoint would lose is refused by name at the first save, since a resumed run would differ."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_unsaved_state_is_refused_by_two_processes_once(runs):
 
 
 def test_state_in_tensors_resumes_bitwise(runs):
-    """Private attributes may change: nothing is read from them."""
+    """Private attributes may change, because they are not compared."""
     assert train("tensor", runs / "uninterrupted").returncode == 0
     for stop in (2, 4):
         done = train("tensor", runs / "resumed", "--stop_after", stop)

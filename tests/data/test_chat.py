@@ -1,4 +1,4 @@
-"""Conversations are learnt as transformers would have it: its template's tokens, the loss on the answers alone."""
+"""Conversations: tokens as in transformers' chat templates, and a loss on the answers alone."""
 
 import io
 import json
@@ -80,7 +80,7 @@ def with_template(folder, template, special=()):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Tokenizers with a template, rows of conversations, and corpora of them: `chatml`, `marked` and `plain`."""
+    """Tokenizers with a template, rows of conversations, and corpora of them: `chatml`, `marked`, `plain`."""
     folder = tmp_path_factory.mktemp("conversations")
     save_tokenizer("train:500", folder / "tokenizer_chatml", [make_text(50_000, seed=9)])
     with_template(folder / "tokenizer_chatml", CHATML, ("<|im_start|>", "<|im_end|>"))
@@ -93,7 +93,7 @@ def folder(tmp_path_factory):
 
 
 def rows_of(corpus, split="train"):
-    """(tokens, mask) of every conversation, read with pyarrow alone."""
+    """Read (tokens, mask) of every conversation, with pyarrow alone."""
     tables = [pa.ipc.open_stream(pa.memory_map(str(f))).read_all() for f in sorted(Path(corpus, split).glob("*.arrow"))]
     columns = ("input_ids", "assistant_masks")
     return [row for table in tables for row in zip(*(table[name].to_pylist() for name in columns), strict=True)]
@@ -134,7 +134,7 @@ def test_assistant_mask_covers_answers_and_end_tokens(folder, name, end):
 
 
 def test_assistant_mask_excludes_token_starting_before_answer(folder):
-    """The line end after the role and one that an answer begins with are one token."""
+    """The line break after the role and the one that starts the answer are one token."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml")
     tokenizer.add_tokens(["\n\n"])
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\nanswer"}]
@@ -146,6 +146,7 @@ def test_assistant_mask_excludes_token_starting_before_answer(folder):
 
 
 def test_thinking_prefix_is_target_of_last_answer(folder):
+    """The template writes the prefix before the last answer only."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml")
     tokenizer.chat_template = THINKING
     said = ["how are you?", "Fine.", "And he?", "Fine."]
@@ -167,6 +168,7 @@ def test_assistant_mask_finds_answer_contained_in_prefix(folder, answer):
 
 
 def test_assistant_mask_excludes_first_token(folder):
+    """No position predicts the first token."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
     tokenizer.chat_template = MARKED.replace("{{ eos_token }}", "").replace("{{ m['role'] + ': ' }}", "")
     tokens, answers = ChatTemplate(tokenizer).encode([{"role": "assistant", "content": "Hi."}])
@@ -197,13 +199,13 @@ def test_prompt_response_rows_are_conversations(tmp_path):
 
 
 def learnt_from(corpus):
-    """What the masks of a corpus say is learnt, as texts, one a conversation."""
+    """Decode the targets of each conversation of a corpus, as marked by its mask."""
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     return [tokenizer.decode([t for t, a in zip(*row, strict=True) if a]) for row in rows_of(corpus)]
 
 
 def test_split_ignores_row_format_of_conversation(tmp_path):
-    """Twins in both parts would make the validation loss that of what was learnt by heart."""
+    """A conversation in both splits would make the validation loss measure memorisation."""
     questions = [[m[-2]["content"], m[-1]["content"]] for m in CONVERSATIONS]
     spellings = [{"messages": m[-2:]} for m in CONVERSATIONS]
     spellings += [{"id": 7, "messages": [dict(reversed(said.items())) for said in m[-2:]]} for m in CONVERSATIONS]
@@ -224,7 +226,7 @@ TYPED = [
 
 @pytest.mark.parametrize("name", ["chatml", "marked", "plain"])
 def test_special_tokens_come_only_from_template(folder, name):
-    """One that is spelt in a message is its characters, as in plain text, which are learnt as such."""
+    """A special token spelled in a message is encoded as plain text."""
     tokenizer = AutoTokenizer.from_pretrained(folder / name / "tokenizer")
     tokens, answers = ChatTemplate(tokenizer).encode(TYPED)
     harmless = [{**said, "content": "x"} for said in TYPED]
@@ -238,7 +240,7 @@ def test_special_tokens_come_only_from_template(folder, name):
 
 
 def test_placeholder_characters_in_text_stay_text(folder):
-    """What stands for one inside the program may be typed, too."""
+    """The characters that replace special tokens internally may occur in a message."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "plain" / "tokenizer")
     typed = [{"role": "user", "content": "\U0010ffff\U00100000<|endoftext|>"}, {"role": "assistant", "content": "!"}]
     tokens = ChatTemplate(tokenizer).encode(typed)[0]
@@ -265,7 +267,7 @@ WITH_A_TOOL = [
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_template_receives_tools_and_settings(folder, tmp_path, form):
-    """Tools, calls of them, thoughts and its own settings, as apply_chat_template has them."""
+    """Tools, tool calls, reasoning and template settings are passed as by apply_chat_template."""
     tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
     with_template(tokenizer, CALLING)
     row = {"messages": WITH_A_TOOL, "tools": TOOLS, "chat_template_kwargs": {"mood": "kind"}}
@@ -286,6 +288,7 @@ def test_template_receives_tools_and_settings(folder, tmp_path, form):
 
 
 def test_prepare_refuses_fields_template_ignores(tmp_path):
+    """One message names each field with its number of rows."""
     rows = [{"messages": m, "tools": [], "id": 3} for m in CONVERSATIONS]
     rows[7] = {"messages": WITH_A_TOOL, "tools": TOOLS}
     for index in range(20, 25):
@@ -325,7 +328,7 @@ def test_answer_of_weight_zero_is_masked(folder, tmp_path):
 
 
 def test_prompt_and_completion_may_be_message_lists(tmp_path):
-    """As TRL has them: what an answer in the prompt says is not learnt."""
+    """As in TRL, answers within the prompt are not targets."""
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     answer = [{"role": "assistant", "content": "d"}]
     rows = [{"prompt": asked, "completion": answer}, {"prompt": asked, "completion": "d"}]
@@ -447,7 +450,7 @@ def test_prepare_names_row_of_another_kind(tmp_path, kinds, found):
 
 @pytest.mark.parametrize("text", ["a_before.txt", "z_after.txt"])
 def test_prepare_refuses_txt_file_among_conversations(tmp_path, text):
-    """In the order of their names: a file that comes first says what the others must be."""
+    """In either order of file names; the first file decides the kind of the source."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / text).write_text("Read me.")
     write_rows(tmp_path / "texts" / "chats.jsonl", [MESSAGES])
@@ -513,7 +516,7 @@ QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=F
 @pytest.mark.parametrize("settings", [{}, QWEN3], ids=["gpt2", "qwen3"])
 @pytest.mark.parametrize("packing", ["isolated", "padded"])
 def test_packed_loss_equals_transformers_per_conversation(folder, settings, packing):
-    """Of a row, packed or padded: the sum of what transformers' model gives for each alone, with labels of -100."""
+    """The loss of a row is the sum of transformers' losses of its conversations, each alone with labels of -100."""
     model, dataset = lively_model(**settings), open_split(folder / "marked", packing=packing)
     theirs, stored = to_transformers(model).double().eval(), iter(rows_of(folder / "marked"))
     packed = torch.utils.data.default_collate([dataset[i] for i in range(4)])
@@ -586,7 +589,7 @@ def test_changed_or_hostile_mask_is_detected(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(folder, tmp_path_factory):
-    """Runs `run`, on one process, which was stopped on the way, and `two`, on two; their corpus is gone since."""
+    """Runs `run` (one process, stopped and resumed) and `two` (two processes); their corpus is deleted."""
     runs = tmp_path_factory.mktemp("runs")
     corpus = shutil.copytree(folder / "chatml", runs / "corpus")
     of_conversations = f"--data.source text --data.path {corpus} --data.num_samples 1000 --exact true --steps 4"

@@ -1,4 +1,4 @@
-"""Whatever a corpus or a source has become: the right tokens, or one message; never anything else, and no crash."""
+"""Damaged corpora and sources give the right tokens or one error message, and never crash."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ ODD_VALUES = [None, True, 0, -1, 2**70, 1.5, "", "../x", "\ud800", [], [[]], {},
 
 
 def mutate_bytes(generator, content):
-    """A bit, a byte, a stretch: changed, gone, doubled or cut off."""
+    """Change, delete, repeat or cut off a bit, a byte or a range."""
     content, place = bytearray(content), generator.randrange(len(content))
     kind, end = generator.randrange(6), place + generator.choice([1, 2, 8, 100])
     if kind == 0:
@@ -39,7 +39,7 @@ def mutate_bytes(generator, content):
 
 
 def mutate_value(generator, value):
-    """JSON with one value, somewhere in it, that is another one, or gone."""
+    """Replace or delete one value at a random place in a JSON document."""
     while True:
         keys = list(value) if isinstance(value, dict) else range(len(value))
         key = generator.choice(keys)
@@ -54,7 +54,7 @@ def mutate_value(generator, value):
 
 
 def read_all(path):
-    """All that training takes from a corpus, in every way; raises what a start or a save raises."""
+    """Read everything that training uses of a corpus; raises what a start or a save would raise."""
     corpus = TextCorpus(str(path))
     samples = []
     for split in ("train", "validation"):
@@ -72,9 +72,10 @@ def read_all(path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A corpus in several files, `corpus`, and the text of sources.
+    """A corpus of several files, `corpus`, and the text of sources.
 
-    Its tokenizer is a learnt one, which has all parts that a tokenizer can have."""
+    Its trained tokenizer has every part that a tokenizer can have.
+    """
     folder = tmp_path_factory.mktemp("fuzz")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data.prepare.prepare, "PART", 2000)
@@ -103,7 +104,7 @@ def test_damaged_corpus_reads_correctly_or_is_refused(folder, tmp_path, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_hostile_corpus_reads_or_is_refused(folder, tmp_path, seed):
-    """Its author has made all digests fit."""
+    """All digests match the changed content."""
     generator = random.Random(seed)
     path = shutil.copytree(folder / "corpus", tmp_path / "corpus")
     name = generator.choice(["metadata.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"])
@@ -119,7 +120,7 @@ def test_hostile_corpus_reads_or_is_refused(folder, tmp_path, seed):
 
 
 def write_source(generator, folder, documents):
-    """A source of some kind with these documents, and how another program reads their texts."""
+    """Write documents in a random format; return the path and a function that reads it independently."""
     kind = generator.choice(["txt", "jsonl", "parquet", "jsonl.gz"])
     path = folder / f"source.{kind}"
     if kind == "txt":

@@ -1,4 +1,4 @@
-"""File systems that can less than others, as on networks: what they lack is said, or does without."""
+"""File systems without locks or without fsync of folders, such as network file systems."""
 
 import errno
 import json
@@ -63,7 +63,7 @@ def test_prepare_without_folder_fsync(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_other_file_system_errors_are_raised(tmp_path, monkeypatch, code):
-    """And what cannot be written is never left out: only the names in a folder are."""
+    """Only fsync of a folder may fail with EINVAL; fsync of a file may not."""
 
     def answer(*_):
         raise OSError(code, os.strerror(code))

@@ -1,4 +1,4 @@
-"""The loader yields the same micro-batches for a step whatever was loaded before, by whom, and never waits forever."""
+"""Loader: the micro-batches of a step do not depend on earlier loads or workers, and no wait is unbounded."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def test_batches_of_no_steps():
 
 
 def test_load_batch_of_a_hugging_face_dataset():
-    """Such a dataset has a method `batch`, which means something else."""
+    """Such a dataset has a method `batch` with another meaning."""
     rows = {"input_ids": [[1, 2], [3, 4], [5, 6]], "labels": [[1, 2], [-100, 4], [5, 6]]}
     batch = load_batch(datasets.Dataset.from_dict(rows).with_format("torch"), [2, 1])
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {name: of[:0:-1] for name, of in rows.items()}
@@ -88,9 +88,9 @@ def test_split_micro_batches_keeps_rows_together():
 
 
 def first_batch(**settings):
-    """A loader whose one worker has been started, its batches after the first, and that worker.
+    """Start a loader with one worker and read its first batch; return the loader, the iterator and the worker.
 
-    A batch is larger than what a pipe holds, so the worker is in the middle of sending one.
+    A batch is larger than a pipe's buffer, so the worker is blocked while sending the next one.
     """
     loader = BatchLoader(Rows(2**16), GlobalBatches(50, 4, 0), 4, CPU, num_workers=1, **settings)
     others, batches = active_children(), loader.batches(0, 20)

@@ -1,4 +1,4 @@
-"""The data order: a permutation, uniform, in O(1) memory, and the same on any number of processes."""
+"""Data order: a uniform permutation in O(1) memory, the same on any number of processes."""
 
 import hashlib
 import tracemalloc
@@ -18,7 +18,7 @@ def test_permute_is_permutation(size):
 
 
 def test_permute_order_is_stable():
-    """A run that goes on in another version must not see a sample twice: a change here changes every run."""
+    """A change of this digest changes the data order of every run, also of one that is resumed."""
     orders = [permute(np.arange(size), size, key=1) for size in (1, 2, 3, 4, 5, 16, 17, 64, 65, 1000)]
     assert hashlib.sha256(np.concatenate(orders).tobytes()).hexdigest()[:16] == "454265d8750f9585"
 
@@ -31,7 +31,7 @@ def test_permute_differs_between_keys():
 
 
 def test_permute_is_uniform():
-    """Over many keys, every index is as likely at the first position, and after every other index."""
+    """Over many keys, every index is equally likely at the first position and after every other index."""
     size, keys = 10, 5_000
     orders = np.array([permute(np.arange(size), size, key) for key in range(keys)])
     for position in (0, size - 1):
@@ -45,7 +45,7 @@ def test_permute_is_uniform():
 
 
 def test_permute_scatters_neighbours():
-    """Windows that lie side by side in a corpus of a million do not meet in a batch."""
+    """Adjacent windows of a corpus of a million do not meet in a batch."""
     order = permute(np.arange(100_000), 1_000_000, key=7)
     correlation = np.corrcoef(order[:-1], order[1:])[0, 1]
     assert abs(correlation) < 0.015  # standard error 0.003
@@ -83,7 +83,7 @@ def test_batch_may_exceed_corpus():
 
 
 def test_batch_sizes_grow_evenly():
-    """By its first size, which every one is a multiple of, at equal distances; one over no steps is whole at once."""
+    """Sizes are multiples of the first one, at equal distances; a warm-up over no steps has its full size at once."""
     assert [BatchSizes(12, 4, 5).size(step) for step in range(8)] == [4, 4, 4, 8, 8, 12, 12, 12]
     assert [BatchSizes(6, 2, 2).size(step) for step in range(4)] == [2, 4, 6, 6]
     assert [BatchSizes(40, 8, 2).size(step) for step in range(4)] == [8, 24, 40, 40], "two at a time"
@@ -113,7 +113,7 @@ def test_growing_batches_skip_no_sample(num_processes):
 
 @pytest.mark.parametrize("sizes", [(8,), (600,), (3000,), (600, 4, 9)], ids="of {0} samples".format)
 def test_indices_do_not_depend_on_earlier_calls(sizes):
-    """However many steps are computed together: all, a few, or each alone."""
+    """However many steps are computed together: all, a few, or one."""
     batches, steps = GlobalBatches(300, sizes[0], 0, *sizes[1:]), range(20)
     expected = [batches.at(np.arange(batches.before(step), batches.before(step + 1))).tolist() for step in steps]
     assert [batches.indices(step) for step in steps] == expected

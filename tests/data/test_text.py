@@ -1,4 +1,4 @@
-"""Samples of a corpus are the windows of its tokens, wherever they lie, and a mixture has exactly its shares."""
+"""Text corpora: samples are windows of the token stream, and mixtures keep exact quotas."""
 
 import errno
 import json
@@ -57,7 +57,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Corpora `a` (of several files), `b` and `bpe` (of another tokenizer), and a recipe for them, tiny.yaml."""
+    """Corpora `a` (several files), `b` and `bpe` (another tokenizer), and a small config for them, tiny.yaml."""
     folder = tmp_path_factory.mktemp("corpora")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     with pytest.MonkeyPatch.context() as patch:
@@ -132,7 +132,7 @@ def write_zeros_corpus(folder, tokens, tokens_per_file, tokenizer):
 
 
 def test_ten_billion_tokens_open_with_little_memory(tmp_path, folder):
-    """As many files as data.prepare makes of so much English text."""
+    """The corpus has as many files as data.prepare makes of that much English text."""
     write_zeros_corpus(tmp_path / "corpus", 10**10, 4_000_000, folder / "a" / "tokenizer")
     tracemalloc.start()
     before = pa.total_allocated_bytes()
@@ -227,7 +227,7 @@ def lively_model(**settings):
 
 @pytest.mark.parametrize("settings", [{}, {"position": "rope", "qk_norm": True, "n_kv_heads": 1}], ids=["gpt2", "rope"])
 def test_isolated_document_loss_equals_loss_alone(folder, settings):
-    """Alone it stands between two end-of-text tokens; so all its tokens and its end are predicted, from it alone."""
+    """A document between two end-of-text tokens: all its tokens and its end are predicted from it alone."""
     model, dataset = lively_model(**settings), open_split(folder / "a", seq_len=256, packing="isolated")
     packed = torch.utils.data.default_collate([dataset[i] for i in range(6)])
     logits = model(packed["input_ids"], position_ids=packed["position_ids"])[0]
@@ -246,7 +246,7 @@ def test_isolated_document_loss_equals_loss_alone(folder, settings):
 
 
 def test_isolated_gradients_equal_separate_rows(folder):
-    """Loss and gradients of a packed window equal those of its documents as rows of their own."""
+    """Loss and gradients of a packed window equal those of its documents as separate rows."""
     model = lively_model()
     documents = [[END, *b"one"], [END, *b"two of them"], [END, *b"x"], [END]]
     ids = torch.tensor([sum(documents, [])])
@@ -272,7 +272,7 @@ def test_single_document_uses_causal_kernel(monkeypatch):
 
 
 def test_document_offsets_beyond_two_billion_tokens(folder):
-    """Offsets in a file are of 32 bits."""
+    """Offsets within one file have 32 bits."""
     dataset = open_split(folder / "a", packing="padded")
     dataset.first_tokens = [0, 2**31 - 3, 2**32]
     dataset._find_rows([np.array(offsets, np.int32) for offsets in ([0, 2**31 - 3], [0, 5, 2**31 - 1])])
@@ -291,7 +291,7 @@ def test_padded_row_holds_one_document(folder):
 
 @pytest.mark.parametrize("settings", [{}, {"position": "rope", "qk_norm": True, "n_kv_heads": 1}], ids=["gpt2", "rope"])
 def test_padded_rows_need_no_attention_mask(folder, settings):
-    """Padding on the right, without targets, changes neither loss nor gradients, whatever tokens it holds."""
+    """Padding on the right has no targets and changes neither loss nor gradients, whatever its tokens."""
     model, dataset = lively_model(**settings), open_split(folder / "a", seq_len=256, packing="padded")
     batch = torch.utils.data.default_collate([dataset[i] for i in range(6)])
     assert batch.keys() == {"input_ids", "labels"}
@@ -361,7 +361,7 @@ def test_load_corpus_refuses_changed_files(folder, tmp_path):
 
 
 def damaged(metadata, **changes):
-    """metadata.json with changes, and a digest that fits: None takes a key away."""
+    """Serialise metadata.json with changes and a matching digest; None removes a key."""
     metadata = {key: value for key, value in {**metadata, **changes}.items() if value is not None}
     return json.dumps({**metadata, "digest": metadata_digest(metadata)})
 
@@ -427,7 +427,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
     ids=["plain", "no decoder", "a sequence of decoders", "a sequence before it"],
 )
 def test_num_bytes_for_byte_level_tokenizers(parts, folder):
-    """Against those that GPT-2's table of letters gives, of rows that are cut off."""
+    """The expected bytes come from GPT-2's byte-to-character table, for truncated rows."""
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     dataset = open_split(folder / "bpe", "validation", seq_len=12, packing="padded")
     tokenizer = dataset.corpus.tokenizer
@@ -460,7 +460,7 @@ def test_text_hash_is_independent_of_tokenizer(folder):
 
 
 def flip(file, count):
-    """Change tokens and nothing else: length and time of the file stay."""
+    """Change `count` tokens but neither the length nor the times of the file."""
     stat, content = file.stat(), bytearray(file.read_bytes())
     begin = len(content) // 4 * 2
     for place in range(begin, begin + 2 * count, 2):
@@ -470,7 +470,7 @@ def flip(file, count):
 
 
 def verify(*paths):
-    """A verification that has ended."""
+    """Run a verification to its end and return it."""
     verification = Verification([TextCorpus(str(path)) for path in paths])
     verification.start()
     assert verification.wait()
@@ -479,7 +479,7 @@ def verify(*paths):
 
 @pytest.fixture
 def corpus(folder, tmp_path, monkeypatch):
-    """A copy of corpus `a`, in a home of its own."""
+    """A copy of corpus `a`, with an empty cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return shutil.copytree(folder / "a", tmp_path / "a")
 
@@ -521,7 +521,7 @@ def test_corpus_check_finds_change_at_save(corpus, monkeypatch):
 
 @pytest.mark.slow
 def test_reading_a_corpus_does_not_import_pandas(corpus):
-    """pyarrow takes it for many of its calls, and each process of a run half a second and 35 MB for it."""
+    """pyarrow imports pandas for many of its calls, which costs each process half a second and 35 MB."""
     code = "import sys; from data.integrity import Verification; from data.text import TextCorpus, open_dataset\n"
     code += f"corpus = TextCorpus({str(corpus)!r}); open_dataset(corpus, 'train', 32, 'padded')[0]\n"
     code += "check = Verification([corpus]); check.start(); check.wait(); print('pandas' in sys.modules, check.problem)"
@@ -556,7 +556,7 @@ def test_verification_survives_damaged_record(corpus, tmp_path):
 
 
 def test_corpus_without_file_hashes_is_verified_whole(corpus):
-    """As it was prepared before these were kept: the hash of the whole is over BLAKE2b of the files."""
+    """Such a corpus has one hash over the BLAKE2b digests of its files."""
     metadata = json.loads((corpus / "metadata.json").read_text())
     hashes = {file: blake2b((corpus / file).read_bytes(), digest_size=16).hexdigest() for file in metadata["files"]}
     del metadata["digest"]
@@ -581,7 +581,7 @@ def test_verification_reports_unreadable_file(corpus, monkeypatch):
 
 
 def rewrite(corpus, change, name="train/000000.arrow"):
-    """A hostile author's file: `change` of its bytes, with a metadata.json to match."""
+    """Apply `change` to the bytes of a file and update metadata.json to match, as a hostile author could."""
     metadata = json.loads((corpus / "metadata.json").read_text())
     content = change((corpus / name).read_bytes())
     (corpus / name).write_bytes(content)
@@ -592,7 +592,7 @@ def rewrite(corpus, change, name="train/000000.arrow"):
 
 
 def test_hostile_arrow_file_is_read_within_bounds(corpus, folder):
-    """Every byte of what an Arrow file says of itself is changed: a read beyond the file would end the tests."""
+    """Each byte of the Arrow metadata is changed; a read beyond the file would crash the test process."""
     original = (corpus / "train" / "000000.arrow").read_bytes()
     describes = original.index(np.array(rows(corpus)[0][:8], np.uint16).tobytes())
     refused = 0
@@ -611,6 +611,8 @@ def test_hostile_arrow_file_is_read_within_bounds(corpus, folder):
 
 @pytest.mark.parametrize("packing", ["concat", "padded"])
 def test_hostile_token_or_offset_is_detected(corpus, packing):
+    """Both the reader and the verification detect it."""
+
     def hostile(content):
         first_row = np.array(rows(corpus)[0][:8], np.uint16).tobytes()
         offsets = np.array([0, len(rows(corpus)[0])], np.int32).tobytes()
@@ -627,7 +629,7 @@ def test_hostile_token_or_offset_is_detected(corpus, packing):
 
 
 def test_corpus_check_reports_damage_on_all_processes(corpus, monkeypatch):
-    """Three processes on two machines, taken together: those that read, and one that does not."""
+    """Three processes on two machines: two verify the files, one does not, and none waits forever."""
     flip(corpus / "train" / "000000.arrow", 100)
     release, original = threading.Event(), Verification._hash
     monkeypatch.setattr(Verification, "_hash", lambda *arguments: release.wait() and original(*arguments))
@@ -689,7 +691,7 @@ def test_mixture_resumes_bitwise(folder, runs, packing):
 
 
 def test_resume_refuses_changed_tokens(folder, runs, tmp_path):
-    """Neither with changed ones in a file of the same length and time, nor with another corpus in the same place."""
+    """Both changed tokens in a file of the same size and time, and another corpus at the same path."""
     path, run = tmp_path / "a", runs / "run"
     shutil.copytree(folder / "a", path)
     arguments = ["--data.path", path, "--global_batch_size", 4, "--schedule.name", "constant"]
@@ -714,7 +716,7 @@ def test_resume_refuses_changed_tokens(folder, runs, tmp_path):
 
 @pytest.mark.parametrize("name", ["a", "bpe"])
 def test_bits_per_byte_match_hand_calculation(folder, runs, name):
-    """By hand: the loss of every target in nats, over the bytes that the targets stand for, over ln 2."""
+    """Sum of the target losses in nats, divided by the bytes of the targets and by ln 2."""
     arguments = ["--steps", 1, "--optimizer.lr", 0, "--evaluation.every", 1, "--evaluation.num_samples", 9]
     train_text(folder, runs, "--data.path", folder / name, *arguments)
     corpus, dataset = TextCorpus(str(folder / name)), open_split(folder / name, "validation")

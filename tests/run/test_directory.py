@@ -1,4 +1,4 @@
-"""What a start finds in the directory of its run, and what it leaves there."""
+"""Starting in an existing run directory: what is checked, refused, recorded and written."""
 
 import fcntl
 import json
@@ -40,14 +40,14 @@ RECIPE = ["--config", ROOT / "tests" / "tiny_random.yaml", "--name", "run"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The directory of a finished run of 4 steps, to be copied."""
+    """Directory of a finished run of 4 steps, to be copied."""
     train(*RECIPE, "--out_dir", runs := tmp_path_factory.mktemp("finished"))
     return runs / "run"
 
 
 @pytest.fixture
 def run(finished, runs):
-    """The directory of a finished run."""
+    """Copy of the directory of a finished run."""
     return shutil.copytree(finished, runs / "run")
 
 
@@ -96,7 +96,7 @@ def test_resume_refuses_changed_batch_warmup(name):
 
 
 def test_resume_refuses_changed_scheduled_values(monkeypatch):
-    """As a fork's, which counts shares of the run, when that is extended."""
+    """A fork may schedule a value by the fraction of the run, which changes when the run is extended."""
     monkeypatch.setitem(SCHEDULES, "weight_decay", lambda value, config, step: value * (1 - step / config.steps))
     settings, config = stored(optimizer__weight_decay=0.5)
     changes = {"schedule.name": "constant", "schedule.warmup_steps": 0, "steps": 8, "optimizer.weight_decay": 0.5}
@@ -204,7 +204,7 @@ def test_resume_refuses_changed_learning_rates(run):
 
 
 def test_unchanged_resume_compares_no_learning_rates(monkeypatch):
-    """Of as many steps as it has done."""
+    """Comparing them would take time proportional to the completed steps."""
     config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
     manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {}, 1, 1, 1, {}, None)
     monkeypatch.delattr(resume, "scheduled_value")
@@ -257,7 +257,7 @@ def test_resume_never_refuses_inputs_inside_run(run):
 
 
 def test_init_from_refuses_own_run_directory(runs):
-    """It would be none any more as soon as the run is there."""
+    """The directory would no longer be a model once the run has started in it."""
     model = GPT2Config(vocab_size=300, n_positions=128, n_layer=2, n_head=2, n_embd=16)
     AutoModelForCausalLM.from_config(model).save_pretrained(runs / "model")
     before = sorted(path.name for path in (runs / "model").iterdir())
@@ -320,7 +320,7 @@ def test_refused_start_is_recorded_in_status(precision, run):
 
 
 def test_only_main_process_locks_to_record_refusal(run, monkeypatch):
-    """Else the main one, which is refused at the same time, finds the directory in use, and writes nothing."""
+    """Otherwise the main process, refused at the same time, would find the directory in use and record nothing."""
     config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="^refused$"):
@@ -398,7 +398,7 @@ def test_damaged_metrics_rows_are_skipped(run):
 
 
 def test_row_with_overflowing_number_is_skipped(run):
-    """Python reads whole numbers of any length, and cannot compare them with a loss."""
+    """Python parses integers of any length but cannot compare the largest with a float."""
     file = run / "metrics.jsonl"
     rows = file.read_bytes()
     nonsense = b'{"step": 4, "train/loss": 1' + b"0" * 350 + b"}\n" + b'{"step": 1' + b"0" * 350 + b"}\n"
@@ -468,7 +468,7 @@ def test_row_writer_retries_after_full_disk(tmp_path, monkeypatch):
 
 
 def test_metrics_are_synced_before_checkpoint_appears(tmp_path):
-    """Else a power failure leaves a checkpoint whose rows are gone for good."""
+    """Otherwise a power failure could leave a checkpoint whose metrics are lost."""
     accelerator = SimpleNamespace(
         process_index=0,
         num_processes=1,
@@ -541,7 +541,7 @@ def test_damaged_run_config_is_reported(content, run):
 
 
 def test_training_continues_after_stdout_pipe_closes(runs):
-    """As in `train.py | head`: the pipe is closed after the first line."""
+    """As in `train.py | head`: the pipe closes after the first line."""
     os.mkfifo(pipe := runs.with_name("pipe"))
     words = [str(word) for word in (*RECIPE, "--out_dir", runs)]
     launch = forked.Launch("train.py", words, 0, environment(), terminal=str(pipe))

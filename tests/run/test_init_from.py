@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another model: GPT-2's and Qwen3's of transformers, or a run's."""
+"""Runs initialised with the weights of another model: GPT-2 or Qwen3 of transformers, or another run."""
 
 import shutil
 from dataclasses import replace
@@ -35,7 +35,7 @@ RECIPE = ROOT / "tests" / "tiny_stories.yaml"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A model of each kind, born in transformers, and a recipe without a model."""
+    """A model of each kind, created in transformers, and a config file without a model section."""
     folder = tmp_path_factory.mktemp("init_from")
     for name, config in MODELS.items():
         torch.manual_seed(1)
@@ -110,7 +110,7 @@ def test_restart_refuses_changed_initial_weights(made):
 
 @pytest.mark.parametrize("change", ["trained on", "gone"])
 def test_resume_ignores_changed_or_deleted_initial_run(change, made):
-    """It has a checkpoint, and needs the weights no more."""
+    """The run has its own checkpoint and no longer needs the initial weights."""
     words = [*TINY_STORIES, "--out_dir", made / "runs", "--schedule.name", "constant"]
     train(*words, "--name", change, "--steps", 2)
     command = arguments(made, "--init_from", made / "runs" / change, "--name", f"from {change}")
@@ -142,7 +142,7 @@ def test_settings_that_contradict_initial_model_are_refused(settings, message, m
 
 
 def test_init_from_refuses_unmerged_adapter(made, tmp_path):
-    """A real one is merged by tests/test_other_tools.py, as the message and the page say."""
+    """tests/test_other_tools.py merges a real adapter by the instructions in this message."""
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
     with pytest.raises(ConfigError, match="init_from: .* is a PEFT adapter, .*from peft import .*merge_and_unload"):
         resolve_initial_model(parse_config(arguments(made, "--init_from", tmp_path)))
@@ -155,6 +155,7 @@ def test_dropout_may_differ_from_initial_model(made):
 
 
 def test_copy_initial_weights_keeps_added_parameters(made, capsys):
+    """Parameters that a fork adds keep their initial values; a loaded tensor without a destination is refused."""
     initial = load_run(made / "gpt2")
     network = GPTModel(initial.model.config)
     network.adapter = torch.nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""What one does with a trained model: load it in two lines, let it write."""
+"""Using a trained model: load it, and sample from it."""
 
 import io
 import json
@@ -61,7 +61,7 @@ def test_load_run_restores_settings_weights_and_tokenizer(run):
 
 @pytest.fixture
 def copy(run, tmp_path):
-    """A checkpoint to change."""
+    """A copy of a checkpoint to change: its directory, manifest and tensors."""
     directory = tmp_path / "step-00000008"
     directory.mkdir()
     (original,) = (run / "checkpoints" / "step-00000008").glob("*.safetensors")
@@ -69,7 +69,7 @@ def copy(run, tmp_path):
 
 
 def write(directory, manifest, files):
-    """Of each file its tensors, and where in the whole tensor they begin."""
+    """Write shards and the manifest. Each of `files` is (tensors, offsets of the tensors in the whole ones)."""
     described = {}
     for number, (pieces, begins) in enumerate(files):
         path = directory / f"shard-{number}.safetensors"
@@ -127,7 +127,7 @@ def test_scripts_skip_damaged_newest_checkpoint(run, tmp_path):
 
 
 def test_find_best_checkpoint_names_damaged_manifest(run, tmp_path, capsys):
-    """It may be that of the best one, and what is loaded then the second best."""
+    """The damaged manifest may be that of the best checkpoint."""
     damaged = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000008" / "manifest.json"
     damaged.write_text("{}")
     find_checkpoint(tmp_path / "run", "best")
@@ -161,7 +161,7 @@ def test_load_run_names_missing_run_or_checkpoint(run, tmp_path, monkeypatch):
 
 
 def remove_when_read(monkeypatch, *steps):
-    """Remove the checkpoints of these steps while they are read, as a training that rotates them does."""
+    """Delete the checkpoints of these steps while they are read, as the rotation of a running training does."""
 
     def read(directory, *others):
         if directory.name in [f"step-{step:08d}" for step in steps]:
@@ -193,7 +193,7 @@ def test_load_run_names_requested_checkpoint_removed_meanwhile(run, tmp_path, mo
 
 
 def test_find_checkpoint_sees_checkpoint_written_meanwhile(run, tmp_path, monkeypatch):
-    """Every checkpoint of the first listing is gone when it is validated, and a newer one is there."""
+    """Every checkpoint of the first listing is gone when it is validated, and a newer one has appeared."""
     path = shutil.copytree(run, tmp_path / "run")
     listed = sorted((path / "checkpoints").iterdir())
     for newer in listed[1:]:
@@ -275,6 +275,7 @@ def test_load_run_refuses_unsupported_hub_model(monkeypatch):
 
 @pytest.mark.parametrize("cut", [None, 1], ids=["missing", "of another shape"])
 def test_load_run_refuses_incomplete_transformers_weights(cut, tmp_path):
+    """transformers would initialise the missing tensors at random."""
     GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     weights, name = load_file(tmp_path / "model.safetensors"), "transformer.ln_f.bias"
     whole = weights.pop(name)
@@ -301,7 +302,7 @@ def test_encode_without_end_of_text_requires_prompt():
 
 
 def test_prompt_is_encoded_like_corpus(run, tmp_path, capsys):
-    """A special token that is spelt in it is its characters, unless it is meant."""
+    """A special token spelled in a prompt is plain text unless `special_tokens` is set."""
     prompt = "a<|endoftext|>b"
     save_tokenizer("byte", tmp_path / "tokenizer", [])
     of_corpus, facts = load_tokenizer(tmp_path / "tokenizer")
@@ -367,7 +368,7 @@ def test_story_probability_excludes_auxiliary_loss(run, capsys, monkeypatch):
 
 
 def test_load_run_uses_tokenizer_of_corpus(run, monkeypatch):
-    """As a source of a fork does; the end of a text has the name that it has there."""
+    """A data source of a fork may bring its own tokenizer, whose end-of-text token keeps its name."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[END]": 2}, unk_token="[END]"))
     corpus = Corpus([], [], tokenizer, 3, end_of_text=2)
     monkeypatch.setattr("run.tokenizer.load_corpus", lambda config: corpus)
@@ -385,7 +386,7 @@ def test_load_run_refuses_unknown_data_source(copy):
 
 
 def test_load_run_names_moved_data(copy, monkeypatch):
-    """As those of a fork's source that reads files, whose code is there."""
+    """The data source of a fork may read files; its code is present, but the files have moved."""
     directory, manifest, weights = copy
     manifest.config["data"] |= {"source": "bin", "path": "/no/such/folder"}
     write(directory, manifest, [(weights, {})])
@@ -399,7 +400,7 @@ def test_load_run_names_moved_data(copy, monkeypatch):
 
 
 def test_sample_prints_verdict_of_accepted_story(run, capsys):
-    """One that is given whole as the prompt: the model ends it, or goes on with what is no story."""
+    """The whole story is the prompt; the model ends it, or continues with invalid text."""
     loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
     shown = written(capsys, run, prompt=story, max_new_tokens=1, top_k=1)
     assert "not accepted" in shown
@@ -451,7 +452,7 @@ def test_sample_keeps_space_after_prompt(monkeypatch, capsys):
 
 
 def test_sample_escapes_generated_control_characters(monkeypatch, capsys):
-    """A model may generate what a terminal obeys; line breaks stay."""
+    """A model may generate terminal control sequences; line breaks are kept."""
     words = Tokenizer(models.WordLevel({"\x1b[2J": 0, "\n": 1, "</s>": 2}))
     words.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")

@@ -1,4 +1,4 @@
-"""No code of a model or tokenizer is run: not from a folder, not from a run, not from the Hub."""
+"""Code of a model or tokenizer is never executed, whether from a folder, a run or the Hub."""
 
 import ast
 import io
@@ -40,7 +40,7 @@ def test_every_from_pretrained_refuses_remote_code():
 
 @pytest.fixture
 def malicious(tmp_path, monkeypatch):
-    """A folder whose tokenizer names code of its own, beside a file that this code would write; "y" is on stdin."""
+    """A folder whose tokenizer names custom code, which would write a file next to it; stdin holds "y" lines."""
     (folder := tmp_path / "model").mkdir()
     (folder / "own.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\nclass Own: pass\n")
     facts = {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}

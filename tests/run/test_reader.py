@@ -1,4 +1,4 @@
-"""Reading a run directory, also one that a training is writing into."""
+"""Reading a run directory, also while a training writes to it."""
 
 import fcntl
 import json
@@ -49,7 +49,7 @@ def test_surviving_sessions_drop_retrained_steps():
 
 
 def parsed_lines(monkeypatch):
-    """The lines that are parsed from now on."""
+    """Record the lines that are parsed from now on."""
     parse, lines = metrics_log.parse_object, []
     monkeypatch.setattr(metrics_log, "parse_object", lambda line: lines.append(line) or parse(line))
     return lines

@@ -1,4 +1,4 @@
-"""Numbers that a model or a corpus reports besides the loss: right, the same on any number of processes, and shown."""
+"""Auxiliary metrics of a model or corpus: correct, printed, and the same on any number of processes."""
 
 import json
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ ALONE = SimpleNamespace(
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory):
-    """What exact runs on 1 and 2 processes printed, the rows that they logged, and the directory of the second."""
+    """Output and rows of exact runs on 1 and 2 processes, and the directory of the second."""
     out_dir, outputs = tmp_path_factory.mktemp("reported"), []
     for processes in (1, 2):
         words = f"--steps {STEPS} --evaluation.every 1 --model.dropout 0 --exact true --name {processes}".split()
@@ -42,7 +42,7 @@ def reported(tmp_path_factory):
 
 
 def by_hand(model, rows):
-    """Mean cross-entropy, squared log-sum-exp and hit rate, and targets a row, in float64 from the definitions."""
+    """Compute mean cross-entropy, squared log-sum-exp, accuracy and targets per row in float64, by definition."""
     logits = torch.cat([model(row["input_ids"][None])[0][0, :-1] for row in rows])
     labels = torch.cat([row["labels"][1:] for row in rows])
     logits, labels = logits[labels != -100], labels[labels != -100]

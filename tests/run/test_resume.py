@@ -1,4 +1,4 @@
-"""A run that is stopped and started again is, bit for bit, the run that never stopped."""
+"""A stopped and resumed run equals the uninterrupted run bit for bit."""
 
 import shutil
 
@@ -11,14 +11,14 @@ STEPS = 8
 
 @pytest.fixture(scope="module", params=[*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def uninterrupted(request, tmp_path_factory):
-    """(number of processes, directory of a finished run that kept the checkpoints of all steps)."""
+    """(number of processes, directory of a finished run with the checkpoints of all steps)."""
     out_dir = tmp_path_factory.mktemp("uninterrupted")
     train(*TINY_STORIES, "--out_dir", out_dir, "--name", "run", processes=request.param)
     return request.param, out_dir / "run"
 
 
 def rewind(finished, out_dir, step):
-    """What a run looks like that was killed some time after the checkpoint of `step`, while writing a line."""
+    """Copy a run as if it had been killed after the checkpoint of `step`, in the middle of writing a row."""
     run = out_dir / "run"
     shutil.copytree(finished, run)
     for later in range(step + 1, STEPS + 1):
@@ -29,7 +29,7 @@ def rewind(finished, out_dir, step):
 
 
 def test_resume_is_bitwise(uninterrupted, runs):
-    """Stopped mid-epoch, with an evaluation behind it and one ahead."""
+    """The stop is in the middle of an epoch, between two evaluations."""
     processes, finished = uninterrupted
     step = 5
     assert 20 % 6 and (step * 6) % 20  # neither the epochs nor this stop lie between two batches

@@ -1,4 +1,4 @@
-"""metrics.jsonl, trackers, the terminal and the picture show what happened, also after a rewind."""
+"""metrics.jsonl, trackers, the terminal and the loss curve, also after a rewind."""
 
 import base64
 import fcntl
@@ -45,7 +45,7 @@ SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num
 
 
 def wandb_records(file):
-    """The records of a .wandb file: a LevelDB log of protocol buffers after a header of 7 bytes."""
+    """Read the records of a .wandb file: a LevelDB log of protocol buffers after a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, position, parts = file.read_bytes(), 7, b""
@@ -62,7 +62,7 @@ def wandb_records(file):
 
 
 def wandb_files(run):
-    """The .wandb files of a run, the first start's first."""
+    """List the .wandb files of a run, one for each start, oldest first."""
     return sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
@@ -72,12 +72,12 @@ def of_kind(files, kind):
 
 
 def flat(items):
-    """What W&B keeps as JSON by keys, or by nested ones."""
+    """Parse W&B's items: JSON by keys or nested keys."""
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def train_offline(*arguments, **more):
-    """With W&B, on two processes."""
+    """Train on two processes with W&B offline."""
     return train(*arguments, "--tracking.wandb", "offline", processes=2, **more)
 
 
@@ -87,7 +87,7 @@ def md5_in_base64(path):
 
 @pytest.fixture(scope="module")
 def rewound(tmp_path_factory):
-    """A run with W&B that was finished, lost its last two checkpoints, and was finished again from step 2."""
+    """A finished run with W&B that lost its last two checkpoints and was finished again from step 2."""
     runs = tmp_path_factory.mktemp("rewound")
     words = "--tracking.group depth --tracking.tags [deep,wide] --tracking.log_model true"
     words += " --evaluation.num_logged_generations 2"
@@ -161,7 +161,7 @@ def test_wandb_logs_export_code_and_uncommitted_changes(rewound):
 
 
 def test_wandb_artifacts_are_inside_run_directory(rewound):
-    """So a run that is copied with its directory can be uploaded elsewhere, below the same path."""
+    """A run copied with its directory can be uploaded elsewhere, below the same path."""
     run, _ = rewound
     artifacts = of_kind(wandb_files(run), "artifact")
     assert {artifact.type for artifact in artifacts} == {"code", "run_table", "model"}
@@ -170,7 +170,7 @@ def test_wandb_artifacts_are_inside_run_directory(rewound):
 
 
 def test_documented_wandb_sync_command_works(rewound):
-    """From the repository, whose own folder wandb/ there is none of."""
+    """The command runs where no folder wandb/ exists."""
     run, _ = rewound
     [command] = re.findall(r"`(wandb sync [^`]+)`", (ROOT / "docs" / "runs.md").read_text())
     done = shell(command.replace("runs/stories", f"'{run}'").replace("sync", "sync --dry-run", 1), run.parent)
@@ -210,7 +210,7 @@ def test_nonfinite_loss_raises_wandb_alert(runs):
 
 @pytest.fixture
 def tracked(tmp_path):
-    """Makes the tracker of a run's second start, after step 2, in this process."""
+    """Build the tracker of a run's second start, after step 2, in this process."""
 
     def start(*words, started_after=(0, 2)):
         config = parse_config([*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run", *words])
@@ -252,8 +252,10 @@ def test_tensorboard_shows_each_step_once_after_rewind(runs):
 
 @pytest.mark.parametrize(("started_after", "resume"), [((0, 2), "allow"), ((2,), "never")], ids=["again", "branch"])
 def test_trackio_logs_steps_and_resumes(started_after, resume, tracked, monkeypatch):
-    """Of trackio itself only the names are here, as Accelerate calls them. A branch that begins after step 2 is no
-    older run of its name."""
+    """trackio is replaced by a fake with the functions that Accelerate calls.
+
+    A branch that starts after step 2 does not resume an older run of its name.
+    """
     calls = []
     run = SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish"))
     fake = SimpleNamespace(init=lambda **options: calls.append(options) or run, Table=lambda *table: table)
@@ -304,7 +306,7 @@ def test_failing_tracker_does_not_stop_run(tracked, tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize("failure", [None, Preempted("stopped as asked")])
 def test_log_model_exports_at_end_and_tolerates_failure(failure, tracked, monkeypatch, capsys):
-    """Here there is no checkpoint to export, which is said where one was tried."""
+    """No checkpoint exists here, so an attempted export fails and is reported."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with suppress(Preempted), tracked("--tracking.wandb", "offline", "--tracking.log_model", "true"):
         if failure:
@@ -372,7 +374,7 @@ def test_metrics_file_has_documented_keys(runs):
 
 
 def shown_on_a_terminal(runs, columns, processes):
-    """All that a run shows on a terminal that is so wide."""
+    """Return everything that a run prints on a terminal of this width."""
     words = [str(word) for word in (*SHORT, "--out_dir", runs, "--name", "run")]
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))

@@ -1,4 +1,4 @@
-"""A corpus holds exactly the text of its source, however it was made, and is never half there."""
+"""data.prepare: a corpus holds exactly the text of its source and becomes visible only when complete."""
 
 import glob
 import gzip
@@ -31,7 +31,7 @@ WORDS = "the a cat's dog’s 猫 食べる zoë 12345 3.14 x=y; \n\n \t  don't �
 
 
 def make_text(characters, seed=0):
-    """Text in several scripts, with whitespace, digits and punctuation of all kinds."""
+    """Generate text in several scripts, with whitespace, digits and punctuation of all kinds."""
     generator = random.Random(seed)
     words = []
     while characters > 0:
@@ -56,14 +56,14 @@ def make(source, out, tokenizer="byte", **settings):
 
 
 def rows(out, split="train"):
-    """The rows of a split as lists of tokens, read with pyarrow alone."""
+    """Read the rows of a split as lists of tokens, with pyarrow alone."""
     files = sorted((Path(out) / split).glob("*.arrow"))
     tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
     return [row for table in tables for row in table["input_ids"].to_pylist()]
 
 
 def texts(out, split="train"):
-    """The documents of a split of a corpus of bytes: what lies between its end-of-text tokens."""
+    """Decode the documents of a byte corpus, split at its end-of-text tokens."""
     stream = [token for row in rows(out, split) for token in row]
     assert not stream or stream[0] == END
     starts = [i for i, token in enumerate(stream) if token == END]
@@ -71,7 +71,7 @@ def texts(out, split="train"):
 
 
 def content(folder):
-    """Every file below a folder, byte for byte."""
+    """Read every file below a folder: {relative path: bytes}."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
@@ -81,7 +81,7 @@ def tokens_of(out):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Many files and many pieces of a document, in a text that a test can wait for."""
+    """Small parts and pieces, so that a short text fills many."""
     monkeypatch.setattr(data.prepare.prepare, "PIECE", 2000)
     monkeypatch.setattr(data.prepare.sources, "CHUNK", 2000)
     monkeypatch.setattr(data.prepare.prepare, "PART", 3000)
@@ -94,7 +94,7 @@ def refusal(*arguments, **settings):
 
 
 def run(*arguments, exit_code=0, preamble=""):
-    """The command in a process of its own, a fork; `preamble` is code that runs in it before."""
+    """Run the command in a forked process, after the code in `preamble`."""
     code = f"import sys, data.prepare.prepare as p\n{preamble}\nsys.exit(p.cli())"
     done = forked.run("-c", [code, *map(str, arguments)], 0, environment())
     assert done.returncode == exit_code, done.stdout + done.stderr
@@ -105,6 +105,7 @@ def run(*arguments, exit_code=0, preamble=""):
 
 
 def test_hash_split_assigns_each_document_independently(tmp_path):
+    """Adding or repeating documents moves no other document to the other split."""
     documents = make_documents(60)
     metadata = make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "a", validation="hash:0.3")
     train, validation = texts(tmp_path / "a"), texts(tmp_path / "a", "validation")
@@ -237,7 +238,7 @@ def test_tail_split_cuts_each_document(tmp_path):
 
 
 def test_find_files_lists_linked_file_once(tmp_path, monkeypatch):
-    """Through two links back, glob finds a file under 2**40 names."""
+    """Two links back to the folder give glob 2**40 names of one file."""
     (tmp_path / "texts" / "deep" / ".hidden").mkdir(parents=True)
     for name in ("a.txt", "deep/b.txt", "deep/.hidden/c.txt"):
         (tmp_path / "texts" / name).write_text(name)
@@ -275,6 +276,7 @@ def test_prepare_refuses_file_in_both_splits(tmp_path, monkeypatch):
 
 
 def test_prepare_refuses_folder_of_txt_files(tmp_path, monkeypatch):
+    """`datasets` would read each line as a document."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one\ndocument")
@@ -339,7 +341,7 @@ def test_prepare_refuses_separator_that_never_occurs(tmp_path):
     ],
 )
 def test_prepare_refuses_empty_split(tmp_path, documents, validation, named):
-    """And is not in the way of the next command."""
+    """The refused command does not block a corrected one."""
     source = write_jsonl(tmp_path / "a.jsonl", documents)
     if validation == "nothing":
         validation = tmp_path / "nothing.txt"
@@ -354,6 +356,7 @@ def test_prepare_refuses_empty_split(tmp_path, documents, validation, named):
 
 
 def test_prepare_refuses_hash_split_of_one_document(tmp_path):
+    """The refusal comes before anything is written."""
     (tmp_path / "a.txt").write_text("one")
     message = refusal(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.005")
     assert "validation: 'hash:0.005' chooses among documents, and" in message and "tail:0.1" in message
@@ -365,7 +368,7 @@ def test_prepare_refuses_hash_split_of_one_document(tmp_path):
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    """A byte-level BPE, with the pre-tokenizer of GPT-2, of text like that of the tests."""
+    """Byte-level BPE with the pre-tokenizer of GPT-2, trained on text like that of the tests."""
     folder = tmp_path_factory.mktemp("bpe")
     save_tokenizer("train:700", folder, [make_text(100_000, seed=9)])
     return folder
@@ -438,6 +441,7 @@ def test_prepare_copies_tokenizer_from_folder(tmp_path, bpe):
 
 
 def test_prepare_refuses_missing_tokenizer_folder(tmp_path, monkeypatch):
+    """A path in an existing folder is never looked up on the Hub."""
     monkeypatch.setattr(
         "transformers.AutoTokenizer.from_pretrained", lambda name, **_: pytest.fail(f"asked for {name}")
     )
@@ -605,7 +609,7 @@ def test_prepare_refuses_text_in_another_encoding(tmp_path, text, encoding, like
 
 
 def test_prepare_tolerates_few_invalid_bytes(tmp_path, monkeypatch):
-    """Also where they stand at the beginning of a long text."""
+    """The limit is a fraction of the text, also when the invalid bytes come first."""
     monkeypatch.setattr(data.prepare.sources, "CHUNK", 200)
     (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1200)
     assert make(tmp_path / "a.txt", tmp_path / "out")["train"]["replacement_characters"] == 11
@@ -667,7 +671,7 @@ def test_prepare_rebuilds_damaged_partial_files(tmp_path, small_parts, monkeypat
 
 
 def test_prepare_syncs_files_before_renaming(tmp_path, monkeypatch):
-    """Every file is synced before it gets its name, and the folder that holds the name right after."""
+    """Every file is synced before it is renamed, and its folder right after."""
     events, originals = [], {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
     monkeypatch.setattr(
         os, "fsync", lambda fd: events.append(("fsync", os.readlink(f"/proc/self/fd/{fd}"))) or originals["fsync"](fd)
@@ -771,7 +775,7 @@ def test_prepare_names_invalid_setting_and_remedy(tmp_path, settings, named):
 
 
 def test_prepare_replaces_partial_files_of_failed_command(tmp_path, small_parts):
-    """As where the disk or the network fails in the middle: the same command would go on."""
+    """Partial files are kept after an error, because the same command could resume from them."""
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     source.write_text(source.read_text() + "{")
     assert "a.jsonl" in refusal(source, tmp_path / "out")
@@ -805,7 +809,7 @@ def test_prepare_refuses_existing_folder(tmp_path):
 
 
 def test_prepare_refuses_panicking_tokenizer(tmp_path, monkeypatch):
-    """Rust's panic is no Exception of Python's."""
+    """A panic in Rust is not an `Exception` in Python."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE({"<|end|>": 0, "a": 1, "b": 2}, []))
@@ -868,7 +872,7 @@ p.cli = reporting
 
 @pytest.mark.parametrize("megabytes", [2, pytest.param(300, marks=pytest.mark.slow)])
 def test_prepare_bounds_memory_for_long_line(tmp_path, megabytes):
-    """It stays far below what the text and its tokens would take."""
+    """Peak memory stays far below the size of the text and its tokens."""
     line = make_text(1_000_000).replace("\r", "").replace("\n", " ").encode()[:1_000_000]
     with open(tmp_path / "a.txt", "wb") as file:
         for _ in range(megabytes):

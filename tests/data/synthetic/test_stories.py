@@ -1,4 +1,4 @@
-"""The stories are what they claim to be: their probabilities exact, their splits disjoint, their tokens lossless."""
+"""Stories: exact probabilities, disjoint splits, lossless tokens."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ SEQ_LEN = GRAMMAR.max_tokens + 2
 
 
 def draw(grammar: Grammar, rng: random.Random) -> tuple[str, float]:
-    """A text of the grammar, and its log-probability by the choices that the writer took."""
+    """Generate a text and return it with its log-probability, computed from the generator's choices."""
     words, counts = grammar.write(rng)
     return "".join(words), log_probability(counts)
 
@@ -53,7 +53,7 @@ def validation() -> StoriesDataset:
 
 
 def every_text(grammar: Grammar) -> list[tuple[str, float]]:
-    """All derivations of a small grammar, with their probabilities."""
+    """Enumerate the texts of a small grammar with their probabilities."""
     texts, script = [], []  # which option is taken of how many
     while True:
         draws = itertools.chain([(option + 0.5) / size for option, size in script], itertools.repeat(0.0))
@@ -69,7 +69,7 @@ def every_text(grammar: Grammar) -> list[tuple[str, float]]:
 
 
 def entropy(grammar: Grammar, rule: str | None = None) -> float:
-    """Of a text in nats: a rule's choice, and the mean of what its options go on to choose, which no slot changes."""
+    """Compute the entropy of a rule in nats: its own choice, plus the mean over its options of their choices."""
     options = grammar.rules[rule or grammar.start]
     draws = [math.log(len(grammar.tables[piece.table])) for pieces in options for piece in pieces if piece.table]
     inner = [entropy(grammar, piece.rule) for pieces in options for piece in pieces if piece.rule]
@@ -77,7 +77,7 @@ def entropy(grammar: Grammar, rule: str | None = None) -> float:
 
 
 def small_grammar() -> Grammar:
-    """Draws, nested and shared rules, forms, copies, and words that begin other words' templates."""
+    """Build a grammar with draws, nested and shared rules, forms, copies, and templates with a common prefix."""
     people = [{"": "Ann", "she": "she"}, {"": "Ben", "she": "he"}, {"": "Cy", "she": "they"}]
     things = [{"": "hat"}, {"": "top hat"}]
     rules = {
@@ -140,7 +140,7 @@ def test_generated_stories_are_distinct(drawn):
 
 
 def test_grammar_uses_every_option():
-    """No template and no word of the grammar is dead; beside a loop that goes from piece to piece by the same draws."""
+    """No template or word is unused; a direct interpreter of the rules generates the same text from the same draws."""
     wanted = {id(option) for options in (*GRAMMAR.rules.values(), *GRAMMAR.tables.values()) for option in options}
 
     def choose(options):
@@ -178,10 +178,9 @@ def test_grammar_rejects_damaged_stories(drawn):
 
 
 def test_grammar_rejects_inconsistent_repeated_word(drawn):
-    """A story in which one word of a kind is swapped for another of that kind is rejected if it stands there twice.
+    """Replacing one of several occurrences of a word by another of its table makes a story invalid.
 
-    A word drawn again later (a new toy, a new colour) is a free choice, so the story's own words are what counts:
-    replacing only one of its places is a contradiction.
+    A word that is drawn again later (a new toy, a new colour) is a free choice and is not tested.
     """
     rng = random.Random(2)
     tried = 0
@@ -210,7 +209,7 @@ def test_grammar_rejects_disagreeing_pronouns(drawn, pronouns):
 
 
 def test_pronouns_match_gender_of_child(drawn):
-    """The reader would accept any pronoun that the tables say; these are the ones that English says."""
+    """The parser accepts any pronoun in the tables; these are the ones of English."""
     words = {"girl": ("She", "her", "her"), "boy": ("He", "his", "him")}
     for text, _ in drawn[:1000]:
         kid, he, his, him = next((kid, *forms) for kid, forms in words.items() if f"{kid} named" in text)
@@ -345,7 +344,7 @@ def test_score_texts_counts_accepted_texts(validation):
 
 
 def test_bigram_model_is_far_above_entropy(train, validation):
-    """A bigram model is far from the floor: most of what there is to learn spans more than a word."""
+    """Most of what there is to learn spans more than one word."""
     tokenizer = build_tokenizer()
 
     def tokens(dataset: StoriesDataset) -> list[list[int]]:

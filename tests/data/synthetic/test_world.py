@@ -1,4 +1,4 @@
-"""Stories of a world: their probabilities are exact too, and what a model has learnt of them is told by kinds."""
+"""Stories about the facts of a world: exact probabilities, and the excess loss by kind of token."""
 
 import hashlib
 import itertools
@@ -34,7 +34,7 @@ def validation(generator) -> StoriesDataset:
 
 @pytest.fixture(scope="module")
 def small() -> tuple[Grammar, dict[str, Fraction]]:
-    """A grammar of a few hundred texts about a small world, and the probability of each by hand."""
+    """A grammar of 130 texts about a small world, and the probability of each, calculated by hand."""
     world, who = World(5, 1.5, seed=3), ("Ann May", "Ann Lee", "Bo")
     rules = {
         "STORY": ["Here, two:{FACT}{FACT}", "Here {who:WHO} said:{FACT}"],
@@ -87,7 +87,7 @@ def test_generator_and_parser_agree_bitwise(generator):
 
 
 def test_explain_gives_conditional_token_probabilities(small):
-    """By the probabilities of all texts that begin alike: the definition."""
+    """The expected values follow the definition: sums over all texts with the same prefix."""
     grammar, texts = small
     masses = defaultdict(Fraction)
     for text, probability in texts.items():
@@ -117,7 +117,7 @@ def test_token_nats_sum_to_story_nats(facts):
 
 
 def test_world_is_same_on_every_machine():
-    """What is told and how often, also of ranks that a power of floats could round to either side."""
+    """Facts and weights, also of ranks whose floating-point power could round either way."""
     digests = []
     for num_facts, zipf, seed in ((MOST_FACTS, 1.5, 0), (1000, 1.1, 3)):
         world = World(num_facts, zipf, seed)
