@@ -204,7 +204,7 @@ def test_checkpoint_files_are_safetensors_with_documented_names(finished):
     }
 
 
-def checkpoint_of(directory, step, loss=None, num_samples=500):
+def write_checkpoint(directory, step, loss=None, num_samples=500):
     """Write a checkpoint without tensors whose loss was measured on `num_samples` sequences."""
     path = step_directory(directory, step)
     path.mkdir()
@@ -216,7 +216,7 @@ def checkpoint_of(directory, step, loss=None, num_samples=500):
     return path
 
 
-def left_in(directory):
+def remaining_steps(directory):
     return sorted(int(path.name[-1]) for path in directory.iterdir())
 
 
@@ -225,7 +225,7 @@ def test_checkpoint_files_have_equal_permissions(finished):
     assert len({file.stat().st_mode for file in checkpoint.iterdir()}) == 1
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was in use")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 def test_write_makes_no_copy_of_tensors(tmp_path):
     """A copy is one call during which no other Python code runs, so it would also stall training."""
     weights = {f"model.{i}": torch.ones(2**20) for i in range(32)}
@@ -233,17 +233,17 @@ def test_write_makes_no_copy_of_tensors(tmp_path):
     def resident_mib(name):
         return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**10
 
-    storage.write(tmp_path, {"model.0": weights["model.0"]}, None)  # which imports
+    storage.write(tmp_path, {"model.0": weights["model.0"]}, None)  # imports what it needs
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_mib("VmRSS")
     storage.write(tmp_path, weights, None)
     assert resident_mib("VmHWM") - before < 64, "MiB, of 128"
 
 
-def trained(seed, steps, share=False):
+def build_trained(seed, steps, share_blocks=False):
     torch.manual_seed(seed)
     network = GPTModel(GPTConfig(vocab_size=16, d_model=8, n_heads=2, d_ff=16, n_layers=2, dropout=0.0))
-    if share:
+    if share_blocks:
         network.blocks[1] = network.blocks[0]
     optimizer = build_optimizer(network, OptimizerConfig())
     train_on(network, optimizer, steps)
@@ -265,7 +265,7 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
         write(*arguments)
 
     monkeypatch.setattr(storage, "write", write_later)
-    state, totals = trained(0, steps=2), SimpleNamespace(skipped=0, skipped_in_a_row=0)
+    state, totals = build_trained(0, steps=2), SimpleNamespace(skipped=0, skipped_in_a_row=0)
     config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
     saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
     for step in (2, 3):
@@ -278,11 +278,13 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
         saver.wait()
         may_write.clear()
         [file] = step_directory(tmp_path, step).glob("*.safetensors")
-        assert str(digests(load_file(file))) == saved != str(state_digests(*state)), "of its step, and not of a later"
-    assert left_in(tmp_path) == [3]
+        assert str(digests(load_file(file))) == saved != str(state_digests(*state)), (
+            "the state of its step, not of a later one"
+        )
+    assert remaining_steps(tmp_path) == [3]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
 def test_background_threads_have_lowest_priority(tmp_path):
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -299,13 +301,13 @@ def test_background_threads_have_lowest_priority(tmp_path):
 
 def test_shared_blocks_are_saved_and_restored(tmp_path):
     """A fork may use one block several times: each name has its tensor in the file, and the moments are stored once."""
-    network, optimizer = trained(0, steps=2, share=True)
+    network, optimizer = build_trained(0, steps=2, share_blocks=True)
     storage.write(tmp_path, storage.state_tensors(network, optimizer), None)
     [file] = tmp_path.iterdir()
     stored = load_file(file)
     assert torch.equal(stored["model.blocks.1.mlp.up_proj.weight"], stored["model.blocks.0.mlp.up_proj.weight"])
     assert str(digests(stored)) == str(state_digests(network, optimizer))
-    other = trained(1, steps=1, share=True)
+    other = build_trained(1, steps=1, share_blocks=True)
     storage.read(tmp_path, *other)
     assert other[0].blocks[1] is other[0].blocks[0]
     assert str(state_digests(*other)) == str(state_digests(network, optimizer))
@@ -315,18 +317,18 @@ def test_shared_blocks_are_saved_and_restored(tmp_path):
 
 def test_rotate_keeps_newest_and_best(tmp_path):
     for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5)]:
-        checkpoint_of(tmp_path, step, loss)
-    (tmp_path / "step-00000006").mkdir()  # damaged: what was just written is the checkpoint of step 5
+        write_checkpoint(tmp_path, step, loss)
+    (tmp_path / "step-00000006").mkdir()  # damaged; the newest valid checkpoint is step 5
     (tmp_path / "step-00000006" / MANIFEST).write_text('{"metrics": {}}')
     rotate(tmp_path, 5, CheckpointConfig(keep=2))
-    assert left_in(tmp_path) == [2, 4, 5, 6]
+    assert remaining_steps(tmp_path) == [2, 4, 5, 6]
     rotate(tmp_path, 5, CheckpointConfig(keep=1, keep_every=4))
-    assert left_in(tmp_path) == [2, 4, 5, 6], "the 4th is kept for good"
+    assert remaining_steps(tmp_path) == [2, 4, 5, 6], "keep_every keeps step 4"
     flip = tmp_path / "step-00000005" / "a.safetensors"
     flip.write_bytes(b"damaged")
     with pytest.raises(InvalidCheckpoint):
         rotate(tmp_path, 5, CheckpointConfig(keep=1))
-    assert left_in(tmp_path) == [2, 4, 5, 6]
+    assert remaining_steps(tmp_path) == [2, 4, 5, 6]
 
 
 def test_best_compares_only_equal_validation_sets(tmp_path, capsys):
@@ -334,26 +336,26 @@ def test_best_compares_only_equal_validation_sets(tmp_path, capsys):
     losses = [(1, 0.5, 7), (2, 0.6, 7), (3, 2.0, 100), (4, 1.0, 100), (5, 1.5, 100), (6, None, 100)]
     (tmp_path / "checkpoints").mkdir()
     for step, loss, num_samples in losses:
-        checkpoint_of(tmp_path / "checkpoints", step, loss, num_samples)
+        write_checkpoint(tmp_path / "checkpoints", step, loss, num_samples)
     assert find_checkpoint(tmp_path, "best")[1].step == 4
     other = step_directory(tmp_path / "checkpoints", 1)
-    said = f"Checkpoint skipped: {other}: its loss is of another validation set than the newest's\n"
-    assert capsys.readouterr().err == said
+    message = f"Checkpoint skipped: {other}: its loss is of another validation set than the newest's\n"
+    assert capsys.readouterr().err == message
     rotate(tmp_path / "checkpoints", 6, CheckpointConfig(keep=1))
-    assert left_in(tmp_path / "checkpoints") == [1, 4, 6]
+    assert remaining_steps(tmp_path / "checkpoints") == [1, 4, 6]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_nonfinite_loss_is_never_best(loss, tmp_path):
     for step, value in [(1, 1.0), (2, loss), (3, 2.0), (4, loss)]:
-        checkpoint_of(tmp_path, step, value)
+        write_checkpoint(tmp_path, step, value)
     rotate(tmp_path, 4, CheckpointConfig(keep=1))
-    assert left_in(tmp_path) == [1, 4]
+    assert remaining_steps(tmp_path) == [1, 4]
 
 
 def test_steps_above_hundred_million_are_ordered(tmp_path):
     for step in (99_999_999, 100_000_000):
-        checkpoint_of(tmp_path, step)
+        write_checkpoint(tmp_path, step)
     assert newest_valid(tmp_path)[1].step == 100_000_000
     rotate(tmp_path, 100_000_000, CheckpointConfig(keep=1))
     assert [path.name for path in tmp_path.iterdir()] == ["step-100000000"]
@@ -364,7 +366,7 @@ def test_manifest_digest_detects_any_changed_byte(tmp_path):
 
     Rotation, as after a save of a healthy run, works in both cases.
     """
-    older, newest = checkpoint_of(tmp_path, 4, 1.5), checkpoint_of(tmp_path, 5, 2.5)
+    older, newest = write_checkpoint(tmp_path, 4, 1.5), write_checkpoint(tmp_path, 5, 2.5)
     manifest, before = newest / MANIFEST, validate(newest)
     content = manifest.read_bytes()
     for position in range(len(content)):
@@ -377,19 +379,19 @@ def test_manifest_digest_detects_any_changed_byte(tmp_path):
         else:
             assert path == older and len(rejected) == 1 and str(newest) in rejected[0]
         rotate(tmp_path, 5, CheckpointConfig(keep=2))
-    assert left_in(tmp_path) == [4, 5]
+    assert remaining_steps(tmp_path) == [4, 5]
 
 
 @pytest.mark.parametrize("missing", ["step", "skipped", "metrics", "config", "files", "mixed_precision", "digest"])
 def test_manifest_with_missing_key_is_invalid(missing, tmp_path):
-    older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 5)
+    older, newest = write_checkpoint(tmp_path, 4), write_checkpoint(tmp_path, 5)
     facts = {key: value for key, value in json.loads((older / MANIFEST).read_text()).items() if key != missing}
     facts |= {} if missing == "digest" else {"digest": manifest_digest(facts)}
     (older / MANIFEST).write_text(json.dumps(facts))
     with pytest.raises(InvalidCheckpoint, match="step-00000004"):
         validate(older)
     rotate(tmp_path, 5, CheckpointConfig(keep=1))
-    assert left_in(tmp_path) == [4, 5], "what is damaged is left for the user to look at"
+    assert remaining_steps(tmp_path) == [4, 5], "damaged checkpoints are kept for inspection"
     assert newest_valid(tmp_path)[0] == newest
 
 
@@ -400,13 +402,13 @@ def manifest_digest(facts):
 
 
 def test_manifest_step_must_match_directory(tmp_path):
-    checkpoint_of(tmp_path, 4)
+    write_checkpoint(tmp_path, 4)
     os.rename(tmp_path / "step-00000004", tmp_path / "step-00000005")
     assert "it is of step 4" in newest_valid(tmp_path)[2][0]
 
 
 def test_checkpoint_with_read_error_is_skipped(tmp_path, monkeypatch):
-    older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 5)
+    older, newest = write_checkpoint(tmp_path, 4), write_checkpoint(tmp_path, 5)
 
     def broken(path):
         if path.parent == newest:
@@ -422,7 +424,7 @@ def test_checkpoint_with_read_error_is_skipped(tmp_path, monkeypatch):
     "content", [b"", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]", pickle.dumps([1])], ids=repr
 )
 def test_invalid_safetensors_header_is_refused(content, tmp_path):
-    checkpoint = checkpoint_of(tmp_path, 4)
+    checkpoint = write_checkpoint(tmp_path, 4)
     file = checkpoint / "a.safetensors"
     file.write_bytes(content)
     replace(read_manifest(checkpoint), files={file.name: File(len(content), sha256(file))}).write(checkpoint)
@@ -436,12 +438,13 @@ def test_resume_refuses_settings_that_change_trajectory(run):
     done = train(*arguments, "--optimizer.lr", 0.02, "--seed", 5, exit_code=2)
     assert "optimizer.lr: 0.01 there, 0.02 now" in done.stderr and "seed: 0 there, 5 now" in done.stderr
     assert "--resume never" in done.stderr
-    done = train(*arguments, "--steps", 6, exit_code=2)  # the cosine would have been another
+    done = train(*arguments, "--steps", 6, exit_code=2)  # would change the cosine schedule
     assert "steps: 6 (before: 4)" in done.stderr and "the learning rate" in done.stderr
     assert (run / "config.yaml").read_text() == before
     done = train(*arguments, exit_code=2, ACCELERATE_MIXED_PRECISION="bf16")
     assert "mixed_precision: bf16" in done.stderr and "trained with no" in done.stderr
-    (run / "status.json").write_text('{"state": "running", "step": 4, "reason": ""}')  # killed just before the end
+    # As if killed just before the end.
+    (run / "status.json").write_text('{"state": "running", "step": 4, "reason": ""}')
     done = train(*arguments, "--checkpoint.keep", 3, "--tracking.log_every", 2, pictures=True)
     assert json.loads((run / "status.json").read_text())["state"] == "finished" and (run / "loss.png").exists()
     assert "complete: all 4 steps are done" in done.stdout and done.stdout.endswith("Training finished.\n")
@@ -454,7 +457,7 @@ def test_extended_constant_schedule_equals_fresh_run(runs):
     extended, rows = tensors(runs / "run", 4), metrics(runs / "run")
     done = train(*arguments, "--steps", 4, "--resume", "never")
     assert f"moved to {runs / 'run.old-1'}" in done.stdout
-    assert "resume: auto" in (runs / "run" / "config.yaml").read_text(), "the file starts nothing afresh again"
+    assert "resume: auto" in (runs / "run" / "config.yaml").read_text(), "config.yaml does not keep --resume never"
     assert_same_bits(tensors(runs / "run", 4), extended)
     assert metrics(runs / "run")[-1]["train/loss"] == rows[-1]["train/loss"]
     assert (runs / "run.old-1" / "checkpoints" / "step-00000004" / MANIFEST).exists()

@@ -19,9 +19,9 @@ TINY = [*TINY_STORIES, "--name", "run"]
 
 
 @pytest.fixture(scope="module")
-def left_alone(tmp_path_factory):
+def undisturbed(tmp_path_factory):
     """Directory of an undisturbed run on two processes."""
-    out_dir = tmp_path_factory.mktemp("left_alone")
+    out_dir = tmp_path_factory.mktemp("undisturbed")
     train(*TINY, "--out_dir", out_dir, processes=2)
     return out_dir / "run"
 
@@ -30,46 +30,46 @@ def status(run):
     return json.loads((run / "status.json").read_text())
 
 
-def assert_ends_like(run, left_alone):
-    assert_same_run(run, left_alone, STEPS)
+def assert_ends_like(run, undisturbed):
+    assert_same_run(run, undisturbed, STEPS)
     assert status(run) == {"state": "finished", "step": STEPS, "reason": ""}
 
 
-@pytest.mark.slow  # tests/distributed/test_signals.py has a launcher restart and end with the same bits, too
-def test_launcher_restarts_killed_processes(runs, left_alone):
+@pytest.mark.slow  # tests/distributed/test_signals.py also covers a restart by the launcher
+def test_launcher_restarts_killed_processes(runs, undisturbed):
     done = train(*TINY, "--out_dir", runs, processes=2, max_restarts=1, faults="kill:1:3")
     assert done.stdout.count("resumed at step") == 1, done.stdout
     assert "lost the others in" in done.stderr
-    assert_ends_like(runs / "run", left_alone)
+    assert_ends_like(runs / "run", undisturbed)
 
 
-def test_killed_save_leaves_no_checkpoint(runs, left_alone):
+def test_killed_save_leaves_no_checkpoint(runs, undisturbed):
     """One process is killed while writing, another before the rename; the next start resumes."""
     for kind, rank, step in (("kill_after_shards", 1, 5), ("kill_before_rename", 0, 6)):
         train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults=f"{kind}:{rank}:{step}")
         saved = newest_valid(runs / "run" / "checkpoints")[1].step
-        assert saved in (step - 2, step - 1), "what was being written is that of this step or of the one before"
+        assert saved in (step - 2, step - 1), "the interrupted save is of this step or the previous one"
     done = train(*TINY, "--out_dir", runs, processes=2)
     assert f"resumed at step {saved}" in done.stdout
-    assert_ends_like(runs / "run", left_alone)
+    assert_ends_like(runs / "run", undisturbed)
 
 
 @pytest.mark.slow
-def test_hanging_process_is_detected_within_timeout(runs, left_alone):
+def test_hanging_process_is_detected_within_timeout(runs, undisturbed):
     """It ignores even the launcher's SIGTERM; the launcher kills it after 30 s."""
     arguments = [*TINY, "--out_dir", runs, "--timeout_seconds", 4]
     done = train(*arguments, processes=2, max_restarts=1, faults="hang:1:4")
     error = next(line for line in done.stderr.splitlines() if "train.py: error: process 0 lost the others in" in line)
     assert "backward" in error
     assert "Timed out waiting 4000ms" in error or "Application timeout caused pair closure" in error
-    assert_ends_like(runs / "run", left_alone)
+    assert_ends_like(runs / "run", undisturbed)
 
 
-def test_asynchronous_save_equals_synchronous_save(runs, left_alone):
+def test_asynchronous_save_equals_synchronous_save(runs, undisturbed):
     train(*TINY, "--out_dir", runs, "--checkpoint.asynchronous", "false", processes=2)
     for step in range(1, STEPS + 1):
-        assert_same_bits(tensors(runs / "run", step), tensors(left_alone, step))
-    assert_ends_like(runs / "run", left_alone)
+        assert_same_bits(tensors(runs / "run", step), tensors(undisturbed, step))
+    assert_ends_like(runs / "run", undisturbed)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("lie", [pytest.param({}, marks=pytest.mark.slow), {"LIE_ABOUT_FREE_SPACE": "1"}], ids=str)
-def test_full_disk_stops_run_and_keeps_checkpoints(lie, small_disk, left_alone):
+def test_full_disk_stops_run_and_keeps_checkpoints(lie, small_disk, undisturbed):
     """The check before writing finds it or, where the reported free space is wrong, the write itself."""
     disk = small_disk(1_000_000 if lie else 2_100_000)
     arguments = [*TINY, "--out_dir", disk]
@@ -112,11 +112,11 @@ def test_full_disk_stops_run_and_keeps_checkpoints(lie, small_disk, left_alone):
     small_disk(50_000_000)
     done = train(*arguments, processes=2)
     assert f"resumed at step {manifest.step}" in done.stdout
-    assert_ends_like(run, left_alone)
+    assert_ends_like(run, undisturbed)
 
 
 @pytest.mark.slow
-def test_on_failure_continue_survives_full_disk(small_disk, left_alone):
+def test_on_failure_continue_survives_full_disk(small_disk, undisturbed):
     disk = small_disk(3_000_000)
     (disk / "ballast").write_bytes(bytes(1_800_000))
     arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
@@ -125,11 +125,11 @@ def test_on_failure_continue_survives_full_disk(small_disk, left_alone):
     assert status(disk / "run")["state"] == "failed", "the last checkpoint is the result of the run"
     done = train(*arguments, processes=2, faults="free:0:6", BALLAST=str(disk / "ballast"))
     assert "Training continues without a checkpoint: cannot write the checkpoint" in done.stderr
-    assert_ends_like(disk / "run", left_alone)
+    assert_ends_like(disk / "run", undisturbed)
 
 
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_run_recovers_from_completely_full_disk(asynchronous, small_disk, left_alone):
+def test_run_recovers_from_completely_full_disk(asynchronous, small_disk, undisturbed):
     """Not even a second copy of status.json fits; once space is free, the run resumes."""
     disk = small_disk(3_000_000)
     arguments = [*TINY, "--out_dir", disk, "--checkpoint.on_failure", "continue", "--checkpoint.keep", 1]
@@ -144,9 +144,11 @@ def test_run_recovers_from_completely_full_disk(asynchronous, small_disk, left_a
     (disk / "ballast").unlink()
     shutil.rmtree(path)
     done = train(*arguments, processes=2, exit_code=0, faults="fill:0:3,6", BALLAST=ballast)
-    said = [line for line in done.stderr.splitlines() if "Training continues without a checkpoint" in line]
-    assert said and len(said) == len(set(said)) and "Traceback" not in done.stderr, "once, and not by each process"
-    assert_ends_like(disk / "run", left_alone)
+    messages = [line for line in done.stderr.splitlines() if "Training continues without a checkpoint" in line]
+    assert messages and len(messages) == len(set(messages)) and "Traceback" not in done.stderr, (
+        "each message is printed by one process only"
+    )
+    assert_ends_like(disk / "run", undisturbed)
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
@@ -156,7 +158,9 @@ def test_deleted_run_directory_is_reported_once(on_failure, runs):
     assert done.stderr.count("train.py: error:") == 1, done.stderr
     error = next(line for line in done.stderr.splitlines() if line.startswith("train.py: error:"))
     assert "cannot write the checkpoint" in error and "The directory of the run is gone" in error
-    assert "Traceback" not in done.stderr and not [*(runs / "run").rglob("step-*")], "nor is half of a run made anew"
+    assert "Traceback" not in done.stderr and not [*(runs / "run").rglob("step-*")], (
+        "no partial run directory is created"
+    )
 
 
 def test_read_only_out_dir_is_refused(small_disk):
@@ -175,16 +179,16 @@ class Malicious:
         return os.mkdir, (str(self.marker),)
 
 
-def test_hostile_checkpoint_runs_no_code(runs, left_alone, tmp_path):
+def test_hostile_checkpoint_runs_no_code(runs, undisturbed, tmp_path):
     marker = tmp_path / "code_was_run"
     payload = pickle.dumps(Malicious(marker))
     run = runs / "run"
-    shutil.copytree(left_alone, run)
+    shutil.copytree(undisturbed, run)
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
     newest = run / "checkpoints" / f"step-{STEPS - 1:08d}"
     for name in (".metadata", "random_states_0.pkl", "optimizer.bin", "model.pt", "shard-00003.pickle"):
         (newest / name).write_bytes(payload)
-    train(*TINY, "--out_dir", runs)  # one process reads what two wrote
+    train(*TINY, "--out_dir", runs)  # one process reads a checkpoint of two
     assert not marker.exists() and status(run)["state"] == "finished"
 
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
@@ -195,7 +199,7 @@ def test_hostile_checkpoint_runs_no_code(runs, left_alone, tmp_path):
     done = train(*TINY, "--out_dir", runs)
     assert f"Checkpoint skipped: {newest}" in done.stdout and not marker.exists()
     pickle.loads(payload)
-    assert marker.exists(), "the payload is one that works"
+    assert marker.exists(), "the payload works"
 
 
 SKIP = [*TINY, "--on_nonfinite", "skip", "--evaluation.every", 0]
@@ -213,7 +217,7 @@ def test_nonfinite_update_is_skipped_on_all_processes(runs):
     after = tensors(run, STEPS)
     assert after["optimizer.state.lm_head.weight.step"] == STEPS - 2
 
-    for step in range(5, STEPS + 1):  # the number of skipped updates is state, and is resumed
+    for step in range(5, STEPS + 1):  # the number of skipped updates is resumed state
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
     train(*SKIP, "--out_dir", runs, processes=2)
     assert_same_bits(tensors(run, STEPS), after)
@@ -239,7 +243,7 @@ def test_save_before_first_update_resumes_bitwise(runs):
 @pytest.mark.slow
 def test_max_skipped_in_a_row_counts_across_restarts(runs):
     arguments = [*SKIP, "--out_dir", runs, "--max_skipped_in_a_row", 1]
-    for steps_with_nan in ("2,4,5", "5"):  # one between two good ones is none in a row
+    for steps_with_nan in ("2,4,5", "5"):  # step 2 alone is within the limit
         done = train(*arguments, processes=2, exit_code=1, faults=f"nan:1:{steps_with_nan}")
         assert "step 5: loss = nan, gradient norm = nan, 2 times in a row, on process(es) [1]" in done.stderr
         assert newest_valid(runs / "run" / "checkpoints")[1].step == 4

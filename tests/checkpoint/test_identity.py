@@ -105,7 +105,7 @@ def test_compare_summation_order_depends_on_exact():
     assert compare_summation_order(then, now, exact=True) == []
 
 
-# A start and a replay under other code, which here is written into what a run of this code left.
+# Starts and replays under other code, simulated by editing the recorded hash.
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +148,15 @@ def test_resume_reports_other_code_in_one_line(code, run):
     checkpoint = run / "checkpoints" / "step-00000004"
     for words in (["--name", "run"], ["--name", "branch", "--branch_from", checkpoint]):
         done = train(*command, *words)
-        said = [line for line in done.stdout.splitlines() if line.startswith("Other code: ")]
+        messages = [line for line in done.stdout.splitlines() if line.startswith("Other code: ")]
         assert (
-            len(said) == (code == "0123456789ab") and [row["step"] for row in metrics(run.parent / words[1])][-1] == 5
+            len(messages) == (code == "0123456789ab")
+            and [row["step"] for row in metrics(run.parent / words[1])][-1] == 5
         )
-        if said:
-            assert said[0].startswith(f"Other code: {checkpoint} was trained by {code}") and code_hash() in said[0]
+        if messages:
+            assert (
+                messages[0].startswith(f"Other code: {checkpoint} was trained by {code}") and code_hash() in messages[0]
+            )
 
 
 @pytest.mark.parametrize("code", ["0123456789ab", None], ids=["other", "unknown"])

@@ -26,7 +26,7 @@ def made(tmp_path_factory):
     recipe = TINY | {"schedule": {"name": "constant"}, "evaluation": {"every": 0}}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     make(write_jsonl(folder / "texts.jsonl", make_documents(30)), folder / "corpus", "train:300", validation="hash:0.2")
-    go_on(folder, 2)
+    train_until(folder, 2)
     return folder
 
 
@@ -40,7 +40,7 @@ def folder(made, tmp_path):
     return folder
 
 
-def go_on(folder, steps):
+def train_until(folder, steps):
     words = ["--config", folder / "tiny.yaml", "--data.path", folder / "corpus", "--out_dir", folder, "--name", "run"]
     return train(*words, "--steps", steps)
 
@@ -67,7 +67,7 @@ DAMAGES = {
 }
 
 
-def use(folder, exit_code=0):
+def run_sample(folder, exit_code=0):
     """Run sample.py and return its stderr."""
     words = [str(folder / "run"), "--max_new_tokens", "2", "--prompt", "a"]
     done = forked.run("sample.py", words, 0, environment())
@@ -75,7 +75,7 @@ def use(folder, exit_code=0):
     return done.stderr
 
 
-def audited(folder):
+def audit_problem(folder):
     """Return what an audit finds wrong with the newest checkpoint before it trains again."""
     run = RecordedRun(folder / "run")
     return checkpoint_problem(run, *next(iter(run.manifests.items())))
@@ -92,18 +92,19 @@ def test_damaged_tokenizer_is_skipped_then_restored(damage, folder):
     do, file = DAMAGES[damage]
     do(folder / "run" / "tokenizer")
     damaged = content(folder / "run" / "tokenizer")
-    assert audited(folder).endswith(f"tokenizer is not what it was trained with ({file})")
-    assert f"Tokenizer skipped: {folder / 'run' / 'tokenizer'} is not what it was trained with ({file})" in use(folder)
+    assert audit_problem(folder).endswith(f"tokenizer is not what it was trained with ({file})")
+    skipped = f"Tokenizer skipped: {folder / 'run' / 'tokenizer'} is not what it was trained with ({file})"
+    assert skipped in run_sample(folder)
     (folder / "corpus").rename(folder / "elsewhere")
-    refused = use(folder, exit_code=2)
+    refused = run_sample(folder, exit_code=2)
     assert "the run restores its tokenizer from the corpus" in refused and f"trained with ({file})" in refused
     (folder / "elsewhere").rename(folder / "corpus")
-    said = go_on(folder, 3).stdout
-    assert said.count(f"{folder / 'run' / 'tokenizer'} was damaged ({file}) and is restored from") == 1
+    output = train_until(folder, 3).stdout
+    assert output.count(f"{folder / 'run' / 'tokenizer'} was damaged ({file}) and is restored from") == 1
     assert content(folder / "run" / "tokenizer") == content(folder / "corpus" / "tokenizer")
     assert content(folder / "run" / "tokenizer.old-1") == damaged, "nothing is lost"
-    assert "skipped" not in use(folder) and audited(folder) == ""
-    assert "restored" not in go_on(folder, 4).stdout
+    assert "skipped" not in run_sample(folder) and audit_problem(folder) == ""
+    assert "restored" not in train_until(folder, 4).stdout
 
 
 def test_tokenizer_is_not_restored_from_another_corpus(folder):
@@ -111,12 +112,12 @@ def test_tokenizer_is_not_restored_from_another_corpus(folder):
     expected = read_manifest(folder / "run" / "checkpoints" / "step-00000002").tokenizer
     for tokenizer in (folder / "run" / "tokenizer", folder / "corpus" / "tokenizer"):
         (tokenizer / "chat_template.jinja").write_text(str(tokenizer))
-    said = go_on(folder, 3).stdout
-    assert "cannot be restored" in said and said.count("(chat_template.jinja)") == 2
+    output = train_until(folder, 3).stdout
+    assert "cannot be restored" in output and output.count("(chat_template.jinja)") == 2
     assert read_manifest(folder / "run" / "checkpoints" / "step-00000003").tokenizer == expected
-    use(folder, exit_code=2)
+    run_sample(folder, exit_code=2)
     (folder / "run" / "tokenizer" / "chat_template.jinja").unlink()
-    assert "skipped" not in use(folder)
+    assert "skipped" not in run_sample(folder)
 
 
 def test_tokenizer_that_cannot_be_parsed_is_one_message(folder):

@@ -81,7 +81,7 @@ def folder(tmp_path_factory):
         patch.setattr(data.prepare.prepare, "PART", 2000)
         source = write_jsonl(folder / "a.jsonl", make_documents(40))
         make(source, folder / "corpus", "train:300", validation="hash:0.3")
-    read_all(folder / "corpus")  # so that .verified is there
+    read_all(folder / "corpus")  # writes .verified
     return folder
 
 
@@ -95,7 +95,7 @@ def test_damaged_corpus_reads_correctly_or_is_refused(folder, tmp_path, seed):
         original = file.read_bytes()
         file.write_bytes(mutate_bytes(generator, original))
         try:
-            assert read_all(path) == right, f"{file.name} was changed, and nothing was said"
+            assert read_all(path) == right, f"{file.name} was changed without an error"
         except ConfigError as error:
             assert len(str(error)) > 20
         file.write_bytes(original)
@@ -142,7 +142,7 @@ def as_text(content):
     else:
         text = content.decode("utf-8-sig", "replace")
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    assert "\0" not in text and text.count("\ufffd") <= max(10, len(text) / 500), "it is refused"
+    assert "\0" not in text and text.count("\ufffd") <= max(10, len(text) / 500), "refused"
     return text
 
 
@@ -156,7 +156,7 @@ def json_texts(content):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_damaged_source_reads_correctly_or_is_refused(tmp_path, seed):
     generator = random.Random(seed)
-    path, read_by_another = write_source(generator, tmp_path, make_documents(8, seed))
+    path, read_independently = write_source(generator, tmp_path, make_documents(8, seed))
     path.write_bytes(mutate_bytes(generator, path.read_bytes()))
     try:
         make(path, tmp_path / "out", validation="hash:0.0")
@@ -165,9 +165,9 @@ def test_damaged_source_reads_correctly_or_is_refused(tmp_path, seed):
         assert path.name in str(error)
         made = None
     try:
-        expected = [text for text in read_by_another() if text]
+        expected = [text for text in read_independently() if text]
     except Exception:
         expected = None
     if "gz" in path.name and None in (made, expected):
-        return  # programs differ in what they take for the end of a file
+        return  # programs disagree about the end of a damaged gzip file
     assert made == expected

@@ -15,7 +15,7 @@ from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
 from tests.data.prepare.test_prepare import make_documents, run, write_jsonl
 
-# A file system that answers like Lustre without -o flock, and like FUSE to a folder's fsync.
+# Errors of Lustre without -o flock, and of FUSE for fsync of a folder.
 NO_LOCKS = "def answer(*_): raise OSError(38, 'Function not implemented')\nimport fcntl\nfcntl.flock = answer\n"
 NO_FSYNC_OF_FOLDERS = """
 import os, stat
@@ -49,8 +49,8 @@ def test_prepare_without_file_locks(tmp_path, monkeypatch, without_locks):
         monkeypatch.setenv(files.WITHOUT_LOCKS, "1")
     done = run(*command, preamble=NO_LOCKS, exit_code=0 if without_locks else 2)
     assert (tmp_path / "out").exists() == without_locks
-    said = f"{tmp_path / 'out.partial' / 'parts'}: its file system has no locks (Function not implemented)"
-    assert without_locks or (said in done.stderr and "set MINI_GPT_WITHOUT_LOCKS=1 in the env" in done.stderr)
+    message = f"{tmp_path / 'out.partial' / 'parts'}: its file system has no locks (Function not implemented)"
+    assert without_locks or (message in done.stderr and "set MINI_GPT_WITHOUT_LOCKS=1 in the env" in done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -119,9 +119,11 @@ def test_temporary_folder_of_killed_process_is_removed(tmp_path, monkeypatch):
     killed()
     assert len(list(tmp_path.iterdir())) == 2
     with temporary_folder(tmp_path, "speed-") as living, temporary_folder(tmp_path, "speed-") as another:
-        assert {*tmp_path.iterdir()} == {tmp_path / "speed-of-mine", living, another}, "only what was killed is removed"
+        assert {*tmp_path.iterdir()} == {tmp_path / "speed-of-mine", living, another}, (
+            "only the folder of the killed process is removed"
+        )
     assert [*tmp_path.iterdir()] == [tmp_path / "speed-of-mine"]
     killed()
     monkeypatch.setenv("MINI_GPT_WITHOUT_LOCKS", "1")
     with temporary_folder(tmp_path, "speed-"):
-        assert len(list(tmp_path.iterdir())) == 3, "without locks nobody knows who lives"
+        assert len(list(tmp_path.iterdir())) == 3, "without locks it is unknown which processes are alive"

@@ -31,7 +31,7 @@ class Rows(Dataset):
 
 
 def load(start, stop, rank=0, num_processes=1, num_workers=0, order=None, micro_batch_size=2):
-    order = order or GlobalBatches(50, 12, 7, 4, 9)  # with a batch size warm-up
+    order = order or GlobalBatches(50, 12, 7, 4, 9)  # batch size warm-up
     loader = BatchLoader(Rows(), order, micro_batch_size, CPU, rank, num_processes, num_workers)
     return [[batch["input_ids"][:, 0].tolist() for batch in batches] for batches in loader.batches(start, stop)]
 
@@ -84,7 +84,7 @@ def test_split_micro_batches_keeps_rows_together():
     assert parts[0]["input_ids"].data_ptr() == batch["input_ids"].data_ptr()
 
 
-# Workers that fail
+# Failing workers
 
 
 def first_batch(**settings):

@@ -66,8 +66,8 @@ def test_indices_use_constant_memory():
 def test_global_batch_is_independent_of_process_count(num_processes):
     batches = GlobalBatches(num_samples=100, global_batch_size=12, seed=3)
     for step in (0, 1, 8, 10**7):  # steps 8 and 10**7 hold the end of one epoch and the start of the next
-        shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
-        assert sum(shares, []) == batches.indices(step)
+        local_batches = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
+        assert sum(local_batches, []) == batches.indices(step)
 
 
 def test_each_epoch_visits_samples_in_another_order():
@@ -86,7 +86,9 @@ def test_batch_sizes_grow_evenly():
     """Sizes are multiples of the first one, at equal distances; a warm-up over no steps has its full size at once."""
     assert [BatchSizes(12, 4, 5).size(step) for step in range(8)] == [4, 4, 4, 8, 8, 12, 12, 12]
     assert [BatchSizes(6, 2, 2).size(step) for step in range(4)] == [2, 4, 6, 6]
-    assert [BatchSizes(40, 8, 2).size(step) for step in range(4)] == [8, 24, 40, 40], "two at a time"
+    assert [BatchSizes(40, 8, 2).size(step) for step in range(4)] == [8, 24, 40, 40], (
+        "sizes grow by two multiples at a time"
+    )
     for constant in (BatchSizes(12), BatchSizes(12, 12, 7), BatchSizes(12, 4, 0)):
         assert {constant.size(step) for step in range(9)} == {12}
     lasting = Counter(map(BatchSizes(64, 8, 500).size, range(500)))
@@ -105,8 +107,8 @@ def test_growing_batches_skip_no_sample(num_processes):
     visited = batches.at(np.arange(68)).tolist()
     begin = 0
     for step, size in enumerate([4, 4, 4, 8, 8, 12, 12, 12]):
-        shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
-        assert sum(shares, []) == visited[begin : begin + size] and len({*map(len, shares)}) == 1
+        local_batches = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
+        assert sum(local_batches, []) == visited[begin : begin + size] and len({*map(len, local_batches)}) == 1
         begin += size
     assert begin == 64 == batches.before(8)
 

@@ -73,7 +73,7 @@ def open_split(path, split="train", seq_len=32, packing="concat", num_samples=No
     return open_dataset(TextCorpus(str(path)), split, seq_len, packing, num_samples)
 
 
-def stream_of(path, split="train"):
+def read_stream(path, split="train"):
     return sum(rows(path, split), [])
 
 
@@ -85,8 +85,8 @@ def settings(folder, *arguments):
 
 
 def test_windows_cover_token_stream(folder):
-    stream, dataset = stream_of(folder / "a"), open_split(folder / "a")
-    assert len(list((folder / "a" / "train").glob("*.arrow"))) > 2, "windows cross from file to file"
+    stream, dataset = read_stream(folder / "a"), open_split(folder / "a")
+    assert len(list((folder / "a" / "train").glob("*.arrow"))) > 2, "windows span several files"
     assert len(dataset) == (len(stream) - 1) // 31
     for i, sample in enumerate(dataset[i] for i in range(len(dataset))):
         assert sample["input_ids"].tolist() == sample["labels"].tolist() == stream[31 * i : 31 * i + 32]
@@ -105,7 +105,7 @@ def test_num_samples_spreads_over_all_windows(folder):
 def test_loader_workers_read_same_samples(folder):
     dataset = open_split(folder / "a", packing="isolated")
     again = pickle.loads(pickle.dumps(dataset))
-    assert dataset.values[0][0].tobytes() not in pickle.dumps(dataset), "the tokens are not sent, but opened again"
+    assert dataset.values[0][0].tobytes() not in pickle.dumps(dataset), "tokens are not pickled, but mapped again"
     order = GlobalBatches(len(dataset), 4, seed=1)
     for workers in (0, 2):
         loader = BatchLoader(dataset, order, 4, torch.device("cpu"), num_workers=workers)
@@ -168,16 +168,18 @@ def test_mixed_batches_keep_quotas_and_epochs():
     firsts = np.cumsum([0, *sizes[:-1]])
     for c, size in enumerate(sizes):
         visits = np.bincount(order[corpus == c] - firsts[c], minlength=size)
-        assert visits.min() == 5 * quotas[c] // size and visits.max() <= visits.min() + 1, "in epochs of its own"
+        assert visits.min() == 5 * quotas[c] // size and visits.max() <= visits.min() + 1, (
+            "each corpus has its own epochs"
+        )
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_mixed_batch_depends_only_on_seed_and_step(num_processes):
     batches = MixedBatches([50, 70], [400, 600], global_batch_size=16, seed=3)
     for step in (0, 62, 10**7):  # step 62 holds the end of one block and the beginning of the next
-        shares = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
+        local_batches = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
         positions = np.arange(step * 16, (step + 1) * 16)
-        assert sum(shares, []) == [int(batches.at(np.array([p]))[0]) for p in positions]
+        assert sum(local_batches, []) == [int(batches.at(np.array([p]))[0]) for p in positions]
     assert batches.indices(0) != MixedBatches([50, 70], [400, 600], 16, seed=4).indices(0)
 
 
@@ -207,16 +209,16 @@ def test_apportion_distributes_all_validation_samples(seed):
     generator = random.Random(seed)
     quotas = mix_quotas([generator.uniform(0.02, 1) for _ in range(generator.randrange(1, 9))])
     number = generator.randrange(len(quotas), 200)
-    shares = apportion(number, quotas)
-    assert sum(shares) == number and min(shares) >= 1
+    counts = apportion(number, quotas)
+    assert sum(counts) == number and min(counts) >= 1
     exact = [number * quota / MIX_BLOCK for quota in quotas]
-    assert min(exact) < 1 or all(abs(share - of) < 1 for share, of in zip(shares, exact, strict=True))
+    assert min(exact) < 1 or all(abs(count - quota) < 1 for count, quota in zip(counts, exact, strict=True))
 
 
-# Boundaries of documents
+# Document boundaries
 
 
-def lively_model(**settings):
+def build_perturbed_model(**settings):
     torch.manual_seed(0)
     model = GPTModel(GPTConfig(257, **{**TINY_MODEL, "max_position_embeddings": 256, **settings})).double().eval()
     with torch.no_grad():
@@ -228,7 +230,7 @@ def lively_model(**settings):
 @pytest.mark.parametrize("settings", [{}, {"position": "rope", "qk_norm": True, "n_kv_heads": 1}], ids=["gpt2", "rope"])
 def test_isolated_document_loss_equals_loss_alone(folder, settings):
     """A document between two end-of-text tokens: all its tokens and its end are predicted from it alone."""
-    model, dataset = lively_model(**settings), open_split(folder / "a", seq_len=256, packing="isolated")
+    model, dataset = build_perturbed_model(**settings), open_split(folder / "a", seq_len=256, packing="isolated")
     packed = torch.utils.data.default_collate([dataset[i] for i in range(6)])
     logits = model(packed["input_ids"], position_ids=packed["position_ids"])[0]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), packed["labels"][:, 1:], reduction="none")
@@ -242,12 +244,12 @@ def test_isolated_document_loss_equals_loss_alone(folder, settings):
             compared += 1
     assert compared >= 5
     together = model(packed["input_ids"])[0]
-    assert not torch.allclose(together, logits), "without boundaries it is another loss"
+    assert not torch.allclose(together, logits), "without boundaries the loss differs"
 
 
 def test_isolated_gradients_equal_separate_rows(folder):
     """Loss and gradients of a packed window equal those of its documents as separate rows."""
-    model = lively_model()
+    model = build_perturbed_model()
     documents = [[END, *b"one"], [END, *b"two of them"], [END, *b"x"], [END]]
     ids = torch.tensor([sum(documents, [])])
     positions = torch.tensor([[i for document in documents for i in range(len(document))]])
@@ -267,7 +269,7 @@ def test_single_document_uses_causal_kernel(monkeypatch):
         F, "scaled_dot_product_attention", lambda *args, **kwargs: calls.append(kwargs) or kernel(*args, **kwargs)
     )
     ids = torch.randint(256, (2, 12))
-    lively_model()(ids, position_ids=torch.arange(12).expand(2, 12))
+    build_perturbed_model()(ids, position_ids=torch.arange(12).expand(2, 12))
     assert len(calls) == 2 and all(call["attn_mask"] is None and call["is_causal"] for call in calls)
 
 
@@ -282,7 +284,7 @@ def test_document_offsets_beyond_two_billion_tokens(folder):
 def test_padded_row_holds_one_document(folder):
     documents, dataset = rows(folder / "a"), open_split(folder / "a", seq_len=64, packing="padded")
     assert len(dataset) == len(documents)
-    assert min(map(len, documents)) < 62 < max(map(len, documents)), "some are padded and some are cut off"
+    assert min(map(len, documents)) < 62 < max(map(len, documents)), "some rows are padded and some truncated"
     for i, document in enumerate(documents):
         sample, framed = dataset[i], [*document, END][:64]
         assert sample["input_ids"][: len(framed)].tolist() == framed
@@ -292,7 +294,7 @@ def test_padded_row_holds_one_document(folder):
 @pytest.mark.parametrize("settings", [{}, {"position": "rope", "qk_norm": True, "n_kv_heads": 1}], ids=["gpt2", "rope"])
 def test_padded_rows_need_no_attention_mask(folder, settings):
     """Padding on the right has no targets and changes neither loss nor gradients, whatever its tokens."""
-    model, dataset = lively_model(**settings), open_split(folder / "a", seq_len=256, packing="padded")
+    model, dataset = build_perturbed_model(**settings), open_split(folder / "a", seq_len=256, packing="padded")
     batch = torch.utils.data.default_collate([dataset[i] for i in range(6)])
     assert batch.keys() == {"input_ids", "labels"}
     padding = batch["labels"] == -100
@@ -456,7 +458,7 @@ def test_text_hash_is_independent_of_tokenizer(folder):
     }
 
 
-# What lies in the files
+# Verification of files
 
 
 def flip(file, count):
@@ -464,7 +466,7 @@ def flip(file, count):
     stat, content = file.stat(), bytearray(file.read_bytes())
     begin = len(content) // 4 * 2
     for place in range(begin, begin + 2 * count, 2):
-        content[place] ^= content[place + 1] == 0  # another byte of text, and the end-of-text token stays
+        content[place] ^= content[place + 1] == 0  # changes text bytes only, not the end-of-text token
     file.write_bytes(content)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
@@ -492,7 +494,7 @@ def test_verification_rereads_only_modified_files(corpus, folder):
     touched = corpus / "train" / "000000.arrow"
     os.utime(touched)
     assert verify(corpus).num_bytes_read == touched.stat().st_size
-    copy = shutil.copytree(corpus, corpus.with_name("copy"))  # with the times, and with what is remembered
+    copy = shutil.copytree(corpus, corpus.with_name("copy"))  # including times and the record of verified files
     assert verify(copy).num_bytes_read == size
     mixed = verify(corpus, folder / "b")
     assert mixed.problem is None and mixed.num_bytes_read == mixed.num_bytes - size
@@ -624,7 +626,7 @@ def test_hostile_token_or_offset_is_detected(corpus, packing):
     with pytest.raises(ConfigError, match="damaged"):
         dataset = open_split(corpus, packing=packing)
         [dataset[i] for i in range(2)]
-    for _ in range(2):  # it is not remembered as one that was read and is whole
+    for _ in range(2):  # a damaged file is not recorded as verified
         assert "train/000000.arrow is damaged" in verify(corpus).problem
 
 
@@ -643,7 +645,7 @@ def test_corpus_check_reports_damage_on_all_processes(corpus, monkeypatch):
     ]
     for check in checks:
         assert "being verified" in check.begin() and not check.failed
-    assert [done for done, *_ in gathered] == [False, False, True], "training begins meanwhile"
+    assert [done for done, *_ in gathered] == [False, False, True], "training starts meanwhile"
     release.set()
     assert verifications[0].wait() and checks[0].failed and not checks[2].failed
     for check in checks:
@@ -699,7 +701,7 @@ def test_resume_refuses_changed_tokens(folder, runs, tmp_path):
     assert "verified" in done.stdout and (path / ".verified").exists()
     saved = content(run / "checkpoints")
     flip(path / "train" / "000001.arrow", 300)
-    for processes, faults in ((2, "late:0:0"), (0, "")):  # found in the background, or before the first step
+    for processes, faults in ((2, "late:0:0"), (0, "")):  # detected in the background, then before the first step
         done = train_text(folder, runs, *arguments, processes=processes, faults=faults, exit_code=1 if processes else 2)
         [error] = [line for line in done.stderr.splitlines() if "train.py: error" in line]
         assert "000001.arrow has another content" in error
@@ -729,7 +731,7 @@ def test_bits_per_byte_match_hand_calculation(folder, runs, name):
         logits, _ = model(ids[None])
         nats += F.cross_entropy(logits[0, :-1], ids[1:], reduction="none").tolist()
         for token in ids[1:].tolist():
-            if token != corpus.end_of_text:  # a byte-level token is written with a character a byte
+            if token != corpus.end_of_text:  # a byte-level token has one character per byte
                 num_bytes += len(corpus.tokenizer.id_to_token(token))
     [row] = metrics(runs / "run")
     assert row["val/loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
@@ -740,10 +742,10 @@ def test_bits_per_byte_match_hand_calculation(folder, runs, name):
 
 def test_num_bytes_of_windows_matches_text(folder):
     for name in ("a", "bpe"):
-        stream, dataset = stream_of(folder / name, "validation"), open_split(folder / name, "validation")
+        stream, dataset = read_stream(folder / name, "validation"), open_split(folder / name, "validation")
         corpus = TextCorpus(str(folder / name))
         targets = [token for token in stream[1 : 31 * len(dataset) + 1] if token != corpus.end_of_text]
-        # Whole windows may end within a character: it is compared with the bytes that decoding can give.
+        # A window may end within a character, so decoding may add or lose up to 3 bytes.
         text = corpus.tokenizer.decode(targets)
         assert abs(dataset.num_bytes - len(text.encode())) <= 3
     counts = TextCorpus(str(folder / "a")).metadata["validation"]

@@ -175,7 +175,7 @@ def test_data_is_independent_of_training_seed(source):
         assert one_rows == other_rows != third_rows
 
 
-# What does not fit
+# Refused starts
 
 
 def test_branch_refuses_another_optimizer(run):
@@ -290,11 +290,11 @@ def test_resume_refuses_checkpoint_with_other_tensors(change, run):
     assert "holds other tensors than this model and optimizer have" in done.stderr and name in done.stderr
 
 
-@pytest.mark.parametrize("gone", [True, False], ids=["gone", "edited"])
-def test_resume_without_config_uses_checkpoint_settings(gone, run):
+@pytest.mark.parametrize("deleted", [True, False], ids=["deleted", "edited"])
+def test_resume_without_config_uses_checkpoint_settings(deleted, run):
     settings = (run / "config.yaml").read_text()
     (run / "config.yaml").unlink()
-    if not gone:
+    if not deleted:
         (run / "config.yaml").write_text(settings.replace("\nseed: 0", "\nseed: 5"))
     done = train(*RECIPE, "--out_dir", run.parent, "--steps", 6, "--seed", 5, exit_code=2)
     assert "step-00000004 is of other settings" in done.stderr and "seed: 0 there, 5 now" in done.stderr
@@ -302,11 +302,11 @@ def test_resume_without_config_uses_checkpoint_settings(gone, run):
     train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
 
 
-# The status of a start that was refused
+# Status of a refused start
 
 
-FP16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}  # refused before the directory is looked at
-BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}  # refused when the checkpoint is
+FP16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}  # refused before the directory is read
+BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}  # refused when the checkpoint is read
 
 
 @pytest.mark.parametrize("precision", [FP16, BF16], ids=["early", "late"])
@@ -349,12 +349,12 @@ def test_lock_applies_through_symbolic_link(run):
     train(*RECIPE, "--out_dir", run.parent, "--name", "link", "--steps", 6)
 
 
-# Losses that are no numbers
+# Non-finite losses
 
 
 def test_run_fails_on_nonfinite_final_validation_loss(runs):
     arguments = [*RECIPE, "--out_dir", runs, "--steps", 1, "--optimizer.lr", "1e30", "--evaluation.every", 1]
-    for _ in range(2):  # the second start finds all steps done
+    for _ in range(2):  # the second start has no steps left
         done = train(*arguments, exit_code=1)
         assert "step 1: the validation loss is" in done.stderr and "Training finished." not in done.stdout
         status = read_status(runs / "run" / "status.json")
@@ -363,7 +363,7 @@ def test_run_fails_on_nonfinite_final_validation_loss(runs):
     assert row["val/loss"] is None and math.isfinite(row["train/loss"])
 
 
-# How it was computed
+# Threads and processes
 
 
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -375,10 +375,10 @@ def test_resume_reports_changed_threads_and_processes(exact, runs):
     assert (manifest.processes, manifest.threads) == (1, 1)
     replace(manifest, threads=7).write(checkpoint)
     done = train(*arguments, "--steps", 3, processes=2)
-    said = (
+    message = (
         "Resumed with 2 processes instead of 1, 1 threads instead of 7: from here on the bits may differ by rounding."
     )
-    assert done.stdout.splitlines().count(said) == (0 if exact else 1)
+    assert done.stdout.splitlines().count(message) == (0 if exact else 1)
 
 
 # metrics.jsonl
@@ -460,7 +460,7 @@ def test_row_writer_retries_after_full_disk(tmp_path, monkeypatch):
             file.append({"step": step})
     with pytest.raises(OSError, match="No space left"):
         file.sync()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n', "no half line stays"
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n', "no partial row remains"
     monkeypatch.undo()
     file.append({"step": 4})
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
@@ -528,7 +528,7 @@ def test_read_status_of_damaged_file_is_none(content, tmp_path):
     assert read_status(tmp_path / "status.json") is None
 
 
-# The rest
+# Config, output, defaults
 
 
 @pytest.mark.parametrize(
@@ -551,7 +551,7 @@ def test_training_continues_after_stdout_pipe_closes(runs):
     assert read_status(runs / "run" / "status.json") == Status("finished", STEPS)
 
 
-WITHOUT_ROOM = "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); del sys.argv[0]\n"
+FULL_STDOUT = "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); del sys.argv[0]\n"
 
 
 @pytest.mark.parametrize(
@@ -562,7 +562,7 @@ def test_full_stdout_fails_results_but_not_training(words, exit_code, runs):
     if exit_code:
         (runs / "run" / "config.yaml").write_text(yaml.safe_dump({"global_batch_size": 1, "data": {"seed": 0}}))
     words = [*words.replace("RUNS", str(runs)).split(), *([] if exit_code else [*RECIPE, "--out_dir", str(runs)])]
-    code = f"{WITHOUT_ROOM}runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = f"{FULL_STDOUT}runpy.run_path(sys.argv[0], run_name='__main__')"
     done = forked.run("-c", [code, *map(str, words)], 0, environment())
     lost = f"{words[0]}: error: the output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr.endswith(lost)) == (exit_code, exit_code == 1), done.stderr

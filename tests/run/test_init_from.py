@@ -108,7 +108,7 @@ def test_restart_refuses_changed_initial_weights(made):
     assert "init_hash: " in train(*command, exit_code=2).stderr
 
 
-@pytest.mark.parametrize("change", ["trained on", "gone"])
+@pytest.mark.parametrize("change", ["trained on", "deleted"])
 def test_resume_ignores_changed_or_deleted_initial_run(change, made):
     """The run has its own checkpoint and no longer needs the initial weights."""
     words = [*TINY_STORIES, "--out_dir", made / "runs", "--schedule.name", "constant"]

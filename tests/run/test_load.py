@@ -106,7 +106,7 @@ def test_load_run_names_model_setting_of_other_code(copy):
     directory, manifest, whole = copy
     manifest.config.update(loss="focal", data=manifest.config["data"] | {"shuffle": 3})
     write(directory, manifest, [(whole, {})])
-    load_run(directory)  # other settings change no model
+    load_run(directory)  # settings outside model are ignored
     for lost, message in (
         ({"logit_scale": 20.0}, "model.logit_scale: 20.0 there, and no setting any more; use the code that trained it"),
         ({"position": "alibi"}, "model.position: alibi must be one of learned, rope; use the code that"),
@@ -176,10 +176,10 @@ def test_load_run_skips_checkpoint_removed_while_read(run, tmp_path, monkeypatch
     remove_when_read(monkeypatch, 8, 7)
     _, (directory, manifest) = load_with_source(path)
     assert (directory, manifest.step) == (path / "checkpoints" / "step-00000006", 6)
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     for step in (8, 7):
         removed = path / "checkpoints" / f"step-{step:08d}"
-        assert f"Checkpoint skipped: {removed}: removed while it was read\n" in said
+        assert f"Checkpoint skipped: {removed}: removed while it was read\n" in errors
 
 
 def test_load_run_names_requested_checkpoint_removed_meanwhile(run, tmp_path, monkeypatch):
@@ -223,7 +223,7 @@ for load, path in ((load_run, sys.argv[1]), (read_manifest, Path(sys.argv[1], "c
 """
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may read everything")
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root can read every file")
 def test_load_run_names_directory_without_permission(run, tmp_path):
     secret = shutil.copytree(run, tmp_path / "secret")
     secret.chmod(0)
@@ -239,10 +239,10 @@ def test_load_run_names_directory_without_permission(run, tmp_path):
     assert "no valid manifest.json" in of_checkpoint and "Permission denied" in of_checkpoint
 
 
-# Writing
+# Sampling
 
 
-def written(capsys, *arguments, **settings):
+def capture_sample(capsys, *arguments, **settings):
     sample.main(SampleConfig(*map(str, arguments), **settings))
     return capsys.readouterr().out
 
@@ -251,7 +251,7 @@ def written(capsys, *arguments, **settings):
     ("content", "why"),
     [
         *(("{}", ""), ("{", "")),
-        # Before its weights are looked for, which from the Hub would take hours.
+        # Refused before the weights are loaded, which from the Hub could take hours.
         ('{"model_type": "bert"}', "a transformers model of type bert"),
         ('{"model_type": "llama"}', "a transformers model of type llama"),
         ('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}', ".*custom code"),
@@ -307,14 +307,14 @@ def test_prompt_is_encoded_like_corpus(run, tmp_path, capsys):
     save_tokenizer("byte", tmp_path / "tokenizer", [])
     of_corpus, facts = load_tokenizer(tmp_path / "tokenizer")
     loaded = Loaded(None, None, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
-    for _ in range(2):  # what is meant once is not meant afterwards
+    for _ in range(2):  # special_tokens does not affect the next call
         assert sample.encode(loaded, prompt) == [256, *encode_text(of_corpus, 256, prompt, False)[1]["input_ids"]]
         assert sample.encode(loaded, prompt, special_tokens=True) == [256, 97, 256, 98]
     with pytest.raises(ConfigError, match="prompt: the tokenizer has no tokens for 'There<|endoftext|>'"):
-        written(capsys, run, prompt="There<|endoftext|>", max_new_tokens=1)
-    assert written(capsys, run, prompt="There<|endoftext|>", special_tokens=True, max_new_tokens=1)
+        capture_sample(capsys, run, prompt="There<|endoftext|>", max_new_tokens=1)
+    assert capture_sample(capsys, run, prompt="There<|endoftext|>", special_tokens=True, max_new_tokens=1)
     with pytest.raises(ConfigError, match="special_tokens: true, but in a chat only the chat template inserts them"):
-        written(capsys, run, chat=True, special_tokens=True)
+        capture_sample(capsys, run, chat=True, special_tokens=True)
 
 
 def test_encode_refuses_prompt_that_panics_tokenizer():
@@ -343,12 +343,12 @@ def test_sample_prints_generated_text_and_verdict(run, capsys):
     text = tokenizer.decode(expected[0], skip_special_tokens=True)
     assert text.startswith("Meet a") and log_prob(text) is None
     loss = model(expected, labels=expected, num_items_in_batch=1)[1]
-    shown = written(capsys, run, prompt="Meet a", checkpoint="best", temperature=0, max_new_tokens=20)
+    shown = capture_sample(capsys, run, prompt="Meet a", checkpoint="best", temperature=0, max_new_tokens=20)
     assert shown == f"{text}\n  (not accepted by the grammar; the model's {-loss:.2f})\n"
 
 
 def test_verdict_names_scored_length_of_long_text(run, capsys):
-    shown = written(capsys, run, max_new_tokens=140, temperature=9.0, seed=1)
+    shown = capture_sample(capsys, run, max_new_tokens=140, temperature=9.0, seed=1)
     assert re.search(r"\(not accepted by the grammar; the model's -\d+\.\d\d, of its first 128 tokens\)\n$", shown)
 
 
@@ -402,11 +402,11 @@ def test_load_run_names_moved_data(copy, monkeypatch):
 def test_sample_prints_verdict_of_accepted_story(run, capsys):
     """The whole story is the prompt; the model ends it, or continues with invalid text."""
     loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
-    shown = written(capsys, run, prompt=story, max_new_tokens=1, top_k=1)
+    shown = capture_sample(capsys, run, prompt=story, max_new_tokens=1, top_k=1)
     assert "not accepted" in shown
     tokens = [0, *loaded.tokenizer(story)["input_ids"]]
     with torch.no_grad():
-        for block in loaded.model.blocks:  # a model that only knows how to end
+        for block in loaded.model.blocks:  # a model that always predicts the end of text
             block.attention.out_proj.weight.zero_()
         loaded.model.lm_head.weight.zero_()
     sample.generate_sample(loaded, story, tokens, 0, SampleConfig("", temperature=0, max_new_tokens=1))
@@ -415,10 +415,10 @@ def test_sample_prints_verdict_of_accepted_story(run, capsys):
 
 def test_sample_seed_reproduces_distinct_texts(run, capsys):
     hot = {"max_new_tokens": 8, "temperature": 50}
-    three = written(capsys, run, num_samples=3, **hot).splitlines()[::2]
+    three = capture_sample(capsys, run, num_samples=3, **hot).splitlines()[::2]
     assert len(set(three)) == 3
-    assert written(capsys, run, num_samples=2, **hot).splitlines()[::2] == three[:2]
-    assert written(capsys, run, seed=1, **hot).splitlines()[0] not in three
+    assert capture_sample(capsys, run, num_samples=2, **hot).splitlines()[::2] == three[:2]
+    assert capture_sample(capsys, run, seed=1, **hot).splitlines()[0] not in three
 
 
 def test_sample_streams_whole_characters(monkeypatch, tmp_path):

@@ -98,7 +98,7 @@ def test_corpus_scores_generations_with_entropy_of_zero(reported):
     texts = [line.removeprefix("  | ").rpartition(" (")[0] for line in output.splitlines() if line.startswith("  | ")]
     assert len(texts) == 3 and rows[-1]["generation/characters"] == pytest.approx(sum(map(len, texts)) / 3)
     assert rows[-1]["generation/distinct"] == len(set(texts)) / 3 and rows[-1]["generation/memorized"] == 0
-    assert "generation/valid" not in rows[-1], "that is the stories' own"
+    assert "generation/valid" not in rows[-1], "only stories report it"
     assert rows[-1]["val/entropy"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the entropy)" in output
 
 
@@ -115,4 +115,4 @@ def test_entropy_of_zero_is_reported(entropy, shown, tmp_path, capsys):
         f"[step 1 / 1] val/loss = 0.2500 val/entropy = {entropy:.4f} "
         f"val/exact_match = 0.5000 val/tiny = 1.25e-05 {shown}"
     ]
-    assert capsys.readouterr().out.splitlines() == lines, "digests and layers are not for the screen"
+    assert capsys.readouterr().out.splitlines() == lines, "digests and layer metrics are not printed"

@@ -32,9 +32,9 @@ def test_resume_is_bitwise(uninterrupted, runs):
     """The stop is in the middle of an epoch, between two evaluations."""
     processes, finished = uninterrupted
     step = 5
-    assert 20 % 6 and (step * 6) % 20  # neither the epochs nor this stop lie between two batches
+    assert 20 % 6 and (step * 6) % 20  # neither epochs nor this stop are at a batch boundary
     run = rewind(finished, runs, step)
-    # Loading data in another process is no matter either: the loader has no state to carry over.
+    # Loading in a worker changes nothing: the loader has no state.
     done = train(*TINY_STORIES, "--out_dir", runs, "--name", "run", "--data.num_workers", 1, processes=processes)
     assert f"resumed at step {step} from" in done.stdout
     assert_same_bits(tensors(run, STEPS), tensors(finished, STEPS))

@@ -50,7 +50,7 @@ def wandb_records(file):
 
     content, position, parts = file.read_bytes(), 7, b""
     while position + 7 <= len(content):
-        if 32768 - position % 32768 < 7:  # the rest of a block that has no room for another header
+        if 32768 - position % 32768 < 7:  # the end of a block without space for another header
             position += 32768 - position % 32768
             continue
         _, length, kind = struct.unpack("<IHB", content[position : position + 7])
@@ -66,7 +66,7 @@ def wandb_files(run):
     return sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
-def of_kind(files, kind):
+def select_records(files, kind):
     records = (record for file in files for record in wandb_records(file))
     return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
 
@@ -96,7 +96,7 @@ def rewound(tmp_path_factory):
     run = runs / "a run"
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     shutil.rmtree(run / "checkpoints" / "step-00000003")
-    (run / "code-01234567.diff").write_text("what a start long ago had changed")
+    (run / "code-01234567.diff").write_text("changes of an earlier start")
     done = train_offline(*SHORT, *arguments)
     assert "resumed at step 2" in done.stdout
     return run, done.stdout
@@ -107,29 +107,29 @@ def test_wandb_resumes_same_run_without_losing_rows(rewound):
     files = wandb_files(run)
     assert len(files) == 2, "one file a start, written by the main process alone"
     assert len({file.name for file in files}) == 1, "the same W&B run"
-    rows = [flat(history.item) for history in of_kind(files, "history")]
+    rows = [flat(history.item) for history in select_records(files, "history")]
     logged_steps = Counter(row["step"] for row in rows if "train/loss" in row)
     assert logged_steps == {1: 1, 2: 1, 3: 2, 4: 2}, "the rewound steps are there again"
     last = [row for row in rows if row.get("step") == STEPS and "train/loss" in row][-1]
     ours = metrics(run)[-1]
     assert ours.items() <= last.items() and "perf/tokens_per_second" in last
     config = {}
-    for updates in [*(run.config for run in of_kind(files, "run")), *of_kind(files, "config")]:
+    for updates in [*(run.config for run in select_records(files, "run")), *select_records(files, "config")]:
         config |= flat(updates.update)
     assert config["model"]["d_model"] == 16 and config["provenance"]["torch"] and "git_commit" in config["provenance"]
     assert (config["processes"], config["mixed_precision"]) == (2, "no")
-    for started in of_kind(files, "run"):
+    for started in select_records(files, "run"):
         assert (started.run_group, list(started.tags)) == ("depth", ["deep", "wide"])
 
 
 def test_generations_table_resumes_after_rewind(rewound):
     run, shown = rewound
     kept = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in kept] == [2] * 2 + [STEPS] * 4, "the rewound ones stand there once"
+    assert [row["step"] for row in kept] == [2] * 2 + [STEPS] * 4, "rewound rows appear once"
     assert all("  | " + row["generation/stories"] + "\n" in shown for row in kept[2:5])
     tables = []
     for file in wandb_files(run):
-        for row in (flat(history.item) for history in of_kind([file], "history")):
+        for row in (flat(history.item) for history in select_records([file], "history")):
             if name := row.get("generation/stories.path"):
                 tables.append(json.loads((file.parent / "files" / name).read_text()))
     assert [len(table["data"]) for table in tables] == [2, 6, 6]
@@ -139,7 +139,7 @@ def test_generations_table_resumes_after_rewind(rewound):
 
 def test_wandb_logs_export_code_and_uncommitted_changes(rewound):
     run, _ = rewound
-    *_, model = (artifact for artifact in of_kind(wandb_files(run), "artifact") if artifact.type == "model")
+    *_, model = (artifact for artifact in select_records(wandb_files(run), "artifact") if artifact.type == "model")
     files = {entry.path: entry for entry in model.manifest.contents}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files.keys()
     for entry in files.values():
@@ -147,23 +147,23 @@ def test_wandb_logs_export_code_and_uncommitted_changes(rewound):
         assert path.parent == run / "exports" / "step-00000004" and md5_in_base64(path) == entry.digest
     metadata = json.loads(model.metadata)
     assert model.name == "a_run" and metadata["step"] == STEPS and metadata["torch"]
-    assert metrics(run)[-1].items() <= metadata.items(), "of the weights that it has"
+    assert metrics(run)[-1].items() <= metadata.items(), "metrics belong to the exported weights"
     for file in wandb_files(run):
-        (code,) = (artifact for artifact in of_kind([file], "artifact") if artifact.type == "code")
+        (code,) = (artifact for artifact in select_records([file], "artifact") if artifact.type == "code")
         digests = {entry.path: entry.digest for entry in code.manifest.contents}
         for name in ("train.py", "model/gpt.py", "run/reporting.py"):
             assert digests[name] == md5_in_base64(ROOT / name)
         assert not any("site-packages" in path or path.startswith(".") for path in digests)
     changes = {path.name: path.read_bytes() for path in run.glob("code-*.diff")}
     assert {path.name: path.read_bytes() for path in (file.parent / "files").glob("code-*.diff")} == changes
-    *_, uploads = (record for record in of_kind([file], "files") if "code-" in str(record))
+    *_, uploads = (record for record in select_records([file], "files") if "code-" in str(record))
     assert changes.keys() >= {entry.path for entry in uploads.files} and "code-01234567.diff" in changes
 
 
 def test_wandb_artifacts_are_inside_run_directory(rewound):
     """A run copied with its directory can be uploaded elsewhere, below the same path."""
     run, _ = rewound
-    artifacts = of_kind(wandb_files(run), "artifact")
+    artifacts = select_records(wandb_files(run), "artifact")
     assert {artifact.type for artifact in artifacts} == {"code", "run_table", "model"}
     for entry in (entry for artifact in artifacts for entry in artifact.manifest.contents):
         assert Path(entry.local_path).is_relative_to(run.resolve()) and Path(entry.local_path).exists()
@@ -185,27 +185,29 @@ def test_wandb_text_tables_do_not_grow_quadratically(tracked, monkeypatch):
         for step in range(3, 303):
             tracker.log_texts(step, "generation/stories", ["a text", "another"])
     tables = [call.args[0]["generation/stories"] for call in wandb_run.log.call_args_list]
-    assert [len(table) for table in tables[:50]] == [*range(2, 102, 2)], "after every evaluation while they are short"
+    assert [len(table) for table in tables[:50]] == [*range(2, 102, 2)], (
+        "a table after every evaluation while it is short"
+    )
     assert tables[-1][-2:] == [[302, "a text"], [302, "another"]] and len(tables[-1]) == 600
     assert sum(map(len, tables)) < 51 * 600
 
 
 def test_wandb_finish_timeout_is_below_run_timeout(tracked, monkeypatch):
-    asked = {}
-    monkeypatch.setattr("wandb.init", lambda **options: asked.update(options) or MagicMock())
+    init_options = {}
+    monkeypatch.setattr("wandb.init", lambda **options: init_options.update(options) or MagicMock())
     with tracked("--tracking.wandb", "offline", "--timeout_seconds", "30"):
         pass
-    assert 0 < asked["settings"].finish_timeout < 30 and asked["settings"].finish_timeout_raises
+    assert 0 < init_options["settings"].finish_timeout < 30 and init_options["settings"].finish_timeout_raises
 
 
 def test_nonfinite_loss_raises_wandb_alert(runs):
     arguments = [*SHORT, "--tracking.log_model", "true", "--out_dir", runs, "--name", "run"]
     failed = train_offline(*arguments, exit_code=1, faults="nan:1:3")
-    (alert,) = of_kind(wandb_files(runs / "run"), "alert")
+    (alert,) = select_records(wandb_files(runs / "run"), "alert")
     assert (alert.level, alert.title) == ("ERROR", "run: the loss is not finite")
     assert alert.text.startswith("step 3: loss = nan") and alert.text in failed.stderr
-    assert alert.text.endswith(f"python replay.py {runs / 'run'} 3"), "how to see what happened"
-    assert not [a for a in of_kind(wandb_files(runs / "run"), "artifact") if a.type == "model"]
+    assert alert.text.endswith(f"python replay.py {runs / 'run'} 3"), "names the command that replays the step"
+    assert not [a for a in select_records(wandb_files(runs / "run"), "artifact") if a.type == "model"]
 
 
 @pytest.fixture
@@ -247,7 +249,7 @@ def test_tensorboard_shows_each_step_once_after_rewind(runs):
     for event in shown:
         text = event.tensor_proto.string_val[0].decode()
         assert all("    " + row["generation/stories"] in text for row in kept if row["step"] == event.step)
-    assert '"d_model": 16' in (said := settings[-1].tensor_proto.string_val[0].decode()) and '"processes": 2' in said
+    assert '"d_model": 16' in (text := settings[-1].tensor_proto.string_val[0].decode()) and '"processes": 2' in text
 
 
 @pytest.mark.parametrize(("started_after", "resume"), [((0, 2), "allow"), ((2,), "never")], ids=["again", "branch"])
@@ -304,7 +306,7 @@ def test_failing_tracker_does_not_stop_run(tracked, tmp_path, monkeypatch, capsy
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("failure", [None, Preempted("stopped as asked")])
+@pytest.mark.parametrize("failure", [None, Preempted("stopped by a signal")])
 def test_log_model_exports_at_end_and_tolerates_failure(failure, tracked, monkeypatch, capsys):
     """No checkpoint exists here, so an attempted export fails and is reported."""
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -373,7 +375,7 @@ def test_metrics_file_has_documented_keys(runs):
     assert stored == parse_config([*map(str, SHORT), "--out_dir", str(runs), "--name", "run", *filled_in])
 
 
-def shown_on_a_terminal(runs, columns, processes):
+def run_on_terminal(runs, columns, processes):
     """Return everything that a run prints on a terminal of this width."""
     words = [str(word) for word in (*SHORT, "--out_dir", runs, "--name", "run")]
     ours, theirs = pty.openpty()
@@ -392,17 +394,17 @@ def shown_on_a_terminal(runs, columns, processes):
 
 
 def test_terminal_shows_progress_bar(runs):
-    text = shown_on_a_terminal(runs, columns=160, processes=2)
+    text = run_on_terminal(runs, columns=160, processes=2)
     assert "loading torch" in text and "waiting for all 2 processes" in text
     assert "4/4" in text and "tokens/s=" in text and "loss=" in text and "step/s" in text
-    assert "train/loss" not in text and "] loss =" not in text, "the lines are for where there is no terminal"
+    assert "train/loss" not in text and "] loss =" not in text, "lines are printed only without a terminal"
     assert text.rstrip().endswith("Training finished.")
     assert text.count("run: ") == 1, "only the main process prints"
     assert re.search(r"[\r\n]Loss curve: ", text), "not at the end of the bar"
 
 
 def test_terminal_without_width_shows_lines(runs):
-    text = shown_on_a_terminal(runs, columns=0, processes=1)
+    text = run_on_terminal(runs, columns=0, processes=1)
     assert "[step 4 / 4] loss = " in text and "step/s" not in text
 
 
@@ -411,10 +413,10 @@ def test_plot_redraws_loss_curve_and_names_missing_run(tmp_path):
         '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5, "val/loss": 1.6, "val/entropy": 1.0}\n'
     )
     assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
-    for arguments, code, said in (("nowhere", 2, "nowhere"), ("", 2, "plot.py: error: "), ("--help", 0, "")):
+    for arguments, code, expected_error in (("nowhere", 2, "nowhere"), ("", 2, "plot.py: error: "), ("--help", 0, "")):
         command = [*train_command()[:1], "plot.py", *arguments.split()]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == code and expected_error in done.stderr and "Traceback" not in done.stderr
         assert ("usage: plot.py" in done.stdout) == (code == 0)
 
 
@@ -439,7 +441,7 @@ def test_loss_curve_shows_single_point(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 10, "train/loss": 2.0}\n')
     image = imread(save_loss_curve(tmp_path))
     below_the_legend = image[len(image) // 4 :, :, :3]
-    assert (below_the_legend.max(2) - below_the_legend.min(2)).max() > 0.2, "all is grey"
+    assert (below_the_legend.max(2) - below_the_legend.min(2)).max() > 0.2, "the point is not visible"
 
 
 class Terminal(io.StringIO):

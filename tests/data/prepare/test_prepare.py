@@ -101,7 +101,7 @@ def run(*arguments, exit_code=0, preamble=""):
     return done
 
 
-# What is in a corpus
+# Content of a corpus
 
 
 def test_hash_split_assigns_each_document_independently(tmp_path):
@@ -122,14 +122,15 @@ def test_hash_split_assigns_each_document_independently(tmp_path):
 
 
 def test_in_validation_keeps_the_fraction():
-    share = sum(in_validation(f"document {i}", 0.05) for i in range(20_000)) / 20_000
-    assert abs(share - 0.05) < 0.007  # standard error 0.0015
+    fraction = sum(in_validation(f"document {i}", 0.05) for i in range(20_000)) / 20_000
+    assert abs(fraction - 0.05) < 0.007  # standard error 0.0015
 
 
 def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_parts, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     documents = make_documents(50)
-    documents = [text.replace("\r\n", "\n").replace("\r", "\n") for text in documents]  # txt has one kind of line end
+    # Line endings of txt files are read as \n.
+    documents = [text.replace("\r\n", "\n").replace("\r", "\n") for text in documents]
     txt = "<|end|>\n".join(documents).encode()
     (tmp_path / "plain.txt").write_bytes(txt)
     (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + txt.replace(b"\n", b"\r\n"))
@@ -141,7 +142,7 @@ def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_parts, monkey
     with pa.CompressedOutputStream(str(tmp_path / "rows.jsonl.zst"), "zstd") as file:
         file.write(jsonl.read_bytes())
     pa.parquet.write_table(pa.table({"text": documents, "n": range(50)}), tmp_path / "rows.parquet")
-    (tmp_path / "like_the_hub").mkdir()  # what load_dataset reads by the same code as a repository of the Hub
+    (tmp_path / "like_the_hub").mkdir()  # load_dataset reads it like a repository of the Hub
     write_jsonl(tmp_path / "like_the_hub" / "first.jsonl", documents[:30])
     write_jsonl(tmp_path / "like_the_hub" / "second.jsonl", documents[30:])
     (tmp_path / "like_the_hub" / "README.md").write_text(
@@ -202,7 +203,7 @@ def test_prepare_accepts_validation_file_in_another_format(tmp_path):
 def test_prepare_reads_split_of_dataset_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     of = {"train": ["to learn"], "validation": ["to judge"]}
-    splits = {name: datasets.Dataset.from_dict({"text": said}) for name, said in of.items()}
+    splits = {name: datasets.Dataset.from_dict({"text": text}) for name, text in of.items()}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
     source = tmp_path / "set"
     message = refusal(source, tmp_path / "out", validation=f"{source}:validation")
@@ -374,15 +375,15 @@ def bpe(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("asked, learnt", [(400, 263), (260, 260)])
-def test_prepare_reports_smaller_trained_vocabulary(asked, learnt, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("requested, expected_size", [(400, 263), (260, 260)])
+def test_prepare_reports_smaller_trained_vocabulary(requested, expected_size, tmp_path, monkeypatch, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", ["the cat" * 9] * 20)
-    words = ["--source", source, "--tokenizer", f"train:{asked}", "--out", tmp_path / "out", "--num_workers", 1]
+    words = ["--source", source, "--tokenizer", f"train:{requested}", "--out", tmp_path / "out", "--num_workers", 1]
     monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words), "--validation", "hash:0.0"])
     assert data.prepare.prepare.cli() == 0
     vocab_size = load_tokenizer(tmp_path / "out" / "tokenizer")[1]["vocab_size"]
-    said = capsys.readouterr().out.count(f"train:{asked} became train:{vocab_size}: ")
-    assert (vocab_size, said) == (learnt, asked != learnt)
+    num_messages = capsys.readouterr().out.count(f"train:{requested} became train:{vocab_size}: ")
+    assert (vocab_size, num_messages) == (expected_size, requested != expected_size)
 
 
 def test_byte_tokenizer_maps_bytes_to_themselves(tmp_path):
@@ -443,7 +444,7 @@ def test_prepare_copies_tokenizer_from_folder(tmp_path, bpe):
 def test_prepare_refuses_missing_tokenizer_folder(tmp_path, monkeypatch):
     """A path in an existing folder is never looked up on the Hub."""
     monkeypatch.setattr(
-        "transformers.AutoTokenizer.from_pretrained", lambda name, **_: pytest.fail(f"asked for {name}")
+        "transformers.AutoTokenizer.from_pretrained", lambda name, **_: pytest.fail(f"looked up {name}")
     )
     source = write_jsonl(tmp_path / "a.jsonl", ["hello there"])
     message = refusal(source, tmp_path / "out", f"{tmp_path}/english", validation="hash:0.0")
@@ -451,7 +452,7 @@ def test_prepare_refuses_missing_tokenizer_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [source], "nothing is written"
 
 
-# The same bytes, whatever happens
+# Deterministic and resumable
 
 
 def test_prepare_is_independent_of_worker_count(tmp_path, small_parts):
@@ -463,7 +464,7 @@ def test_prepare_is_independent_of_worker_count(tmp_path, small_parts):
 
 
 SMALL_PARTS = "p.PART, p.PIECE = 20_000, 2000"
-KILLED_AT_THE_THIRD_PART = """
+KILL_AT_THIRD_PART = """
 def update(bar, num_bytes, parts=[]):
     parts.append(num_bytes)
     if len(parts) == 3:
@@ -484,20 +485,20 @@ def test_prepare_resumes_after_kill(tmp_path, streaming):
     out, whole, work = tmp_path / "out", tmp_path / "whole", tmp_path / "out.partial"
     run(*arguments, "--out", whole, preamble=SMALL_PARTS)
     command = [*arguments, "--out", out]
-    run(*command, preamble=SMALL_PARTS + KILLED_AT_THE_THIRD_PART, exit_code=-signal.SIGKILL)
+    run(*command, preamble=SMALL_PARTS + KILL_AT_THIRD_PART, exit_code=-signal.SIGKILL)
     assert not out.exists() and len(list((work / "parts").glob("*.json"))) >= 3
     run(*command, preamble=SMALL_PARTS)
     assert tokens_of(out) == tokens_of(whole) and len(tokens_of(out)) > 10
     assert not work.exists() and content(out).keys() == content(whole).keys()
 
 
-CTRL_C_IN_THE_SECOND_PART = """
+INTERRUPT_IN_SECOND_PART = """
 import os, signal, threading, time
 make_part = p.make_part
 def stop(folder, encode, types, index, texts):
     if index == 1:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        time.sleep(30)  # as long as a part of the thread's, or of the tokenizer's learning
+        time.sleep(30)  # as long as a part in a thread, or training the tokenizer
     return make_part(folder, encode, types, index, texts)
 p.make_part = stop
 """
@@ -507,7 +508,7 @@ def test_prepare_stops_at_ctrl_c_and_resumes(tmp_path):
     source, out = write_jsonl(tmp_path / "a.jsonl", make_documents(400)), tmp_path / "out"
     command = ["--source", source, "--tokenizer", "byte", "--num_workers", 1, "--out", out, "--validation", "hash:0.1"]
     begin = time.monotonic()
-    stopped = run(*command, preamble=SMALL_PARTS + CTRL_C_IN_THE_SECOND_PART, exit_code=130)
+    stopped = run(*command, preamble=SMALL_PARTS + INTERRUPT_IN_SECOND_PART, exit_code=130)
     assert time.monotonic() - begin < 20 and "Traceback" not in stopped.stderr
     assert stopped.stderr.endswith("prepare: interrupted; run the same command again to resume\n")
     first = tmp_path / "out.partial" / "parts" / "000000.json"
@@ -519,7 +520,7 @@ def test_prepare_stops_at_ctrl_c_and_resumes(tmp_path):
 def test_prepare_does_not_redo_finished_parts(tmp_path, small_parts, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     make(source, tmp_path / "whole")
-    monkeypatch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)  # as if it died just before the end
+    monkeypatch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)  # fail just before the end
     with pytest.raises(ZeroDivisionError):
         make(source, tmp_path / "out")
     monkeypatch.undo()
@@ -550,7 +551,7 @@ def test_max_tokens_is_independent_of_worker_count(tmp_path, small_parts, worker
         assert metadata[split]["tokens"] == sum(len(row) for row in rows(tmp_path / "out", split))
 
 
-# What can be wrong
+# Invalid input and failures
 
 
 def test_invalid_utf8_is_replaced_or_refused(tmp_path):
@@ -740,7 +741,7 @@ def test_prepare_lists_columns_of_parquet_file(tmp_path):
     assert "'n' is 1" in refusal(tmp_path / "a.parquet", tmp_path / "other", text_column="n")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every file")
 def test_prepare_names_file_without_permission(tmp_path):
     (tmp_path / "a.txt").write_text("secret")
     (tmp_path / "a.txt").chmod(0)
@@ -758,7 +759,8 @@ def test_prepare_names_file_without_permission(tmp_path):
         ({"validation": "tail:0.1", "max_tokens": 10}, ["max_tokens", "10", "tail:0.1", "hash:0.005"]),
         ({"tokenizer": "train:200"}, ["tokenizer", "train:200", "train:8192"]),
         ({"tokenizer": "train:"}, ["'train:'", "257 to 1,000,000"]),
-        ({"tokenizer": "train:2147483648"}, ["'train:2147483648'", "257 to 1,000,000"]),  # an abort for want of memory
+        # This size would abort the process for lack of memory.
+        ({"tokenizer": "train:2147483648"}, ["'train:2147483648'", "257 to 1,000,000"]),
         ({"tokenizer": "train:" + "9" * 20}, ["9" * 20, "257 to 1,000,000"]),
         ({"tokenizer": "train:" + "9" * 5000}, ["9" * 20, "257 to 1,000,000"]),
         ({"tokenizer": "train:٣٠٠"}, ["'train:٣٠٠'", "257 to 1,000,000"]),
@@ -787,7 +789,7 @@ def test_prepare_replaces_partial_files_of_failed_command(tmp_path, small_parts)
 
 def test_prepare_escapes_names_stdout_cannot_encode(tmp_path):
     screen = 'import io; sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="ascii")'
-    pairs = [{"prompt": "a", "response": "b", "größe": 1}]  # a column that is named while the corpus is not done yet
+    pairs = [{"prompt": "a", "response": "b", "größe": 1}]  # an unused column, reported before the corpus is complete
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     command = ["--source", tmp_path / "a.jsonl", "--tokenizer", "byte", "--validation", "hash:0.0"]
     done = run(*command, "--out", tmp_path / "Müll", preamble=screen)
@@ -821,7 +823,7 @@ def test_prepare_refuses_panicking_tokenizer(tmp_path, monkeypatch):
     assert f"tokenizer: it has no tokens for a text that begins '{'a' * 40}'" in done.stderr
     assert "retry-limit" in done.stderr and "Traceback" not in done.stderr
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare.prepare, "PIECE", 19)  # where a document is cut
+        patch.setattr(data.prepare.prepare, "PIECE", 19)  # panics at the cut of a document
         assert "a text that has 'aaaa" in refusal(source, tmp_path / "out", str(tmp_path / "panics"))
     make(source, tmp_path / "out")
     assert texts(tmp_path / "out") == ["a" * 40 + "b"]
@@ -840,7 +842,7 @@ def test_prepare_resumes_after_full_disk(tmp_path):
         ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], capture_output=True
     )
     if not mounted or mounted.returncode:
-        pytest.skip("a disk of a known size takes the right to mount one")
+        pytest.skip("mounting a small file system needs privileges")
     try:
         source = write_jsonl(tmp_path / "a.jsonl", make_documents(3000))
         arguments = ["--source", source, "--tokenizer", "byte", "--out", disk / "out", "--num_workers", 2]
@@ -856,10 +858,10 @@ def test_prepare_resumes_after_full_disk(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-# Sizes
+# Memory
 
 
-# The peak of a process, which unlike ru_maxrss is not that of the one which started it.
+# The peak of this process; ru_maxrss would include that of its parent.
 REPORT_MEMORY = """
 cli = p.cli
 def reporting():

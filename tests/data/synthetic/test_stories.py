@@ -54,7 +54,7 @@ def validation() -> StoriesDataset:
 
 def every_text(grammar: Grammar) -> list[tuple[str, float]]:
     """Enumerate the texts of a small grammar with their probabilities."""
-    texts, script = [], []  # which option is taken of how many
+    texts, script = [], []  # (chosen option, number of options) of each choice
     while True:
         draws = itertools.chain([(option + 0.5) / size for option, size in script], itertools.repeat(0.0))
         words, counts = grammar.write(SimpleNamespace(random=draws.__next__))
@@ -132,7 +132,7 @@ def test_mean_negative_log_probability_equals_entropy(drawn):
     values = torch.tensor([-nats for _, nats in drawn], dtype=torch.float64)
     standard_error = values.std() / math.sqrt(len(values))
     assert abs(values.mean() - entropy(GRAMMAR)) < 4 * standard_error
-    assert standard_error < 0.001 * entropy(GRAMMAR)  # so that the line above says something
+    assert standard_error < 0.001 * entropy(GRAMMAR)  # the comparison above is precise
 
 
 def test_generated_stories_are_distinct(drawn):
@@ -306,8 +306,8 @@ def test_stories_dataset_refuses_short_seq_len():
 def test_splits_are_disjoint_with_eighth_for_validation(train, validation, drawn):
     assert not any(is_validation(train.text(index)) for index in range(len(train)))
     assert all(is_validation(validation.text(index)) for index in range(len(validation)))
-    share = sum(is_validation(text) for text, _ in drawn) / len(drawn)
-    assert abs(share - 1 / 8) < 4 * math.sqrt(1 / 8 * 7 / 8 / len(drawn))
+    fraction = sum(is_validation(text) for text, _ in drawn) / len(drawn)
+    assert abs(fraction - 1 / 8) < 4 * math.sqrt(1 / 8 * 7 / 8 / len(drawn))
 
 
 def test_story_depends_only_on_seed_split_and_index(train):
@@ -334,7 +334,7 @@ def test_entropy_and_bytes_match_stories(validation):
     texts = [validation.text(index) for index in range(len(validation))]
     assert validation.entropy_nats == pytest.approx(-sum(map(log_prob, texts)), rel=1e-12)
     assert validation.num_bytes == len("".join(texts).encode())
-    # The hash that splits is not the grammar's business: the floor is what the entropy leads one to expect.
+    # The split does not depend on the probabilities, so the mean is close to the entropy of the grammar.
     assert validation.entropy_nats / len(texts) == pytest.approx(entropy(GRAMMAR), rel=0.02)
 
 

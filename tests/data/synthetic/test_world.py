@@ -18,7 +18,7 @@ from data.synthetic.stories import StoriesDataset, StoryGenerator, get_story_gen
 from data.synthetic.world import MOST_FACTS, THINGS, World
 from tests.conftest import TINY_STORIES, metrics, train
 
-SEQ_LEN = 96  # that of configs/stories.yaml
+SEQ_LEN = 96  # as in configs/stories.yaml
 FACTS = ["--data.facts", 300, "--seq_len", SEQ_LEN]
 
 
@@ -42,13 +42,13 @@ def small() -> tuple[Grammar, dict[str, Fraction]]:
         "END": [".", "!"],
     }
     tables = {"WHO": [{"": name} for name in who], "FACT": world.facts}
-    told = {
+    facts = {
         f" {fact['']} {fact['answer']}{end}": Fraction(weight, 2 * sum(world.weights))
         for fact, weight in zip(world.facts, world.weights, strict=True)
         for end in ".!"
     }
-    texts = {f"Here {name} said:{fact}": Fraction(1, 6) * p for name in who for fact, p in told.items()}
-    for (one, p), (other, q) in itertools.product(told.items(), repeat=2):
+    texts = {f"Here {name} said:{fact}": Fraction(1, 6) * p for name in who for fact, p in facts.items()}
+    for (one, p), (other, q) in itertools.product(facts.items(), repeat=2):
         texts[f"Here, two:{one}{other}"] = p * q / 2
     return Grammar(rules, tables, {"FACT": world.weights}), texts
 
@@ -75,8 +75,8 @@ def test_facts_are_drawn_by_weight():
     grammar = Grammar({"STORY": ["{fact:FACT}"]}, {"FACT": world.facts}, {"FACT": world.weights})
     total, end = sum(world.weights), 0
     for fact, weight in zip(world.facts, world.weights, strict=True):
-        for share in (end, end + weight - 1):  # the first and the last of its shares
-            assert grammar.write(SimpleNamespace(random=lambda share=share: (share + 0.5) / total))[0] == [fact[""]]
+        for draw in (end, end + weight - 1):  # its first and its last draw
+            assert grammar.write(SimpleNamespace(random=lambda draw=draw: (draw + 0.5) / total))[0] == [fact[""]]
         end += weight
 
 
@@ -94,12 +94,12 @@ def test_explain_gives_conditional_token_probabilities(small):
         for beginning in itertools.accumulate(["", *TOKEN.findall(text)]):
             masses[beginning] += probability
     for text in texts:
-        said = ""
+        prefix = ""
         for token in grammar.explain(text):
-            expected = math.log(masses[said] / masses[said + token.text])
-            assert token.nats == pytest.approx(expected, abs=1e-13), (said, token)
-            said += token.text
-        assert said == text
+            expected = math.log(masses[prefix] / masses[prefix + token.text])
+            assert token.nats == pytest.approx(expected, abs=1e-13), (prefix, token)
+            prefix += token.text
+        assert prefix == text
     assert grammar.explain("Here, two:") is None
 
 
@@ -121,8 +121,8 @@ def test_world_is_same_on_every_machine():
     digests = []
     for num_facts, zipf, seed in ((MOST_FACTS, 1.5, 0), (1000, 1.1, 3)):
         world = World(num_facts, zipf, seed)
-        told = "".join(f"{w} {f['']} {f['answer']}\n" for w, f in zip(world.weights, world.facts, strict=True))
-        digests.append(hashlib.blake2b(told.encode(), digest_size=8).hexdigest())
+        listing = "".join(f"{w} {f['']} {f['answer']}\n" for w, f in zip(world.weights, world.facts, strict=True))
+        digests.append(hashlib.blake2b(listing.encode(), digest_size=8).hexdigest())
     assert digests == ["a9525020da956ed8", "ae9d50443879b80a"]
 
 
@@ -143,13 +143,13 @@ def test_verdict_names_false_fact(generator, validation):
     false = story.replace(f"{key} {answer}", f"{key} {wrong}")
     assert grammar.log_probability(story) and grammar.log_probability(false) is None
     assert generator.verdict(story).startswith("accepted, log-probability ")
-    told = f"{key} {wrong}, which is false: {key} {answer}"
-    assert generator.verdict(false).startswith(f"not accepted by the grammar; {told}")
+    reason = f"{key} {wrong}, which is false: {key} {answer}"
+    assert generator.verdict(false).startswith(f"not accepted by the grammar; {reason}")
     unknown = story.replace(key, "Coco the red fox hides")
     assert "Coco the red fox hides" not in {fact[""] for fact in generator.world.facts}
     assert f"Coco the red fox hides {answer}, of whom nothing is known" in generator.verdict(unknown)
-    told = len(generator.world.find_facts(story))
-    assert told == 8 and generator.score_texts([story, "Coco the red fox hides hats"]) == {
+    num_facts = len(generator.world.find_facts(story))
+    assert num_facts == 8 and generator.score_texts([story, "Coco the red fox hides hats"]) == {
         "valid": (1, 2),
         "true_facts": (8, 9),
     }
