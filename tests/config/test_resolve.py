@@ -32,6 +32,8 @@ def test_replace_settings_changes_only_named_settings():
     changed = replace_settings(config, {"steps": 7, "model.d_model": 64, "model.n_heads": 2, "data": config.data})
     assert (changed.steps, changed.model.d_model, changed.model.n_heads) == (7, 64, 2)
     assert replace_settings(changed, {"steps": 1000, "model": config.model}) == config
+    given_section = replace_settings(config, {"model": GPTConfig(n_layers=5), "model.d_model": 64})
+    assert (given_section.model.n_layers, given_section.model.d_model) == (5, 64)
 
 
 def test_resolve_fills_in_open_settings():
