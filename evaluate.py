@@ -1,6 +1,6 @@
 """Measures a trained model on a corpus: python evaluate.py RUN --data CORPUS, also under accelerate launch.
 
-Every window of the validation split counts, and the numbers are the same on any number of processes.
+Every window of the validation split is evaluated, and the metrics are the same on any number of processes.
 """
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
@@ -40,10 +40,10 @@ LOGIT_BYTES = 2**28
 
 
 def main(config: EvaluateConfig) -> None:
-    """Evaluate, print the numbers, and write them with the loss at each position.
+    """Evaluate, print the metrics, and save them with the loss at each position.
 
     Raises:
-        ConfigError: there is no such model or corpus, they do not go together, or the numbers cannot be written.
+        ConfigError: the model or the corpus does not exist, they do not fit, or the metrics cannot be saved.
     """
     loaded, found = load_with_source(config.run, config.checkpoint, weights=config.weights)
     if found and config.data is None:
@@ -54,7 +54,7 @@ def main(config: EvaluateConfig) -> None:
     check_tokenizer(config.run, loaded, corpus)
     accelerator = start_accelerator(settings)
     model = loaded.model.to(accelerator.device)
-    assert model.config.vocab_size is not None, "a model has one"
+    assert model.config.vocab_size is not None, "it is set before a model is built"
     rows = max(1, LOGIT_BYTES // (4 * settings.seq_len * model.config.vocab_size))
     CorpusCheck(corpus.verification, accelerator, settings.timeout_seconds).demand()
     with accelerator.autocast():
@@ -74,15 +74,15 @@ def main(config: EvaluateConfig) -> None:
             save(directory, config.run, metrics, list(positions.values()))
         except OSError as error:
             problem = f"out: {str(directory)!r} cannot be written: {error}"
-            raise ConfigError(f"{problem}; name a directory that can be") from None
+            raise ConfigError(f"{problem}; name a writable directory") from None
     accelerator.wait_for_everyone()
 
 
 def check_data(directory: Path, manifest: Manifest) -> None:
-    """Refuse data that would be other than those of the run.
+    """Refuse data that would differ from the training data of the run.
 
     Raises:
-        ConfigError: they were made with a setting that this version lacks.
+        ConfigError: they depend on a setting that this version lacks.
     """
     unknown = unknown_settings(manifest.config)
     if lines := [line for key, line in unknown.items() if key.startswith("data.")]:
@@ -90,27 +90,29 @@ def check_data(directory: Path, manifest: Manifest) -> None:
 
 
 def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
-    """Return the settings of a training on this corpus."""
+    """Return training settings for the corpus and the model."""
     settings, limit = loaded.config, loaded.model.config.max_position_embeddings
     if settings is None or config.data is not None:
         if config.data is None:
-            raise ConfigError(f"data: {config.run!r} is no run here, so name a corpus made by data.prepare")
+            raise ConfigError(
+                f"data: null, but {config.run!r} is not the directory of a run; name a corpus made by data.prepare"
+            )
         settings = settings or TrainConfig(seq_len=min(limit, 1024))
-        of_run = settings.data.packing  # a model that never saw two documents together is not measured so
-        settings = replace(settings, data=DataConfig(source="text", path=config.data, packing=of_run))
+        packing = settings.data.packing  # packed as in training, so that attention covers the same tokens
+        settings = replace(settings, data=DataConfig(source="text", path=config.data, packing=packing))
     seq_len = config.seq_len or settings.seq_len
     if not 2 <= seq_len <= limit:
-        raise ConfigError(f"seq_len: {seq_len} must be from 2 to the {limit} positions that the model has")
+        raise ConfigError(f"seq_len: {seq_len} must be from 2 to {limit}, the max_position_embeddings of the model")
     is_text = settings.data.source == "text"
     changes = {
         "seq_len": seq_len,
-        "evaluation.every": 1,  # what never evaluates has no validation set
-        "exact": False,  # a sum that is the same on any number of processes is part of `evaluate`
+        "evaluation.every": 1,  # 0 would load no validation set
+        "exact": False,  # `evaluate` is the same on any number of processes without it
         "model": loaded.model.config,
     }
     if config.num_samples or is_text:
         changes["evaluation.num_samples"] = config.num_samples
-    if is_text:  # the vocabulary is then compared as a whole
+    if is_text:  # check_tokenizer compares the whole vocabulary
         changes["model.vocab_size"] = None
     return replace_settings(settings, changes)
 
@@ -138,7 +140,7 @@ def with_positions(corpus: Corpus) -> Corpus:
 
 
 def output_directory(config: EvaluateConfig) -> Path:
-    """`out`, or its default."""
+    """Return `out`, or its default."""
     path = Path(config.run).expanduser()
     if config.out is not None:
         return expand_user_path("out", config.out)
@@ -149,11 +151,11 @@ def output_directory(config: EvaluateConfig) -> Path:
     folder = path.resolve()
     if (folder / "manifest.json").exists() and folder.parent.name == "checkpoints":
         return folder.parent.parent
-    return folder.with_name(f"{folder.name}.evaluation")  # what a folder holds may be published
+    return folder.with_name(f"{folder.name}.evaluation")  # not inside: the folder may be published
 
 
 def save(directory: Path, name: str, metrics: dict[str, Any], losses: list[float]) -> None:
-    """Write evaluation.json and evaluation.png, with the name of what was evaluated."""
+    """Save evaluation.json and evaluation.png; `name` is the title of the figure."""
     directory.mkdir(parents=True, exist_ok=True)
     by_position = list(finite_or_null(dict(enumerate(losses))).values())
     write_atomically(

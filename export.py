@@ -45,21 +45,22 @@ A causal language model of {parameters:,} parameters, {origin}.
 {usage}
 ```
 """
-WRITES = """from transformers import pipeline
-write = pipeline("text-generation", "{name}")
-print(write({prompt}, max_new_tokens=50)[0]["generated_text"])"""
-WITHOUT_TOKENIZER = """from transformers import AutoModelForCausalLM
+USAGE = """from transformers import pipeline
+generate = pipeline("text-generation", "{name}")
+print(generate({prompt}, max_new_tokens=50)[0]["generated_text"])"""
+USAGE_WITHOUT_TOKENIZER = """from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{name}")  # it has no tokenizer"""
-BEGINNING = "In training a text began with an end-of-text token (id {}), which the tokenizer puts before a text.\n"
-BEGINNING_OF_CHAT = "In training a conversation was what the chat template of the tokenizer makes of it.\n"
+TEXT_FORMAT = "Training documents began with an end-of-text token (id {}), which the tokenizer prepends.\n"
+CHAT_FORMAT = "Training conversations were formatted by the tokenizer's chat template.\n"
 
 
 def main(config: ExportConfig) -> None:
-    """Load the model, write the folder, and upload it if that is asked for.
+    """Load the model, write the folder and, with `push`, upload it.
 
     Raises:
-        ConfigError: there is no such model, transformers has none like it, or the folder exists or cannot be written.
-        RunError: it cannot be uploaded.
+        ConfigError: the model does not exist or has no counterpart in transformers, or `out` exists or is not
+            writable.
+        RunError: the upload failed.
     """
     out = expand_user_path("out", config.out)
     if out.exists():
@@ -67,20 +68,20 @@ def main(config: ExportConfig) -> None:
     loaded, source = load_with_source(config.run, config.checkpoint, weights=config.weights)
     sources = [source] if source else []
     if config.average > 1:
-        sources = newest(config)
-        average(loaded, sources, config.weights)
+        sources = newest_checkpoints(config)
+        average_checkpoints(loaded, sources, config.weights)
     try:
         if not out.parent.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
-        # Another export to the same place has a folder of its own, and the first to be done wins.
+        # A second export to `out` uses another temporary folder; the first one to finish is kept.
         with TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as folder:
             partial = Path(folder, out.name)
             partial.mkdir()
-            write(partial, loaded)
-            # An absolute path is nobody else's; and without ./ it would be a name on the Hub.
-            own = out.name if Path(config.out).expanduser().is_absolute() else os.path.normpath(config.out)
-            names = config.push or out.name, config.push or f"./{own}"
-            (partial / "README.md").write_text(card(*names, loaded, sources, partial, config.weights))
+            write_model(partial, loaded)
+            # An absolute path is of no use to others. Without ./ transformers would take it for a name on the Hub.
+            path = out.name if Path(config.out).expanduser().is_absolute() else os.path.normpath(config.out)
+            names = config.push or out.name, config.push or f"./{path}"
+            (partial / "README.md").write_text(model_card(*names, loaded, sources, partial, config.weights))
             os.rename(partial, out)
     except OSError as error:
         raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from None
@@ -90,10 +91,10 @@ def main(config: ExportConfig) -> None:
 
 
 def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
-    """Export the newest checkpoint of a run into a folder of its directory, unless it is there; that and its manifest.
+    """Export the newest checkpoint of a run into its directory, if it is not there yet; return the folder and manifest.
 
     Raises:
-        ConfigError: as main.
+        ConfigError: the same as `main`.
     """
     checkpoint, manifest = find_checkpoint(run_directory)
     folder = run_directory / "exports" / checkpoint.name
@@ -102,24 +103,28 @@ def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
     return folder, manifest
 
 
-def newest(config: ExportConfig) -> list[tuple[Path, Manifest]]:
-    """Return the newest checkpoints of the run, as many as are averaged."""
+def newest_checkpoints(config: ExportConfig) -> list[tuple[Path, Manifest]]:
+    """Return the checkpoints to average, newest first.
+
+    Raises:
+        ConfigError: the run has too few, or `checkpoint` is not latest.
+    """
     path = Path(config.run).expanduser()
-    there = []
+    found = []
     for directory in readable_checkpoints(path / "checkpoints") if is_run(path) else ():
-        with suppress(InvalidCheckpoint):  # it was said when the newest one was opened
-            there.append((directory, validate(directory)))
-    if config.checkpoint != "latest" or len(there) < config.average:
+        with suppress(InvalidCheckpoint):  # `load_with_source` has warned of it
+            found.append((directory, validate(directory)))
+    if config.checkpoint != "latest" or len(found) < config.average:
         raise ConfigError(
-            f"average: {config.average} takes the newest checkpoints of a run, checkpoint: latest, and {path} has "
-            f"{len(there)}; checkpoint.keep says how many a training keeps"
+            f"average: {config.average} needs checkpoint: latest and that many valid checkpoints, but {path} has "
+            f"{len(found)}; use a smaller number, or train with a larger checkpoint.keep"
         )
-    return there[: config.average]
+    return found[: config.average]
 
 
 @torch.no_grad()
-def average(loaded: Loaded, sources: list[tuple[Path, Manifest]], weights: Weights) -> None:
-    """Give the model the mean of the weights of these checkpoints."""
+def average_checkpoints(loaded: Loaded, sources: list[tuple[Path, Manifest]], weights: Weights) -> None:
+    """Replace the weights of the model by their mean over the checkpoints, summed in float64."""
     mean = loaded.model.state_dict()
     sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in mean.items()}
     for directory, manifest in sources:
@@ -129,12 +134,12 @@ def average(loaded: Loaded, sources: list[tuple[Path, Manifest]], weights: Weigh
         tensor.copy_(sums[name] / len(sources))
 
 
-def write(folder: Path, loaded: Loaded) -> None:
-    """Write all but the model card.
+def write_model(folder: Path, loaded: Loaded) -> None:
+    """Write the weights, the configs and the tokenizer.
 
     Raises:
-        ConfigError: no architecture of transformers is this model, with the settings that keep it out.
-        OSError: it cannot be written.
+        ConfigError: the model has no counterpart in transformers; the message names the settings that prevent it.
+        OSError: the folder cannot be written.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -154,12 +159,12 @@ def write(folder: Path, loaded: Loaded) -> None:
     try:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-            settings = folder / "tokenizer_config.json"  # the name of the class that transformers 4 knows too
+            settings = folder / "tokenizer_config.json"  # transformers 4 has only this name of the class
             settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
         hf_model.save_pretrained(folder)
         for file in folder.glob("*.safetensors"):
             copy_folder_permissions(file)
-    except Exception as error:  # for a full disk tokenizers and safetensors have kinds of their own
+    except Exception as error:  # on a full disk tokenizers and safetensors raise their own types
         raise OSError(str(error)) from None
 
 
@@ -168,10 +173,10 @@ def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> N
 
     It truncates at the model's context length and, without a chat template, begins every text with end-of-text.
     """
-    for where_from in ("is_local", "local_files_only"):  # it was opened; no fact of a tokenizer
-        tokenizer.init_kwargs.pop(where_from, None)
+    for name in ("is_local", "local_files_only"):  # how it was loaded, not a property of the tokenizer
+        tokenizer.init_kwargs.pop(name, None)
     tokenizer.model_max_length = loaded.model.config.max_position_embeddings
-    # transformers 4 adds token_type_ids unless told, which its GPT-2 adds to the embeddings.
+    # By default transformers 4 returns token_type_ids, which its GPT-2 adds to the embeddings.
     tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names = ["input_ids", "attention_mask"]
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -180,37 +185,37 @@ def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> N
         tokenizer.add_bos_token = True
 
 
-def card(
+def model_card(
     name: str, place: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights
 ) -> str:
-    """Write the figure of the model card into `folder` and return the card; its code loads the model from `place`."""
+    """Save the figure of the model card in `folder` and return the card; its example loads the model from `place`."""
     tokenizer = loaded.tokenizer
-    usage = (WRITES if tokenizer else WITHOUT_TOKENIZER).format(name=place, prompt=example_prompt(loaded))
+    usage = (USAGE if tokenizer else USAGE_WITHOUT_TOKENIZER).format(name=place, prompt=example_prompt(loaded))
     steps = " and ".join(str(manifest.step) for _, manifest in sources)
     origin = "converted from another folder in transformers' format"
     if sources:
-        origin = f"trained with Accelerate; the weights are those of step {steps}" + ", averaged" * (len(sources) > 1)
+        origin = f"trained with Accelerate; weights of step {steps}" + ", averaged" * (len(sources) > 1)
         if loaded.config and uses_ema(loaded.config, weights):
-            origin += ", each an exponential average of the weights that were trained (evaluation.ema_decay)"
+            origin += ", each an exponential moving average (EMA) of the trained weights (evaluation.ema_decay)"
     lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
     if loaded.config is None:
         return lines[0]
     if tokenizer is not None:
-        lines.append(BEGINNING_OF_CHAT if tokenizer.chat_template else BEGINNING.format(tokenizer.eos_token_id))
+        lines.append(CHAT_FORMAT if tokenizer.chat_template else TEXT_FORMAT.format(tokenizer.eos_token_id))
     directory, manifest = sources[0]
     numbers = [f"| {name} | {value:.6g} |" for name, value in manifest.metrics.items() if isinstance(value, float)]
     if numbers:
-        averaged = ", of the newest checkpoint alone" if len(sources) > 1 else ""
-        lines.append("\n".join([f"## Numbers at step {manifest.step}{averaged}\n", "| | |", "|---|---|", *numbers, ""]))
+        note = ", newest checkpoint only" if len(sources) > 1 else ""
+        lines.append("\n".join([f"## Metrics at step {manifest.step}{note}\n", "| | |", "|---|---|", *numbers, ""]))
     if (run := directory.resolve().parent.parent / "metrics.jsonl").exists():
         with report_plot_errors("The loss curve"):
-            save_loss_curve(run.parent, folder / "loss.png")  # the run may be somebody else's, to be read alone
+            save_loss_curve(run.parent, folder / "loss.png")  # not in the run, which may be read-only
             lines.append("![Training and validation loss](loss.png)\n")
     lines.append(f"## Data\n\n{data_facts(loaded)}\n")
-    made_by = {**manifest.provenance, "mixed_precision": manifest.mixed_precision, "processes": manifest.processes}
-    lines.append("## Made with\n\n" + "\n".join(f"- {name}: {value}" for name, value in made_by.items()) + "\n")
+    environment = {**manifest.provenance, "mixed_precision": manifest.mixed_precision, "processes": manifest.processes}
+    lines.append("## Environment\n\n" + "\n".join(f"- {name}: {value}" for name, value in environment.items()) + "\n")
     recipe = yaml.safe_dump(without_folders({**manifest.config, "out_dir": "runs"}), sort_keys=False)
-    lines.append(f"## Recipe\n\nThe settings of the run, a `--config` of its `train.py`:\n\n```yaml\n{recipe}```\n")
+    lines.append(f"## Recipe\n\nThe settings of the run, for `train.py --config`:\n\n```yaml\n{recipe}```\n")
     return "\n".join(lines)
 
 
@@ -218,8 +223,8 @@ def example_prompt(loaded: Loaded) -> str:
     """Return the prompt of the example in the card."""
     if loaded.tokenizer is not None and loaded.tokenizer.chat_template:
         return '[{"role": "user", "content": "Hello"}]'
-    of_stories = loaded.config is not None and loaded.config.data.source == "stories"  # whose words are few
-    return '"Meet a"' if of_stories else '"Once upon a time"'
+    is_stories = loaded.config is not None and loaded.config.data.source == "stories"  # a small vocabulary
+    return '"Meet a"' if is_stories else '"Once upon a time"'
 
 
 def without_folders(setting: Any) -> Any:
@@ -233,10 +238,10 @@ def without_folders(setting: Any) -> Any:
 
 def data_facts(loaded: Loaded) -> str:
     """Describe the training data."""
-    assert loaded.config is not None, "only runs are described"
+    assert loaded.config is not None, "only cards of runs describe data"
     data = loaded.config.data
     if data.source != "text":
-        return f"The generated source `{data.source}` of this repository, {data.num_samples:,} samples an epoch."
+        return f"The synthetic source `{data.source}` of this repository, {data.num_samples:,} samples per epoch."
     facts = [f"Content hash of the tokens and the tokenizer: `{data.hash}`."]
     for path in data.corpora:
         try:
@@ -248,16 +253,16 @@ def data_facts(loaded: Loaded) -> str:
             facts.append(
                 f"- `{Path(path).name}`: {train['documents']:,} {kind}, {train['tokens']:,} tokens by `{tokenizer}`"
             )
-        except (ConfigError, KeyError):  # gone or replaced since, which takes nothing from the model
+        except (ConfigError, KeyError):  # moved or replaced since; the export does not need it
             facts.append(f"- `{Path(path).name}`")
     return "\n".join(facts)
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload the folder.
+    """Upload the folder to the Hub.
 
     Raises:
-        RunError: it cannot be uploaded; the folder stays.
+        RunError: the upload failed; the folder is kept.
     """
     from huggingface_hub import HfApi
 
@@ -265,6 +270,6 @@ def push(folder: Path, repository: str) -> None:
         api = HfApi()
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # of the network, of the name, of who one is
-        raise RunError(f"push: {folder} is written, but not uploaded to {repository!r}: {error}") from None
-    print(f"It is at https://huggingface.co/{repository}.")
+    except Exception as error:  # network, name or authentication
+        raise RunError(f"push: {folder} is complete, but the upload to {repository!r} failed: {error}") from None
+    print(f"Uploaded to https://huggingface.co/{repository}.")

@@ -79,26 +79,26 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
         raise ConfigError(f"num_samples: {config.num_samples}, but chat generates one answer; leave it out")
     limit = loaded.model.config.max_position_embeddings
     room = max(limit - config.max_new_tokens, limit // 2)
-    template, said = ChatTemplate(loaded.tokenizer), []
+    template, history = ChatTemplate(loaded.tokenizer), []
     ends, system = template.ends_of_answer(), []
     if config.system is not None:
         system = [{"role": "system", "content": config.system}]
         check_system(system, template, room)
     for turn, line in enumerate(prompts(config.prompt, config.chat)):
-        said.append({"role": "user", "content": line})
+        history.append({"role": "user", "content": line})
         try:
-            while len(tokens := template.prompt(system + said)) > room and len(said) > 2:
-                del said[:2]
+            while len(tokens := template.prompt(system + history)) > room and len(history) > 2:
+                del history[:2]
             answer = generate_sample(loaded, "", tokens, turn, config, ends)
-            said.append({"role": "assistant", "content": answer})
+            history.append({"role": "assistant", "content": answer})
         except ConfigError as error:
             if config.prompt is not None:
                 raise
             print(error, file=sys.stderr)
-            said.pop()
+            history.pop()
         except KeyboardInterrupt:  # ends this answer only
             print()
-            said.pop()
+            history.pop()
 
 
 def check_system(system: list[Message], template: ChatTemplate, room: int) -> None:
@@ -122,9 +122,9 @@ def check_system(system: list[Message], template: ChatTemplate, room: int) -> No
 
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
     """Yield the given prompt; without one, prompts from the terminal; without that, "" or, for chat, lines of stdin."""
-    with suppress(AttributeError):  # of what is no stream of bytes; elsewhere a line of wrong ones must not end it
+    with suppress(AttributeError):  # stdin may not be a byte stream; if it is, invalid UTF-8 must not end the chat
         sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue] suppressed
-    typed = sys.stdin is not None and sys.stdin.isatty()  # None: it was closed
+    typed = sys.stdin is not None and sys.stdin.isatty()  # None: stdin is closed
     if given is not None or not (chat or typed):
         yield given or ""
         return
@@ -132,7 +132,7 @@ def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
         yield from (line.rstrip("\n") for line in sys.stdin or ())
         return
     with suppress(ImportError):
-        import readline  # noqa: F401 -- lines can be edited and called back
+        import readline  # noqa: F401 -- line editing and history
     while True:
         try:
             yield input("> ")
@@ -142,7 +142,7 @@ def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
 
 
 def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[int]:
-    """Encode a prompt after an end-of-text token, as documents begin in training.
+    """Encode a prompt after an end-of-text token, which begins every document in training.
 
     Args:
         loaded: The model and its tokenizer.
@@ -161,7 +161,7 @@ def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[in
     with wrap_tokenizer_errors(f"prompt: the tokenizer has no tokens for {prompt!r}"):
         tokens = tokenizer(prompt, **settings)["input_ids"] if prompt else []
     if not begin + tokens:
-        raise ConfigError("prompt: this tokenizer has no end-of-text token that a text could begin with; give a prompt")
+        raise ConfigError("prompt: empty, and this tokenizer has no end-of-text token to start from; give a prompt")
     return begin + tokens
 
 
@@ -171,30 +171,32 @@ def generate_sample(
 ) -> str:
     """Generate and print sample `index` of a prompt; for stories, also the grammar's verdict and log-probabilities.
 
-    Control characters are printed as escapes, because a terminal would obey them.
+    Control characters are escaped, because a terminal would execute them.
 
     Args:
         loaded: The model and its tokenizer.
         prompt: The text to print first.
         tokens: The tokens to continue.
-        index: The number of the sample, which determines its random draws.
+        index: Index of the sample, which seeds its random draws.
         config: The sampling settings.
-        ends: Tokens that end the sample, besides end-of-text.
+        ends: Stop tokens in addition to end-of-text.
 
     Returns:
         The prompt and the generated text.
     """
     model, tokenizer = loaded.model, cast(Any, loaded.tokenizer)
     device, vocab_size = model.token_embedding.weight.device, model.config.vocab_size
-    assert vocab_size is not None, "a model has one"
+    assert vocab_size is not None, "it is set before a model is built"
     ends = {tokenizer.eos_token_id, *ends}
     generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "samples", index))
-    decoder, written, ids = DecodeStream(skip_special_tokens=True), [prompt], list(tokens)
+    decoder, pieces, ids = DecodeStream(skip_special_tokens=True), [prompt], list(tokens)
     print(escape_controls(prompt), end="", flush=True)
     settings: dict[str, Any] = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
     if max(tokens, default=0) >= vocab_size:
-        raise ConfigError(f"run: the tokenizer gives token {max(tokens)}, and the model has {vocab_size} tokens")
-    for token in tokens:  # so that generated tokens are decoded as a continuation
+        raise ConfigError(
+            f"run: the prompt has token {max(tokens)}, but the model has {vocab_size} tokens; check its tokenizer"
+        )
+    for token in tokens:  # so that generated tokens are decoded in their context
         decoder.step(tokenizer.backend_tokenizer, token)
     tokens_1T = torch.tensor([tokens], device=device)
     for next_11 in model.stream(tokens_1T, config.max_new_tokens, generator=generator, **settings):
@@ -202,9 +204,9 @@ def generate_sample(
         if ids[-1] in ends:
             break
         if piece := decoder.step(tokenizer.backend_tokenizer, ids[-1]):
-            written.append(piece)
+            pieces.append(piece)
             print(escape_controls(piece), end="", flush=True)
-    text = "".join(written)
+    text = "".join(pieces)
     print()
     if loaded.config is not None and (data := loaded.config.data).source == "stories":
         verdict = get_story_generator(data.facts, data.zipf, data.seed or 0).verdict

@@ -1,7 +1,7 @@
 """The audit of a run, `replay.py RUN --audit N`: retrain intervals between checkpoints and compare.
 
 Before that, everything that the run recorded twice must agree, and everything that follows from its settings must be
-what is recorded. What only the run's word stands for is listed as not checked.
+what is recorded. Records that cannot be recomputed are listed as not checked.
 """
 
 import random

@@ -1,6 +1,6 @@
 """A run as it recorded itself on disk, and retraining of a part of it.
 
-Retraining happens in a run directory of its own inside a temporary folder, from a checkpoint of the recorded run.
+Steps are retrained in a separate run directory inside a temporary folder, from a checkpoint of the recorded run.
 """
 
 import contextlib

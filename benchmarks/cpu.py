@@ -246,7 +246,7 @@ def startup(options: Namespace) -> Iterator[Group]:
             return partial(run_to_first_step, train_command(settings | own, processes), env)
 
         cache = Path(folder, "cache")
-        # Compiling the smallest model takes half a minute; without a compiler train.py goes on uncompiled.
+        # Compiling the smallest model takes half a minute; without a compiler train.py trains uncompiled.
         env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | ({"CXX": "no-such-compiler"} if options.quick else {})
         compiled = first_step(recipe | {"compile": True}, env=env)
 

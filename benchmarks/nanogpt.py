@@ -36,7 +36,7 @@ def build_peer(
     path: Path, config: GPTConfig, optimizer: OptimizerConfig, device: str = "cpu"
 ) -> tuple[nn.Module, Optimizer]:
     """Return nanoGPT's model in the shape of `config`, without biases and dropout, and its optimizer."""
-    # Under a name of its own, because our package is called `model` too.
+    # Imported under another name, because our package is called `model` too.
     spec = importlib.util.spec_from_file_location("nanogpt_model", path / "model.py")
     assert spec, path
     assert spec.loader, path

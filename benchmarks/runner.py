@@ -175,7 +175,7 @@ def endless_case(
     """Return a case that resumes an endless training for some log lines and measures the last of them.
 
     The program is suspended while other cases run, and ends with the stack. The first few lines warm it up. Each TURNS
-    turns it is restarted, because the placement of its memory is worth a percent or two for as long as it lives.
+    turns it is restarted, because the placement of its memory changes its speed by a percent or two for its lifetime.
 
     Args:
         stack: Ends the program.

@@ -1,4 +1,4 @@
-"""Facts besides the settings by which two runs differ: the mixed precision of the launch and the code that trains.
+"""Facts in which runs with equal settings differ: the mixed precision of the launch and the code that trains.
 
 Every start writes them into sessions.jsonl and into its checkpoints. Resuming, auditing and comparing runs read them.
 """

@@ -37,7 +37,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Facts about a checkpoint besides its tensors. `step` and `skipped` are the state of the training loop."""
+    """Facts about a checkpoint in addition to its tensors. `step` and `skipped` are the state of the training loop."""
 
     step: int
     """Completed steps."""

@@ -61,7 +61,7 @@ class Saver(AbstractContextManager):
         if self.rank == 0:
             run = checkpoints.parent
             self.facts["tokenizer"] = expected_hashes(run) or hash_files(run / "tokenizer") or None
-        # A group of its own keeps the thread's messages apart from those of training; on the CPU whatever the device.
+        # A separate process group keeps the thread's collectives apart from those of training; always gloo.
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():  # also with one process, under a launcher
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))

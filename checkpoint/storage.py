@@ -72,7 +72,7 @@ class Writer(HuggingFaceStorageWriter):
             assert isinstance(value, torch.Tensor), "state_tensors gives only tensors"
             assert item.tensor_data is not None, "a tensor has offsets"
             tensor = value.detach().cpu().contiguous()
-            # Blocks may share weights; in the file each name has a tensor of its own.
+            # Blocks may share weights; in the file each name has a separate tensor.
             tensors[item.index.fqn] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())
             offsets[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}

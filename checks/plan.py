@@ -1,9 +1,9 @@
 """Resources that a training needs, estimated before it starts: python train.py --plan [train.py's arguments].
 
-The same under a launcher says it for that launch. Nothing is written but a temporary directory, which is removed.
+Under a launcher the estimate is for that launch. Only a temporary directory is written, and removed afterwards.
 
-No formula knows the memory of the model: a training step is done with tensors that have a shape, a device and a
-lifetime, but no memory (FakeTensorMode), and what is alive is counted. So a change of the model needs no change here.
+Memory is not estimated by a formula: a training step runs on fake tensors (FakeTensorMode), which have a shape, a
+device and a lifetime but no storage, and the live ones are counted. So a change of the model needs no change here.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import checkpoint.storage  # noqa: F401  (what a run loads, the memory of this process has to hold)
+import checkpoint.storage  # noqa: F401  (a run imports it, and imports take memory)
 import train
 from config.errors import RunError
 from config.resolve import replace_settings
@@ -42,17 +42,17 @@ from training.gradients import trainable_parameters
 from training.optimizer import build_optimizer
 from training.prepare_model import no_compiler, prepare_network
 
-BURST_STEPS = 6  # of which the second half is measured
-BURST_FLOPS_ON_CPU = 3e12  # about a minute on a slow one
-KEPT_BYTES = 2**25  # what is larger goes back to the system (distributed/cpu.py)
+TRIAL_STEPS = 6  # the second half is measured
+MAX_TRIAL_FLOPS_ON_CPU = 3e12  # about a minute on a slow CPU
+KEPT_BYTES = 2**25  # larger blocks are returned to the system when freed (distributed/cpu.py)
 STATE = ("weights", "gradients", "moments")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that are alive, by what they were made for, and the same at their peak."""
+    """Counts the bytes of live tensors by label, now (`live`) and at their peak (`at_peak`)."""
 
     def __init__(self, limit: float = math.inf):
-        """Only those up to `limit` bytes are counted."""
+        """Count only tensors of at most `limit` bytes."""
         super().__init__()
         self.limit, self.label, self.live, self.at_peak = limit, "weights", Counter(), Counter()
         self.labels: dict[int, tuple[str, int]] = {}
@@ -78,7 +78,7 @@ class LiveBytes(TorchDispatchMode):
         self.live[label] -= size
 
     def relabel(self, tensor: Tensor, label: str) -> None:
-        """It has become something else, as what a backward returns becomes a gradient."""
+        """Count a tensor under another label, as when the result of a backward becomes a gradient."""
         key = tensor.untyped_storage()._cdata
         before, size = self.labels[key]
         self.labels[key] = label, size
@@ -87,16 +87,23 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = False) -> tuple[dict[str, int], int]:
-    """Return the bytes of tensors at the peak of a step on one device that holds the whole model, by part, and of the
-    optimizer's moments. An evaluation that `scores` keeps its logits.
+    """Count the bytes of tensors at the peak of a step on one device that holds the whole model.
 
-    Left out: samples, and the masks of data.packing: isolated and of windows.
+    Samples are left out, and so are the masks of data.packing: isolated and of sliding-window attention.
+
+    Args:
+        config: the resolved config.
+        accelerator: device, precision and number of processes.
+        scores: whether the corpus scores the logits of an evaluation, which are then kept.
+
+    Returns:
+        The bytes of each part at the peak, and the bytes of the optimizer's moments.
     """
     device = accelerator.device
     config = replace(config, model=replace(config.model, window=None))
     with FakeTensorMode(), LiveBytes() as live, torch.device(device):
         network = GPTModel(config.model)
-        # What torch.compile keeps is less, and known to nobody before it has compiled; its loss goes in chunks.
+        # An upper bound under torch.compile, which keeps fewer activations. With it the cross-entropy is chunked.
         compiled = config.compile and not no_compiler(device)
         chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
         prepare_network(network, replace(config, compile=False, chunked_loss=chunked), device)
@@ -107,7 +114,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
         live.label = "moments"
         optimizer.step()
         moments = live.live["moments"]
-        # DDP's buckets stay from step to step, and so do gradients that are not complete after one micro-batch.
+        # DDP's buckets stay allocated between steps, and so do gradients that are accumulated.
         accumulates = config.global_batch_size > config.micro_batch_size * accelerator.num_processes
         with_ddp = accelerator.num_processes > 1 and num_shards(accelerator) == 1 and not config.exact
         optimizer.zero_grad(set_to_none=config.exact or not (with_ddp or accumulates))
@@ -138,7 +145,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
             with accelerator.autocast(), torch.no_grad(), kept:
                 keep = 0 if scores else None
                 network.eval()(tokens, labels=tokens, num_items_in_batch=1.0, logits_to_keep=keep)
-    # The heap of a CPU's process keeps what is freed, and finds little room in it for tensors of other sizes.
+    # On a CPU the heap keeps freed memory, and little of it fits tensors of other sizes.
     peaks = [dict(live.at_peak)]
     if device.type == "cpu":
         peaks.append(of_step | {"update": update.at_peak.total(), "evaluation": kept.at_peak.total()})
@@ -146,7 +153,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
 
 
 def gathered_by_fsdp(network: GPTModel) -> int:
-    """Parameters that a process holds whole at once, of what FSDP2 shards: two blocks, and what is outside them."""
+    """Count the parameters that FSDP2 has gathered at once: two blocks, and the parameters outside the blocks."""
     block = sum(weight.numel() for weight in network.blocks[0].parameters())
     return 2 * block + network.num_parameters() - len(network.blocks) * block
 
@@ -154,11 +161,15 @@ def gathered_by_fsdp(network: GPTModel) -> int:
 def memory(
     config: TrainConfig, accelerator: Accelerator, network: GPTModel, scores: bool = False
 ) -> tuple[dict[str, float], int]:
-    """Bytes of the tensors of a process at its peak, by part, and those of a checkpoint."""
+    """Estimate the bytes of a process's tensors at their peak, by part, and the bytes of a checkpoint.
+
+    Raises:
+        RunError: the shapes of the model's activations depend on the data.
+    """
     try:
         parts, moments = tensor_bytes(config, accelerator, scores)
     except DynamicOutputShapeException as error:
-        raise RunError(f"what this model computes depends on its data ({error}): no plan can know its memory") from None
+        raise RunError(f"shapes in this model depend on its data ({error}), so its memory cannot be planned") from None
     sharing, processes = num_shards(accelerator), accelerator.num_processes
     weights = sum(weight.nbytes for weight in network.parameters())
     parts = {name: size / (sharing if name in STATE else 1) for name, size in parts.items()}
@@ -167,14 +178,14 @@ def memory(
     if config.exact:
         sizes = BatchSizes.of(config)
         micro_batches = [sizes.size(step) // config.micro_batch_size for step in (0, *sizes.grows_at)]
-        leaves = max(count & -count for count in micro_batches) // processes  # as distributed/tree_reduce.py has them
+        leaves = max(count & -count for count in micro_batches) // processes  # see distributed/tree_reduce.py
         parts["sums of exact"] = weights * (leaves.bit_length() - 1 + (processes > 1))
     if accelerator.device.type == "cpu" and config.checkpoint.asynchronous:
         parts["copy for a checkpoint"] = (weights + moments) / sharing
     return parts, weights + moments
 
 
-def burst(config: TrainConfig, accelerator: Accelerator, steps: int = BURST_STEPS) -> dict[str, float]:
+def run_trial(config: TrainConfig, accelerator: Accelerator, steps: int = TRIAL_STEPS) -> dict[str, float]:
     """Train a few steps in a temporary directory and return the last logged row; called by all processes together."""
     with temporary_folder("plan-") as folder:
         changes = {
@@ -214,7 +225,7 @@ def baseline_process_bytes(config: TrainConfig, accelerator: Accelerator) -> int
         ),
     )
     if not several_machines():
-        burst(small, accelerator, 1)
+        run_trial(small, accelerator, 1)
     if config.tracking.wandb != "disabled":
         with contextlib.suppress(ImportError):
             importlib.import_module("wandb")
@@ -222,28 +233,28 @@ def baseline_process_bytes(config: TrainConfig, accelerator: Accelerator) -> int
 
 
 def several_machines() -> bool:
-    """Return whether the processes run on several machines, which share no temporary directory."""
+    """Return whether the processes run on several machines, which have no temporary directory in common."""
     return num_processes() > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def reason_against_a_burst(config: TrainConfig, accelerator: Accelerator, flops: float, peak: float, disk: int) -> str:
-    """Why no steps are tried here, or nothing."""
+def reason_against_trial(config: TrainConfig, accelerator: Accelerator, flops: float, peak: float, disk: int) -> str:
+    """Return why no trial steps can run here, or ""."""
     if several_machines():
-        return "the machines share no temporary directory"
+        return "the machines have no temporary directory in common"
     on_cpu = accelerator.device.type == "cpu"
     on_gpu = accelerator.device.type == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available / num_processes()
     if peak > free:
-        return f"{megabytes(peak)} are needed and {megabytes(free)} free"
+        return f"{megabytes(peak)} of memory are needed and {megabytes(free)} are free"
     if disk > disk_usage(tempfile.gettempdir()).free:
-        return f"a checkpoint of {megabytes(disk)} has no room in {tempfile.gettempdir()}"
-    if on_cpu and flops > BURST_FLOPS_ON_CPU:
-        return f"{flops / 1e12:,.0f} TFLOP take a CPU too long"
+        return f"a checkpoint of {megabytes(disk)} does not fit in {tempfile.gettempdir()}"
+    if on_cpu and flops > MAX_TRIAL_FLOPS_ON_CPU:
+        return f"{flops / 1e12:,.0f} TFLOPs take too long on a CPU"
     return ""
 
 
 def megabytes(size: float) -> str:
-    """As the plan shows it."""
+    """Format a number of bytes in MB."""
     return f"{size / 1e6:,.1f} MB"
 
 
@@ -251,14 +262,14 @@ def main(config: TrainConfig) -> None:
     """Print the plan.
 
     Raises:
-        ConfigError: as train.py does, of settings that do not fit the launch or the data.
-        RunError: a step cannot be gone through without data.
+        ConfigError: a setting does not fit the launch or the data, as in train.py.
+        RunError: a step cannot run on fake tensors.
         Preempted: a signal asked to stop.
     """
     check_launch(config)
     config, corpus, _ = resolve(config)
     accelerator = start_accelerator(config)
-    base = {"torch itself": baseline_process_bytes(config, accelerator)} if accelerator.device.type == "cpu" else {}
+    base = {"Python and torch": baseline_process_bytes(config, accelerator)} if accelerator.device.type == "cpu" else {}
     with torch.device("meta"):
         network = GPTModel(config.model)
     parts, checkpoint = memory(config, accelerator, network, scores=corpus.score is not None)
@@ -266,25 +277,25 @@ def main(config: TrainConfig) -> None:
     at_once = config.micro_batch_size * accelerator.num_processes
     tokens = BatchSizes.of(config).before(config.steps) * config.seq_len
     flops = network.flops_per_token(config.seq_len)
-    named = {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
-    said = {"parameters": f"{network.num_parameters():,}"}
-    said |= {f"  {name}": f"{count:,}" for name, count in named.items() if count}
-    said |= {
+    sizes = {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
+    plan = {"parameters": f"{network.num_parameters():,}"}
+    plan |= {f"  {name}": f"{count:,}" for name, count in sizes.items() if count}
+    plan |= {
         "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {num_shards(accelerator)} to "
-        f"a replica of the model; {batch_of_run(config, at_once)} micro-batch(es) of {config.micro_batch_size} a step",
+        f"a replica; {batch_of_run(config, at_once)} micro-batch(es) of {config.micro_batch_size} per step",
         "tokens": tokens_of_run(config),
-        "FLOPs": f"{flops:,} a token, {flops * (config.global_batch_size or 0) * config.seq_len:.3g} a step, "
-        f"{flops * tokens:.3g} in all",
+        "FLOPs": f"{flops:,} per token, {flops * (config.global_batch_size or 0) * config.seq_len:.3g} per step, "
+        f"{flops * tokens:.3g} in total",
         "memory": f"{megabytes(peak)}: the peak of a process",
         **{f"  {name}": megabytes(size) for name, size in parts.items()},
-        "checkpoint": f"{megabytes(checkpoint)}, {config.checkpoint.keep} kept and the best",
+        "checkpoint": f"{megabytes(checkpoint)}, the newest {config.checkpoint.keep} and the best are kept",
     }
-    of_burst = (BURST_STEPS + 1) * flops * config.micro_batch_size * config.seq_len
-    if why := reason_against_a_burst(config, accelerator, of_burst, peak, checkpoint):
-        said["time"] = f"not measured: {why}"
+    trial_flops = (TRIAL_STEPS + 1) * flops * config.micro_batch_size * config.seq_len
+    if why := reason_against_trial(config, accelerator, trial_flops, peak, checkpoint):
+        plan["time"] = f"not measured: {why}"
     else:
-        row = burst(replace(config, global_batch_size=at_once), accelerator)
+        row = run_trial(replace(config, global_batch_size=at_once), accelerator)
         speed = row["perf/tokens_per_second"]
-        said["time"] = f"{tokens / speed / 3600:,.2f} hours at {speed:,.0f} tokens/s, as in a burst"
-        said["  memory of it"] = megabytes(row["perf/peak_memory_bytes"])
-    accelerator.print("\n".join(f"{name:<24}{text}" for name, text in said.items()))
+        plan["time"] = f"{tokens / speed / 3600:,.2f} hours at {speed:,.0f} tokens/s, measured over a few steps"
+        plan["  peak memory"] = megabytes(row["perf/peak_memory_bytes"])
+    accelerator.print("\n".join(f"{name:<24}{text}" for name, text in plan.items()))

@@ -99,7 +99,7 @@ class Autocast(nn.Module):
 
 
 class AllReduce:
-    """The hand-written all-reduce of the tutorials: sums each gradient over the processes after the last backward."""
+    """The tutorials' hand-written all-reduce: sums each gradient over the processes after the last backward."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters, self.num_added = parameters, 0
@@ -193,6 +193,7 @@ class Verification:
         return Trained(rows, gradient, storage.state_tensors(network, optimizer))
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
+        """Build the model and its optimizer on the device, as train.py does before Accelerate prepares them."""
         network = GPTModel(self.config.model).to(self.device)
         return network, build_optimizer(network, self.config.optimizer, self.config.evaluation.ema_decay)
 
@@ -204,8 +205,8 @@ class Verification:
     ) -> Trained:
         """Take the same steps as train.py on the bare model, with another reducer than DDP; by default as one process.
 
-        The step is train.py's own, so a change of it is in both. Independent are the sums of gradients over processes
-        and micro-batches, the batches of each process, and the preparation by Accelerate.
+        The step is train.py's `train_step`, so a change of it affects both. Independent of train.py are the sums of
+        gradients over processes and micro-batches, the batches of each process, and the use without Accelerate.
         """
         torch.manual_seed(self.config.seed)
         network, optimizer = self.build()

@@ -72,7 +72,7 @@ def run_script(
     Args:
         script: name of the script, without `.py`.
         settings: the dataclass of its settings, or what parses its command line; by default that of train.py.
-        needs_torch: whether the module imports torch, of which the user is told.
+        needs_torch: whether the module imports torch; the user then sees a message that this takes time.
         module: the module whose `main` is called; by default the script itself.
         commands: for each word that may come first on the command line, the settings and the module for it.
 

@@ -1,7 +1,7 @@
 """Figures and an HTML page that compare runs: losses as PNG; every metric, with the tables, as HTML.
 
 Runs of one recipe, which differ by their seeds alone, are one curve: the mean over seeds, in a band from the lowest to
-the highest. A run that has not reached its last step, for example because it diverged, is a curve of its own in the
+the highest. A run that has not reached its last step, for example because it diverged, is a separate curve in the
 same colour, so that the mean does not jump where a run ends.
 """
 

@@ -36,14 +36,14 @@ class DataConfig:
     """source text: the prepared corpus, the folder that data.prepare was given as --out."""
 
     mix: dict[str, PositiveFloat] | None = None
-    """source text: several prepared corpora instead of one path, as {PATH: WEIGHT}. Each gives its share of every 1,000
-    training sequences, in whole numbers, and of evaluation.num_samples; without that all validation sequences count."""
+    """source text: several prepared corpora instead of one path, as {PATH: WEIGHT}. Of every
+    1,000 training sequences, and of evaluation.num_samples, each corpus provides a whole number in proportion to its
+    weight; with num_samples null, all validation sequences are evaluated."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
-    """source text: what a sequence is. concat: a window of the stream of documents; isolated: the same, but attention
-    does not cross the boundary of a document and positions begin again there; padded: one document, cut off at seq_len
-    or padded to it. Of a corpus of conversations a sequence is as many whole ones as fit, isolated (which concat then
-    becomes), or with padded always one."""
+    """source text: how documents become sequences. concat: windows of the concatenated documents; isolated: the same,
+    but attention does not cross document boundaries and positions restart there; padded: one document, truncated or
+    padded to seq_len. For conversations: as many whole ones as fit, isolated (concat too), or with padded one."""
 
     hash: str | None = None
     """source text: hash of the tokens and the tokenizer. Default null: filled in at the start, so that a run is never
@@ -57,14 +57,14 @@ class DataConfig:
     """sources random and stories: sequences in the training set. An epoch visits each once."""
 
     facts: NonNegativeInt = 0
-    """source stories: how many facts there are to know about the world that the stories speak of, at most 65,536. 0:
-    they have a plot, and speak of no world."""
+    """source stories: number of facts about a synthetic world that the stories mention, at most 65,536. 0: the stories
+    have a plot and mention no facts."""
 
     zipf: NonNegativeFloat = 1.3
-    """source stories with facts: the fact of rank i is told in proportion to i ** -zipf."""
+    """source stories with facts: the fact of rank i occurs with probability proportional to i ** -zipf."""
 
     num_workers: UpTo256 = 0
-    """Processes that load data beside each training process, at most 256. 0: the training process does it itself."""
+    """DataLoader workers of each training process, at most 256. 0: load in the training process."""
 
     @property
     def corpora(self) -> list[str]:
@@ -135,7 +135,7 @@ class ScheduleConfig:
     wsd over the last fifth of the run."""
 
     min_lr_ratio: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay, as a share of the peak."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
 
     batch_warmup_from: PositiveInt | None = None
     """Sequences in the first global batch, a multiple of micro_batch_size * processes that divides global_batch_size.
@@ -186,22 +186,22 @@ class EvaluationConfig:
     """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
 
     num_samples: PositiveInt | None = 500
-    """Sequences in the validation set, all of which every evaluation reads. A text corpus gives as many as it has, if
-    they are fewer; null: all that it has."""
+    """Sequences in the validation set; every evaluation reads all of them. source text: at most the size of the
+    validation split; null: all of it."""
 
     micro_batch_size: PositiveInt = 50
     """Sequences in a forward pass of an evaluation."""
 
     ema_decay: OpenUnitInterval | None = None
     """Decay of an exponential moving average (EMA) of the weights, such as 0.999 (lower in the first steps). The EMA is
-    evaluated, exported and sampled from. null: the trained weights are."""
+    evaluated, exported and sampled from. null: no EMA; the trained weights are used."""
 
     num_scored_generations: UpTo100000 = 200
-    """Stories sampled at the end of a stories run, to report the share that the grammar accepts; at most 100,000. 0:
+    """Stories sampled at the end of a stories run to report the fraction that the grammar accepts; at most 100,000. 0:
     none."""
 
     num_logged_generations: UpTo1000 = 2
-    """Texts of up to 128 tokens sampled at every evaluation, to be looked at; at most 1,000. 0: none."""
+    """Texts of up to 128 tokens sampled at every evaluation and logged; at most 1,000. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
     """Temperature of those samples."""
@@ -234,8 +234,8 @@ class TrackingConfig:
     """Steps between log lines."""
 
     block_stats: bool = False
-    """Log for every block the norms of its weights, gradients and activations, and the share of the weights that an
-    update changes, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
+    """Log for every block the norms of its weights, gradients and activations, and the ratio of the
+    update's norm to the weights' norm, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
 
     def problems(self) -> list[str]:
         """List the settings that the tracker does not have."""
@@ -260,7 +260,7 @@ class TrainConfig:
     """Directory that holds the runs."""
 
     seed: NonNegativeInt = 0
-    """Seed of the initial weights, the order of the data, dropout and samples; of the data themselves: data.seed."""
+    """Seed of the initial weights, the data order, dropout and sampling. The data have data.seed."""
 
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
@@ -280,18 +280,18 @@ class TrainConfig:
     directory is moved aside."""
 
     branch_from: str | None = None
-    """The path of a checkpoint, whose weights, moments and step start this run. null: it starts from none."""
+    """Path of a checkpoint from whose weights, moments and step a new run starts. null: none."""
 
     init_from: str | None = None
-    """Begin with the weights of another model, at step 0 and with a fresh optimizer: of a run here, a folder in
-    transformers' format (GPT-2 or Qwen3), or a name on the Hub. Its settings are taken over as `model`, whose dropout
-    alone may differ. null: begin with random weights."""
+    """Initialise the weights from another model, at step 0 and with a fresh optimizer: a run, a folder in
+    transformers' format (GPT-2 or Qwen3), or a name on the Hub. Its settings replace `model`; only dropout may
+    differ. null: random weights."""
 
     init_hash: str | None = None
-    """Hash of the weights of init_from. null: filled in at the start, so that the run never begins with others."""
+    """Hash of the weights of init_from. null: filled in at the start, so that a restart uses the same weights."""
 
     exact: bool = False
-    """Give the same bits on any power-of-two number of processes: gradients are added up in one fixed tree instead of
+    """Train to the same bits on any power-of-two number of processes: gradients are summed in a fixed tree instead of
     by DDP, with deterministic algorithms only, and on the CPU with one thread a process."""
 
     compile: bool = False
@@ -299,8 +299,8 @@ class TrainConfig:
     on a machine without a compiler prints a warning and trains uncompiled."""
 
     activation_checkpointing: bool = False
-    """Keep only the input of each transformer block and compute the rest again in the backward: less memory for a
-    third more work."""
+    """Store only the input of each transformer block and recompute its activations in the backward: less memory for
+    a third more FLOPs."""
 
     chunked_loss: bool | None = None
     """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), so that all logits are
@@ -356,7 +356,7 @@ class TrainConfig:
         """List the values that are out of range, or else the relations between settings that do not hold."""
         if problems := invalid_values(self):
             return problems
-        if self.init_from is not None and self.init_hash is None:  # what it brings is not known yet
+        if self.init_from is not None and self.init_hash is None:  # its model settings are not loaded yet
             return self._problems_of_names()
         problems = self.model.problems() + self.data.problems() + self.tracking.problems()
         sizes = self._problems_of_sizes(num_processes) if not problems else []
@@ -412,7 +412,9 @@ class TrainConfig:
         problems = []
         schedule, optimizer, checkpoint = self.schedule, self.optimizer, self.checkpoint
         if schedule.min_lr_ratio > 1:
-            problems.append(f"schedule.min_lr_ratio: {schedule.min_lr_ratio} must be a share of the peak, so at most 1")
+            problems.append(
+                f"schedule.min_lr_ratio: {schedule.min_lr_ratio} must be a fraction of the peak, so at most 1"
+            )
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
             decay = f" and schedule.decay_steps: {schedule.decay_steps}" if schedule.decay_steps else ""
             problems.append(f"schedule.warmup_steps: {schedule.warmup_steps}{decay}: more than steps: {self.steps}")
@@ -456,12 +458,15 @@ class TrainConfig:
         memory = psutil.virtual_memory().total + psutil.swap_memory().total
         model = self.model
         sizes = {name: getattr(model, name) for name in ("vocab_size", "d_model", "d_ff", "n_layers")}
-        share = (self.global_batch_size or self.micro_batch_size * num_processes) / num_processes
+        local_batch_size = (self.global_batch_size or self.micro_batch_size * num_processes) / num_processes
         batches = (self.evaluation.num_samples or 0) / self.evaluation.micro_batch_size
         needs = [
             (f"model: its {model.num_weights:,} weights with {sizes}", 4 * model.num_weights),
             # input_ids and labels, which a process reads for a whole step
-            (f"global_batch_size: {self.global_batch_size}, seq_len: {self.seq_len}", 16 * share * self.seq_len),
+            (
+                f"global_batch_size: {self.global_batch_size}, seq_len: {self.seq_len}",
+                16 * local_batch_size * self.seq_len,
+            ),
             # a loss and a number of targets for each batch
             (f"evaluation.num_samples: {self.evaluation.num_samples}", 8 * batches),
         ]

@@ -1,7 +1,7 @@
-"""Conversations in rows of data, in one form, whatever the row calls its parts.
+"""Conversations in rows of data, converted from the usual column names to one form.
 
-A conversation is {"messages": [{"role": who, "content": says what, ...}, ...]}, with what else its template is to know:
-"tools" and "chat_template_kwargs". As a document it is the JSON of that.
+A conversation is {"messages": [{"role": ..., "content": ..., ...}, ...]}, optionally with "tools" and
+"chat_template_kwargs" for the chat template. Its document is that object as JSON.
 """
 
 import json
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 Message = dict[str, Any]
-"""Who says (`role`) what (`content`); and more, which a chat template may write, such as `tool_calls`. An answer whose
-`weight` is 0 is not learnt from."""
+"""A `role` and a `content`, and other keys that a chat template may render, such as `tool_calls`. An answer whose
+`weight` is 0 is not a training target."""
 
 BESIDE_MESSAGES = "system", "tools", "chat_template_kwargs"
 COLUMNS = "messages", "prompt", "response", "completion", *BESIDE_MESSAGES
@@ -18,9 +18,9 @@ COLUMNS = "messages", "prompt", "response", "completion", *BESIDE_MESSAGES
 
 
 def read_document(row: Any, text_column: str) -> tuple[str, bool | None, list[str]]:
-    """Return the document of a row of data, whether it is a conversation, and the columns that are no part of one.
+    """Return the document of a row of data, whether it is a conversation, and the unused columns.
 
-    A null is an empty document: "", which may stand among texts (False) or conversations (True), so None.
+    A null is an empty document, "". It may be among texts or conversations, so the second value is None.
 
     Raises:
         ValueError: The row holds no document; the message says what it holds instead.
@@ -42,14 +42,14 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None, list[st
     if len(names) == 1:
         messages = _messages(names[0], row[names[0]])
     else:
-        # An answer that stands in a prompt is what the next one goes on from, and not what is to be learnt.
-        asked = [{"weight": 0, **message} for message in _messages(names[0], row[names[0]], role="user")]
-        messages = asked + _messages(names[1], row[names[1]], role="assistant")
+        # An answer inside a prompt is context for the next one, not a training target.
+        prompt = [{"weight": 0, **message} for message in _messages(names[0], row[names[0]], role="user")]
+        messages = prompt + _messages(names[1], row[names[1]], role="assistant")
     if row.get("system"):
         if not isinstance(row["system"], str) or any(message["role"] == "system" for message in messages):
             raise ValueError(f"'system' is {row['system']!r:.60}; it must be a text, and the only one of the system")
         messages.insert(0, {"role": "system", "content": row["system"]})
-    conversation = {"messages": messages, **_told_to_the_template(row)}
+    conversation = {"messages": messages, **_template_arguments(row)}
     unused = [name for name in row if name not in (*names, *BESIDE_MESSAGES)]
     return json.dumps(conversation, ensure_ascii=False), True, unused
 
@@ -64,31 +64,31 @@ def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name!r} is {value!r:.60}, which is not a text, nor a list of messages")
     for message in value:
-        said: list[Any] = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if said[-1] is None and isinstance(message, dict) and message.get("tool_calls"):
-            said[-1] = ""  # what calls a tool may say nothing besides
-        if not all(isinstance(text, str) for text in said):
+        fields: list[Any] = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if fields[-1] is None and isinstance(message, dict) and message.get("tool_calls"):
+            fields[-1] = ""  # a message that calls a tool may have no content
+        if not all(isinstance(text, str) for text in fields):
             raise ValueError(f"{name!r} has {message!r:.60}, which is not a message: a role and a content, both texts")
         weight = message.get("weight")
         if weight not in (None, 0, 1) or (weight and message["role"] != "assistant"):
             raise ValueError(f"{name!r} has the weight {weight!r} of {message['role']!r}; it is 0 or, of an answer, 1")
-    # Where rows are a table, a key that only others have is null.
+    # In a table, keys that only other rows have are null.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _told_to_the_template(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a row has for the chat template besides messages; each may be given as JSON, as in a table."""
-    told = {}
+def _template_arguments(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the chat template in a row in addition to messages; each may be encoded as JSON."""
+    arguments = {}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = row.get(name)
         value = json.loads(value) if isinstance(value, str) and value else value
         if value and not isinstance(value, kind):
-            raise ValueError(f"{name!r} is {row[name]!r:.60}, which is no {kind.__name__}")
+            raise ValueError(f"{name!r} is {row[name]!r:.60}, which is not a {kind.__name__}")
         if value:
-            told[name] = (
+            arguments[name] = (
                 value if not isinstance(value, dict) else {key: item for key, item in value.items() if item is not None}
             )
-    return told
+    return arguments
 
 
 def parse_conversation(document: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def get_identity(document: str) -> str:
 
 
 def find_template_keys(conversation: dict[str, Any]) -> set[str]:
-    """Return the keys, besides roles and contents, that a chat template should render."""
-    of_messages: Iterable[str] = (key for message in conversation["messages"] for key in message)
-    of_template = {"tools"} & conversation.keys() | conversation.get("chat_template_kwargs", {}).keys()
-    return {*of_messages, *of_template} - {"role", "content", "weight"}
+    """Return the keys that a chat template should render in addition to roles and contents."""
+    message_keys: Iterable[str] = (key for message in conversation["messages"] for key in message)
+    template_keys = {"tools"} & conversation.keys() | conversation.get("chat_template_kwargs", {}).keys()
+    return {*message_keys, *template_keys} - {"role", "content", "weight"}

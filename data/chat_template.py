@@ -78,30 +78,29 @@ class ChatTemplate:
     ) -> tuple[list[int], list[int]]:
         """Encode a conversation; return its tokens, and for each 1 if it belongs to an answer, else 0.
 
-        Answers are what the template marks with {% generation %} or, where it marks nothing, what a message of the
-        assistant adds after the prompt for one: what is said, and what ends it.
-
-        The first token is of none, for nothing predicts it.
+        An answer is the text that the template marks with {% generation %}. Without such marks it is the text that an
+        assistant message adds after the generation prompt: the content and the end of the turn. The first token of a
+        conversation belongs to no answer, because no token predicts it.
 
         Raises:
-            ConfigError: the template does not write these messages, or where it has put an answer cannot be told.
+            ConfigError: the template cannot render these messages, or the answers cannot be located.
         """
-        told = {"tools": tools, **(chat_template_kwargs or {})}
-        text, marked = self._write(messages, told)
-        in_answer = self._find_answers(text, messages, told) if marked is None else _within(marked, text, messages)
+        variables = {"tools": tools, **(chat_template_kwargs or {})}
+        text, marked = self._write(messages, variables)
+        in_answer = self._find_answers(text, messages, variables) if marked is None else _within(marked, text, messages)
         tokens, places = self._tokens(text)
         if marked is None:
-            # A token that begins before the answer, as one of two line ends, belongs to what was there.
+            # A token that begins before the answer, such as two line ends, belongs to the prompt.
             answers = [in_answer[begin] for begin, _ in places]
         else:
             answers = [int(any(in_answer[begin : max(end, begin + 1)])) for begin, end in places]
         return tokens, [0, *answers[1:]]
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """Return the tokens of a conversation up to where the assistant answers.
+        """Return the tokens of a conversation with the generation prompt of the next answer.
 
         Raises:
-            ConfigError: the template does not write these messages.
+            ConfigError: the template cannot render these messages.
         """
         return self._tokens(self._write(messages, {}, add_generation_prompt=True)[0])[0]
 
@@ -109,7 +108,7 @@ class ChatTemplate:
         """Return the tokens that end an answer: the end of text, and the last special token of a rendered answer."""
         ends = set() if self.tokenizer.eos_token_id is None else {self.tokenizer.eos_token_id}
         if self.tokenizer.chat_template is not None:
-            with suppress(ConfigError):  # a template for something else than a question and its answer
+            with suppress(ConfigError):  # a template that cannot render a question and its answer
                 row = self.encode([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
                 of_answer = [token for token, answer in zip(*row, strict=True) if answer]
                 ends.update([token for token in of_answer if token in self.tokenizer.added_tokens_decoder][-1:])
@@ -123,7 +122,7 @@ class ChatTemplate:
         return find_template_keys(conversation) - named
 
     def _write(
-        self, messages: list[Message], told: dict[str, Any], add_generation_prompt: bool = False
+        self, messages: list[Message], variables: dict[str, Any], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """Render the template, with a stand-in for each special token that a message spells out.
 
@@ -136,16 +135,16 @@ class ChatTemplate:
         if any(f"<|{message['role']}|>" == end_of_text for message in messages):
             raise ConfigError(f"messages: in the conversation {begin} a role spells the end of text, {end_of_text!r}")
         try:
-            template = self.tokenizer.get_chat_template(tools=told.get("tools"))
+            template = self.tokenizer.get_chat_template(tools=variables.get("tools"))
             is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-            written = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
-            told = {**self.tokenizer.special_tokens_map, **self._hide(told)}
-            told["add_generation_prompt"] = add_generation_prompt
+            unweighted = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
+            variables = {**self.tokenizer.special_tokens_map, **self._hide(variables)}
+            variables["add_generation_prompt"] = add_generation_prompt
             [text], marked = render_jinja_template(
-                [self._hide(written)], chat_template=template, return_assistant_tokens_mask=is_marked, **told
+                [self._hide(unweighted)], chat_template=template, return_assistant_tokens_mask=is_marked, **variables
             )
-        except Exception as error:  # a template may raise what it likes
-            raise ConfigError(f"messages: the chat template does not write the conversation {begin}: {error}") from None
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(f"messages: the chat template cannot render the conversation {begin}: {error}") from None
         return text, marked[0] if is_marked else None  # pyright: ignore[reportReturnType] declared as str there
 
     def _hide(self, value: Any) -> Any:
@@ -158,7 +157,7 @@ class ChatTemplate:
 
     def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encode rendered text; return the tokens, and where in the text each begins and ends."""
-        problem = f"messages: the tokenizer has no tokens for a conversation that is written {text[:80]!r} ..."
+        problem = f"messages: the tokenizer has no tokens for a conversation that is rendered as {text[:80]!r} ..."
         if MARK not in text:
             with wrap_tokenizer_errors(problem):
                 encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -179,17 +178,17 @@ class ChatTemplate:
         origins.append(len(text))
         return tokens, [(origins[begin], origins[end]) for begin, end in encoded.offsets]
 
-    def _find_answers(self, text: str, messages: list[Message], told: dict[str, Any]) -> bytearray:
+    def _find_answers(self, text: str, messages: list[Message], variables: dict[str, Any]) -> bytearray:
         """Return 1 at each character of `text` that belongs to an answer, for a template that does not mark them."""
         in_answer = bytearray(len(text) + 1)
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             if index == 0:
-                problem = f"messages: a conversation begins with an answer, {message.get('content')!r:.60}, where it"
-                raise ConfigError(f"{problem} is cannot be told; put what it answers before it")
-            before = self._write(messages[:index], told, add_generation_prompt=True)[0]
-            after = self._write(messages[: index + 1], told)[0]
+                problem = f"messages: a conversation begins with an answer, {message.get('content')!r:.60},"
+                raise ConfigError(f"{problem} which cannot be located; put a user message before it")
+            before = self._write(messages[:index], variables, add_generation_prompt=True)[0]
+            after = self._write(messages[: index + 1], variables)[0]
             answer = after[len(before) :]
             if not text.startswith(answer, len(before)):  # as Qwen3's, which leaves thoughts to the last answer
                 begins = range(answer.rfind(self._hide(message.get("content", ""))) + 1)
@@ -197,8 +196,8 @@ class ChatTemplate:
             follows_the_prompt = text.startswith(before) and after.startswith(before)
             if not (follows_the_prompt and text.startswith(answer, len(before))):
                 raise ConfigError(
-                    "tokenizer: its chat template does not write an answer as it follows the prompt for one, or not "
-                    "the same when more follows, so where it is cannot be told; put {% generation %} and "
+                    "tokenizer: its chat template does not render an answer after the generation prompt, or renders it "
+                    "differently when more messages follow, so it cannot be located; put {% generation %} and "
                     "{% endgeneration %} around answers in the chat_template.jinja of a folder with it, and name that"
                 )
             in_answer[len(before) : len(before + answer)] = b"\1" * len(answer)
@@ -206,12 +205,12 @@ class ChatTemplate:
 
 
 def _within(marked: list[tuple[int, int]], text: str, messages: list[Message]) -> bytearray:
-    """1 at the characters of `text` that a template has marked as of an answer, but for those of weight 0."""
+    """Return 1 at each character of `text` that a template has marked as an answer, except answers of weight 0."""
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     if len(weights) != len(marked):
         if 0 in weights:
-            problem = f"the chat template marks {len(marked)} answers of {len(weights)}, so whose they are"
-            raise ConfigError(f"messages: {problem} cannot be told, and one of them has weight 0")
+            problem = f"the chat template marks {len(marked)} answers of {len(weights)}, so which answer is which"
+            raise ConfigError(f"messages: {problem} is unknown, and one of them has weight 0")
         weights = [1] * len(marked)
     in_answer = bytearray(len(text) + 1)
     for (begin, end), weight in zip(marked, weights, strict=True):

@@ -84,7 +84,7 @@ def fsync(path: Path) -> None:
 
 
 def copy_folder_permissions(path: Path) -> None:
-    """Let whoever can read the folder of a file read the file; safetensors creates files for their owner alone."""
+    """Make a file readable by those who can read its folder; safetensors creates files only for their owner."""
     with suppress(OSError):  # of a file system without such modes
         path.chmod(path.parent.stat().st_mode & 0o666)
 
@@ -118,12 +118,14 @@ def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
         with suppress(OSError), open(left, "a") as file:  # somebody else's, or just removed
             if lock(file) and os.environ.get(WITHOUT_LOCKS) != "1":
                 shutil.rmtree(left.parent, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
-        # Its lock is taken before it has the name by which another process finds it.
-        with open(Path(folder, f"{LOCK_OF_FOLDER}.tmp"), "w") as file:
-            lock(file)
-            os.replace(file.name, Path(folder, LOCK_OF_FOLDER))
-            yield Path(folder)
+    with (
+        tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder,
+        open(Path(folder, f"{LOCK_OF_FOLDER}.tmp"), "w") as file,
+    ):
+        # Locked before it has the name by which another process finds it.
+        lock(file)
+        os.replace(file.name, Path(folder, LOCK_OF_FOLDER))
+        yield Path(folder)
 
 
 def sha256(path: Path) -> str:

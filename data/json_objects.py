@@ -1,4 +1,4 @@
-"""JSON objects: read without trust in what is in them, and written without what JSON has no word for."""
+"""JSON objects: validated when read, and written without values that JSON lacks (NaN, infinity)."""
 
 import json
 import math

@@ -13,7 +13,7 @@ import numpy as np
 from config.schema import TrainConfig
 from model.seeds import derive_seed, mix_bits
 
-MIX_BLOCK = 1000  # samples in which a mixture has its exact shares
+MIX_BLOCK = 1000  # samples in which a mixture has its exact proportions
 POSITIONS_AT_ONCE = 256
 FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need 4; the tiny halves of small corpora need more to look uniform
 
@@ -172,9 +172,9 @@ def apportion(number: int, quotas: list[int]) -> list[int]:
     """
     if number < len(quotas):
         raise ValueError(f"{number} is not one for each of {len(quotas)} corpora")
-    shares, remainders = np.divmod(np.array(quotas) * number, sum(quotas))
-    shares[np.argsort(-remainders, kind="stable")[: number - shares.sum()]] += 1
-    for empty in np.flatnonzero(shares == 0):
-        shares[shares.argmax()] -= 1
-        shares[empty] = 1
-    return shares.tolist()
+    counts, remainders = np.divmod(np.array(quotas) * number, sum(quotas))
+    counts[np.argsort(-remainders, kind="stable")[: number - counts.sum()]] += 1
+    for empty in np.flatnonzero(counts == 0):
+        counts[counts.argmax()] -= 1
+        counts[empty] = 1
+    return counts.tolist()

@@ -1,6 +1,6 @@
 """The change under test, as given on the command line: settings, code, or both.
 
-Code is trained from git worktrees of its own, in a temporary folder that is always removed, so that edits of the
+Code is trained from separate git worktrees, in a temporary folder that is always removed, so that edits of the
 working tree during an experiment reach neither arm. Worktrees of a killed experiment are removed by the next one. The
 working tree and patches become commits that no branch contains, which git deletes after some weeks; the diff is kept.
 """
@@ -126,7 +126,7 @@ def rebase(base: str, commit: str, onto: str) -> tuple[str, str]:
 
 
 def commit_on(parent: str, *change: str) -> str:
-    """Commit the result of a git command on a parent, in an index of its own: working tree and index stay unchanged."""
+    """Commit the result of a git command on a parent, in a separate index: working tree and index stay unchanged."""
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": str(Path(folder, "index")), **AUTHOR}
         git("read-tree", parent, **index)
@@ -186,7 +186,7 @@ def remove_abandoned_worktrees() -> None:
 
 
 def git(*arguments: str, **environment: str) -> str:
-    """Run git in this repository, in a session of its own so that Ctrl-C reaches experiment.py alone.
+    """Run git in this repository, in a separate session so that Ctrl-C reaches experiment.py alone.
 
     Raises:
         ConfigError: git fails, with its message, or is not installed.

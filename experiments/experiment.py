@@ -327,7 +327,7 @@ def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
 
 
 def use_separate_seeds_if_equal(candidate: Arm, baseline: Arm) -> Arm:
-    """Return the candidate of an A/A test with seeds of its own: with the baseline's they would be the same runs."""
+    """Return the candidate of an A/A test with other seeds: with the baseline's the runs would be identical."""
     return replace(candidate, first_seed=SEPARATE_SEEDS) if candidate.digest == baseline.digest else candidate
 
 

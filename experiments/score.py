@@ -18,7 +18,7 @@ from jobs.runner import Training
 
 SCORER = Path(__file__).with_name("scorer.py")
 LOSS, EXCESS_LOSS, BITS = "val/loss", "val/excess_loss", "val/bits_per_byte"
-DATA_SETTINGS = {"seq_len", "evaluation.num_samples"}  # besides those of `data`
+DATA_SETTINGS = {"seq_len", "evaluation.num_samples"}  # in addition to those of `data`
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2  # relative to the loss of the logits in float32
 
 

@@ -1,4 +1,4 @@
-"""Train many runs at once: each on a share of the cores or on its own GPU, with one line of output per run.
+"""Train many runs at once: each on a part of the cores or on its own GPU, with one line of output per run.
 
 The lock of a run decides who trains it. A run that another process trains, here or on a machine that has the same
 directory mounted, is left to that process, and started here if that process dies. So the same command, started several
@@ -37,7 +37,7 @@ from run.status import Status
 # check before each save (checkpoint/saver.py).
 DISK_FULL = (*map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)), "MB are needed, but ")
 POLL_SECONDS = 0.2
-DEFAULT_MAX_RUNNING = 8  # on CPUs, where each run needs memory of its own
+DEFAULT_MAX_RUNNING = 8  # on CPUs, where all runs are in the same memory
 
 
 @dataclass(frozen=True)

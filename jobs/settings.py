@@ -14,7 +14,7 @@ class SweepConfig:
     """Settings of train.py, those to sweep with several values and commas between."""
 
     jobs: PositiveInt | None = None
-    """Runs at once, each with its share of the cores or a GPU of its own. null: one for each GPU, else one for each
+    """Runs at once, each on a part of the cores or on its own GPU. null: one for each GPU, else one for each
     core, but not more than 8; with `launch` one."""
 
     launch: str | None = None

@@ -30,7 +30,7 @@ MAX_NAME_BYTES = 255 - len(".old-99")  # of a directory, also after it was moved
 
 
 def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[TrainConfig]:
-    """Return the resolved settings of every run of a sweep, each with a name of its own.
+    """Return the resolved settings of every run of a sweep, each with a unique name.
 
     Args:
         arguments: settings of train.py, some with several values.

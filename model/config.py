@@ -27,7 +27,7 @@ class GPTConfig:
 
     n_kv_heads: PositiveInt | None = None
     """Number of key and value heads, each shared by n_heads / n_kv_heads query heads (grouped-query attention).
-    Default null: n_heads, so that every query head has its own."""
+    Default null: n_heads (multi-head attention)."""
 
     d_model: PositiveInt = 128
     """Width of the residual stream, and so of the embeddings."""
@@ -37,8 +37,8 @@ class GPTConfig:
     matrices instead of two."""
 
     dropout: HalfOpenUnitInterval = 0.1
-    """Probability of zeroing an element while training: of the embeddings, of the attention weights, and of what each
-    attention and MLP adds to the residual stream. At least 0, less than 1."""
+    """Dropout probability in training: of the embeddings, the attention weights, and the output of each attention and
+    MLP. At least 0, less than 1."""
 
     head_dim: PositiveInt | None = None
     """Width of one attention head. Default null: d_model / n_heads."""
@@ -80,8 +80,8 @@ class GPTConfig:
     and inference (Gemma 2, arXiv:2408.00118, with 30). Default null: no bound."""
 
     tie_embeddings: bool = False
-    """Whether the output projection is the token embedding itself, as in the published GPT-2: fewer parameters.
-    Default false: it is a matrix of its own."""
+    """Whether the output projection shares its weights with the token embedding, as in the published GPT-2. Default
+    false: it has its own weights."""
 
     zero_init: bool = False
     """Whether out_proj and down_proj, which write to the residual stream, are initialised to zero, so that every
@@ -99,13 +99,13 @@ class GPTConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """The window of each layer, in positions; None: all before it."""
+        """Sliding window of each layer, in positions; None: full causal attention."""
         letters = (self.window_pattern * self.n_layers)[: self.n_layers - 1] + "L"
         return [self.window if letter == "S" else None for letter in letters]
 
     @property
     def num_weights(self) -> int:
-        """Number of elements of all matrices, to refuse sizes that do not fit into memory before torch is imported.
+        """Number of elements of all matrices; sizes that exceed the memory are refused before torch is imported.
 
         Matrices that a fork adds may be missing; a vocab_size that is not known yet counts as 0.
         """
@@ -116,7 +116,7 @@ class GPTConfig:
         return self.d_model * (self.n_layers * (attention + mlp) + embeddings + positions)
 
     def problems(self) -> list[str]:
-        """Every inconsistency, one message each with the setting, its value and what would be right; [] if none."""
+        """List the inconsistencies, each as a message with the setting, its value and a remedy."""
         if problems := invalid_values(self, "model."):
             return problems
         if self.head_dim is None and self.d_model % self.n_heads:

@@ -165,7 +165,7 @@ class GPTModel(Generation):
 
         The residual stream is a sum of 2 n_layers outputs of out_proj and down_proj; their smaller std keeps its
         variance independent of depth. With zero_init they are 0 (Zhang et al. 2019, "Fixup", arXiv:1901.09321).
-        Each parameter has a random generator of its own, so adding a layer does not change how others are initialised.
+        Each parameter has its own random generator, so adding a layer does not change how others are initialised.
         """
         for name, parameter in self.named_parameters():
             generator = torch.Generator("cpu" if parameter.is_meta else parameter.device)

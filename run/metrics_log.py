@@ -53,7 +53,7 @@ class RowReader:
     def read(self) -> list[dict[str, Any]]:
         """Return all rows, oldest first; [] if the file is absent.
 
-        A last line without a line break is parsed anew at each call, since it may still be growing.
+        A last line without a line break is parsed again at each call, because it may still be growing.
 
         Raises:
             OSError: the file cannot be read.

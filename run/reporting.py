@@ -14,21 +14,17 @@ from run.metrics_log import RowWriter
 from run.trackers import ExportNewest, start_tracker
 
 NUM_TEXTS_SHOWN = 3
-TRAINING = ("train/", "perf/")  # what has a line of its own
-NOT_SHOWN = (
-    *TRAINING,
-    "state/",
-    "layers/",
-    "val/excess_loss/",
-)  # in the other one: nor digests, and what a picture shows
-# Formats of metrics that are not shown like a loss.
+TRAINING = ("train/", "perf/")  # prefixes of the metrics on the line of a training step
+# Prefixes of metrics that are not on the line of an evaluation: digests, and metrics that plot.py draws.
+NOT_SHOWN = (*TRAINING, "state/", "layers/", "val/excess_loss")
+# Formats of metrics that are not printed like a loss.
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
 SHORT_NAMES = {"perf/tokens_per_second": "tokens/s"}
 
 
 def shown(name: str, value: float) -> str:
-    """Return the value of a metric as the screen shows it."""
+    """Format the value of a metric for the screen."""
     return format(value, FORMATS.get(name, ".4f" if value == 0 or abs(value) >= 0.01 else ".3g"))
 
 
@@ -46,7 +42,15 @@ class Reporter(AbstractContextManager):
         accelerator: Accelerator,
         export_newest: ExportNewest | None = None,
     ):
-        """`step` are done; `export_newest` is that of export.py, for `tracking.log_model`."""
+        """Open metrics.jsonl, the progress bar and the tracker.
+
+        Args:
+            config: the resolved config.
+            run: the directory of the run.
+            step: completed steps.
+            accelerator: tells whether this is the main process.
+            export_newest: exports the newest checkpoint, for `tracking.log_model`.
+        """
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
         if not self.is_main_process:
             return
@@ -62,7 +66,7 @@ class Reporter(AbstractContextManager):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of `step`: a line of metrics.jsonl, a point in the tracker, a line or bar on the screen.
 
-        Without any, the bar alone moves on.
+        Without metrics, only the progress bar advances.
         """
         if not self.is_main_process:
             return
@@ -79,23 +83,23 @@ class Reporter(AbstractContextManager):
             self._show_training(step, training)
         words = [f"{name} = {shown(name, value)}" for name, value in metrics.items() if not name.startswith(NOT_SHOWN)]
         if words:
-            if (entropy := metrics.get("val/entropy")) == 0:
-                words.append(f"({metrics['val/loss']:.4f} nats above the entropy)")
-            elif entropy is not None:
-                words.append(f"({metrics['val/loss'] / entropy - 1:.1%} above the entropy)")
+            if (excess := metrics.get("val/excess_loss")) is not None:
+                entropy = metrics["val/entropy"]
+                amount = f"{excess / entropy:.1%}" if entropy else f"{excess:.4f} nats"
+                words.append(f"({amount} above the entropy of the data)")
             self.say(f"[step {step} / {self.steps}] " + " ".join(words))
 
     def sync(self) -> None:
-        """Return once all that was logged is on the disk.
+        """Return once all logged rows are on the disk.
 
         Raises:
-            OSError: it cannot be.
+            OSError: metrics.jsonl cannot be written.
         """
         if self.is_main_process:
             self.metrics_file.sync()
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Show the first sampled texts, and keep all in generations.jsonl and the tracker."""
+        """Print the first sampled texts, and log all of them to generations.jsonl and the tracker."""
         if not self.is_main_process:
             return
         for text in texts[:NUM_TEXTS_SHOWN]:

@@ -39,7 +39,7 @@ def write_status(path: Path, status: Status) -> None:
         try:
             write_atomically(path, text)
         except OSError:
-            # A full disk has no room for a second file, but the old one has a block of its own.
+            # A full disk has no room for a second file, but the existing file has its block.
             with open(path, "rb+", buffering=0) as file:
                 file.write(text.encode())
                 file.truncate()

@@ -1,4 +1,4 @@
-"""The block that a run prints at its start: what is in force."""
+"""The summary that a run prints at its start: device, precision, batch, model, data and checkpoint."""
 
 from pathlib import Path
 

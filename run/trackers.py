@@ -275,7 +275,7 @@ class WandbRun(TrackerRun):
         id_file = self.directory / "wandb" / "run_id"
         if not id_file.exists():
             id_file.write_text(uuid4().hex)
-        # Else W&B has what is to be uploaded later, as code and tables, below the user's home.
+        # By default W&B stages later uploads, such as code and tables, below the user's home.
         own = str(id_file.parent.resolve())
         self.environment.enter_context(patch_environment(wandb_data_dir=os.environ.get("WANDB_DATA_DIR", own)))
         run = wandb.init(

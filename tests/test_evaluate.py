@@ -109,9 +109,9 @@ def test_the_numbers_of_a_folder_go_beside_it_and_of_another_into_another(tmp_pa
 def test_what_does_not_go_together_is_refused(made):
     with pytest.raises(ConfigError, match="tokenizer of the corpus is not that of .*run: .* entries differ"):
         evaluate.main(EvaluateConfig(str(made / "run"), data=str(made / "other")))
-    with pytest.raises(ConfigError, match="is no run here, so name a corpus"):
+    with pytest.raises(ConfigError, match="is not the directory of a run; name a corpus"):
         evaluate.main(EvaluateConfig(str(made / "export")))
-    with pytest.raises(ConfigError, match="seq_len: 129 must be from 2 to the 128 positions"):
+    with pytest.raises(ConfigError, match="seq_len: 129 must be from 2 to 128, the max_position_embeddings"):
         evaluate.main(EvaluateConfig(str(made / "run"), seq_len=129))
     with pytest.raises(ConfigError, match="out: '.*input.txt/x' cannot be written: .*Not a directory"):
         evaluate.main(EvaluateConfig(str(made / "run"), num_samples=1, out=str(made / "input.txt" / "x")))
@@ -134,7 +134,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made, tmp_path):
     load_run(made / "export").tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="data: the tokenizer of the corpus .* has 257 tokens, and the model 250"):
         evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
-    with pytest.raises(ConfigError, match="run: the tokenizer gives token 256, and the model has 250 tokens"):
+    with pytest.raises(ConfigError, match="run: the prompt has token 256, but the model has 250 tokens"):
         sample.main(SampleConfig(str(tmp_path), prompt="To be"))
 
 

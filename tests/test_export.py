@@ -106,7 +106,7 @@ def test_the_newest_checkpoints_are_averaged(runs, tmp_path):
         expected = sum(part[f"model.{name}"].double() for part in parts) / 3
         assert torch.equal(tensor, expected.float()), name
     for settings in ({"average": 9}, {"average": 2, "checkpoint": "best"}):
-        with pytest.raises(ConfigError, match=f"average: {settings['average']} takes the newest .* has 8; checkpoint"):
+        with pytest.raises(ConfigError, match=f"average: {settings['average']} needs checkpoint: latest .* has 8; use"):
             exported(runs / "gpt2", tmp_path / "other", **settings)
 
 
@@ -134,7 +134,7 @@ def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
         "  lr: 0.01\n",
         'pipeline("text-generation", "./story-teller")',
         "![Training and validation loss](loss.png)",
-        "began with an end-of-text token (id 0), which the tokenizer puts before a text.",
+        "began with an end-of-text token (id 0), which the tokenizer prepends.",
     ):
         assert said in card
     assert str(runs) not in card, "no path of this machine"
@@ -211,13 +211,13 @@ def test_what_cannot_be_written_is_said(runs, tmp_path, monkeypatch):
 
 def test_of_two_exports_to_one_folder_the_first_to_be_done_is_there_whole(runs, tmp_path, monkeypatch):
     def write_while_another_does(folder, loaded):
-        monkeypatch.setattr(export, "write", write)
+        monkeypatch.setattr(export, "write_model", write)
         exported(runs / "gpt2", tmp_path / "out")
         before.update({file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()})
         write(folder, loaded)
 
-    write, before = export.write, {}
-    monkeypatch.setattr(export, "write", write_while_another_does)
+    write, before = export.write_model, {}
+    monkeypatch.setattr(export, "write_model", write_while_another_does)
     with pytest.raises(ConfigError, match="out: '.*out' cannot be written: .*not empty"):
         exported(runs / "gpt2", tmp_path / "out")
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
@@ -241,7 +241,7 @@ def test_it_is_pushed_to_the_hub(runs, tmp_path, monkeypatch):
     assert calls[0] == ("me/stories", True) and calls[1][0] == "me/stories"
     assert {"README.md", "model.safetensors", "tokenizer.json"} < calls[1][1]
     assert 'pipeline("text-generation", "me/stories")' in (tmp_path / "out" / "README.md").read_text()
-    with pytest.raises(RunError, match="is written, but not uploaded to 'nobody/here': 401"):
+    with pytest.raises(RunError, match="is complete, but the upload to 'nobody/here' failed: 401"):
         exported(runs / "gpt2", tmp_path / "again", push="nobody/here")
     assert (tmp_path / "again" / "config.json").exists()
 

@@ -29,7 +29,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
     starts, local_sums = range(0, len(validation), micro_batch_size), []
     model.eval()
     for first in range(0, len(starts), num_processes):
-        # A process without a batch of its own repeats the first one and drops the result: a sharded model needs all
+        # A process without a batch in this round repeats the first one and drops the result: a sharded model needs all
         # processes to run it equally often.
         index = first + rank
         start = starts[index] if index < len(starts) else 0

@@ -58,7 +58,7 @@ def loss_scale(precision: str, step: int, skipped: int) -> float:
     """Return the factor that keeps fp16 gradients from underflowing, a power of two; 1 in other precisions.
 
     As in torch.amp.GradScaler it is halved for every update that was skipped because of infinite gradients and doubled
-    after every 2,000 others. It is a function of the checkpointed counters, so it needs no state of its own.
+    after every 2,000 others. It is a function of the checkpointed counters, so it needs no further state.
     """
     return 2.0 ** (16 - skipped + (step - skipped) // 2000) if precision == "fp16" else 1.0
 

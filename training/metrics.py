@@ -94,14 +94,16 @@ class StepMetrics:
         max_skipped: int = 0,
         run_directory: Path | None = None,
     ):
-        """Args:
-        batches: sample indices of every global batch, for the message about a step that is not finite.
-        micro_batch_size: sequences.
-        device: where the message is summed.
-        rank: of this process among the data-parallel ones.
-        num_processes: that share a global batch.
-        max_skipped: updates that may be skipped in a row because their loss or gradient is not finite.
-        run_directory: named in the remedy.
+        """Count no skipped updates yet.
+
+        Args:
+            batches: sample indices of every global batch, named in the error about a step that is not finite.
+            micro_batch_size: sequences.
+            device: the device on which the metrics are summed over the processes.
+            rank: the data-parallel rank of this process.
+            num_processes: data-parallel processes.
+            max_skipped: updates that may be skipped in a row because their loss or gradient is not finite.
+            run_directory: named in the remedy of that error.
         """
         self.batches, self.micro_batch_size, self.device = batches, micro_batch_size, device
         self.rank, self.num_processes = rank, num_processes
@@ -149,7 +151,7 @@ class StepMetrics:
             if list(auxiliary) != self._names:
                 raise RunError(f"the model reported {self._names} at first and {list(auxiliary)} now; names must stay")
             numbers += [loss.detach(), *(number for pair in auxiliary.values() for number in pair)]
-        # Every number has a place of its own: the sum of zeros and one number is exact, and the host adds the numbers
+        # Every number has its own slot: the sum of zeros and one number is exact, and the host adds the numbers
         # in the same order on any number of processes. The last place is the gradient norm's.
         exact = torch.float32 if self.device.type == "mps" else torch.float64  # counts are exact up to 2**53
         message = torch.zeros(3 + self.num_processes * len(numbers), dtype=exact, device=self.device)

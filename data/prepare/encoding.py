@@ -43,8 +43,8 @@ def checked(texts: Iterable[str], file: str) -> Iterator[str]:
 
 def _refuse_too_many(replaced: int, characters: int, file: str) -> None:
     if replaced > max(MOST_REPLACED, characters * MOST_REPLACED_SHARE):
-        share = f"{replaced:,} of its first {characters:,} characters are no UTF-8 or U+FFFD already"
-        raise ValueError(f"{share}; {_remedy(file)}")
+        found = f"{replaced:,} of its first {characters:,} characters are no UTF-8 or U+FFFD already"
+        raise ValueError(f"{found}; {_remedy(file)}")
 
 
 def _remedy(file: str, tells_nul: bool = False) -> str:

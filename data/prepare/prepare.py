@@ -6,10 +6,10 @@ written into DIR.partial, which becomes DIR when all is done; after a kill the s
 parts. The result is DIR/train/*.arrow, DIR/validation/*.arrow, DIR/tokenizer and DIR/metadata.json.
 
 A row of column input_ids is a document with an end-of-text token before it; of a document of more than a million
-characters each further piece is a row of its own, without that token. So the flat buffer of the column is the stream
+characters each further piece is a separate row, without that token. So the flat buffer of the column is the stream
 of tokens, and an end-of-text token in it is always the beginning of a document: none comes from the text.
 
-Of conversations a row is one of them, as the tokenizer's chat template writes it, and a second column, assistant_masks,
+A row of conversations is one conversation, rendered by the tokenizer's chat template. A second column, assistant_masks,
 is 1 at the tokens of answers (data/chat.py).
 """
 
@@ -101,8 +101,8 @@ class PrepareConfig:
     """Read a dataset of the Hub while it is downloaded, instead of downloading all of it first."""
 
     max_tokens: PositiveInt | None = None
-    """Stop after the file in which so many for training are reached: up to about 16 million characters more. A source
-    of its own for validation is taken whole. null: take all."""
+    """Stop after the file in which so many for training are reached: up to about 16 million characters more. A separate
+    validation source is read as a whole. null: read all."""
 
     num_workers: UpTo1024 = os.cpu_count() or 1
     """Threads that encode. The corpus is the same for any number."""
@@ -117,16 +117,16 @@ def split_documents(source: Source, validation: str, held_out: Source | None) ->
         yield from ((*part, "train" if held_out else None) for part in source)
 
 
-def _cut_tails(source: Source, share: float) -> Iterator[Text]:
+def _cut_tails(source: Source, fraction: float) -> Iterator[Text]:
     lengths = deque([0])
-    for text, ends in source:  # a document may be larger than memory: its length takes a reading of its own
+    for text, ends in source:  # a document may exceed the memory, so a first pass finds the lengths
         lengths[-1] += len(text)
         if ends:
             lengths.append(0)
     rest = None  # characters of the document at hand that are still for training
     for text, ends in source:
         if rest is None:
-            rest = int(lengths.popleft() * (1 - share))
+            rest = int(lengths.popleft() * (1 - fraction))
         if rest > 0:
             yield text[:rest], rest <= len(text), "train"
         if rest < len(text) or ends:
@@ -134,19 +134,19 @@ def _cut_tails(source: Source, share: float) -> Iterator[Text]:
         rest = None if ends else rest - len(text)
 
 
-def in_validation(text: str, share: float) -> bool:
+def in_validation(text: str, fraction: float) -> bool:
     """Return whether the document that begins with `text` (all of it, or its first piece) is for validation.
 
     A function of this text alone: a document that occurs twice is in one split, and no other document moves it.
     """
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) < fraction * 2**64
 
 
 def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) -> int:
     """Find where to cut `text`, at or before `limit`, without changing its tokens: between two pre-tokens.
 
-    The tokenizer itself is asked: around the cut both sides alone must have the tokens of both together. Where there
-    is no such place shortly before `limit`, as in a text without words, the cut is at `limit`.
+    The tokenizer decides: encoding the text on both sides of the cut separately must give the tokens of encoding it
+    as a whole. Without such a place shortly before `limit`, as in a text without words, the cut is at `limit`.
     """
     start = limit - limit // 16
     boundaries = [start + match.start() for match in re.finditer(r"\b", text[start:limit])]
@@ -159,7 +159,7 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
     return limit
 
 
-def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, share: float, source: Source) -> Iterator[Part]:
+def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, fraction: float, source: Source) -> Iterator[Part]:
     """Yield parts of PART characters or more; the state is None where reading again is cheap."""
     part, size, buffer, begins = [], 0, "", True
     for text, ends, given in documents:
@@ -176,7 +176,7 @@ def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, share: float, sou
         for piece, last in pieces:
             if begins:
                 identity = chat.get_identity(piece) if source.conversations else piece
-                split = given or SPLITS[in_validation(identity, share)]
+                split = given or SPLITS[in_validation(identity, fraction)]
             part.append((piece, begins, split))
             size, begins = size + len(piece) + 1, last
             if size >= PART and (last or not source.streaming):  # a stream's state is between two documents
@@ -187,17 +187,17 @@ def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, share: float, sou
 
 
 def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], index: int, texts: Part) -> dict:
-    """Encode and write a part, and last a JSON file with what is returned: its counts, and the state given.
+    """Encode and write a part, and finally its returned counts and state as a JSON file.
 
     A part that a killed process has completed is only read.
 
     Args:
-        folder: of the corpus.
-        index: of the part.
+        folder: the folder of the corpus.
+        encode: maps a piece, and whether a document begins with it, to its text and its row: a list of integers per
+            column, or {} for an empty one.
+        types: element types of the columns.
+        index: index of the part.
         texts: pieces of the part, and the state of the stream after them.
-        encode: of a piece, and whether a document begins with it: what is said in it, and its row, as lists of numbers
-            by the names of columns, or {} where there is nothing.
-        types: of the columns.
     """
     if done := _finished_part(folder, index):
         return done
@@ -208,7 +208,7 @@ def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], ind
         for text, begins, _ in (piece for piece in pieces if piece[2] == split):
             text, columns = encode(text, begins)
             counts.update(documents=begins and columns != {}, empty_documents=columns == {})
-            if columns:  # the bytes are those that tokens stand for
+            if columns:  # bytes of the text that the tokens encode
                 counts.update(bytes=len(text.encode()), replacement_characters=text.count("\ufffd"))
                 rows.append({name: np.array(columns[name], kind.to_pandas_dtype()) for name, kind in types.items()})
         columns = {name: pa.array([row[name] for row in rows], pa.list_(kind)) for name, kind in types.items()}
@@ -217,8 +217,8 @@ def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], ind
             writer.write_batch(batch)
         name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
         write_atomically(folder / name, content)
-        written = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
-        part[split] = {**counts, "tokens": len(batch["input_ids"].values), **written}
+        file_facts = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
+        part[split] = {**counts, "tokens": len(batch["input_ids"].values), **file_facts}
     write_atomically(folder / PART_FILE.format(index), json.dumps(part).encode())
     return part
 
@@ -228,8 +228,8 @@ def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool)
     with wrap_tokenizer_errors(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}"):
         # Unlike `encode`, it leaves Python to the other threads.
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    if end_of_text in encoding.ids:  # as one of whole words may
-        problem = f"it makes its end of text of characters, in a text that begins {text[:40]!r}; take them out"
+    if end_of_text in encoding.ids:  # possible with a word-level tokenizer
+        problem = f"it encodes characters as its end of text, in a text that begins {text[:40]!r}; take them out"
         raise ConfigError(f"tokenizer: {problem}, or name {tokenizer.id_to_token(end_of_text)!r} as document_separator")
     return text, {"input_ids": [end_of_text] * begins + encoding.ids} if text else {}
 
@@ -244,13 +244,13 @@ def _finished_part(folder: Path, index: int) -> dict | None:
 
 
 def prepare(config: PrepareConfig) -> dict:
-    """Make the corpus, or go on with what a killed process left of it; returns its metadata.
+    """Make the corpus, or resume after a killed process; return its metadata.
 
     Raises:
         ConfigError: a setting or an input is wrong.
         OSError: the corpus cannot be written. Finished parts stay; the same command resumes.
     """
-    kind, share = _kind_of_validation(config)
+    kind, fraction = _kind_of_validation(config)
     out = expand_user_path("out", config.out).absolute()
     source, held_out = _open_sources(config, kind)
     stamps = source.stamps | (held_out.stamps if held_out else {})
@@ -262,7 +262,7 @@ def prepare(config: PrepareConfig) -> dict:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
     is_one_document = [get_file_type(file) for file in source.files] == [".txt"] and not source.separator
-    if is_one_document and kind == "hash" and share > 0:
+    if is_one_document and kind == "hash" and fraction > 0:
         problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"
         raise ConfigError(f"{problem}; use tail:0.1, or document_separator, or hash:0.0 for no validation")
     parse_trained_vocab_size(config.tokenizer)  # before anything is written
@@ -304,19 +304,19 @@ def _kind_of_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", 
     """Parse `validation`: how documents are kept from training, and which fraction of them.
 
     Raises:
-        ConfigError: not a share, or other settings do not go with it.
+        ConfigError: it has no valid fraction, or does not fit other settings.
     """
-    kind, _, share = config.validation.partition(":")
+    kind, _, fraction = config.validation.partition(":")
     if kind not in ("hash", "tail"):
-        kind, share = "source", "0.0"
-    if not re.fullmatch(r"0?\.\d+", share):
-        raise ConfigError(f"validation: {config.validation!r} must name a share below 1, such as {kind}:0.1")
+        kind, fraction = "source", "0.0"
+    if not re.fullmatch(r"0?\.\d+", fraction):
+        raise ConfigError(f"validation: {config.validation!r} must name a fraction below 1, such as {kind}:0.1")
     if kind != "hash" and config.streaming:
         raise ConfigError(f"validation: {config.validation!r} does not go with streaming; use hash:0.005")
     if kind == "tail" and config.max_tokens:
         problem = f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation} keeps"
-        raise ConfigError(f"{problem}; use hash:0.005 or a source of its own")
-    return kind, float(share)
+        raise ConfigError(f"{problem}; use hash:0.005 or a separate source")
+    return kind, float(fraction)
 
 
 def _open_sources(config: PrepareConfig, kind: str) -> tuple[Source, Source | None]:
@@ -352,7 +352,7 @@ def _clear(work: Path) -> None:
 
 
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
-    kind, share = _kind_of_validation(config)
+    kind, fraction = _kind_of_validation(config)
     if not (work / "tokenizer").exists():
         said = (chat.get_content(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
         with folder_written_atomically(work / "tokenizer") as folder:
@@ -373,7 +373,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
             source.dataset.load_state_dict(part["state"])
             parts.append(part)
     documents = split_documents(source, config.validation, held_out)
-    texts = cut_parts(documents, tokenizer, share if kind == "hash" else 0.0, source)
+    texts = cut_parts(documents, tokenizer, fraction if kind == "hash" else 0.0, source)
     with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
         for part in _make_parts(partial(make_part, work, encode, types), len(parts), texts, config.num_workers):
             if _total(parts, "tokens", ["train"]) >= most:

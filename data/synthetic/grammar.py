@@ -62,7 +62,7 @@ class Token(NamedTuple):
 class Grammar:
     """A grammar of `rules` (the first is the start), lists of templates, over `tables`.
 
-    An entry of a table that has integer `weights` is drawn as often as its share of them says; without, all alike.
+    An entry of a table with integer `weights` is drawn in proportion to its weight; without weights, uniformly.
     `tokens` are all that texts are made of, sorted; no text has more of them than `max_tokens`.
     Raises ValueError, naming the place, where a text could have two derivations, a slot could be empty or lack a
     form, or a rule stands above one that expands it.
@@ -143,15 +143,15 @@ class Grammar:
             if odds == 1:
                 continue
             masses = masses_of_options()
-            said, mass, least = "", masses[""], round(masses[""] / odds)
-            # A choice is told token by token: each leaves the options that fit what is said so far.
+            prefix, mass, least = "", masses[""], round(masses[""] / odds)
+            # A choice is generated token by token; the options that start with the tokens so far remain.
             for token in TOKEN.findall(words):
-                said += token
-                nats[start + len(said)] += math.log(mass / masses[said])
-                mass = masses[said]
+                prefix += token
+                nats[start + len(prefix)] += math.log(mass / masses[prefix])
+                mass = masses[prefix]
             if mass > least:  # "Ann ran" is not "Ann, the cat" because no comma comes next
-                following = TOKEN.match(text, start + len(said))
-                assert following is not None, "the text goes on"
+                following = TOKEN.match(text, start + len(prefix))
+                assert following is not None, "the text continues"
                 nats[following.end()] += math.log(mass / least)
         tokens, pieces = [], iter(reading.pieces)
         end, source = 0, ()
@@ -326,11 +326,11 @@ class _Reading(NamedTuple):
 def _masses(options: Iterable[tuple[str, int]]) -> Counter[str]:
     masses: Counter[str] = Counter()
     for words, weight in options:
-        said = ""
-        masses[said] += weight
+        prefix = ""
+        masses[prefix] += weight
         for token in TOKEN.findall(words):
-            said += token
-            masses[said] += weight
+            prefix += token
+            masses[prefix] += weight
     return masses
 
 

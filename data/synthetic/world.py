@@ -2,7 +2,7 @@
 
 Each is an animal and what it does, as "Coco the red fox likes | kites". How often a fact is told falls with its rank by
 Zipf's law; its answer is a fixed function of the seed, which nothing in the words gives away. So the probability of a
-text stays exact for a reader who knows the world, and a model comes near that floor as fast as it learns facts. With
+text stays exact for a reader who knows the world, and a model approaches the entropy as fast as it learns facts. With
 probabilities i ** -z the excess that is left after reading D of them falls as D ** -((z - 1) / z) (Hutter 2021,
 arXiv:2102.04074), and that of a model with room for N as N ** -(z - 1) (Michaud et al. 2023, arXiv:2303.13506).
 """
@@ -32,7 +32,7 @@ pillows plates pots ribbons rings ropes shells shoes spoons stamps stars stones 
 """
 NAMES, LOOKS, ANIMALS, VERBS, THINGS = (words.split() for words in (NAMES, LOOKS, ANIMALS, VERBS, THINGS))
 MOST_FACTS = len(NAMES) * len(LOOKS) * len(ANIMALS) * len(VERBS)  # 65,536
-SHARES = 2**32  # of the first fact; how often others are told is rounded to whole ones, the same on every machine
+FIRST_WEIGHT = 2**32  # of the first fact; weights are rounded to integers, which are the same on every machine
 
 _TOLD = re.compile(r"\b([A-Z][a-z]+ the [a-z]+ [a-z]+ (?:%s)) ([a-z]+)" % "|".join(VERBS))  # noqa: UP031 (has braces)
 
@@ -52,7 +52,7 @@ class World:
             {"": f"{NAMES[name]} the {LOOKS[look]} {ANIMALS[animal]} {VERBS[verb]}", "answer": THINGS[answer]}
             for name, look, animal, verb, answer in zip(*np.unravel_index(keys, sizes), answers, strict=True)
         ]
-        self.weights = [max(1, round(SHARES * rank**-zipf)) for rank in range(1, num_facts + 1)]
+        self.weights = [max(1, round(FIRST_WEIGHT * rank**-zipf)) for rank in range(1, num_facts + 1)]
         self._answers = {fact[""]: fact["answer"] for fact in self.facts}
 
     def find_facts(self, text: str) -> list[tuple[str, str | None]]:

@@ -50,11 +50,12 @@ def test_it_says_what_a_run_needs_and_touches_nothing(runs, tmp_path, processes)
     network = GPTModel(settings.model)
     assert f"parameters              {network.num_parameters():,}\n" in done.stdout
     assert f"{6 * 128:,} a step x 8 steps = {6 * 128 * 8:,}" in done.stdout
-    assert f"{max(1, processes)} on cpu, 1 to a replica" in done.stdout and " tokens/s, as in a burst" in done.stdout
+    assert f"{max(1, processes)} on cpu, 1 to a replica; " in done.stdout
+    assert " tokens/s, measured over a few steps" in done.stdout
     sizes = planned_megabytes(done.stdout)
     assert sizes["checkpoint"] == pytest.approx(3 * 4e-6 * network.num_parameters(), abs=0.06)
     parts = list(sizes.values())[1 : list(sizes).index("checkpoint")]
-    assert sizes["memory"] == pytest.approx(sum(parts), abs=1) and sizes["torch itself"] > 100
+    assert sizes["memory"] == pytest.approx(sum(parts), abs=1) and sizes["Python and torch"] > 100
 
 
 def test_without_a_run_directory_none_is_made_and_wrong_settings_are_refused(runs):
@@ -150,7 +151,7 @@ def test_a_model_whose_shapes_depend_on_the_data_is_refused(monkeypatch):
     monkeypatch.setattr(plan, "GPTModel", Chooses)
     config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266"])
     config = replace(config, global_batch_size=6)
-    with pytest.raises(RunError, match="depends on its data"):
+    with pytest.raises(RunError, match="depend on its data"):
         plan.memory(config, ON_A_CPU, None)
 
 
@@ -173,7 +174,7 @@ def test_an_evaluation_is_counted_once(monkeypatch):
     """Its logits stay in the heap: what is measured before the model is counted must not have had them."""
     config = parse_config([*map(str, TINY_STORIES), "--evaluation.micro_batch_size", "50", "--model.vocab_size", "266"])
     tried = []
-    monkeypatch.setattr(plan, "burst", lambda config, *_: tried.append(config))
+    monkeypatch.setattr(plan, "run_trial", lambda config, *_: tried.append(config))
     plan.baseline_process_bytes(config, SimpleNamespace(num_processes=1))
     assert tried[0].evaluation.every and tried[0].evaluation.micro_batch_size == 1
 
@@ -189,7 +190,7 @@ def test_what_is_tried_has_one_micro_batch_a_step(monkeypatch):
     monkeypatch.setattr(plan.train, "main", begin)
     grows = "--schedule.batch_warmup_from 3 --schedule.batch_warmup_steps 2".split()
     with pytest.raises(Begun):
-        plan.burst(parse_config([*map(str, TINY_STORIES), *grows]), ON_A_CPU)
+        plan.run_trial(parse_config([*map(str, TINY_STORIES), *grows]), ON_A_CPU)
 
 
 RANDOM = (

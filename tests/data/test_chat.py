@@ -409,8 +409,8 @@ MESSAGES = {"messages": conversation(1)}
         ([{"prompt": "a", "response": None}], ["document 1", "'response' is None", "not a text"]),
         ([{"prompt": "a", "response": [3]}], ["document 1", "'response' has 3", "a role and a content"]),
         ([MESSAGES, MESSAGES | {"tools": "{"}], ["document 2", "JSON"]),
-        ([MESSAGES | {"tools": {"name": "x"}}], ["document 1", "'tools' is {'name': 'x'}", "no list"]),
-        ([MESSAGES | {"chat_template_kwargs": [1]}], ["'chat_template_kwargs' is [1]", "no dict"]),
+        ([MESSAGES | {"tools": {"name": "x"}}], ["document 1", "'tools' is {'name': 'x'}", "not a list"]),
+        ([MESSAGES | {"chat_template_kwargs": [1]}], ["'chat_template_kwargs' is [1]", "not a dict"]),
         ([MESSAGES | {"system": 3}], ["'system' is 3", "a text"]),
         ([{"messages": [{"role": "system", "content": "a"}], "system": "b"}], ["'system' is 'b'", "the only one"]),
         ([{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}], ["weight 0.5 of 'assistant'"]),
@@ -639,7 +639,7 @@ def exported(runs):
 
 def test_model_card_describes_chat_template(exported, runs, folder):
     card = (exported / "README.md").read_text()
-    assert "a conversation was what the chat template of the tokenizer makes of it" in card
+    assert "conversations were formatted by the tokenizer's chat template" in card
     assert "path: corpus\n" in card and str(runs) not in card, "a published card must not contain local paths"
     shutil.copytree(folder / "chatml", runs / "corpus")
     assert " conversations, " in export.data_facts(load_run(runs / "run"))

@@ -99,18 +99,20 @@ def test_corpus_scores_generations_with_entropy_of_zero(reported):
     assert len(texts) == 3 and rows[-1]["generation/characters"] == pytest.approx(sum(map(len, texts)) / 3)
     assert rows[-1]["generation/distinct"] == len(set(texts)) / 3 and rows[-1]["generation/memorized"] == 0
     assert "generation/valid" not in rows[-1], "only stories report it"
-    assert rows[-1]["val/entropy"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the entropy)" in output
+    assert rows[-1]["val/entropy"] == 0 and f"({rows[-1]['val/loss']:.4f} nats above the entropy of the data)" in output
 
 
 @pytest.mark.parametrize(
-    "entropy, shown", [(0.0, "(0.2500 nats above the entropy)"), (0.2, "(25.0% above the entropy)")]
+    "entropy, shown",
+    [(0.0, "(0.2500 nats above the entropy of the data)"), (0.2, "(25.0% above the entropy of the data)")],
 )
 def test_entropy_of_zero_is_reported(entropy, shown, tmp_path, capsys):
     config = TrainConfig(steps=1, tracking=TrackingConfig(wandb="disabled"))
     with Reporter(config, RunDirectory(str(tmp_path), "."), 0, ALONE) as tracker:
-        tracker.log(1, {"val/loss": 0.25, "val/entropy": entropy, "val/exact_match": 0.5, "val/tiny": 1.25e-5})
+        losses = {"val/loss": 0.25, "val/entropy": entropy, "val/excess_loss": 0.25 - entropy}
+        tracker.log(1, losses | {"val/exact_match": 0.5, "val/tiny": 1.25e-5})
         tracker.log(1, {"state/digest": "0123456789abcdef", "layers/weight_norm/0": 1.0})
-    assert [len(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [5, 3]
+    assert [len(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [6, 3]
     lines = [
         f"[step 1 / 1] val/loss = 0.2500 val/entropy = {entropy:.4f} "
         f"val/exact_match = 0.5000 val/tiny = 1.25e-05 {shown}"

@@ -72,7 +72,7 @@ def test_what_is_exported_and_what_writes_is_the_average(averaged, plain, tmp_pa
         python(f"python export.py {averaged} {folder} {words}")
         assert_same_bits(load_run(folder).model.state_dict(), load_run(run).model.state_dict())
         says = (folder / "README.md").read_text()
-        assert ("an exponential average of the weights" in says) == (words == "")
+        assert ("an exponential moving average (EMA) of the trained weights" in says) == (words == "")
     texts = [python(f"python sample.py {averaged} --seed 3 {words}").stdout for words in ("", "--weights trained")]
     assert texts[1] == python(f"python sample.py {plain} --seed 3").stdout != texts[0]
 

@@ -705,7 +705,7 @@ def test_prepare_refuses_text_unknown_to_tokenizer(tmp_path):
     assert "tokenizer" in message and "unheard of" in message
     write_jsonl(tmp_path / "b.jsonl", ["known", "<|end|>"])
     message = refusal(tmp_path / "b.jsonl", tmp_path / "out2", str(tmp_path / "words"))
-    assert "makes its end of text of characters" in message and "'<|end|>' as document_separator" in message
+    assert "encodes characters as its end of text" in message and "'<|end|>' as document_separator" in message
 
 
 @pytest.mark.parametrize(
