@@ -70,7 +70,7 @@ def test_an_export_is_ready_to_use(family, runs, tmp_path, monkeypatch, capsys):
     [code] = re.findall(r"```python\n(.*?)```", Path("out", "README.md").read_text(), re.DOTALL)
     names = {}
     exec(code, names)
-    written = names["write"]("Meet a", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    written = names["generate"]("Meet a", max_new_tokens=5, do_sample=False)[0]["generated_text"]
     ids = load_run(out).model.generate(torch.tensor([tokenizer("Meet a").input_ids]), 5, temperature=0)
     assert written == tokenizer.decode(ids[0], skip_special_tokens=True)
     assert "\nMeet a" in capsys.readouterr().out

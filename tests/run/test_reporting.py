@@ -104,12 +104,12 @@ def test_corpus_scores_generations_with_entropy_of_zero(reported):
 
 @pytest.mark.parametrize(
     "entropy, shown",
-    [(0.0, "(0.2500 nats above the entropy of the data)"), (0.2, "(25.0% above the entropy of the data)")],
+    [(0.0, "(0.0500 nats above the entropy of the data)"), (0.2, "(25.0% above the entropy of the data)")],
 )
 def test_entropy_of_zero_is_reported(entropy, shown, tmp_path, capsys):
     config = TrainConfig(steps=1, tracking=TrackingConfig(wandb="disabled"))
     with Reporter(config, RunDirectory(str(tmp_path), "."), 0, ALONE) as tracker:
-        losses = {"val/loss": 0.25, "val/entropy": entropy, "val/excess_loss": 0.25 - entropy}
+        losses = {"val/loss": 0.25, "val/entropy": entropy, "val/excess_loss": 0.05}
         tracker.log(1, losses | {"val/exact_match": 0.5, "val/tiny": 1.25e-5})
         tracker.log(1, {"state/digest": "0123456789abcdef", "layers/weight_norm/0": 1.0})
     assert [len(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [6, 3]
