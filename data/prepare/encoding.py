@@ -10,7 +10,7 @@ import pyarrow as pa
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
-ENOUGH = 2**19  # characters, after which it is said that too many were replaced, before the end of the file
+ENOUGH = 2**19  # characters after which too many replacements are reported, before the end of the file
 MOST_REPLACED, MOST_REPLACED_SHARE = 10, 0.002  # German in ISO-8859-1 has one in 70 characters
 SAMPLE_BYTES = 2**16
 

@@ -354,16 +354,16 @@ def _clear(work: Path) -> None:
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
     kind, fraction = _kind_of_validation(config)
     if not (work / "tokenizer").exists():
-        said = (chat.get_content(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
+        texts = (chat.get_content(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
         with folder_written_atomically(work / "tokenizer") as folder:
-            save_tokenizer(config.tokenizer, folder, said)
+            save_tokenizer(config.tokenizer, folder, texts)
     tokenizer, facts = load_tokenizer(work / "tokenizer")
     types = {"input_ids": pa.uint16() if facts["vocab_size"] <= 2**16 else pa.uint32()}
     encode = partial(encode_text, tokenizer, facts["end_of_text"])
     if source.conversations:
         template = chat_template.ChatTemplate(chat_template.open_tokenizer(work / "tokenizer"))
         for each in filter(None, (source, held_out)):
-            if not each.streaming:  # of a stream it is said when the first row that has such keys comes
+            if not each.streaming:  # a stream is checked row by row while it is read
                 _refuse_lost_keys(each, template)
         encode, types["assistant_masks"] = partial(chat_template.encode_row, template), pa.uint8()
 

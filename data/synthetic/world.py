@@ -34,14 +34,13 @@ NAMES, LOOKS, ANIMALS, VERBS, THINGS = (words.split() for words in (NAMES, LOOKS
 MOST_FACTS = len(NAMES) * len(LOOKS) * len(ANIMALS) * len(VERBS)  # 65,536
 FIRST_WEIGHT = 2**32  # of the first fact; weights are rounded to integers, which are the same on every machine
 
-_TOLD = re.compile(r"\b([A-Z][a-z]+ the [a-z]+ [a-z]+ (?:%s)) ([a-z]+)" % "|".join(VERBS))  # noqa: UP031 (has braces)
+_STATED_FACT = re.compile(r"\b([A-Z][a-z]+ the [a-z]+ [a-z]+ (?:%s)) ([a-z]+)" % "|".join(VERBS))  # noqa: UP031 (has braces)
 
 
 class World:
     """The first `num_facts` facts of a seed, by their ranks: those of a larger world begin with the same ones.
 
-    `facts` are entries of a grammar's table, whose form "answer" is what one must know, and `weights` how often each is
-    told.
+    `facts` are entries of a grammar's table, whose form "answer" must be memorised, and `weights` their frequencies.
     """
 
     def __init__(self, num_facts: int, zipf: float, seed: int):
@@ -58,9 +57,9 @@ class World:
     def find_facts(self, text: str) -> list[tuple[str, str | None]]:
         """Find the phrases of a text that have the form of a fact, each with its true version; None if unknown.
 
-        Each is (what is told, what would be true), equal where it is a fact.
+        Each is (stated, true), equal where the statement is a fact.
         """
         return [
             (f"{key} {answer}", f"{key} {self._answers[key]}" if key in self._answers else None)
-            for key, answer in _TOLD.findall(text)
+            for key, answer in _STATED_FACT.findall(text)
         ]
