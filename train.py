@@ -60,7 +60,7 @@ def main(config: TrainConfig) -> None:
     Raises:
         ConfigError: the settings do not fit the launch, the data or the run directory, or the data are damaged.
         RunError: the loss is NaN or infinite, the processes' states differ, or a checkpoint cannot be written.
-        Preempted: a signal or `stop_after` stopped the run, and a checkpoint is saved.
+        Preempted: a signal or `stop_after` stopped the run, after saving a checkpoint.
     """
     run = RunDirectory(config.out_dir, config.run_name)
     with run.record_outcome(config):
@@ -112,8 +112,8 @@ def train(
         timeout_seconds=config.timeout_seconds / 2,  # other processes wait in a collective, which must not time out
         stop_requested=lambda: signals.received,
     )
-    stops_early = config.stop_after is not None and start.step < config.stop_after
-    last_step = config.stop_after if stops_early and config.stop_after else config.steps
+    stop_after = config.stop_after or config.steps
+    last_step = stop_after if start.step < stop_after < config.steps else config.steps
     batches = loader.batches(start.step, last_step)
     flops_per_token = state.network.flops_per_token(config.seq_len)
     throughput = Throughput(batch_order, config.seq_len, flops_per_token, peak_flops(accelerator))
@@ -129,19 +129,21 @@ def train(
         verified = corpus_check.begin()
         reporter.say(summary(config, accelerator, state.network, run.path, start, verified, corpus.conversations))
 
+        # If any process has no first batch, all of them raise here.
         next_batch = next(batches, [])
         stop_request.raise_on_all(start.step)
-        saver.watch(state.network, state.optimizer)
+        saver.watch(state.network, state.optimizer)  # a save fails if training added state that it would lose
         prime(state, next_batch[0])
-        if start.step == 0 and 0 < config.evaluation.every < config.steps:
+        if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the last step is evaluated
             digest = state_digests(state.network, state.optimizer)
             initial_metrics = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
             reporter.log(0, {"state/digest": str(digest)} | initial_metrics)
-        gc.freeze()  # the objects made so far stay; without this every collection would walk them again
+        gc.freeze()  # the objects created so far live to the end, and scanning them in every collection is slow
         throughput.restart(start.step)
 
         for step in range(start.step, last_step):
-            # One step ahead, so that a process without a further batch can tell the others with this step's metrics.
+            # Fetch one step ahead: a process whose loader ended or failed asks the others to stop, in this step's
+            # all-reduce.
             micro_batches, next_batch = next_batch, next(batches, [])
             completed = step + 1
             logs, evaluates = should_log(config, completed), should_evaluate(config, completed)
@@ -150,7 +152,8 @@ def train(
 
             train_step(state, step, micro_batches, stop_request)  # forward, backward, clip, update
 
-            # Without `now` this is the result of the step before, which the host can read without waiting for the GPU.
+            # The newest result on the host. Without `now` that is usually the previous step's: to read this step's, the
+            # host would wait for the GPU.
             result = state.metrics.read(now=logs or evaluates or saves)
             stops = result is not None and result.stop
             saves = saves or stops
@@ -176,6 +179,7 @@ def train(
                 corpus_check.demand(stopping=stops)
                 saver.save(completed, state.model, state.optimizer, metrics, state.metrics)
                 run.record_progress(completed)
+            # The checkpoint must be complete before the run ends or raises.
             if stops or completed == last_step:
                 saver.wait(must_succeed=True)
             if stops and completed < config.steps:
@@ -205,8 +209,8 @@ def build_train_state(
     optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)
     reducer = None
     if config.exact:
-        # Accelerate does not wrap a model in DDP that is only to be evaluated, so each process keeps the gradients of
-        # its own micro-batches for the tree. The model stays in train mode.
+        # evaluation_mode=True only prevents wrapping in DDP (it does not call model.eval()): each process keeps the
+        # gradients of its own micro-batches, and TreeSum sums them.
         model = accelerator.prepare_model(network, evaluation_mode=True)
         reducer = TreeSum(trainable_parameters(network), rank, num_processes)
     else:

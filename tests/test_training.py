@@ -13,7 +13,7 @@ from data.synthetic.stories import StoriesDataset, build_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests import forked
-from tests.conftest import ROOT, TINY_STORIES, environment, metrics, tensors, train
+from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train
 
 STEPS = 6
 PLAIN = [
@@ -157,3 +157,11 @@ def test_a_non_finite_loss_stops_the_run_and_is_never_saved(runs):
     assert status["state"] == "failed" and "step 2: loss = " in status["reason"]
     assert [path.name for path in (runs / "run" / "checkpoints").iterdir()] == ["step-00000001"]
     validate(runs / "run" / "checkpoints" / "step-00000001")
+
+
+def test_stop_after_beyond_last_step_changes_nothing(runs):
+    train(*TINY_STORIES, "--steps", 4, "--out_dir", runs, "--name", "plain")
+    done = train(*TINY_STORIES, "--steps", 4, "--stop_after", 7, "--out_dir", runs, "--name", "later")
+    assert "[step 5 / 4]" not in done.stdout and done.stdout.endswith("Training finished.\n")
+    assert metrics(runs / "later") == metrics(runs / "plain")
+    assert_same_bits(tensors(runs / "later", 4), tensors(runs / "plain", 4))

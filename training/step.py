@@ -86,7 +86,8 @@ def train_step(
         The step's metrics on their way to the host; `state.metrics.read` reads them.
 
     Raises:
-        NonFiniteError: the loss or the gradient is infinite or NaN, and updates may be skipped but not so many.
+        NonFiniteError: more than `max_skipped` updates in a row had an infinite or NaN loss or gradient, where updates
+            may be skipped; otherwise `state.metrics.read` raises it later.
     """
     config, accelerator, metrics = state.config, state.accelerator, state.metrics
     set_schedules(state.optimizer, state.network, config, step)
