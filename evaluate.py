@@ -56,7 +56,7 @@ def main(config: EvaluateConfig) -> None:
     model = loaded.model.to(accelerator.device)
     assert model.config.vocab_size is not None, "it is set before a model is built"
     rows = max(1, LOGIT_BYTES // (4 * settings.seq_len * model.config.vocab_size))
-    CorpusCheck(corpus.verification, accelerator, settings.timeout_seconds).demand()
+    CorpusCheck(corpus.verification, accelerator, settings.timeout_seconds).require_verified()
     with accelerator.autocast():
         metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
     positions = {name: metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")}

@@ -1,6 +1,6 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
-A run is a pure function of its config and seed: at step s the learning rate, the global batch and every random draw
+A run is a pure function of its config and seed: the learning rate, the global batch and every random draw of step s
 are functions of (config, seed, s). Its only state is the weights, the optimizer's moments and the integer s.
 """
 
@@ -66,14 +66,14 @@ def main(config: TrainConfig) -> None:
     with run.record_outcome(config):
         check_launch(config)
         trackers.check(config)
-        config, corpus, initial = resolve(config, run)
+        config, corpus, initial_model = resolve(config, run)
         run.check(config)
         accelerator = start_accelerator(config)
         check_same_settings(config, accelerator)
         signals = StopSignal()
         start = run.open(config, accelerator)
         if start.step < config.steps:
-            train(config, corpus, run, start, accelerator, signals, initial)
+            train(config, corpus, run, start, accelerator, signals, initial_model)
         else:
             require_finite_loss(start.metrics, start.step)
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
@@ -89,16 +89,16 @@ def train(
     start: Start,
     accelerator: Accelerator,
     signals: StopSignal,
-    initial: Loaded | None,
+    initial_model: Loaded | None,
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
     batch_order = corpus.order(config)
-    state = build_train_state(config, batch_order, run.path, accelerator, initial)
+    state = build_train_state(config, batch_order, run.path, accelerator, initial_model)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state.model, state.optimizer)
-        state_digests(state.network, state.optimizer).require(start.metrics.get("state/digest"), start.checkpoint)
+        state_digests(state.network, state.optimizer).require_equal(start.metrics.get("state/digest"), start.checkpoint)
     state.metrics.skipped, state.metrics.skipped_in_a_row = start.skipped
 
     loader = BatchLoader(
@@ -123,68 +123,64 @@ def train(
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
         stop_request = StopRequest(signals)
-        stop_request.add_failure(lambda: corpus_check.failed)
-        stop_request.add_failure(lambda: saver.failed)
-        stop_request.add_problem(lambda: loader.problem)
-        verified = corpus_check.begin()
-        reporter.say(summary(config, accelerator, state.network, run.path, start, verified, corpus.conversations))
+        stop_request.stop_if(lambda: corpus_check.failed)
+        stop_request.stop_if(lambda: saver.failed)
+        stop_request.fail_if(lambda: loader.problem)
+        verification = corpus_check.begin()
+        reporter.say(summary(config, accelerator, state.network, run.path, start, verification, corpus.conversations))
 
-        # If any process has no first batch, all of them raise here.
         next_batch = next(batches, [])
-        stop_request.raise_on_all(start.step)
-        saver.watch(state.network, state.optimizer)  # a save fails if training added state that it would lose
+        stop_request.raise_on_all(start.step)  # on all processes, if one has no first batch
+        saver.record_initial_state(state.network, state.optimizer)  # to refuse state that no checkpoint would contain
         prime(state, next_batch[0])
         if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the last step is evaluated
             digest = state_digests(state.network, state.optimizer)
             initial_metrics = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
             reporter.log(0, {"state/digest": str(digest)} | initial_metrics)
-        gc.freeze()  # the objects created so far live to the end, and scanning them in every collection is slow
+        gc.freeze()  # objects created so far live to the end; the garbage collector need not scan them again and again
         throughput.restart(start.step)
 
         for step in range(start.step, last_step):
-            # Fetch one step ahead: a process whose loader ended or failed asks the others to stop, in this step's
-            # all-reduce.
+            # The next batch is fetched now, so that if there is none the all-reduce of this step stops all processes.
             micro_batches, next_batch = next_batch, next(batches, [])
             completed = step + 1
-            logs, evaluates = should_log(config, completed), should_evaluate(config, completed)
-            saves = should_save(config, completed)
-            state.block_statistics.recording = logs
+            log_now, eval_now = should_log(config, completed), should_evaluate(config, completed)
+            save_now = should_save(config, completed)
+            state.block_statistics.recording = log_now
 
             train_step(state, step, micro_batches, stop_request)  # forward, backward, clip, update
 
-            # The newest result on the host. Without `now` that is usually the previous step's: to read this step's, the
-            # host would wait for the GPU.
-            result = state.metrics.read(now=logs or evaluates or saves)
-            stops = result is not None and result.stop
-            saves = saves or stops
+            # Usually the result of the previous step: the host would have to wait for this one.
+            result = state.metrics.read(wait=log_now or eval_now or save_now)
+            stop_now = result is not None and result.stop
+            save_now = save_now or stop_now
+            compare_now = should_compare_replicas(config, completed, save_now)
             metrics = {}
-            compares_replicas = should_compare_replicas(config, completed, saves)
-            if logs or evaluates or saves or compares_replicas:
+            if log_now or eval_now or save_now or compare_now:
                 digests = state_digests(state.network, state.optimizer)
                 metrics["state/digest"] = str(digests)
-                if compares_replicas:
+                if compare_now:
                     digests.check_replicas(accelerator, completed)
-            if logs and result is not None:
+            if log_now and result is not None:
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= state.block_statistics.metrics | throughput.measure(completed)
                 metrics |= {"train/skipped": state.metrics.skipped} if config.max_skipped else {}
-            if evaluates or completed == config.steps:
+            if eval_now or completed == config.steps:
                 with ema_weights(state.optimizer):
-                    if evaluates:
+                    if eval_now:
                         metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
                     metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
             reporter.log(completed, metrics)
-            if saves:
-                corpus_check.demand(stopping=stops)
+            if save_now:
+                corpus_check.require_verified(stopping=stop_now)
                 saver.save(completed, state.model, state.optimizer, metrics, state.metrics)
                 run.record_progress(completed)
-            # The checkpoint must be complete before the run ends or raises.
-            if stops or completed == last_step:
-                saver.wait(must_succeed=True)
-            if stops and completed < config.steps:
+            if stop_now or completed == last_step:
+                saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends or raises
+            if stop_now and completed < config.steps:
                 stop_request.raise_on_all(completed)
-            if evaluates or saves:
+            if eval_now or save_now:
                 throughput.restart(completed)
             if profiler:
                 profiler.step()
@@ -197,32 +193,38 @@ def train(
 
 
 def build_train_state(
-    config: TrainConfig, batch_order: GlobalBatches, run: Path, accelerator: Accelerator, initial: Loaded | None
+    config: TrainConfig,
+    batch_order: GlobalBatches,
+    run_directory: Path,
+    accelerator: Accelerator,
+    initial_model: Loaded | None,
 ) -> TrainState:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
-    if initial:
-        copy_initial_weights(network, initial)
+    if initial_model:
+        copy_initial_weights(network, initial_model)
     prepare_network(network, config, device)
     optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)
     reducer = None
     if config.exact:
-        # evaluation_mode=True only prevents wrapping in DDP (it does not call model.eval()): each process keeps the
-        # gradients of its own micro-batches, and TreeSum sums them.
+        # TreeSum sums the gradients instead of DDP. evaluation_mode=True only prevents wrapping in DDP; it does not
+        # call model.eval().
         model = accelerator.prepare_model(network, evaluation_mode=True)
         reducer = TreeSum(trainable_parameters(network), rank, num_processes)
     else:
         model, wrapped = accelerator.prepare(network, optimizer)
         optimizer = wrapped.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
-    metrics = StepMetrics(batch_order, config.micro_batch_size, device, rank, num_processes, config.max_skipped, run)
+    metrics = StepMetrics(
+        batch_order, config.micro_batch_size, device, rank, num_processes, config.max_skipped, run_directory
+    )
     block_statistics = BlockStatistics(network.blocks if config.tracking.block_stats else [], accelerator)
     return TrainState(config, accelerator, network, model, optimizer, batch_order, metrics, block_statistics, reducer)
 
 
 def plot_run(run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:
-    """Write the figures of the run; an error, as on a full disk, is reported and does not fail the run."""
+    """Write the figures of the run; an error, such as a full disk, is reported and does not fail the run."""
     if accelerator.is_main_process:
         with report_plot_errors("The loss curve", say):
             say(f"Loss curve: {save_loss_curve(run_directory)}")

@@ -71,8 +71,8 @@ class Saver(AbstractContextManager):
         self.pending: Future[None] | None = None
         self.unsaved: UnsavedState | None = None
 
-    def watch(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Note the state before training, so that a save can refuse what a checkpoint would lose."""
+    def record_initial_state(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Record the state before training, so that a save can refuse state that a checkpoint would not contain."""
         self.unsaved = UnsavedState(network, optimizer)
 
     def __exit__(self, exception_type, exception, traceback) -> None:

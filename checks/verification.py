@@ -229,7 +229,7 @@ class Verification:
                 if step == 0:
                     prime(state, micro_batches[0])
                 train_step(state, step, micro_batches)
-                result = metrics.read(now=True)
+                result = metrics.read(wait=True)
                 assert result is not None, "a step was dispatched"
                 row = {f"train/{name}": value for name, value in result.means.items()}
                 count = batch["input_ids"].numel()

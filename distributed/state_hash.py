@@ -43,7 +43,7 @@ class StateDigests:
     def __str__(self) -> str:
         return f"{self.values.sum().item() % 2**64:016x}"
 
-    def require(self, saved: str | None, checkpoint: Path) -> None:
+    def require_equal(self, saved: str | None, checkpoint: Path) -> None:
         """Check the state that was just loaded against the digest in the checkpoint's manifest.
 
         Raises:

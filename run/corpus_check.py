@@ -27,7 +27,7 @@ class CorpusCheck:
 
     @property
     def failed(self) -> bool:
-        """Whether this process knows of a damaged file; then all processes should call `demand` soon."""
+        """Whether this process knows of a damaged file; then all processes should call `require_verified` soon."""
         return self.verification is not None and self.verification.problem is not None
 
     def begin(self) -> str | None:
@@ -38,7 +38,7 @@ class CorpusCheck:
         """
         return self.verification and self.verification.describe(done=self._exchange(GRACE_SECONDS))
 
-    def demand(self, stopping: bool = False) -> None:
+    def require_verified(self, stopping: bool = False) -> None:
         """Return once every file is known to be what data.prepare wrote; called by all processes together.
 
         Raises:

@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 
 from data.corpus import Corpus
 from data.loader import load_batch
-from training.metrics import NonFiniteError, mean
+from training.metrics import NonFiniteError, forward_with_metrics, mean
 
 
 @torch.no_grad()
@@ -20,9 +20,9 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
 
     Returns:
         `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of the auxiliary metrics of the model (see
-        GPTModel.forward) and of the corpus; where the corpus knows them, `val/entropy` (the lowest expected
-        `val/loss`), `val/excess_loss` (their difference), `val/bits_per_byte` and `val/bytes` (of the text of the
-        targets).
+        GPTModel.forward) and of the corpus; if the corpus provides them, `val/entropy` (the lowest
+        possible expected `val/loss`), `val/excess_loss` (their difference), `val/bits_per_byte` and `val/bytes` (of the
+        text of the targets).
     """
     validation, score = corpus.validation, corpus.score
     rank, num_processes = accelerator.process_index, accelerator.num_processes
@@ -35,9 +35,12 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         start = starts[index] if index < len(starts) else 0
         samples = load_batch(validation, range(start, min(start + micro_batch_size, len(validation))))
         batch = {name: tensor.to(accelerator.device) for name, tensor in samples.items()}
-        logits, loss_sum, *sums = model(**batch, num_items_in_batch=1, logits_to_keep=0 if score else None)
+        logits_to_keep = 0 if score else None  # 0 is all of them
+        logits, loss_sum, auxiliary = forward_with_metrics(
+            model, **batch, num_items_in_batch=1, logits_to_keep=logits_to_keep
+        )
         if index < len(starts):
-            sums = {"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **dict(*sums)}
+            sums = {"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **auxiliary}
             local_sums.append(sums | (score(logits, batch) if score else {}))
     model.train()
     batch_sums = gather_object([{name: (float(s), float(n)) for name, (s, n) in sums.items()} for sums in local_sums])

@@ -1,9 +1,9 @@
-"""The metrics of a step: one small all-reduce that the host reads one step late.
+"""The metrics of a step: one small all-reduce whose result the host reads one step late.
 
-The message travels beside the last backward of its step: on CPUs such a message takes milliseconds while all cores are
-busy. Reading it at once would make the host wait for the device in every step, so it is read after the next step was
-dispatched, except where something depends on it: before a log line, an evaluation, a save and the end, and in every
-step where updates may be skipped.
+The all-reduce runs beside the last backward of its step: on CPUs it takes milliseconds while all cores are busy.
+Reading the result at once would make the host wait for the device in every step, so it is read after the next step was
+dispatched. It is read at once only where something depends on it: for a log line, an evaluation, a checkpoint and the
+end, and in every step if updates may be skipped.
 """
 
 import math
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 
 from config.errors import RunError
 from data.sampler import GlobalBatches
@@ -32,8 +32,14 @@ class NonFiniteError(RunError):
     """The loss or the gradient norm of a step is infinite or NaN; the message names the step and the samples."""
 
 
+def forward_with_metrics(model: nn.Module, **inputs) -> tuple[Tensor | None, Tensor, AuxiliaryMetrics]:
+    """Run the model; return logits, loss and auxiliary metrics, {} from a model that reports none."""
+    logits, loss, metrics = (*model(**inputs), {})[:3]
+    return logits, loss, metrics
+
+
 def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
-    """Return sum(sums) / sum(counts), exactly rounded sums; NaN where the count is 0 or a number is not finite."""
+    """Return sum(sums) / sum(counts), both sums rounded once; NaN if the count is 0 or a value is not finite."""
     all_finite = all(map(math.isfinite, (*sums, *counts)))
     return math.fsum(sums) / count if all_finite and (count := math.fsum(counts)) else math.nan
 
@@ -42,8 +48,8 @@ def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
 class StepResult:
     """Metrics of one step over all processes, on the host."""
 
-    step: int
-    """Completed steps: 1 for the first update of a run."""
+    completed_steps: int
+    """Including this one: 1 for the first update of a run."""
     means: dict[str, float]
     """`loss` (nats per target token) and the auxiliary metrics of the model, each over the global batch."""
     grad_norm: float
@@ -57,11 +63,13 @@ class StepResult:
 
 @dataclass
 class PendingStep:
-    """A step whose metrics are on their way to the host."""
+    """A step whose metrics are not on the host yet."""
 
-    step: int
+    completed_steps: int
     loss_denominator: float
-    message: Tensor
+    buffer: Tensor
+    """[number of target tokens, number of processes that want to stop, the values of each micro-batch of the global
+    batch in turn (the loss, then sum and count of each auxiliary metric), gradient norm], float64."""
     all_reduce: "dist.Work | None"
     on_host: Tensor = field(init=False)
     copied: "torch.Event | None" = None
@@ -71,13 +79,13 @@ class PendingStep:
         if self.all_reduce:
             self.all_reduce.wait()
             self.all_reduce = None
-        return self.message[0]
+        return self.buffer[0]
 
     def copy_to_host(self, grad_norm: Tensor) -> None:
-        """Start the copy of the message, with the gradient norm, which is the same on all processes."""
-        self.message[-1].fill_(grad_norm)
-        on_cuda = self.message.device.type == "cuda"
-        self.on_host = self.message.to("cpu", non_blocking=on_cuda)
+        """Start the copy of the buffer, completed by the gradient norm, which is the same on all processes."""
+        self.buffer[-1].fill_(grad_norm)
+        on_cuda = self.buffer.device.type == "cuda"
+        self.on_host = self.buffer.to("cpu", non_blocking=on_cuda)
         self.copied = torch.cuda.current_stream().record_event() if on_cuda else None
 
 
@@ -128,7 +136,7 @@ class StepMetrics:
 
     def dispatch(
         self,
-        step: int,
+        completed_steps: int,
         outputs: Sequence[tuple[Tensor, AuxiliaryMetrics]],
         num_targets: Tensor,
         loss_denominator: float,
@@ -137,8 +145,8 @@ class StepMetrics:
         """Start the all-reduce of a step's metrics; call it before the backward of the last micro-batch.
 
         Args:
-            step: completed steps after this one.
-            outputs: of each micro-batch the summed loss divided by `loss_denominator`, and the auxiliary metrics.
+            completed_steps: including this one.
+            outputs: for each micro-batch the summed loss divided by `loss_denominator`, and the auxiliary metrics.
             num_targets: target tokens in the local micro-batches, 0-dim int64.
             loss_denominator: constant that each loss was divided by.
             stop: whether this process has a reason to stop.
@@ -146,55 +154,57 @@ class StepMetrics:
         Raises:
             RunError: the names of the auxiliary metrics are not those that were registered.
         """
-        numbers: list[Tensor | float] = []
+        values: list[Tensor | float] = []
         for loss, auxiliary in outputs:
             if list(auxiliary) != self._names:
                 raise RunError(f"the model reported {self._names} at first and {list(auxiliary)} now; names must stay")
-            numbers += [loss.detach(), *(number for pair in auxiliary.values() for number in pair)]
-        # Every number has its own slot: the sum of zeros and one number is exact, and the host adds the numbers
-        # in the same order on any number of processes. The last place is the gradient norm's.
-        exact = torch.float32 if self.device.type == "mps" else torch.float64  # counts are exact up to 2**53
-        message = torch.zeros(3 + self.num_processes * len(numbers), dtype=exact, device=self.device)
-        first = 2 + self.rank * len(numbers)
-        for place, number in ((0, num_targets), (1, stop), *enumerate(numbers, first)):
-            message[place].fill_(number)  # `message[place] = number` would synchronise with the GPU
-        work = dist.all_reduce(message, async_op=True) if self.num_processes > 1 else None
-        self._pending.append(PendingStep(step, loss_denominator, message, work))
+            values += [loss.detach(), *(value for pair in auxiliary.values() for value in pair)]
+        # Each process fills slots of its own, which are 0 on all others, so the all-reduce rounds nothing and the host
+        # adds the values in the same order on any number of processes.
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # float64 counts exactly up to 2**53
+        buffer = torch.zeros(3 + self.num_processes * len(values), dtype=dtype, device=self.device)
+        first_slot = 2 + self.rank * len(values)
+        for slot, value in ((0, num_targets), (1, stop), *enumerate(values, first_slot)):
+            buffer[slot].fill_(value)  # `buffer[slot] = value` would synchronise with the GPU
+        work = dist.all_reduce(buffer, async_op=True) if self.num_processes > 1 else None
+        self._pending.append(PendingStep(completed_steps, loss_denominator, buffer, work))
         return self._pending[-1]
 
-    def read(self, now: bool = False) -> StepResult | None:
-        """Read all steps but the last dispatched one; with `now`, or where updates may be skipped, that one too.
+    def read(self, wait: bool = False) -> StepResult | None:
+        """Read the pending steps except the newest, or with `wait` all of them.
+
+        The newest is read too if updates may be skipped, and after a step that asks to stop.
 
         Returns:
-            The result of the newest step that was read so far; None before the first.
+            The newest result read so far, whose `stop` is set if any result read here has it; None before the first.
 
         Raises:
-            NonFiniteError: on all processes, where the loss or the gradient norm is infinite or NaN, unless such
-                updates are skipped, and then after too many in a row.
+            NonFiniteError: on all processes, if the loss or the gradient norm of a step is infinite or NaN; if such
+                updates are skipped, after more than `max_skipped` in a row.
         """
-        stop = False
-        while len(self._pending) > (0 if now or stop or self.max_skipped else 1):
+        wait, stop = wait or self.max_skipped > 0, False
+        while len(self._pending) > 1 or (self._pending and (wait or stop)):
             self._newest = self._read_oldest()
-            self._newest.stop = stop = self._newest.stop or stop
+            stop = self._newest.stop = self._newest.stop or stop
         return self._newest
 
     def _read_oldest(self) -> StepResult:
         pending = self._pending.popleft()
         if pending.copied is not None:
             pending.copied.synchronize()
-        num_targets, stop, *numbers, grad_norm = pending.on_host.tolist()
-        numbers_per_micro_batch = 1 + 2 * len(self._names)
-        losses, *columns = (numbers[place::numbers_per_micro_batch] for place in range(numbers_per_micro_batch))
+        num_targets, stop, *values, grad_norm = pending.on_host.tolist()
+        stride = 1 + 2 * len(self._names)  # values of one micro-batch
+        losses, *columns = (values[offset::stride] for offset in range(stride))
         loss = mean(losses, [1.0]) * pending.loss_denominator / num_targets if num_targets else math.nan
-        pairs = zip(self._names, columns[::2], columns[1::2], strict=True)
-        means = {"loss": loss} | {name: mean(sums, counts) for name, sums, counts in pairs}
+        sums_and_counts = zip(self._names, columns[::2], columns[1::2], strict=True)
+        means = {"loss": loss} | {name: mean(sums, counts) for name, sums, counts in sums_and_counts}
         # The training objective decides, not a "loss" that the model reports in its place.
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        result = StepResult(pending.step, means, grad_norm, stop > 0, finite)
+        result = StepResult(pending.completed_steps, means, grad_norm, stop > 0, finite)
         self.skipped += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row > self.max_skipped:
-            raise NonFiniteError(self._explain(pending.step, losses, loss, grad_norm, num_targets))
+            raise NonFiniteError(self._explain(pending.completed_steps, losses, loss, grad_norm, num_targets))
         return result
 
     def _explain(self, step: int, losses: list[float], loss: float, grad_norm: float, num_targets: float) -> str:

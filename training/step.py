@@ -10,17 +10,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from config.schema import TrainConfig
+from data.loader import Batch
 from data.sampler import BatchSizes
 from model.gpt import GPTModel
 from model.seeds import derive_seed
 from training.block_stats import BlockStatistics
 from training.gradients import backward, loss_scale, normalize_and_clip, prime_ddp, trainable_parameters
-from training.metrics import PendingStep, StepMetrics
+from training.metrics import PendingStep, StepMetrics, forward_with_metrics
 from training.optimizer import set_schedules
 from training.schedule import scheduled_value
 from training.stop import StopRequest
-
-MicroBatch = dict[str, Tensor]
 
 
 class GradientReducer(Protocol):
@@ -54,46 +53,46 @@ class TrainState:
         self.seed_all = torch.default_generator.manual_seed if on_cpu else torch.manual_seed
 
 
-def count_targets(batch: MicroBatch) -> Tensor:
-    """Return the number of target tokens, 0-dim int64: labels other than -100 that have a position before them."""
+def count_targets(batch: Batch) -> Tensor:
+    """Count the target tokens, 0-dim int64: labels other than -100, except the first, which nothing predicts."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def prime(state: TrainState, micro_batch: MicroBatch) -> None:
+def prime(state: TrainState, micro_batch: Batch) -> None:
     """Run one forward and backward whose gradients are discarded, see prime_ddp; called by all processes together."""
-    _, loss, *auxiliary = state.model(**micro_batch, num_items_in_batch=1.0)
+    _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=1.0)
     prime_ddp(loss, state.model, state.accelerator)
     state.optimizer.zero_grad()
-    state.metrics.register_names(*(auxiliary or ({},)))
+    state.metrics.register_names(auxiliary)
 
 
 def train_step(
-    state: TrainState, step: int, micro_batches: list[MicroBatch], stop_request: StopRequest | None = None
+    state: TrainState, step: int, micro_batches: list[Batch], stop_request: StopRequest | None = None
 ) -> PendingStep:
     """Update the weights once with the gradient of the mean loss over the target tokens of the global batch.
 
-    The loss of each micro-batch is summed and divided by a constant, the tokens of the global batch. How many of them
-    are targets, on all processes, arrives with the step's metrics, and the gradients are divided by that once, in the
-    pass that clips them.
+    The number of target tokens on all processes is known only after the all-reduce of the step's metrics. Each
+    micro-batch therefore contributes (sum of its losses) / (tokens in the global batch), and once all gradients are
+    summed they are multiplied by tokens / targets, in the pass that clips them.
 
     Args:
         state: its weights, moments and metrics change.
         step: from 0.
-        micro_batches: this process's, in order.
-        stop_request: the reasons of this process to stop, sent to all processes with the metrics.
+        micro_batches: those of this process, in order.
+        stop_request: tells all processes, with the metrics, if this one has to stop.
 
     Returns:
-        The step's metrics on their way to the host; `state.metrics.read` reads them.
+        The metrics of the step, to be read by `state.metrics.read`.
 
     Raises:
-        NonFiniteError: more than `max_skipped` updates in a row had an infinite or NaN loss or gradient, where updates
-            may be skipped; otherwise `state.metrics.read` raises it later.
+        NonFiniteError: if updates may be skipped, and more than `max_skipped` in a row had an infinite or NaN loss or
+            gradient. If not, `state.metrics.read` raises it later.
     """
     config, accelerator, metrics = state.config, state.accelerator, state.metrics
     set_schedules(state.optimizer, state.network, config, step)
     scale = loss_scale(accelerator.mixed_precision, step, metrics.skipped)
     tokens = float(state.batch_sizes.size(step) * config.seq_len)
-    # DDP and FSDP2 average gradients over the processes; the loss needs their sum.
+    # DDP and FSDP2 average the gradients over the processes, but their sum is needed.
     averaged_over = 1 if state.reducer else metrics.num_processes
     num_targets = torch.stack([count_targets(micro_batch) for micro_batch in micro_batches]).sum()
     accumulation, outputs = len(micro_batches), []
@@ -101,8 +100,9 @@ def train_step(
         is_last = index == accumulation - 1
         state.seed_all(derive_seed(config.seed, "dropout", step, metrics.rank * accumulation + index))
         with nullcontext() if is_last else accelerator.no_sync(state.model):
-            _, loss, *auxiliary = state.model(**micro_batch, num_items_in_batch=tokens / averaged_over)
-            outputs.append((loss.detach() / averaged_over, *(auxiliary or ({},))))
+            divisor = tokens / averaged_over
+            _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=divisor)
+            outputs.append((loss.detach() / averaged_over, auxiliary))
             if is_last:
                 stop = stop_request is not None and stop_request.is_set
                 pending = metrics.dispatch(step + 1, outputs, num_targets, tokens, stop)
@@ -112,7 +112,7 @@ def train_step(
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
     denominator = (pending.num_targets() * (scale / tokens)).float()
     pending.copy_to_host(normalize_and_clip(state.parameters, denominator, max_norm))
-    # The host waits for the metrics before the update only where they decide whether it is skipped.
+    # The host waits for the metrics before the update only if they decide whether it is skipped.
     result = metrics.read() if metrics.max_skipped else None
     with state.block_statistics.record_update():
         if result is None or result.finite:

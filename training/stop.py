@@ -1,4 +1,4 @@
-"""Why a run stops before its last step."""
+"""Reasons to stop a run before its last step."""
 
 from collections.abc import Callable
 
@@ -9,28 +9,28 @@ from distributed.signals import Preempted, StopSignal
 
 
 class StopRequest:
-    """Collects the reasons of this process to stop after the running step: signals, and background work that failed.
+    """Collects the reasons of this process to stop after the current step: signals, and failed background work.
 
     Every process sends `is_set` with the metrics of each step, so all of them stop after the same step.
     """
 
     def __init__(self, signals: StopSignal):
         self._signals = signals
-        self._failures: list[Callable[[], bool]] = []
+        self._conditions: list[Callable[[], bool]] = []
         self._problems: list[Callable[[], str | None]] = []
 
-    def add_failure(self, has_failed: Callable[[], bool]) -> None:
-        """Add background work that raises its own error after the stop, such as the writing of a checkpoint."""
-        self._failures.append(has_failed)
+    def stop_if(self, condition: Callable[[], bool]) -> None:
+        """Stop once `condition()` is true; its owner, such as the saver, raises the error after the stop."""
+        self._conditions.append(condition)
 
-    def add_problem(self, problem: Callable[[], str | None]) -> None:
-        """Add background work whose failure `raise_on_all` reports; the callable returns a message or None."""
+    def fail_if(self, problem: Callable[[], str | None]) -> None:
+        """Stop once `problem()` returns a message, which `raise_on_all` then raises."""
         self._problems.append(problem)
 
     @property
     def is_set(self) -> bool:
         """Whether this process has a reason to stop."""
-        return self._signals.received or any(has_failed() for has_failed in self._failures) or bool(self._problem())
+        return self._signals.received or any(condition() for condition in self._conditions) or bool(self._problem())
 
     def raise_on_all(self, completed_steps: int) -> None:
         """Raise the problem or the signal of any process on all processes, which call this together.

@@ -515,10 +515,10 @@ def test_corpus_check_finds_change_at_save(corpus, monkeypatch):
     monkeypatch.setattr(corpus_check, "gather_object", lambda mine: mine)
     check = CorpusCheck(Verification([TextCorpus(str(corpus))]), SimpleNamespace(is_local_main_process=True), 60)
     assert "verified: " in check.begin()
-    check.demand()
+    check.require_verified()
     flip(corpus / "train" / "000000.arrow", 100)
     with pytest.raises(ConfigError, match="train/000000.arrow"):
-        check.demand()
+        check.require_verified()
 
 
 @pytest.mark.slow
@@ -650,8 +650,8 @@ def test_corpus_check_reports_damage_on_all_processes(corpus, monkeypatch):
     assert verifications[0].wait() and checks[0].failed and not checks[2].failed
     for check in checks:
         with pytest.raises(ConfigError, match="000000.arrow"):
-            check.demand()
-    CorpusCheck(None, SimpleNamespace(is_local_main_process=True), 1).demand()
+            check.require_verified()
+    CorpusCheck(None, SimpleNamespace(is_local_main_process=True), 1).require_verified()
 
 
 @pytest.mark.parametrize(

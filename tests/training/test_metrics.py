@@ -30,7 +30,7 @@ def test_nan_loss_names_process_and_samples(monkeypatch):
     metrics = StepMetrics(batches, 2, CPU, rank=1, num_processes=2, run_directory=Path("my runs/a"))
     dispatched(metrics, 1.0, math.nan, grad_norm=math.nan)
     with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[6, 7\]") as stopped:
-        metrics.read(now=True)
+        metrics.read(wait=True)
     assert str(stopped.value).endswith("python replay.py 'my runs/a' 1"), "quoted for a shell"
 
 
@@ -38,7 +38,7 @@ def test_batch_without_targets_is_reported():
     metrics = StepMetrics(SimpleNamespace(indices=lambda step: [7, 8]), 2, CPU)
     dispatched(metrics, 0.0, num_targets=0, grad_norm=math.nan)
     with pytest.raises(NonFiniteError, match=r"no target token in the global batch.*\[7, 8\]"):
-        metrics.read(now=True)
+        metrics.read(wait=True)
 
 
 class ForbidItemAssignment(TorchFunctionMode):
@@ -56,14 +56,14 @@ def test_dispatch_copies_numbers_without_synchronisation():
         counter = torch.tensor(1.0, dtype=torch.float64)
         assert dispatched(metrics, (1.5, {"rows": (counter, 2)}), stop=True, grad_norm=3.0) == 12
         counter += 1  # a model may reuse its counters
-    result = metrics.read(now=True)
+    result = metrics.read(wait=True)
     assert result.stop and result.means == {"loss": 1.5, "rows": 0.5} and result.grad_norm == 3.0
 
 
 def test_loss_is_normalised_by_targets():
     metrics = StepMetrics(None, 1, CPU)
     dispatched(metrics, 1.5, 0.5, num_targets=3, denominator=12.0)
-    assert metrics.read(now=True).means["loss"] == (1.5 + 0.5) * 12 / 3
+    assert metrics.read(wait=True).means["loss"] == (1.5 + 0.5) * 12 / 3
 
 
 def test_metrics_are_read_one_step_late():
@@ -71,8 +71,8 @@ def test_metrics_are_read_one_step_late():
     dispatched(metrics, 1.0, step=1)
     assert metrics.read() is None
     dispatched(metrics, 2.0, step=2)
-    assert metrics.read().step == 1
-    assert metrics.read(now=True).step == 2
+    assert metrics.read().completed_steps == 1
+    assert metrics.read(wait=True).completed_steps == 2
 
 
 def test_stop_is_read_at_once_when_seen():
@@ -80,14 +80,14 @@ def test_stop_is_read_at_once_when_seen():
     dispatched(metrics, 1.0, step=1, stop=True)
     dispatched(metrics, 2.0, step=2)
     result = metrics.read()
-    assert result.step == 2 and result.stop, "the run stops after the step that was just dispatched"
+    assert result.completed_steps == 2 and result.stop, "the run stops after the step that was just dispatched"
 
 
 def test_counts_are_exact_beyond_float32():
     metrics = StepMetrics(None, 1, CPU)
     metrics.register_names({"rows": (0, 0)})
     assert dispatched(metrics, (1.0, {"rows": (2**24 + 1, 1)}), num_targets=2**24 + 1) == 2**24 + 1
-    assert metrics.read(now=True).means["rows"] == 2**24 + 1
+    assert metrics.read(wait=True).means["rows"] == 2**24 + 1
 
 
 def test_changed_or_reserved_names_are_refused(monkeypatch):

@@ -158,5 +158,5 @@ def test_a_corpus_whose_verification_stands_still_ends_the_run(stopping, rounds)
     verification.wait = wait
     check = CorpusCheck(verification, Accelerator(cpu=True), timeout_seconds=60)
     with pytest.raises(RunError, match=r"no checkpoint is saved before .* \d+ s: [57] of 10 bytes were read"):
-        check.demand(stopping)
+        check.require_verified(stopping)
     assert len(list(reading)) == 5 - rounds
