@@ -38,7 +38,7 @@ def files(directory):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_it_says_what_a_run_needs_and_touches_nothing(runs, tmp_path, processes):
+def test_plan_prints_requirements_and_writes_no_file(runs, tmp_path, processes):
     (temporary := tmp_path / "temporary").mkdir()
     run = [*TINY_STORIES, "--out_dir", runs, "--name", "run"]
     train(*run, "--steps", "2", "--schedule.warmup_steps", "1")
@@ -58,7 +58,7 @@ def test_it_says_what_a_run_needs_and_touches_nothing(runs, tmp_path, processes)
     assert sizes["memory"] == pytest.approx(sum(parts), abs=1) and sizes["Python and torch"] > 100
 
 
-def test_without_a_run_directory_none_is_made_and_wrong_settings_are_refused(runs):
+def test_plan_makes_no_directory_and_refuses_wrong_settings(runs):
     train(*TINY_STORIES, "--plan", "--out_dir", runs)
     assert not runs.exists()
     refused = train(*TINY_STORIES, "--plan", "--model.n_heads", "3", exit_code=2)
@@ -66,7 +66,7 @@ def test_without_a_run_directory_none_is_made_and_wrong_settings_are_refused(run
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_bytes_of_a_step_are_those_that_are_really_allocated(optimizer):
+def test_tensor_bytes_match_bytes_allocated_in_a_step(optimizer):
     words = "--model.vocab_size 266 --model.d_model 64 --model.d_ff 256 --micro_batch_size 2 --global_batch_size 2"
     config = parse_config([*map(str, TINY_STORIES), *words.split(), "--optimizer.name", optimizer])
     counted, moments = plan.tensor_bytes(config, ON_A_CPU)
@@ -93,7 +93,7 @@ def test_the_bytes_of_a_step_are_those_that_are_really_allocated(optimizer):
     assert moments == state
 
 
-def test_a_compiled_run_needs_the_memory_of_a_loss_in_chunks(monkeypatch):
+def test_tensor_bytes_use_chunked_loss_when_compiled(monkeypatch):
     words = "--model.vocab_size 5000 --micro_batch_size 8 --global_batch_size 8 --compile true".split()
     config = parse_config([*map(str, TINY_STORIES), *words])
     logits = {}
@@ -105,7 +105,7 @@ def test_a_compiled_run_needs_the_memory_of_a_loss_in_chunks(monkeypatch):
     assert logits["no compiler", None] == logits["", False] > logits["", True]
 
 
-def test_the_logits_of_an_evaluation_are_counted_if_the_corpus_scores_them(monkeypatch):
+def test_tensor_bytes_count_logits_of_a_scoring_corpus(monkeypatch):
     words = "--model.vocab_size 5000 --global_batch_size 1 --evaluation.micro_batch_size 64 --evaluation.num_samples 64"
     config = parse_config([*map(str, TINY_STORIES), *words.split()])
     kept, left = (sum(plan.tensor_bytes(config, ON_A_CPU, scores)[0].values()) for scores in (True, False))
@@ -129,7 +129,7 @@ class Fork(GPTModel):
         return logits, loss + 1 / named["num_items_in_batch"], {"one": (1, 1)}
 
 
-def test_a_fork_is_planned_that_reports_numbers_and_trains_a_part_alone(monkeypatch):
+def test_tensor_bytes_of_fork_with_frozen_parameters(monkeypatch):
     def build_and_freeze(network, *arguments):
         network.token_embedding.requires_grad_(False)
         return build_optimizer(network, *arguments)
@@ -143,7 +143,7 @@ def test_a_fork_is_planned_that_reports_numbers_and_trains_a_part_alone(monkeypa
     assert whole - moments == 2 * 4 * 266 * config.model.d_model + 4  # two moments and a step
 
 
-def test_a_model_whose_shapes_depend_on_the_data_is_refused(monkeypatch):
+def test_plan_refuses_shapes_that_depend_on_data(monkeypatch):
     class Chooses(GPTModel):
         def forward(self, input_ids, **named):
             return super().forward(input_ids[input_ids[:, 0] == 0], **named)
@@ -179,7 +179,7 @@ def test_an_evaluation_is_counted_once(monkeypatch):
     assert tried[0].evaluation.every and tried[0].evaluation.micro_batch_size == 1
 
 
-def test_what_is_tried_has_one_micro_batch_a_step(monkeypatch):
+def test_trial_run_has_one_micro_batch_a_step(monkeypatch):
     class Begun(Exception):
         pass
 
@@ -209,7 +209,7 @@ MODELS = {
 
 @pytest.mark.slow  # real processes, whose memory is that of nothing else
 @pytest.mark.parametrize("model", MODELS)
-def test_the_plan_is_within_15_percent_of_the_measured_peak(model, runs):
+def test_plan_is_within_15_percent_of_measured_peak(model, runs):
     command = [sys.executable, "train.py", *MODELS[model].split(), "--out_dir", runs]
 
     def output(*words):
@@ -222,7 +222,7 @@ def test_the_plan_is_within_15_percent_of_the_measured_peak(model, runs):
 
 
 @pytest.mark.slow
-def test_the_command_of_the_page_is_the_one_that_is_tested(runs):
+def test_plan_command_of_the_page_works(runs):
     (command,) = re.findall(r"^    python (train.py --plan .*)$", PAGE, re.MULTILINE)
     done = train(*command.split()[1:], "--tracking.wandb", "disabled", "--out_dir", runs)
     assert "\nFLOPs " in done.stdout and not runs.exists()
