@@ -103,7 +103,7 @@ def begun(in_process, tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", CASES)
-def test_a_run_with_damaged_files_goes_on_with_the_right_bits_or_is_refused(seed, begun, tmp_path):
+def test_damaged_run_resumes_bitwise_or_is_refused(seed, begun, tmp_path):
     chance = random.Random(seed)
     original, undisturbed = begun
     run = tmp_path / "run"
@@ -127,7 +127,7 @@ def test_a_run_with_damaged_files_goes_on_with_the_right_bits_or_is_refused(seed
 
 
 @pytest.mark.parametrize("seed", CASES)
-def test_a_damaged_config_means_what_it_says_or_is_refused(seed, tmp_path):
+def test_damaged_config_is_read_literally_or_refused(seed, tmp_path):
     chance = random.Random(seed)
     recipe = tmp_path / "recipe.yaml"
     sources = [*(ROOT / "configs").glob("*.yaml"), RECIPE]
@@ -202,7 +202,7 @@ def used(in_process, tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", CASES)
-def test_a_tool_reads_a_damaged_run_rightly_or_refuses_it(seed, used, tmp_path, monkeypatch):
+def test_tools_read_damaged_run_correctly_or_refuse(seed, used, tmp_path, monkeypatch):
     monkeypatch.setattr(JobRunner, "train", lambda *_, **__: None)
     chance = random.Random(seed)
     folder, right = used

@@ -54,7 +54,7 @@ def test_later_settings_win(tmp_path):
         "--config /nowhere.yaml": "config: File does not exist: '/nowhere.yaml'",
     }.items(),
 )
-def test_a_refusal_says_setting_value_and_what_would_be_right(words, message):
+def test_refusal_names_setting_value_and_remedy(words, message):
     assert refusal(*words.split()) == message
 
 
@@ -151,7 +151,7 @@ def test_every_setting_is_documented(capsys):
         (["--data.num_workers", "257"], ["data.num_workers", "257", "0 to 256"]),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_value_and_remedy(arguments, named):
+def test_wrong_setting_is_refused_with_its_value(arguments, named):
     message = refusal(*arguments)
     assert all(word in message for word in named), message
 
@@ -167,7 +167,7 @@ def test_a_typo_in_a_file_is_named(tmp_path):
     assert "UTF-8" in refusal("--config", str(recipe))
 
 
-def test_what_is_set_twice_is_refused_and_nothing_is_set_silently(tmp_path):
+def test_config_file_refuses_duplicates_nulls_and_aliases(tmp_path):
     recipe = tmp_path / "twice.yaml"
     for text, key in [("steps: 3\nseed: 1\nsteps: 4\n", "steps"), ("model: {n_layers: 3, n_layers: 4}", "n_layers")]:
         recipe.write_text(text)
@@ -207,7 +207,7 @@ def test_no_setting_imports_anything(setting, tmp_path, monkeypatch):
         assert "imported_by_a_setting" not in sys.modules, arguments
 
 
-def test_the_weights_that_are_counted_before_they_are_there_are_those_of_the_model():
+def test_num_weights_equals_weights_of_built_model():
     for settings in (
         {},
         {"position": "rope", "mlp": "swiglu", "n_kv_heads": 2, "tie_embeddings": True, "head_dim": 10},
@@ -294,7 +294,7 @@ LAUNCH_FILE = yaml.safe_load((ROOT / "accelerate_configs" / "cpu.yaml").read_tex
 
 
 @pytest.mark.slow  # tests/distributed/test_launch_checks.py has one process
-def test_a_launch_file_that_cannot_be_honoured_is_refused(tmp_path, runs):
+def test_unsupported_launch_file_is_refused_in_one_message(tmp_path, runs):
     """All that is wrong with it in one message."""
     launch_file = tmp_path / "launch.yaml"
     changes = {

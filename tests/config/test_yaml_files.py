@@ -36,7 +36,7 @@ def outcome(*arguments):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_value_in_a_file_means_what_it_means_on_the_command_line(setting, tmp_path):
+def test_file_value_means_the_same_as_command_line(setting, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     for word in WORDS:
         recipe.write_text(SETTINGS[setting].format(word))
@@ -91,7 +91,7 @@ def odd_config(chance):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_run_writes_is_read_as_it_was(seed, tmp_path, monkeypatch):
+def test_stored_config_is_read_back_unchanged(seed, tmp_path, monkeypatch):
     """Odd values of every type, through `--config` and by whoever goes on with the run."""
     from run.directory import settings_to_store
 
@@ -123,7 +123,7 @@ def test_aliases_are_refused_in_a_few_words(text, tmp_path):
     assert "the alias *a in line" in message and str(recipe) in message and len(message) < 300
 
 
-def test_aliases_in_the_config_of_a_run_are_refused_in_a_few_words(runs):
+def test_yaml_aliases_in_stored_config_are_refused_briefly(runs):
     (runs / "run").mkdir(parents=True)
     (runs / "run" / "config.yaml").write_text(bomb())
     done = train(*TINY_STORIES, "--out_dir", runs, "--name", "run", exit_code=2)
@@ -157,7 +157,7 @@ def test_a_whole_number_can_be_computed_with(setting):
         assert "is too large; use one below 2**63" in message or "must be an integer from" in message
 
 
-def test_a_timeout_is_one_that_a_clock_can_have(runs):
+def test_timeout_fits_into_32_bits(runs):
     assert outcome("--timeout_seconds", "99999999999999").endswith("must be an integer from 1 to 2147483647")
     assert outcome("--timeout_seconds", str(2**31 - 1))["timeout_seconds"] == 2**31 - 1
 
