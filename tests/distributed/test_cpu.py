@@ -23,7 +23,7 @@ from tests.conftest import ROOT, TINY_STORIES, environment, train_command
         ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "2"}, None),
     ],
 )
-def test_threads_to_set_divides_cores_unless_set_by_user(own, launcher, threads):
+def test_threads_to_set_divides_cores_unless_set(own, launcher, threads):
     assert threads_to_set(own, launcher, cores=8) == threads
 
 

@@ -150,7 +150,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_program_on_an_odd_machine_works_or_says_what_is_odd(name, runs, tmp_path):
+def test_unusual_machine_works_or_is_reported(name, runs, tmp_path):
     row = ROWS[name]
     named = [] if "--name" in row.words else ["--name", "run"]
     words = [*row.words, "--out_dir", str(runs), *named]
@@ -187,7 +187,7 @@ def foreign(tmp_path_factory):
     ],
     ids=lambda words: words[0],
 )
-def test_no_program_fails_for_a_screen_that_lacks_a_letter(words, foreign, tmp_path):
+def test_scripts_work_on_ascii_terminal(words, foreign, tmp_path):
     words = [word.replace("RUN", str(foreign)).replace("PLACE", str(tmp_path)) for word in words]
     done = forked.run("-c", [BEGIN.format(code=ASCII_SCREEN), *words], 0, environment())
     assert done.returncode == 0 and "Error" not in done.stderr, done.stdout + done.stderr
@@ -200,7 +200,7 @@ def test_a_screen_by_the_environment_is_the_same(runs):
     assert "Training finished." in done.stdout
 
 
-def test_a_name_that_a_terminal_would_obey_is_spelt_out(foreign, tmp_path):
+def test_control_characters_in_names_are_escaped(foreign, tmp_path):
     for name in ("\x1b[31mred\x1b]0;title\x07", "two\nlines", "\u202eback", "\x9b2J"):
         shutil.copytree(foreign, tmp_path / name)
     (tmp_path / "\x1b[2Jnone").mkdir()
@@ -216,7 +216,7 @@ def test_a_name_that_a_terminal_would_obey_is_spelt_out(foreign, tmp_path):
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no commit to be known")
-def test_the_commit_of_a_clone_of_another_user_is_known(runs):
+def test_git_commit_of_foreign_clone_is_recorded(runs):
     """As in a container, where Git fears it."""
     train(*ONE_STEP, "--out_dir", runs, "--name", "run", GIT_TEST_ASSUME_DIFFERENT_OWNER="1")
     start = json.loads((runs / "run" / "sessions.jsonl").read_text())
