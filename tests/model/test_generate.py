@@ -19,7 +19,7 @@ every_kind = pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys(
 
 @every_kind
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
-def test_the_cache_changes_no_token_also_beyond_the_last_position(settings, temperature):
+def test_kv_cache_changes_no_token_beyond_max_position(settings, temperature):
     """21 tokens in the end, of which the model can see 16."""
     model, tokens = make_lively_model(**settings), make_tokens(length=5)
     generator = torch.Generator().manual_seed(3)
@@ -38,7 +38,7 @@ def test_the_cache_changes_no_token_also_beyond_the_last_position(settings, temp
 
 @every_kind
 @pytest.mark.parametrize("parts", [(11,), (5, 1, 1, 4), (1, 10)])
-def test_logits_with_a_cache_are_those_of_the_whole_row(settings, parts):
+def test_logits_with_kv_cache_equal_full_forward(settings, parts):
     model, tokens = make_lively_model(**settings), make_tokens()
     cache = [KVCache(11) for _ in model.blocks]
     pieces = [model(piece, cache=cache)[0] for piece in tokens.split(parts, dim=1)]
@@ -54,7 +54,7 @@ def test_each_token_is_computed_once():
     assert lengths == [11, 1, 1, 1, 1, 1, 16, 16], "and beyond the last position, where positions move, all anew"
 
 
-def test_top_k_and_top_p_draw_from_the_tokens_that_transformers_draws_from():
+def test_top_k_and_top_p_match_transformers():
     logits = 3 * torch.randn(1, 61, generator=torch.Generator().manual_seed(0))
     for top_k, top_p in ((5, 1.0), (None, 0.7), (9, 0.8), (100, 0.999), (1, 0.5)):
         kept = TopKLogitsWarper(top_k)(None, logits / 1.5) if top_k else logits / 1.5
@@ -93,7 +93,7 @@ def test_sampling_depends_on_the_generator_alone():
     assert torch.equal(sample(1, 1), sample(1, 2)) and not torch.equal(sample(1, 1), sample(2, 1))
 
 
-def test_rows_that_ended_stay_ended_and_generation_stops_when_all_have():
+def test_generate_pads_ended_rows_and_stops():
     model, tokens = make_lively_model(), make_tokens(rows=8)
 
     def sample(eos_token_id: int | None) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_rows_that_ended_stay_ended_and_generation_stops_when_all_have():
         assert (ended[row, end:] == 5).all()
 
 
-def test_generation_is_refused_in_training_mode_and_where_a_setting_has_no_meaning():
+def test_generate_refuses_training_mode_and_invalid_settings():
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
         make_model().generate(make_tokens(), 1)
     with pytest.raises(ValueError, match="temperature is -1"):

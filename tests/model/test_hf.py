@@ -129,7 +129,7 @@ def test_a_training_step_equals_transformers(config, padding, float64_reference)
 
 
 @every_config
-def test_the_given_number_of_items_divides_the_loss_as_in_transformers(config, float64_reference):
+def test_num_items_in_batch_divides_loss_like_transformers(config, float64_reference):
     compare_a_training_step(config, "right", 101, torch.float64, rtol=1e-10, atol=1e-10)
 
 
@@ -178,7 +178,7 @@ def test_weights_and_config_survive_the_round_trip_bitwise(config):
 
 
 @pytest.mark.parametrize("name", ["gpt2-odd", "qwen3-wide-heads"])
-def test_a_model_born_in_transformers_gives_the_same_logits_here(name, float64_reference):
+def test_from_transformers_gives_same_logits(name, float64_reference):
     torch.manual_seed(2)
     reference = AutoModelForCausalLM.from_config(config_to_transformers(CONFIGS[name]), dtype=torch.float64).eval()
     randomise(reference)
@@ -221,7 +221,7 @@ def test_greedy_generation_equals_transformers(name):
     assert not torch.equal(ended, free)
 
 
-def test_a_model_of_no_family_is_refused_with_the_settings_that_differ():
+def test_to_transformers_names_settings_outside_each_family():
     mixed = GPTConfig(**QWEN3 | SHAPE | dict(mlp="relu2", bias=True))
     with pytest.raises(
         ValueError, match="qwen3: model.mlp is relu2, not swiglu; model.bias is True, not False"
@@ -240,7 +240,7 @@ class ForkedConfig(GPTConfig):
     parallel: bool = False
 
 
-def test_what_the_mapping_does_not_know_is_refused_by_name():
+def test_to_transformers_refuses_unknown_settings_and_tensors():
     assert to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE))), "at its default, the model is what it was"
     with pytest.raises(
         ValueError, match="model.logit_softcap is 30.0, not None\nqwen3: .*model.logit_softcap is 30.0, not None"
@@ -295,6 +295,6 @@ def test_the_config_imports_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_who_reads_configs_as_transformers_4_wrote_them_rotates_by_the_same_angles():
+def test_exported_config_has_transformers_4_rope_theta():
     written = config_to_transformers(CONFIGS["qwen3-wide-heads"]).to_diff_dict()
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 1e6

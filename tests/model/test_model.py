@@ -51,7 +51,7 @@ def attention_calls(monkeypatch) -> list[dict]:
 # The config
 
 
-def test_all_problems_are_reported_together_and_name_their_settings():
+def test_config_problems_are_reported_together_by_setting():
     config = GPTConfig(d_model=130, n_kv_heads=3)
     assert config.problems() == [
         "model.d_model is 130, not divisible by model.n_heads 4: 128 or 132 would be, or set model.head_dim",
@@ -100,7 +100,7 @@ def test_a_consistent_config_has_no_problems(settings):
     assert GPTConfig(**settings).problems() == []
 
 
-def test_the_letters_of_the_windows_repeat_and_the_last_layer_is_long():
+def test_window_pattern_repeats_and_ends_with_full_attention():
     of_layers = {"SSL": [9, 9, None, 9, 9, None], "LS": [None, 9, None, 9, None, None], "S": [9] * 5 + [None]}
     for letters, windows in of_layers.items():
         assert GPTConfig(n_layers=6, window=9, window_pattern=letters).windows == windows
@@ -129,7 +129,7 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize("settings", SWITCHES, ids=str)
-def test_every_switch_trains_and_every_parameter_has_a_gradient(settings):
+def test_every_variant_trains_all_its_parameters(settings):
     model = make_model(dropout=0.1, **settings)
     tokens = make_tokens()
     loss = model(tokens, labels=tokens)[1]
@@ -162,7 +162,7 @@ def documented_init(name: str, n_layers: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("settings", SWITCHES, ids=str)
-def test_two_models_begin_alike_in_all_that_they_share(settings):
+def test_shared_modules_have_identical_initial_weights(settings):
     """A layer more, in whatever order modules are built, moves the start of no other one."""
     depth = {"n_layers": settings.get("n_layers", SHAPE["n_layers"])}  # which scales what writes to the residual stream
     models = make_model(**depth), make_model(**settings), make_model(**depth, seed=1)
@@ -210,7 +210,7 @@ def test_tied_embeddings_are_one_parameter():
 
 
 @pytest.mark.parametrize("settings", SWITCHES, ids=str)
-def test_the_state_is_the_parameters_alone_and_none_share_memory(settings):
+def test_state_dict_is_parameters_without_shared_memory(settings):
     model = make_model(**settings)
     assert list(model.buffers()) == []
     state = model.state_dict()
@@ -234,21 +234,21 @@ def test_the_number_of_parameters(settings, total, lookups):
     assert model.num_parameters(non_embedding=True) == total - lookups
 
 
-def test_flops_count_what_blocks_share_as_often_as_they_do():
+def test_flops_count_shared_blocks_at_each_use():
     model, shared = make_model(n_layers=3), make_model(n_layers=3)
     shared.blocks = torch.nn.ModuleList([shared.blocks[0]] * 3)
     assert shared.num_parameters() < model.num_parameters()
     assert shared.flops_per_token(16) == model.flops_per_token(16)
 
 
-def test_flops_of_a_window_are_those_of_so_many_positions():
+def test_flops_of_window_count_its_positions():
     whole, windows = make_model(n_layers=3), make_model(n_layers=3, window=5)
     of_a_position = 12 * SHAPE["d_model"]
     assert whole.flops_per_token(11) - windows.flops_per_token(11) == 2 * (11 - 5) * of_a_position
     assert whole.flops_per_token(4) == windows.flops_per_token(4)
 
 
-def test_blocks_that_begin_at_zero_begin_as_the_identity():
+def test_zero_init_blocks_are_the_identity():
     x_BTC = torch.randn(2, 5, SHAPE["d_model"])
     rope = rope_tables(torch.arange(5), 8, 10000.0)
     for zero_init in (True, False):
@@ -257,7 +257,7 @@ def test_blocks_that_begin_at_zero_begin_as_the_identity():
 
 
 @pytest.mark.parametrize("settings", [dict(tie_embeddings=True), dict(QWEN3, head_dim=64)], ids=["gpt2", "qwen3"])
-def test_flops_per_token_agree_with_a_count_of_the_operations(settings):
+def test_flops_per_token_match_counted_operations(settings):
     model = make_model(max_position_embeddings=256, d_model=64, d_ff=128, **settings).double()
     tokens = make_tokens(rows=2, length=256)
     # The math kernel is made of products that the counter knows. It computes the scores once.
@@ -282,7 +282,7 @@ def loss_by_hand(model: GPTModel, tokens: torch.Tensor, labels: torch.Tensor) ->
     return total, targets
 
 
-def test_each_position_predicts_the_next_label_of_its_row():
+def test_loss_predicts_next_label_at_each_position():
     model, tokens = make_lively_model(), make_tokens()
     labels = make_tokens(seed=2)
     labels[0, 3:5], labels[1] = -100, -100  # the second row has no target at all
@@ -297,7 +297,7 @@ def test_each_position_predicts_the_next_label_of_its_row():
 
 
 @pytest.mark.parametrize("length", [11, 1])
-def test_without_targets_the_sum_is_zero_and_the_mean_undefined(length):
+def test_loss_without_targets_is_zero_or_nan(length):
     model, tokens = make_model(), make_tokens(length=length)
     labels = torch.full_like(tokens, -100)
     assert model(tokens, labels=labels)[1].isnan()
@@ -316,7 +316,7 @@ def test_logits_are_there_when_asked_for():
     torch.testing.assert_close(model(tokens, logits_to_keep=2)[0], logits[:, -2:])
 
 
-def test_capped_logits_are_what_is_returned_and_what_makes_the_loss():
+def test_logit_softcap_applies_to_logits_and_loss():
     model, tokens = make_lively_model(), make_tokens()
     free = model(tokens)[0]
     capped = make_lively_model(logit_softcap=1.5)
@@ -345,7 +345,7 @@ def test_a_sequence_longer_than_the_limit_is_refused(settings):
         make_model(**settings)(make_tokens(length=17))
 
 
-def test_a_mask_of_ones_never_reaches_the_attention_kernel(attention_calls):
+def test_all_ones_mask_never_reaches_attention_kernel(attention_calls):
     model, tokens = make_model(), make_tokens()
     mask = torch.ones_like(tokens)
     model(tokens)
