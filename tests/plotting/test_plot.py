@@ -71,7 +71,7 @@ def test_every_colour_stands_out_from_both_papers():
         assert contrast(inks[1] if color == inks[0] else color, dark) >= 3
 
 
-def test_twenty_runs_differ_in_colour_or_dashes_and_neighbours_in_both():
+def test_run_styles_are_distinct_for_twenty_runs():
     styles = [style.run_style(index) for index in range(20)]
     looks = [(style["color"], style["linestyle"]) for style in styles]
     assert len(set(looks)) == 20
@@ -107,7 +107,7 @@ def test_the_curve_names_what_it_shows(run, drawn):
     assert axes.get_title() == "a_run" and validation.get_linewidth() >= 2 * training.get_linewidth()
 
 
-def test_recipes_over_each_other_look_as_in_the_page(tmp_path, monkeypatch):
+def test_picture_and_page_draw_recipes_alike(tmp_path, monkeypatch):
     """One of three seeds and two of one, of which one has a metric that needs no floor."""
     figures = []
     monkeypatch.setattr(report, "new_figure", lambda *size: figures.append(style.new_figure(*size)) or figures[-1])
@@ -189,7 +189,7 @@ def test_flops_axis_without_sessions_is_refused(run):
         style.step_to_x("flops", run)
 
 
-def test_a_backend_that_only_a_notebook_has_disturbs_no_picture(run):
+def test_plot_ignores_backend_of_a_notebook(run):
     command = [sys.executable, "plot.py", run, "--x", "tokens"]
     env = environment(MPLBACKEND="of a notebook")
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -197,7 +197,7 @@ def test_a_backend_that_only_a_notebook_has_disturbs_no_picture(run):
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_picture_begins_with_an_empty_one_of_ours():
+def test_only_new_figure_imports_matplotlib_first():
     """As the test before: whatever imports matplotlib first must be new_figure."""
     files = {file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern)}
     files -= {file for folder in ("tests", "examples") for file in (ROOT / folder).glob("*.py")}
@@ -223,7 +223,7 @@ scripts.run_and_exit(script, None if script == "train" else getattr(import_modul
 """
 
 
-def test_no_error_in_drawing_ends_a_training_an_evaluation_or_an_export(tmp_path):
+def test_plot_error_ends_no_training_evaluation_or_export(tmp_path):
     arguments = [*TINY_STORIES, "--out_dir", str(tmp_path), "--name", "run"]
     for script, words in (
         ("train", arguments),

@@ -19,7 +19,7 @@ def row(step, loss, **kinds):
     return {"step": step, "val/loss": loss, "val/entropy": 0.5, "val/excess_loss": excess} | kinds
 
 
-def test_kinds_are_drawn_and_a_run_without_them_has_no_picture(tmp_path):
+def test_excess_loss_figure_needs_kinds(tmp_path):
     run = rows_of(
         tmp_path / "run", [row(1, 1.5, names=0.4, facts_from_1=0.6), row(2, 0.8, names=0.3, facts_from_1=0.0)]
     )
@@ -27,7 +27,7 @@ def test_kinds_are_drawn_and_a_run_without_them_has_no_picture(tmp_path):
     assert save_excess_loss(rows_of(tmp_path / "none", [row(1, 1.5)])) is None
 
 
-def test_numbers_that_are_none_or_below_the_floor_are_left_out(tmp_path):
+def test_excess_loss_figure_omits_null_and_negative_values(tmp_path):
     """A small validation set may lie below what is expected of it; a run may end without a number."""
     run = rows_of(
         tmp_path / "run", [row(1, 0.4, names=-0.1, facts_from_1=0.0), row(2, None, names=None, facts_from_1=None)]
