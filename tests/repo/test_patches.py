@@ -33,7 +33,7 @@ def apply(name, tool, directory, *options):
     assert done.returncode == 0, f"{name} by {tool}: {done.stdout}{done.stderr}"
 
 
-def test_every_experiment_is_as_long_as_its_page_says():
+def test_patches_have_the_length_their_page_states():
     assert {path.stem for path in (ROOT / "docs" / "patches").iterdir()} == {name for name, *_ in EXPERIMENTS}
     for name, lines, _ in EXPERIMENTS:
         patch = (ROOT / "docs" / "patches" / f"{name}.patch").read_text()
@@ -44,7 +44,7 @@ NO_PATCH = pytest.mark.skipif(not shutil.which("patch"), reason="patch is not in
 
 
 @pytest.mark.parametrize("tool", ["git", pytest.param("patch", marks=NO_PATCH)])
-def test_experiments_apply_alone_and_on_top_of_each_other(tool, tmp_path):
+def test_patches_apply_alone_and_together(tool, tmp_path):
     directory = copy_of_the_repository(tmp_path / "copy")
     for name, *_ in EXPERIMENTS:
         apply(name, tool, directory)
