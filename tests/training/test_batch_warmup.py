@@ -32,7 +32,7 @@ def test_it_is_resumed_bitwise_while_it_grows(run, runs):
     assert metrics(runs / "run") == metrics(run)
 
 
-def test_its_growth_may_not_change_and_a_launch_that_does_not_fit_is_refused(run):
+def test_batch_warmup_is_fixed_and_must_divide(run):
     for name, value in [("batch_warmup_from", 1), ("batch_warmup_steps", 5)]:
         done = train(*RECIPE, f"--schedule.{name}", value, "--out_dir", run.parent, exit_code=2)
         assert f"schedule.{name}: " in done.stderr and f" there, {value} now" in done.stderr

@@ -65,7 +65,7 @@ def test_activations_are_those_of_the_global_batch(run):
 
 
 @pytest.mark.slow
-def test_with_exact_they_are_the_same_on_any_number_of_processes(tmp_path):
+def test_exact_block_statistics_equal_on_any_processes(tmp_path):
     exact = [
         *SHORT,
         "--exact",
@@ -95,7 +95,7 @@ def test_one_block_and_one_step_are_seen(steps, blocks, tmp_path):
     assert image[len(image) // 2, len(image[0]) // 3, :3].min() < 0.9, "white in the middle"
 
 
-def test_of_a_block_that_returns_more_the_first_is_its_output():
+def test_block_output_is_first_of_a_tuple():
     """As one with a term of the loss of its own does."""
     block = torch.nn.Identity()
     statistics = BlockStatistics([block], None)
@@ -104,7 +104,7 @@ def test_of_a_block_that_returns_more_the_first_is_its_output():
     assert [mean_square.item() for mean_square in statistics.mean_squares[0]] == [9.0]
 
 
-def test_a_block_in_two_places_and_one_that_was_left_out():
+def test_block_statistics_handle_shared_and_skipped_blocks():
     """As where blocks share weights, and under stochastic depth."""
     shared, left_out = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     statistics = BlockStatistics([shared, left_out, shared], Accelerator(cpu=True))

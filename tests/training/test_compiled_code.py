@@ -25,7 +25,7 @@ def folder_of(tmp_path, monkeypatch):
     return folder
 
 
-def test_each_kind_of_processor_has_a_folder_in_that_of_the_user(folder_of, tmp_path, monkeypatch):
+def test_each_processor_kind_has_its_own_folder(folder_of, tmp_path, monkeypatch):
     here, narrow, again = folder_of(), folder_of(ATEN_CPU_CAPABILITY="avx2"), folder_of()
     features = torch.cpu.get_capabilities()
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features | {"avx512_f": not features["avx512_f"]})
@@ -34,7 +34,7 @@ def test_each_kind_of_processor_has_a_folder_in_that_of_the_user(folder_of, tmp_
     assert {folder.parent for folder in (here, narrow, other)} == {tmp_path / "mine"}
 
 
-def test_a_name_or_a_number_of_cores_makes_no_other_processor(folder_of, monkeypatch):
+def test_number_of_cores_changes_no_folder(folder_of, monkeypatch):
     here, features = folder_of(), torch.cpu.get_capabilities()
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features | {"num_logical_cores": 96})
     assert folder_of() == here
@@ -42,7 +42,7 @@ def test_a_name_or_a_number_of_cores_makes_no_other_processor(folder_of, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a processor without wider registers")
-def test_code_for_narrow_registers_is_not_taken_for_wide_ones_and_the_other_way_round(tmp_path):
+def test_narrow_and_wide_vector_code_is_separate(tmp_path):
     """Without a folder each, the second start aborts ("double free or corruption") where the first was the narrow one.
     verify.py is such a narrow one: it computes as any processor does."""
 

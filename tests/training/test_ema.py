@@ -66,7 +66,7 @@ def test_what_is_evaluated_is_the_average(averaged, plain, tmp_path):
     assert_same_bits(load_run(averaged, "best").model.state_dict(), load_run(averaged, best).model.state_dict())
 
 
-def test_what_is_exported_and_what_writes_is_the_average(averaged, plain, tmp_path):
+def test_export_and_sample_use_the_ema_weights(averaged, plain, tmp_path):
     for words, run in {"": averaged, "--weights trained": plain}.items():
         folder = tmp_path / f"export{words}".replace(" ", "")
         python(f"python export.py {averaged} {folder} {words}")

@@ -72,7 +72,7 @@ def trained(tmp_path_factory):
     return [torch.load(file) for file in files]
 
 
-def test_unused_parameters_have_a_gradient_of_zero_and_used_ones_the_mean_of_the_processes(trained):
+def test_unused_parameters_get_zero_used_mean_gradient(trained):
     torch.manual_seed(0)
     network = Experts()
     for step, chosen in enumerate(STEPS):
@@ -86,7 +86,7 @@ def test_unused_parameters_have_a_gradient_of_zero_and_used_ones_the_mean_of_the
         assert not any(gradient.any() for gradient in trained[0][0][step][-2:])
 
 
-def test_the_bits_do_not_depend_on_what_the_first_batch_used(trained):
+def test_gradients_do_not_depend_on_first_batch(trained):
     for one, other in zip(trained[0][0], trained[1][0], strict=True):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
@@ -116,7 +116,7 @@ def test_missing_gradients_become_zero():
     assert parameters[0].grad.tolist() == [3.0] * 3 and parameters[1].grad.tolist() == [0.0] * 3
 
 
-def test_a_model_that_leaves_parameters_out_or_freezes_some_trains_alike_on_any_number_of_processes(runs):
+def test_sparse_and_frozen_model_trains_on_any_processes(runs):
     """As a mixture of experts does. MLPs see normalised vectors, so the sign of a sum is as good as random."""
     words = [*TINY_STORIES, *"--steps 4 --evaluation.every 0 --model.dropout 0 --check_replicas_every 1".split()]
     for processes in (0, 2):

@@ -105,7 +105,7 @@ def test_muon_and_adamw_together_are_each_alone():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
 @pytest.mark.parametrize("shape", [(96, 96), (48, 160), (160, 48)], ids=str)
-def test_a_stack_goes_through_torchs_iteration_as_each_matrix_alone(shape, dtype, tolerance, monkeypatch):
+def test_orthogonalize_of_stack_matches_each_matrix(shape, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.to(dtype, copy=True))
     stack = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     stack[2] = 0

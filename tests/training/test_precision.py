@@ -13,14 +13,14 @@ FP16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}
 RUN = [*TINY_STORIES, *f"--name run --steps {STEPS} --on_nonfinite skip --evaluation.every 0".split()]
 
 
-def test_the_scale_is_halved_by_a_skipped_update_and_doubled_by_2000_that_were_not():
+def test_loss_scale_halves_and_doubles():
     assert [loss_scale("fp16", 3, skipped) for skipped in range(4)] == [2.0**16, 2.0**15, 2.0**14, 2.0**13]
     assert loss_scale("fp16", 1999, 0) == 2.0**16 and loss_scale("fp16", 2000, 0) == 2.0**17
     assert loss_scale("fp16", 2001, 1) == 2.0**16 and loss_scale("fp16", 200_000, 99) == 2.0**16
     assert loss_scale("bf16", 5000, 7) == loss_scale("no", 0, 0) == 1.0
 
 
-def test_without_a_scale_gradients_of_fp16_vanish_and_with_it_they_do_not():
+def test_fp16_gradients_vanish_without_loss_scale():
     linear = torch.nn.Linear(4, 4)
     for scale, vanishes in ((1.0, True), (loss_scale("fp16", 0, 0), False)):
         with torch.autocast("cpu", torch.float16):
@@ -32,7 +32,7 @@ def test_without_a_scale_gradients_of_fp16_vanish_and_with_it_they_do_not():
     torch.testing.assert_close(linear.weight.grad, torch.full((4, 4), 1e-9), rtol=1e-2, atol=0)
 
 
-def test_fp16_trains_skips_and_resumes_with_the_same_bits(runs):
+def test_fp16_trains_skips_and_resumes_bitwise(runs):
     """An overflow in step 3, before the stop; on the CPU, whose autocast has float16 too."""
     done = train(*RUN, "--out_dir", runs, processes=2, faults="nan:1:3", **FP16)
     assert "precision: fp16, weights and sums of gradients in fp32\n" in done.stdout

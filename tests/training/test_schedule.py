@@ -106,7 +106,7 @@ scripts.run_and_exit(script, settings, module={"replay": "audit.replay", "verify
 
 
 @pytest.mark.slow
-def test_what_a_fork_schedules_is_trained_with_verified_and_opened(runs):
+def test_forked_schedule_is_trained_verified_and_replayed(runs):
     """The loop by hand clips and drops out as train.py does, and a step that is opened has its rate."""
     recipe = [*TINY_STORIES, "--optimizer.grad_clip", "0.3", "--out_dir", str(runs), "--name", "run"]
     scripts = [["train", *recipe], ["replay", str(runs / "run"), "4"], ["verify", *recipe]]

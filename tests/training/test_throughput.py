@@ -22,7 +22,7 @@ def test_the_peak_of_a_card_is_not_anothers(card, peak, monkeypatch):
     assert peak_bf16_flops(torch.device("cuda")) == peak
 
 
-def test_the_memory_of_a_run_on_a_cpu_is_that_of_the_cpu_where_cuda_is_up(monkeypatch):
+def test_peak_memory_on_cpu_ignores_initialised_cuda(monkeypatch):
     """As torch.compile brings it up on a machine that has a GPU."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     now = psutil.Process().memory_info().rss

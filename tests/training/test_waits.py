@@ -48,7 +48,7 @@ def test_workers_need_no_short_tmpdir(runs, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_dead_loader_ends_the_run_after_a_save(runs):
+def test_dead_data_worker_ends_run_after_saving(runs):
     launch = start(["train.py", *LONG, "--out_dir", runs, "--name", "run"], 2, runs / "run")
     os.kill(children(launch.processes[1].pid)[0], signal.SIGKILL)
     assert launch.wait(120) == 1 and launch.processes[0].exitcode == 1, launch.output()
@@ -58,7 +58,7 @@ def test_a_dead_loader_ends_the_run_after_a_save(runs):
 
 
 @pytest.mark.parametrize("ending", ["signal", pytest.param("timeout", marks=pytest.mark.slow)])
-def test_a_loader_that_hangs_outlasts_neither_a_signal_nor_the_timeout(ending, runs):
+def test_hanging_data_worker_obeys_signal_and_timeout(ending, runs):
     arguments = [*LONG, "--timeout_seconds", 20, "--out_dir", runs, "--name", "run"]
     launch = start(["train.py", *arguments], 0, runs / "run")
     (process,) = launch.processes
@@ -85,7 +85,7 @@ def is_asleep(pid, samples=5):
     return seconds[-1] - seconds[0] <= 1
 
 
-def test_a_signal_before_the_first_batch_stops_at_once_and_the_next_start_begins(runs):
+def test_signal_before_first_batch_stops_at_once(runs):
     arguments = [*TINY_STORIES, "--data.num_workers", "1", "--out_dir", str(runs), "--name", "run"]
     launch = forked.Launch("-c", [HANGS_AT_FIRST, *arguments], 2, environment())
     for process in launch.processes:
@@ -137,7 +137,7 @@ class init:
 
 
 @pytest.mark.slow
-def test_a_tracker_that_hangs_does_not_keep_a_finished_run_waiting(runs, tmp_path):
+def test_hanging_tracker_does_not_delay_finished_run(runs, tmp_path):
     (tmp_path / "wandb.py").write_text(HANGING_WANDB)
     arguments = [*TINY_STORIES, "--tracking.wandb", "offline", "--timeout_seconds", 4, "--out_dir", runs]
     done = train(*arguments, "--name", "run", PYTHONPATH=str(tmp_path))
@@ -146,7 +146,7 @@ def test_a_tracker_that_hangs_does_not_keep_a_finished_run_waiting(runs, tmp_pat
 
 
 @pytest.mark.parametrize(("stopping", "rounds"), [(True, 1), (False, 3)])
-def test_a_corpus_whose_verification_stands_still_ends_the_run(stopping, rounds):
+def test_stalled_corpus_verification_ends_the_run(stopping, rounds):
     """It reads on in the first two rounds, and then no more."""
     reading = iter((5, 7, 7, 7, 7))
     verification = SimpleNamespace(problem=None, num_bytes=10, num_bytes_read=0, start=lambda: None)
