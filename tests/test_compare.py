@@ -136,7 +136,7 @@ def test_tokens_are_those_that_were_logged(tmp_path, capsys):
     }
 
 
-def test_tokens_of_a_batch_that_grows_are_counted_by_the_step(tmp_path):
+def test_tokens_are_summed_over_batch_warmup(tmp_path):
     """2, 4, 6 and then 8 sequences of 16 tokens, 3 steps each, with a log line at step 6."""
     grows = {"batch_warmup_from": 2, "batch_warmup_steps": 9}
     run = fake_run(tmp_path / "grows", {6: {"train/tokens": 18 * 16}}, global_batch_size=8, schedule=grows)
@@ -144,7 +144,7 @@ def test_tokens_of_a_batch_that_grows_are_counted_by_the_step(tmp_path):
     assert [read_record(run).tokens(step) for step in range(13)] == [16 * n for n in accumulate(sizes)]
 
 
-def test_the_best_loss_is_of_the_validation_set_of_the_last_evaluations(tmp_path, capsys):
+def test_best_loss_uses_the_last_validation_set_only(tmp_path, capsys):
     """Ten sequences may be easier than a hundred: what was measured on them is not compared."""
     few, many = ({"evaluation": {"num_samples": n}} for n in (10, 100))
     starts = [start(config=few), start(20, config=many)]
@@ -176,7 +176,7 @@ def test_fifty_runs_are_a_sorted_table(tmp_path, capsys):
     assert shown[50]["run"] == "diverged" and shown[50]["state"] == "failed"
 
 
-def test_what_is_no_run_is_skipped_in_a_line(pair, capsys, tmp_path):
+def test_unreadable_runs_are_skipped_with_one_line(pair, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.yaml").write_text("steps: [")
@@ -255,7 +255,7 @@ def test_without_a_verdict_no_statistics_are_imported(pair):
     subprocess.run([sys.executable, "-c", code, *pair], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_seeds_are_grouped_and_the_noise_is_told_from_a_difference(tmp_path, capsys):
+def test_recipe_table_groups_seeds_and_tests_significance(tmp_path, capsys):
     good, same, bad = [1.0, 1.1, 1.2], [1.05, 1.15, 1.13], [2.0, 2.1, 2.3]
     runs = recipe(tmp_path, "g", good, 0.1) + recipe(tmp_path, "s", same, 0.2) + recipe(tmp_path, "b", bad, 0.3)
     first, second, third = table(printed(capsys, *runs), "recipe")
@@ -288,7 +288,7 @@ def test_a_repeated_run_is_no_second_sample(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("fact", ["code", "precision"])
-def test_the_seeds_of_another_code_or_precision_are_another_recipe(fact, tmp_path, capsys):
+def test_other_code_or_precision_is_another_recipe(fact, tmp_path, capsys):
     """Two seeds of each: neither hides the other's, in whatever order they are named."""
     runs, other = [], {"code": "bbbbbbbbbbbb", "precision": "bf16"}[fact]
     for name, facts, losses in (("main", {}, [1.0, 1.1]), ("branch", {fact: other}, [2.0, 2.1])):
@@ -304,7 +304,7 @@ def test_the_seeds_of_another_code_or_precision_are_another_recipe(fact, tmp_pat
     assert ("bbbbbbbbbbbb (commit 12345678)" in shown) == (fact == "code")
 
 
-def test_a_run_that_went_on_under_other_code_is_of_both(tmp_path, capsys):
+def test_run_resumed_under_other_code_lists_both(tmp_path, capsys):
     starts = {
         "whole": [start()],
         "again": [start(), start(10), start(30, code="bbbbbbbbbbbb")],  # the last one found it complete
@@ -321,7 +321,7 @@ def test_a_run_that_went_on_under_other_code_is_of_both(tmp_path, capsys):
     assert sorted(row["seeds"] for row in table(printed(capsys, *runs), "recipe")) == ["1", "1", "2"]
 
 
-def test_a_repetition_counts_by_the_mean_of_its_losses_in_any_order(tmp_path, capsys):
+def test_repeated_seed_counts_once_by_mean_loss(tmp_path, capsys):
     """On other numbers of threads its losses differ by rounding."""
     runs = [fake_run(tmp_path / name, rows_of(val=[9, 9, x]), seed=s) for name, x, s in
             (("a", 1.0, 0), ("again", 1.2, 0), ("b", 2.1, 1))]  # fmt: skip
@@ -330,7 +330,7 @@ def test_a_repetition_counts_by_the_mean_of_its_losses_in_any_order(tmp_path, ca
         assert (recipe_["seeds"], recipe_["val/loss"]) == ("2", "1.6000")
 
 
-def test_settings_that_a_recipe_ignores_are_not_in_its_label(tmp_path, capsys):
+def test_recipe_label_omits_ignored_settings(tmp_path, capsys):
     runs = [fake_run(tmp_path / f"r{i}", rows_of(val=[9, 9, 1 + i]), seed=i % 2, lr=10.0 ** -(i // 2), compile=i > 1,
                      checkpoint={"every": 1 + i}) for i in range(4)]  # fmt: skip
     shown = printed(capsys, *runs)
@@ -345,7 +345,7 @@ def test_settings_that_a_recipe_ignores_are_not_in_its_label(tmp_path, capsys):
         ({"evaluation": {"num_samples": 9}}, "(evaluation.num_samples)"),
     ],
 )
-def test_recipes_that_are_not_measured_alike_stand_in_one_verdict_with_a_warning(settings, warning, tmp_path, capsys):
+def test_recipes_measured_differently_get_a_warning(settings, warning, tmp_path, capsys):
     runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
     runs += [fake_run(tmp_path / f"o{i}", rows_of(val=[9, 2 + i / 10, 2]), seed=i, lr=0.1, **settings) for i in (0, 1)]
     shown = printed(capsys, *runs)
@@ -368,7 +368,7 @@ def test_without_a_second_seed_nothing_is_told(pair, capsys):
 
 
 @pytest.mark.parametrize("seed", [9, 1], ids=["of its own seed", "of the seed of one that has"])
-def test_a_run_that_has_not_ended_is_no_sample(seed, tmp_path, capsys):
+def test_unfinished_run_is_not_counted_as_seed(seed, tmp_path, capsys):
     runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
     runs.append(fake_run(tmp_path / "half", rows_of(val=[0.5]), seed=seed, lr=0.1, state="running"))
     shown = printed(capsys, *runs)
@@ -383,7 +383,7 @@ def test_whose_seed_is_too_few(best, other, whose, tmp_path, capsys):
     assert table(printed(capsys, *runs), "recipe")[1]["verdict"] == f"needs a second seed of {whose}"
 
 
-def test_a_recipe_that_differs_in_many_settings_is_called_by_the_name_of_its_runs(tmp_path, capsys):
+def test_recipe_with_many_settings_has_its_runs_name(tmp_path, capsys):
     many = {f"model_{n}": n for n in range(7)}
     runs = [fake_run(tmp_path / f"plain-seed_{n}", rows_of(val=[9, 9, 1 + n / 9]), seed=n) for n in range(2)]
     runs += [fake_run(tmp_path / f"deep-{n}", rows_of(val=[9, 9, 3 + n / 9]), seed=n, **many) for n in range(2)]
@@ -407,7 +407,7 @@ def of_text(path, corpus, losses, seed=0, text="ffff", num_samples=None, num_byt
     return run
 
 
-def test_losses_on_different_data_stand_in_no_table_together(pair, tmp_path, capsys, page_alone):
+def test_runs_on_different_data_have_separate_tables(pair, tmp_path, capsys, page_alone):
     worlds = [fake_run(tmp_path / f"facts{n}", rows_of(val=[8.0, 7.0, 0.5])) for n in (64, 128)]
     for run, number in zip(worlds, (64, 128), strict=True):
         config = yaml.safe_load((run / "config.yaml").read_text())
@@ -448,7 +448,7 @@ def test_the_branch_on_other_data_has_no_effect(family, capsys):
     assert effects == ["", "", "", "", "-0.1"]
 
 
-def test_tokenizers_of_one_text_are_compared_by_bits_per_byte(tmp_path, capsys):
+def test_tokenizers_are_compared_by_bits_per_byte(tmp_path, capsys):
     losses = {"bytes": [1.0, 1.1, 1.2], "words": [4.0, 4.2, 4.1]}
     runs = [of_text(tmp_path / f"{corpus}-{n}", corpus, [9, 8, loss], n) for corpus in losses
             for n, loss in enumerate(losses[corpus])]  # fmt: skip
@@ -484,12 +484,12 @@ def test_tokenizer_table_names_run_of_other_bytes(tmp_path, capsys):
     assert "left out, evaluated on another part of the text: other\n" in across
 
 
-def test_tokenizers_of_runs_that_have_not_ended_are_not_compared(tmp_path, capsys):
+def test_tokenizers_of_unfinished_runs_are_not_compared(tmp_path, capsys):
     runs = [of_text(tmp_path / corpus, corpus, [9, 8]) for corpus in ("bytes", "words")]
     assert "several tokenizers" not in printed(capsys, *runs)
 
 
-def test_one_seed_each_is_warned_of_what_is_not_measured_alike(tmp_path, capsys):
+def test_single_seeds_measured_differently_get_a_warning(tmp_path, capsys):
     runs = [fake_run(tmp_path / f"l{n}", rows_of(val=[3, 2, 1.0 + n]), seq_len=n) for n in (16, 32)]
     shown = printed(capsys, *runs)
     assert "warning: these losses are not measured on the same sequences (seq_len)" in shown
@@ -528,7 +528,7 @@ def test_what_a_run_cost(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("x", "places"), [("tokens", [1000, 3000]), ("flops", [6e6, 18e6]), ("seconds", [15, 45])])
-def test_curves_over_what_was_spent_are_the_mean_of_the_seeds_in_a_band(x, places, tmp_path, capsys, page_alone):
+def test_curves_over_cost_show_mean_and_range(x, places, tmp_path, capsys, page_alone):
     """Of two seeds, the second half as fast; and of one that diverged at step 20, which is a line of its own."""
     runs = []
     for seed, (speed, losses) in enumerate([(100, [4.0, None, 1.0]), (50, [5.0, None, 3.0]), (50, [9.0, None, None])]):
@@ -579,7 +579,7 @@ def tree(shown):
     return shown.partition("branches:\n")[2].splitlines()
 
 
-def test_branches_are_a_tree_with_the_effect_beside_the_noise(family, capsys):
+def test_branches_print_as_tree_with_effects(family, capsys):
     noise = statistics.stdev([3.0, 3.2, 2.9])
     assert tree(printed(capsys, *family)) == [
         "root: val/loss 3.0000",
@@ -590,7 +590,7 @@ def test_branches_are_a_tree_with_the_effect_beside_the_noise(family, capsys):
     ]
 
 
-def test_the_past_that_branches_share_is_counted_once_and_drawn_once(family, capsys, tmp_path, page_alone):
+def test_history_shared_by_branches_is_counted_once(family, capsys, tmp_path, page_alone):
     shown = table(printed(capsys, *family, out=str(tmp_path / "new" / "picture"), loss=4.5))
     parts = {row["run"]: row.get("digest diverges") for row in shown}
     assert parts == {"root": None, "faster": "20", "other_seed": "20", "third_seed": "20", "twig": "20"}
@@ -605,7 +605,7 @@ def test_the_past_that_branches_share_is_counted_once_and_drawn_once(family, cap
     assert seeds[-1][2:] == [2.9, 3.2]
 
 
-def test_a_parent_that_was_renamed_is_known_by_its_state(family, capsys):
+def test_renamed_parent_is_found_by_its_digest(family, capsys):
     moved = family[0].rename(family[0].with_name("moved"))
     assert tree(printed(capsys, moved, *family[1:]))[0] == "moved: val/loss 3.0000"
     fake_run(family[0], rows_of(val=[5, 4, 3], digest=["e10", "e20", "e30"]))
@@ -613,7 +613,7 @@ def test_a_parent_that_was_renamed_is_known_by_its_state(family, capsys):
     assert records[2].parent.path == moved, "not the other run that now has the name"
 
 
-def test_a_branch_has_the_tokens_of_its_parent_and_its_own(family, capsys, tmp_path):
+def test_branch_tokens_include_those_of_its_parent(family, capsys, tmp_path):
     begun = {"run": str(tmp_path / "root"), "step": 10, "digest": "d10"}
     rows = rows_of(val=[0, 3.5, 2.0], digest=["d10", "wide20", "wide30"])
     wide = fake_run(tmp_path / "wide", rows, begun, global_batch_size=16)
@@ -621,14 +621,14 @@ def test_a_branch_has_the_tokens_of_its_parent_and_its_own(family, capsys, tmp_p
     assert told["faster"] == f"{30 * 4 * 16:,d}" and told["wide"] == f"{(10 * 4 + 20 * 16) * 16:,d}"
 
 
-def test_a_branch_is_no_sample_of_the_recipe_that_it_left(family, capsys):
+def test_branch_is_no_seed_of_its_parents_recipe(family, capsys):
     rows = table(printed(capsys, *family), "recipe")
     seeds = {(row["val/loss"], row["recipe"].rpartition("from step ")[2]): row["seeds"] for row in rows}
     assert seeds[f"{statistics.fmean([3.2, 2.9]):.4f}", "10"] == "2" and [*seeds.values()] == ["1", "1", "1", "2"]
 
 
 @pytest.mark.parametrize("fact", [{"code": "bbbbbbbbbbbb"}, {"precision": "bf16"}], ids=str)
-def test_a_branch_of_other_code_or_precision_has_changed_something_and_is_no_noise(fact, tmp_path, capsys):
+def test_branch_with_other_code_is_no_noise(fact, tmp_path, capsys):
     """But not for what its parent was trained with after it had left."""
     root = fake_run(tmp_path / "root", rows_of(val=[5, 4, 3]), starts=[start(code="old"), start(10)])
     begin, rows = {"run": str(root), "step": 10, "digest": None}, rows_of(val=[0, 4, 2])
@@ -640,7 +640,7 @@ def test_a_branch_of_other_code_or_precision_has_changed_something_and_is_no_noi
     assert "plain (seed 0 -> 1)" in shown[2]
 
 
-def test_a_branch_without_its_parent_says_where_it_was(family, capsys):
+def test_branch_without_parent_prints_its_origin(family, capsys):
     assert tree(printed(capsys, family[1]))[0] == f"faster, from step 10 of {family[0]}, which is not compared"
 
 
@@ -666,7 +666,7 @@ def test_branches_of_two_parents_are_two_seeds(two_parents, capsys, tmp_path, pa
     assert metrics["val/loss"][0][-1] == [30, pytest.approx(5.05), 5.0, 5.1]
 
 
-def test_recipes_of_branches_ignore_order_and_number_of_runs(two_parents, capsys):
+def test_branch_recipes_ignore_order_of_runs(two_parents, capsys):
     """Whether the parents are compared too, and in which order runs are named, changes no recipe."""
     parents, branches = two_parents
     for runs in (branches, branches[::-1], [*parents, *branches], [parents[1], *branches], [*branches, parents[0]]):
@@ -684,7 +684,7 @@ def test_branches_of_retrained_parent_are_two_recipes(two_parents):
         assert records["branch-0"].recipe() != records["branch-1"].recipe()
 
 
-def test_repeated_branch_with_seed_of_parent_adds_no_seed(family):
+def test_repeated_branch_with_parents_seed_adds_none(family):
     begin = {"run": str(family[0]), "step": 10, "digest": "d10"}
     again = fake_run(family[0].with_name("again"), rows_of(val=[None, 4.0, 3.0]), begin)
     records = read_records([family[0], again])[0]
@@ -769,7 +769,7 @@ def page_groups(page: Path):
     return json.loads(re.search(r"const groups = (.*);\n", page.read_text())[1])
 
 
-def test_the_pictures_are_written_and_the_page_needs_nothing_else(pair, capsys, tmp_path):
+def test_picture_and_self_contained_page_are_written(pair, capsys, tmp_path):
     printed(capsys, *pair, out=str(tmp_path / "both"))
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "both.html").read_text()
@@ -779,7 +779,7 @@ def test_the_pictures_are_written_and_the_page_needs_nothing_else(pair, capsys, 
     assert page_data(tmp_path / "both.html")["b"]["val/loss"] == [[10, 5.0], [20, 4.0], [30, 2.5]]
 
 
-def test_a_name_cannot_break_the_page_or_the_picture(tmp_path, capsys):
+def test_special_characters_in_names_are_escaped(tmp_path, capsys):
     names = ["__proto__", "</script><b>", "_$\\frac", "\u2028'\"`${x}"]
     tails = [name.replace("/", "\u2215") for name in names]
     runs = [fake_run(tmp_path / name, rows_of(val=[3.0, 2.0, 1.0]), lr=0.1**n) for n, name in enumerate(tails)]
@@ -880,7 +880,7 @@ def test_a_long_name_leaves_room_for_the_curves(tmp_path):
         save_picture("stories", curves, tmp_path / "picture.png")
 
 
-def test_a_legend_tells_recipes_apart_that_differ_in_the_middle_of_their_names():
+def test_wrapped_labels_keep_names_distinct():
     names = [f"steps 400, model.position {one}, data.num_samples 6400 (3 seeds)" for one in ("rope", "learned")]
     rows = [wrap_label(name, 35, 3).split("\n") for name in names]
     assert [" ".join(lines) for lines in rows] == names and max(map(len, rows[0])) <= 35

@@ -57,7 +57,7 @@ def evaluated(made, processes, *arguments):
     return json.loads((out / "evaluation.json").read_text())
 
 
-def test_it_is_the_loss_of_a_loop_by_hand_on_any_number_of_processes(made):
+def test_evaluation_equals_manual_loop_on_any_processes(made):
     arguments = (made / "export", "--data", made / "corpus", "--seq_len", 24, "--micro_batch_size", 3)
     one, two = (evaluated(made, processes, *arguments) for processes in (0, 2))
     assert one == two
@@ -87,13 +87,13 @@ def test_a_run_is_measured_on_its_own_data(made, capsys):
 
 
 @pytest.mark.parametrize("facts, zipf", [(0, 1.3), (16, 1.0)])
-def test_the_numbers_say_of_which_world_the_stories_spoke(facts, zipf):
+def test_data_facts_name_the_facts_of_stories(facts, zipf):
     world = {"facts": 16, "zipf": 1.0} if facts else {}
     told = evaluate.data_facts(DataConfig(source="stories", seed=3, facts=facts, zipf=zipf))
     assert told == {"source": "stories", "seed": 3} | world
 
 
-def test_the_numbers_of_a_folder_go_beside_it_and_of_another_into_another(tmp_path, monkeypatch):
+def test_output_directory_is_beside_an_evaluated_folder(tmp_path, monkeypatch):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "manifest.json").touch()
     (tmp_path / "export").mkdir()
@@ -117,7 +117,7 @@ def test_what_does_not_go_together_is_refused(made):
         evaluate.main(EvaluateConfig(str(made / "run"), num_samples=1, out=str(made / "input.txt" / "x")))
 
 
-def test_an_older_folder_of_gpt2_is_opened_with_its_tokenizer(made, tmp_path):
+def test_gpt2_folder_without_tokenizer_json_is_opened(made, tmp_path):
     """It has vocab.json and merges.txt, and no tokenizer.json; a corpus of other tokens is refused all the same."""
     config = GPT2Config(vocab_size=300, n_positions=32, n_embd=8, n_layer=1, n_head=1)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
@@ -128,7 +128,7 @@ def test_an_older_folder_of_gpt2_is_opened_with_its_tokenizer(made, tmp_path):
         evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made, tmp_path):
+def test_tokenizer_larger_than_the_model_is_refused(made, tmp_path):
     config = GPT2Config(vocab_size=250, n_positions=32, n_embd=8, n_layer=1, n_head=1)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     load_run(made / "export").tokenizer.save_pretrained(tmp_path)
@@ -139,7 +139,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made, tmp_path):
 
 
 @pytest.mark.parametrize(("positions", "window"), [(40_960, 1024), (512, 512)])
-def test_the_window_of_a_model_that_is_no_run_fits_into_memory(positions, window):
+def test_evaluation_seq_len_of_hub_model_is_bounded(positions, window):
     """A row of 40,960 positions and Qwen3's 151,936 tokens has 25 GB of logits."""
     loaded = Loaded(None, SimpleNamespace(config=GPTConfig(max_position_embeddings=positions, vocab_size=9)), None)
     assert evaluate.settings_of(EvaluateConfig("Qwen/Qwen3-0.6B", data="corpus"), loaded).seq_len == window
@@ -166,7 +166,7 @@ def test_data_of_other_code_are_not_measured_on(made, tmp_path):
     evaluate.main(EvaluateConfig(str(tmp_path / "run"), data=str(made / "corpus"), num_samples=2))
 
 
-def test_a_text_run_shows_what_it_writes_at_every_evaluation(made, tmp_path):
+def test_text_run_prints_samples_at_every_evaluation(made, tmp_path):
     text = f"--data.source text --data.path {made}/corpus --data.num_samples 1000 --seq_len 24 --steps 4"
     shown = "--evaluation.every 2 --evaluation.num_logged_generations 2 --evaluation.temperature 0.7"
     done = train(*TINY_STORIES, *text.split(), *shown.split(), "--out_dir", tmp_path, "--name", "run", processes=2)
@@ -201,7 +201,7 @@ class DeviceWithoutFloat64(TorchFunctionMode):
         return result
 
 
-def test_the_loss_by_position_asks_a_device_for_no_float64():
+def test_loss_by_position_needs_no_float64_device():
     config = TrainConfig(seq_len=96, data=DataConfig(source="random"), model=GPTConfig(vocab_size=5))
     corpus = evaluate.with_positions(load_corpus(config))
     batch = {"labels": torch.zeros(2, 3, dtype=torch.int64)}

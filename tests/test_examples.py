@@ -108,7 +108,7 @@ def losses_of_ranks(output):
     return {(int(rank), int(epoch)): float(loss) for rank, epoch, loss in lines}
 
 
-def test_spawn_and_ddp_equal_one_process_with_both_batches(run, digits):
+def test_ddp_equals_one_process_with_both_batches(run, digits):
     printed = losses_of_ranks(run("python -m examples.mnist_spawn_ddp"))
     data = TensorDataset(*mnist.load_mnist(digits))
     samplers = [DistributedSampler(data, 2, rank) for rank in (0, 1)]
@@ -141,7 +141,7 @@ def test_data_parallel_runs(monkeypatch, digits):
     assert F.cross_entropy(model(images[:64]), labels[:64]).item() < 0.9 * before
 
 
-def test_the_hand_written_all_reduce_equals_ranks_played_one_after_the_other(run, digits):
+def test_allreduce_example_equals_sequential_ranks(run, digits):
     output = run("python -m examples.mnist_allreduce")
     data = TensorDataset(*mnist.load_mnist(digits))
     partitioner = mnist_allreduce.DataPartitioner(data, [0.5, 0.5])
@@ -173,7 +173,7 @@ def test_the_hand_written_all_reduce_equals_ranks_played_one_after_the_other(run
     assert "on 400 images" in output and "cannot be compared" in output
 
 
-def test_losses_stand_beside_the_tutorials_as_far_as_they_go():
+def test_tutorial_losses_are_shown_for_trained_epochs():
     rows = ["epoch  1: 1.33 1.31", "epoch  2: 0.55 0.54", "epoch  3: 0.43 0.42", "epoch 10: 0.228 0.223"]
     for steps, num_rows in ((468, 0), (790, 1), (1407, 3), (4690, 4)):  # 790: --epochs 10 of 10,000 images
         table = mnist_allreduce.beside_the_tutorial([[2.0] * steps, [1.0] * steps], 10_000)
@@ -216,7 +216,7 @@ def test_real_images_follow_the_tutorials_table():
         assert np.all(np.abs(ours / tutorial - 1) < 0.15), row
 
 
-def test_images_from_files_and_from_the_hub_are_the_same(digits, tmp_path, monkeypatch):
+def test_mnist_from_files_and_hub_is_identical(digits, tmp_path, monkeypatch):
     images, labels = mnist.load_mnist(digits)
     assert images.shape == (400, 1, 28, 28) and images.dtype == torch.float32 and labels.dtype == torch.int64
     raw = gzip.decompress((digits / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
@@ -263,7 +263,7 @@ def test_all_three_gpts_end_with_the_same_bits(run, steps):
 
 
 @pytest.mark.slow
-def test_a_rung_and_train_agree_on_the_same_batches(tmp_path):
+def test_example_and_train_agree_on_same_batches(tmp_path):
     steps = 20
     words = ["gpt", str(tmp_path / "rung.pt"), str(steps)]
     done = forked.run("tests/reference_examples.py", words, 2, environment())
@@ -340,7 +340,7 @@ def buckets_of_overlap(folder):
     os._exit(0)
 
 
-def test_the_buckets_are_those_that_overlap_and_the_page_name(tmp_path):
+def test_overlap_example_has_the_documented_buckets(tmp_path):
     process = forked.server.Process(target=buckets_of_overlap, args=(tmp_path,))
     process.start()
     process.join(100)
@@ -356,7 +356,7 @@ def test_overlap_is_measured_on_intervals():
     assert overlap.hidden([(0, 3), (5, 7)], [(2, 6), (9, 11)]) == pytest.approx(2 / 6)
 
 
-def test_the_ring_equals_all_reduce_and_sends_as_little(tmp_path, run):
+def test_ring_allreduce_is_correct_and_bandwidth_optimal(tmp_path, run):
     assert "all ranks alike: True" in run("python -m examples.ring_allreduce --ranks 3")
     done = forked.run("tests/reference_examples.py", ["ring", str(tmp_path / "rows")], 0, environment())
     assert done.returncode == 0, done.stderr
@@ -484,7 +484,7 @@ def test_the_pages_python_prints_what_it_says():
     assert "uneven, weighted by rows: off by 0%" in printed and "divided twice: off by 50%" in printed
 
 
-def test_the_notebook_keeps_what_its_cells_gave_in_one_run_and_nothing_of_a_machine():
+def test_notebook_has_outputs_and_no_machine_paths():
     """tests/test_other_tools.py runs it."""
     text = (ROOT / "examples" / "quickstart.ipynb").read_text()
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]

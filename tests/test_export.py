@@ -41,7 +41,7 @@ def exported(*arguments, **settings):
 
 
 @every_family
-def test_transformers_opens_it_and_computes_and_writes_the_same(family, runs, tmp_path):
+def test_transformers_computes_and_generates_the_same(family, runs, tmp_path):
     out = exported(runs / family, tmp_path / "a new" / "folder" / "out")
     theirs, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -76,7 +76,7 @@ def test_an_export_is_ready_to_use(family, runs, tmp_path, monkeypatch, capsys):
     assert "\nMeet a" in capsys.readouterr().out
 
 
-def test_the_converter_of_llama_cpp_finds_the_positions_of_a_gpt2(runs, tmp_path):
+def test_exported_gpt2_has_n_ctx_for_llama_cpp(runs, tmp_path):
     config = json.loads(Path(exported(runs / "gpt2", tmp_path / "out"), "config.json").read_text())
     assert config["n_ctx"] == config["n_positions"] == 128, "as in the published one; it asks for n_ctx alone"
 
@@ -88,7 +88,7 @@ def test_transformers_4_finds_the_class_of_the_tokenizer(runs, tmp_path):
 
 
 @every_family
-def test_export_of_what_was_exported_is_the_same_bytes(family, runs, tmp_path):
+def test_export_of_an_export_is_bytewise_identical(family, runs, tmp_path):
     first = exported(runs / family, tmp_path / "first")
     second = exported(first, tmp_path / "second")
     state, stored = load_run(second).model.state_dict(), tensors(runs / family, 8)
@@ -141,19 +141,19 @@ def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
     assert (tmp_path / "story-teller" / "loss.png").exists() and out.endswith("story-teller")
 
 
-def test_the_recipe_of_a_card_has_no_path_of_this_machine():
+def test_card_recipe_has_no_local_path():
     settings = {"data": {"mix": {"/home/me/a": 1.0, "b/c": 2.0}, "path": "~/x"}, "init_from": "Qwen/Qwen3-0.6B"}
     shown = {"data": {"mix": {"a": 1.0, "b/c": 2.0}, "path": "x"}, "init_from": "Qwen/Qwen3-0.6B"}
     assert export.without_folders(settings) == shown
 
 
-def test_no_corpus_of_a_mixture_is_lost_from_the_recipe():
+def test_card_recipe_keeps_every_corpus_of_mixture():
     mix = {"/a/corpus": 3.0, "/b/corpus": 1.0, "/c/corpus": 1.0, "d/corpus": 2.0}
     shown = export.without_folders({"mix": mix})["mix"]
     assert list(shown.values()) == list(mix.values()) and list(shown)[::3] == ["corpus", "d/corpus"]
 
 
-def test_the_facts_of_another_corpus_at_the_same_place_are_not_the_runs(tmp_path):
+def test_card_ignores_replaced_corpus_at_same_path(tmp_path):
     (tmp_path / "plays.txt").write_text("to learn")
     metadata = make(tmp_path / "plays.txt", tmp_path / "plays")
     for of_run in (metadata["hash"], f"00ff+{metadata['hash']}"):
@@ -163,13 +163,13 @@ def test_the_facts_of_another_corpus_at_the_same_place_are_not_the_runs(tmp_path
     assert export.data_facts(Loaded(config, None, None)).endswith("- `plays`")
 
 
-def test_a_corpus_that_is_gone_is_named_all_the_same():
+def test_card_names_a_deleted_corpus():
     config = TrainConfig(data=DataConfig(source="text", path="/gone/plays", hash="00ff"))
     said = export.data_facts(Loaded(config, None, None))
     assert said == "Content hash of the tokens and the tokenizer: `00ff`.\n- `plays`"
 
 
-def test_the_card_promises_no_tokenizer_and_no_beginning_that_is_not_known(runs, tmp_path):
+def test_card_claims_only_known_tokenizer_and_origin(runs, tmp_path):
     random = "--data.source random --model.vocab_size 50 --evaluation.num_scored_generations 0 --steps 2".split()
     train(*TINY_STORIES, *random, "--out_dir", tmp_path, "--name", "random")
     for source, opened in ((tmp_path / "random", "it has no tokenizer"), (runs / "gpt2", "pipeline(")):
@@ -180,7 +180,7 @@ def test_the_card_promises_no_tokenizer_and_no_beginning_that_is_not_known(runs,
         assert [" began with" in card for card in cards] == [source.name == "gpt2", False]
 
 
-def test_a_model_that_transformers_does_not_have_is_refused(runs, tmp_path):
+def test_export_refuses_model_outside_transformers(runs, tmp_path):
     train(*TINY_STORIES, "--model.mlp", "relu2", "--steps", "2", "--out_dir", tmp_path, "--name", "odd")
     with pytest.raises(ConfigError, match="gpt2: model.mlp is relu2, not gelu\n"):
         exported(tmp_path / "odd", tmp_path / "out")
@@ -209,7 +209,7 @@ def test_what_cannot_be_written_is_said(runs, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"
 
 
-def test_of_two_exports_to_one_folder_the_first_to_be_done_is_there_whole(runs, tmp_path, monkeypatch):
+def test_first_of_two_concurrent_exports_is_complete(runs, tmp_path, monkeypatch):
     def write_while_another_does(folder, loaded):
         monkeypatch.setattr(export, "write_model", write)
         exported(runs / "gpt2", tmp_path / "out")

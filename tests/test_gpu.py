@@ -57,7 +57,7 @@ def goes_on_with_the_same_bits(finished, runs, step, *arguments, **env):
     assert_same_run(runs / "again" / "run", finished, STEPS)
 
 
-def test_an_exact_run_repeats_and_resumes_with_the_same_bits(exact, runs):
+def test_exact_run_repeats_and_resumes_bitwise(exact, runs):
     train(*EXACT, "--out_dir", runs, **precision("bf16"))
     assert_same_bits(tensors(runs / "run", STEPS), tensors(exact, STEPS))
     goes_on_with_the_same_bits(exact, runs, 5, *EXACT, **precision("bf16"))
@@ -76,7 +76,7 @@ def test_the_background_changes_no_bit_of_a_checkpoint(exact, runs):
         assert_same_bits(tensors(runs / "run", step), tensors(exact, step))
 
 
-def test_copies_for_a_checkpoint_are_pinned_once_and_new_each_time():
+def test_copy_to_cpu_reuses_pinned_memory():
     tensors = {"large": torch.zeros(2**19, device=GPU), "small": torch.zeros(3, device=GPU)}
     places = set()
     for value in (1.0, 2.0):
@@ -96,7 +96,7 @@ def test_the_gpu_trains_what_the_cpu_trains(name, rel, runs):
     assert losses(runs / "gpu" / "run") == pytest.approx(losses(runs / "cpu" / "run"), rel=rel)
 
 
-def test_a_run_goes_on_on_the_cpu_and_back(runs):
+def test_run_resumes_on_cpu_and_back(runs):
     arguments = [*RUN, "--model.dropout", 0, "--out_dir", runs]
     train(*arguments)
     whole = losses(runs / "run")
@@ -128,7 +128,7 @@ def test_one_gpu_sharded_is_one_gpu(name, runs):
     assert losses(runs / "sharded" / "run") == pytest.approx(losses(runs / "plain" / "run"), rel=rel)
 
 
-def test_the_tree_of_one_process_is_that_of_two(runs):
+def test_tree_sum_equals_sum_of_two_processes(runs):
     """Eight micro-batches on one process, and as two processes would add them up: four each, then their sums."""
     network = small_model()
     tokens = torch.randint(97, (8, 32), generator=torch.Generator().manual_seed(1)).to(GPU)

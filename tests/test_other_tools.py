@@ -191,7 +191,7 @@ model.save_pretrained("adapter")
 """
 
 
-def test_an_adapter_of_peft_is_merged_as_the_page_says(folder, environment_with):
+def test_peft_adapter_is_merged_as_documented(folder, environment_with):
     programs = environment_with("peft")
     shutil.copytree(folder / "exports" / "qwen3", folder / "exports" / "english")
 
@@ -271,7 +271,7 @@ def copy_of_the_repository(place):
     return place
 
 
-def test_the_notebook_runs_and_fails_where_a_training_does(environment_with, tmp_path):
+def test_notebook_runs_and_fails_with_its_training(environment_with, tmp_path):
     programs, place = environment_with("nbconvert", "ipykernel"), copy_of_the_repository(tmp_path)
     written = (ROOT / "examples" / "quickstart.ipynb").read_text()
     assert written.count("STEPS = 1200") == 1
@@ -288,6 +288,6 @@ def test_the_notebook_runs_and_fails_where_a_training_does(environment_with, tmp
     assert said.count("Training finished.") == 2 and "Meet a brave girl" in said and "as in the run" in said
 
 
-def test_every_page_with_commands_of_other_programs_was_read():
+def test_commands_of_other_programs_are_found():
     assert [command.split()[0].split("/")[-1] for command in HARNESS] == ["python", "python3", "pip", "lm_eval"]
     assert shown("tensorboard") == "tensorboard --logdir runs" and shown("trackio").startswith("trackio show")

@@ -79,7 +79,7 @@ def test_a_step_of_a_fork_is_opened(tmp_path):
     assert norm == pytest.approx(row["train/grad_norm"], abs=1e-6)
 
 
-def test_the_sequences_and_the_arithmetic_are_those_of_the_step(run):
+def test_replay_shows_sequences_and_precisions_of_step(run):
     """Their losses average to what the run logged; so does the step computed anew in fp32."""
     shown = python(f"python replay.py {run} 3 --num_sequences 6", CXX="/nonexistent").stdout
     row = next(row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["step"] == 3)
@@ -90,13 +90,13 @@ def test_the_sequences_and_the_arithmetic_are_those_of_the_step(run):
 
 
 @pytest.mark.parametrize("step", [1, 5])
-def test_the_checkpoint_of_any_step_is_the_one_that_was_not_saved(step, run, every_step, tmp_path):
+def test_replay_saves_checkpoint_of_any_step_bitwise(step, run, every_step, tmp_path):
     python(f"python replay.py {run} {step} --save_to {tmp_path / f'step-{step:08d}'}")
     (tmp_path / "checkpoints").symlink_to(tmp_path)
     assert_same_bits(tensors(tmp_path, step), tensors(every_step, step))
 
 
-def test_the_trace_of_a_step_takes_the_place_of_an_older_one(run, tmp_path):
+def test_replay_profile_overwrites_an_older_trace(run, tmp_path):
     trace = tmp_path / "trace-steps-1-1-rank-0.json"
     trace.touch()
     python(f"python replay.py {run} 1 --num_sequences 1 --arithmetic false --profile {tmp_path}")
@@ -117,7 +117,7 @@ def test_a_step_of_a_branch_is_opened(run, branch):
     assert "step 4: reproduced bitwise (1 digest(s))" in shown
 
 
-def test_a_run_that_began_with_the_weights_of_another_is_replayed_and_audited(run, in_process, tmp_path, capsys):
+def test_run_with_init_from_is_replayed_and_audited(run, in_process, tmp_path, capsys):
     begin = ["--init_from", run, "--model.dropout", 0.2, "--checkpoint.keep_every", 2]
     train(*RECIPE, "--steps", 4, *begin, "--out_dir", tmp_path, "--name", "tuned")
     shown = python(f"python replay.py {tmp_path / 'tuned'} 1 --num_sequences 6", CXX="/nonexistent").stdout
@@ -444,7 +444,7 @@ def test_behind_a_damaged_checkpoint_the_audit_goes_on(run, in_process, tmp_path
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_that_was_extended_is_audited_as_it_was_evaluated_then(in_process, tmp_path, capsys):
+def test_audit_covers_final_evaluation_before_an_extension(in_process, tmp_path, capsys):
     words = [*RECIPE, *"--schedule.name constant --evaluation.every 9 --checkpoint.keep 9".split()]
     words += ["--out_dir", tmp_path, "--name", "run"]
     train(*words, "--steps", 3)
@@ -456,7 +456,7 @@ def test_the_end_of_a_run_that_was_extended_is_audited_as_it_was_evaluated_then(
     assert "FAIL  steps 3 to 3  step 3: val/loss is 1.0 in the run" in capsys.readouterr().out
 
 
-def test_what_was_logged_after_the_last_checkpoint_is_not_passed_over_in_silence(run, in_process, tmp_path, capsys):
+def test_audit_reports_steps_after_last_checkpoint(run, in_process, tmp_path, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     for step in (4, 6):
         shutil.rmtree(copy / "checkpoints" / f"step-{step:08d}")
@@ -466,7 +466,7 @@ def test_what_was_logged_after_the_last_checkpoint_is_not_passed_over_in_silence
 
 
 @pytest.mark.parametrize("step", [3, 5], ids=["evaluated", "compared"])
-def test_a_digest_is_missed_of_a_step_that_logged_no_loss(step, in_process, tmp_path, capsys):
+def test_audit_misses_digest_without_a_logged_loss(step, in_process, tmp_path, capsys):
     words = "--tracking.log_every 6 --evaluation.every 3 --check_replicas_every 5 --checkpoint.every 6".split()
     train(*RECIPE, *words, "--out_dir", tmp_path, "--name", "run")
     audit(RecordedRun(tmp_path / "run"), 99, tmp_path / "honest")
@@ -589,7 +589,7 @@ def logged(row):
 
 
 @pytest.mark.parametrize("value", [None, "low", 5.0])
-def test_only_a_number_is_the_same_but_for_rounding(value):
+def test_rounding_tolerance_applies_to_numbers_only(value):
     again = Retrained(Path(), {3: {"train/loss": 5.1, "state/digest": "b", "generation/valid": 0.5}}, {}, None)
     row = {"state/digest": "a", "generation/valid": 0.4, "train/loss": 5.1001}
     assert not again.difference(logged(row), "2 processes in the run, 1 here")
@@ -604,7 +604,7 @@ def test_an_honest_run_passes(run, in_process, tmp_path, capsys):
     ]
 
 
-def test_an_honest_run_passes_that_went_on_with_what_may_change(in_process, tmp_path, capsys):
+def test_audit_passes_resume_with_permitted_changes(in_process, tmp_path, capsys):
     """Before its only checkpoint fewer steps were logged, and other sequences evaluated."""
     words = [*RECIPE, "--checkpoint.every", 9, "--checkpoint.keep", 1, "--out_dir", tmp_path, "--name", "run"]
     train(*words, *"--tracking.log_every 2 --stop_after 4".split(), exit_code=75)
@@ -614,9 +614,7 @@ def test_an_honest_run_passes_that_went_on_with_what_may_change(in_process, tmp_
 
 
 @pytest.mark.slow
-def test_an_honest_branch_passes_and_where_its_beginning_is_gone_the_rest_is_audited(
-    branch, in_process, tmp_path, capsys
-):
+def test_audit_of_branch_skips_missing_initial_checkpoint(branch, in_process, tmp_path, capsys):
     audit(RecordedRun(branch), 99, tmp_path)
     assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == [
         f"steps {step - 1} to {step}  bitwise identical" for step in (4, 6)
@@ -631,24 +629,24 @@ def test_an_honest_branch_passes_and_where_its_beginning_is_gone_the_rest_is_aud
         RecordedRun(copy).retrain(None, 4, tmp_path / "once more")
 
 
-def test_an_exact_run_of_two_processes_is_audited_on_one(tmp_path):
+def test_exact_run_of_two_processes_audits_on_one(tmp_path):
     train(*RECIPE, "--exact", "true", "--out_dir", tmp_path, "--name", "run", processes=2)
     assert python(f"python replay.py {tmp_path / 'run'} --audit 3").stdout.count("bitwise identical\n") == 3
 
 
-def test_one_process_takes_as_many_threads_as_the_run_had(run, in_process, tmp_path, capsys):
+def test_audit_uses_the_threads_of_the_run(run, in_process, tmp_path, capsys):
     torch.set_num_threads(2)
     audit(RecordedRun(run), 1, tmp_path)
     assert capsys.readouterr().out.count("bitwise identical\n") == 1
 
 
-def test_without_exact_another_number_of_processes_passes_but_for_rounding(tmp_path):
+def test_inexact_run_of_two_replays_up_to_rounding(tmp_path):
     train(*RECIPE, "--out_dir", tmp_path, "--name", "run", processes=2)
     shown = python(f"python replay.py {tmp_path / 'run'} 4 --arithmetic false").stdout
     assert "reproduced up to rounding (2 processes in the run, 1 here)" in shown
 
 
-def test_on_another_kind_of_device_and_on_a_gpu_bits_may_differ(run, monkeypatch):
+def test_why_inexact_names_device_and_missing_exact(run, monkeypatch):
     monkeypatch.setattr("audit.recorded_run.uses_cpu", lambda environment: False)
     opened = RecordedRun(run)
     assert opened.why_inexact(3, 4) == "a CPU in the run, a GPU here"
@@ -670,7 +668,7 @@ def test_sharded_otherwise_bits_may_differ(run, monkeypatch):
     assert opened.why_inexact(3, 4) == ""
 
 
-def test_two_processes_replay_and_audit_a_run_of_two(tmp_path):
+def test_two_processes_replay_and_audit_bitwise(tmp_path):
     """Every fingerprint is compared, and nothing stays in the temporary folder that they share."""
     train(*RECIPE, "--out_dir", tmp_path, "--name", "run", processes=2)
     (temporary := tmp_path / "temporary").mkdir()
@@ -714,6 +712,6 @@ def test_a_start_that_is_none_is_said(facts, message, run, in_process, tmp_path,
     assert exit_code == 2 and message.format(run=copy) in said and "Traceback" not in said
 
 
-def test_a_number_of_hundreds_of_digits_is_no_rounding():
+def test_huge_integer_is_not_a_rounding_difference():
     again = Retrained(Path(), {3: {"train/loss": 5.1}}, {}, None)
     assert again.difference(logged({"train/loss": 10**350}), "2 processes in the run, 1 here")

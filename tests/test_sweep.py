@@ -183,7 +183,7 @@ def test_existing_run_with_other_settings_is_refused(sweep):
 
 
 @pytest.mark.parametrize(("name", "there"), [("mixed_precision", "bf16"), ("code", "0123456789ab")])
-def test_existing_run_of_other_precision_or_code_is_refused(name, there, sweep):
+def test_sweep_refuses_run_of_other_precision_or_code(name, there, sweep):
     names = sweep("--seed", "0,1")
     starts = sweep.directory / names[1] / "sessions.jsonl"
     starts.write_text(json.dumps({**json.loads(starts.read_text()), name: there}))

@@ -89,7 +89,7 @@ def test_the_tutorials_run(runs):
 @pytest.mark.parametrize(
     "name", [pytest.param("one_gpu", marks=pytest.mark.slow), pytest.param("multi_gpu", marks=pytest.mark.slow)]
 )
-def test_a_launch_file_for_gpus_starts_where_there_is_none(name, runs):
+def test_gpu_launch_files_work_without_a_gpu(name, runs):
     """In bf16 autocast, on the CPU: the precision and the launcher are those of the file."""
     launch_file = ROOT / "accelerate_configs" / f"{name}.yaml"
     processes = 1 if name == "one_gpu" else 2
@@ -121,7 +121,7 @@ def evaluated(tmp_path_factory):
     return [metrics(out_dir / str(processes))[-1] for processes in (1, 3)], out_dir / "3"
 
 
-def test_evaluation_is_the_same_number_on_any_number_of_processes(evaluated):
+def test_evaluation_is_identical_on_any_processes(evaluated):
     rows, _ = evaluated
     of_evaluation = [{k: v for k, v in row.items() if k.startswith(("val/", "generation/"))} for row in rows]
     assert of_evaluation[0] == of_evaluation[1]
@@ -147,7 +147,7 @@ def test_evaluation_weighs_every_target_once(evaluated):
     assert rows[0]["val/entropy"] == pytest.approx(dataset.entropy_nats / len(losses))
 
 
-def test_a_non_finite_loss_stops_the_run_and_is_never_saved(runs):
+def test_non_finite_loss_stops_run_and_is_unsaved(runs):
     """The first update makes huge weights and the second step a loss that is no number, noticed before it is saved."""
     arguments = ["--optimizer.lr", "1e30", "--tracking.log_every", 100, "--out_dir", runs, "--name", "run"]
     done = train(*PLAIN, *arguments, processes=2, exit_code=1)

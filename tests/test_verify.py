@@ -102,7 +102,7 @@ def test_one_process_of_several_threads_is_exact_too(runs):
 
 
 @pytest.mark.slow
-def test_fp16_is_held_against_a_loop_that_scales_its_loss_too(runs):
+def test_verify_passes_in_fp16_with_loss_scaling(runs):
     words = [*TINY_STORIES, "--global_batch_size", "2", "--on_nonfinite", "skip", "--out_dir", str(runs)]
     done = forked.run("verify.py", words, 1, environment(ACCELERATE_MIXED_PRECISION="fp16"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -182,7 +182,7 @@ def in_a_fork(verify, out_dir, file, *words):
     return file.read_text(), process.exitcode
 
 
-def test_each_check_stands_alone_and_says_why_it_fails_or_is_skipped(runs, tmp_path):
+def test_checks_are_independent_and_give_reasons(runs, tmp_path):
     said, exit_code = in_a_fork(verify_a_fork, runs, tmp_path / "out")
     words = "FAIL SKIP SKIP PASS PASS PASS PASS FAIL PASS SKIP FAIL FAIL FAIL FAIL".split()
     assert results(said) == dict(zip(PROMISES, words, strict=True)), said
@@ -194,7 +194,7 @@ def test_each_check_stands_alone_and_says_why_it_fails_or_is_skipped(runs, tmp_p
     assert "keeps state['count'] of token_embedding.weight as int (1)" in line["resuming is bitwise"]
 
 
-def test_a_number_in_a_group_of_the_optimizer_is_named_as_not_saved(runs, tmp_path):
+def test_unsaved_number_in_optimizer_group_is_named(runs, tmp_path):
     said, exit_code = in_a_fork(verify_a_count_in_a_group, runs, tmp_path / "out")
     assert (
         exit_code == 1
@@ -202,7 +202,7 @@ def test_a_number_in_a_group_of_the_optimizer_is_named_as_not_saved(runs, tmp_pa
     )
 
 
-def test_a_gpu_is_made_ready_for_exact_before_the_first_product(monkeypatch):
+def test_verify_sets_cublas_workspace_before_first_matmul(monkeypatch):
     """torch asks once for the workspace of cuBLAS, and what is verified first is not exact."""
 
     class Begun(Exception):
@@ -238,7 +238,7 @@ def verify_what_is_no_state(out_dir, file):
 
 
 @pytest.mark.slow
-def test_a_number_that_is_logged_otherwise_after_a_resume_is_found(runs, tmp_path):
+def test_verify_finds_metric_changed_by_resume(runs, tmp_path):
     said, exit_code = in_a_fork(verify_what_is_no_state, runs, tmp_path / "out")
     assert results(said) == {"resuming is bitwise": "FAIL"} and exit_code == 1, said
     assert "0 of 148 weights and moments differ" in said and said.endswith("were logged, of ema/loss\n"), said
@@ -261,7 +261,7 @@ def verify_short_rows(out_dir, file):
     scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
-def test_rows_of_another_length_than_is_said_are_found(runs, tmp_path):
+def test_verify_finds_rows_of_wrong_length(runs, tmp_path):
     said, exit_code = in_a_fork(verify_short_rows, runs, tmp_path / "out")
     assert "train/tokens within 1.0e+00" in said and exit_code == 1, said
 
@@ -286,7 +286,7 @@ def verify_any_basis(out_dir, file):
     scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
-def test_gradients_are_compared_and_not_what_an_optimizer_makes_of_them(runs, tmp_path):
+def test_verify_compares_gradients_not_updates(runs, tmp_path):
     said, exit_code = in_a_fork(verify_any_basis, runs, tmp_path / "out")
     assert results(said) == {"gradient = hand-written all-reduce": "PASS"} and exit_code == 0, said
 
