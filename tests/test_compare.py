@@ -89,7 +89,7 @@ def pair(tmp_path):
     return fake_run(tmp_path / "a", a), fake_run(tmp_path / "b", b, lr=0.01)
 
 
-def test_what_differs_and_where_it_begins(pair, capsys):
+def test_compare_shows_changed_settings_and_first_divergence(pair, capsys):
     shown = printed(capsys, *pair)
     assert "settings that differ:\n  optimizer.lr: 0.001 in a; 0.01 in b\n\n" in shown
     b, a = table(shown)
@@ -99,14 +99,14 @@ def test_what_differs_and_where_it_begins(pair, capsys):
     assert (b["digest diverges"], b["loss diverges"]) == ("20", "30") and "digest diverges" not in a
 
 
-def test_runs_that_are_the_same_never_part(pair, capsys, tmp_path):
+def test_identical_runs_never_diverge(pair, capsys, tmp_path):
     shutil.copytree(pair[0], tmp_path / "copy")
     shown = printed(capsys, pair[0], tmp_path / "copy")
     assert "settings that differ: none" in shown
     assert (table(shown)[1]["digest diverges"], table(shown)[1]["loss diverges"]) == ("never", "never")
 
 
-def test_divergence_at_step_0_is_not_never(tmp_path, capsys):
+def test_divergence_at_step_0_is_reported(tmp_path, capsys):
     """The evaluation before the first step differs where initial weights do."""
     runs = []
     for seed in (0, 1):
@@ -126,7 +126,7 @@ def test_tokens_are_counted_to_a_loss(pair, capsys):
     assert (b["tokens to 3.0000"], a["tokens to 3.0000"]) == (f"{30 * 64:,d}", "-")
 
 
-def test_tokens_are_those_that_were_logged(tmp_path, capsys):
+def test_tokens_to_loss_use_logged_counts(tmp_path, capsys):
     """Of a run whose batch grew, and which was evaluated between two log lines."""
     rows = {10: {"train/tokens": 100}, 15: {"val/loss": 3.0}, 20: {"train/tokens": 1100, "val/loss": 2.0}}
     run = fake_run(tmp_path / "grown", rows)
@@ -166,7 +166,7 @@ def test_best_loss_uses_the_last_validation_set_only(tmp_path, capsys):
     }
 
 
-def test_fifty_runs_are_a_sorted_table(tmp_path, capsys):
+def test_many_runs_are_sorted_by_loss(tmp_path, capsys):
     losses = {f"r{i}": (i * 37 % 50) / 10 + 1 for i in range(50)}
     runs = [fake_run(tmp_path / name, rows_of(val=[9, 8, loss]), lr=loss) for name, loss in losses.items()]
     diverged = fake_run(tmp_path / "diverged", rows_of(val=[9, None, None], train=[9, None, None]), state="failed")
@@ -207,7 +207,7 @@ def test_unreadable_runs_are_skipped_with_one_line(pair, capsys, tmp_path):
         (["{tmp}/a", "--out", "{tmp}/a/config.yaml/x"], "out: '"),
     ],
 )
-def test_a_wrong_question_is_refused(arguments, message, pair, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_are_refused(arguments, message, pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare.py", *(word.format(tmp=tmp_path) for word in arguments)])
     streams = sys.stdout, sys.stderr
     assert scripts.run_script("compare", CompareConfig, needs_torch=False) == 2
@@ -216,7 +216,7 @@ def test_a_wrong_question_is_refused(arguments, message, pair, tmp_path, monkeyp
     assert error.startswith("compare.py: error: ") and message in error and "Traceback" not in error
 
 
-def test_it_needs_no_torch():
+def test_compare_and_sweep_import_no_torch():
     code = "import sys, compare, sweep; from config.parser import parse_tool\n"
     code += "parse_tool(compare.CompareConfig, 'compare', ['a']); "
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT, check=True)
@@ -236,7 +236,7 @@ def recipe(tmp_path, name, losses, lr):
     ]
 
 
-def test_the_test_is_welchs():
+def test_welch_p_value_matches_known_values():
     assert welch_p_value(*SLEEP) == pytest.approx(0.07939, abs=5e-6)
     assert (
         welch_p_value([1.0], [2.0, 3.0]) is None
@@ -248,7 +248,7 @@ def test_the_test_is_welchs():
     assert welch_p_value([1.0, 1.2], [2.0, 2.2]) == pytest.approx(1 - t / math.sqrt(t * t + 2), rel=1e-9)
 
 
-def test_without_a_verdict_no_statistics_are_imported(pair):
+def test_scipy_is_imported_for_verdicts_only(pair):
     """They take longer than all else that compare.py does; and it needs no torch in any case."""
     code = "import sys; import compare; compare.main(compare.CompareConfig(sys.argv[1:], out=None))"
     code += "; sys.exit(any(name in sys.modules for name in ('scipy', 'torch')))"
@@ -268,7 +268,7 @@ def test_recipe_table_groups_seeds_and_tests_significance(tmp_path, capsys):
     assert third["above best"] == f"{statistics.fmean(bad) - 1.1:.4f}"
 
 
-def test_a_recipe_of_one_seed_is_no_comparison(tmp_path, capsys):
+def test_recipe_of_one_seed_has_no_verdict(tmp_path, capsys):
     good, bad = [1.0, 1.1, 1.2], [2.0, 2.1, 2.3]
     runs = recipe(tmp_path, "g", good, 0.1) + recipe(tmp_path, "one", [1.5], 0.2) + recipe(tmp_path, "b", bad, 0.3)
     shown = printed(capsys, *runs)
@@ -278,7 +278,7 @@ def test_a_recipe_of_one_seed_is_no_comparison(tmp_path, capsys):
     )
 
 
-def test_a_repeated_run_is_no_second_sample(tmp_path, capsys):
+def test_repeated_run_is_no_second_seed(tmp_path, capsys):
     runs = recipe(tmp_path, "g", [1.0], 0.1) + recipe(tmp_path, "b", [2.0, 2.1], 0.3)
     shutil.copytree(runs[0], tmp_path / "again")
     shown = printed(capsys, *runs, tmp_path / "again")
@@ -363,7 +363,7 @@ def test_losses_on_more_samples_are_of_another_recipe(tmp_path, capsys):
     assert [row["seeds"] for row in table(printed(capsys, *runs), "recipe")] == ["2", "1"]
 
 
-def test_without_a_second_seed_nothing_is_told(pair, capsys):
+def test_significance_needs_two_seeds(pair, capsys):
     assert "significance needs at least two" in printed(capsys, *pair)
 
 
@@ -377,7 +377,7 @@ def test_unfinished_run_is_not_counted_as_seed(seed, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("best", "other", "whose"), [(1, 2, "the best"), (2, 1, "this recipe"), (1, 1, "both")])
-def test_whose_seed_is_too_few(best, other, whose, tmp_path, capsys):
+def test_verdict_names_recipe_that_needs_seed(best, other, whose, tmp_path, capsys):
     losses = {"a": [1.0, 1.1][:best], "b": [2.0, 2.1][:other], "c": [3.0, 3.1]}
     runs = [run for n, (name, values) in enumerate(losses.items()) for run in recipe(tmp_path, name, values, 0.1 + n)]
     assert table(printed(capsys, *runs), "recipe")[1]["verdict"] == f"needs a second seed of {whose}"
@@ -427,7 +427,7 @@ def test_runs_on_different_data_have_separate_tables(pair, tmp_path, capsys, pag
     assert titles == ["stories", *worlds, "text of bytes (hash bytes000)"]
 
 
-def test_a_mixture_of_other_shares_is_other_data(tmp_path, capsys):
+def test_mixture_of_other_weights_is_other_data(tmp_path, capsys):
     runs = [of_text(tmp_path / f"m{n}", "hash", [3, 2, 1.0]) for n in range(3)]
     for run, share in zip(runs, (1, 2, 2), strict=True):
         config = yaml.safe_load((run / "config.yaml").read_text())
@@ -440,7 +440,7 @@ def test_a_mixture_of_other_shares_is_other_data(tmp_path, capsys):
     )
 
 
-def test_the_branch_on_other_data_has_no_effect(family, capsys):
+def test_branch_on_other_data_shows_no_effect(family, capsys):
     for run in family[1:3]:
         config = yaml.safe_load((run / "config.yaml").read_text())
         (run / "config.yaml").write_text(yaml.safe_dump(config | {"data": {"seed": 0, "facts": 64}}))
@@ -496,7 +496,7 @@ def test_single_seeds_measured_differently_get_a_warning(tmp_path, capsys):
     assert "No recipe has finished with two seeds" in shown
 
 
-def test_a_folder_is_where_pictures_go(pair, capsys, tmp_path, page_alone, monkeypatch):
+def test_out_may_be_a_folder(pair, capsys, tmp_path, page_alone, monkeypatch):
     (tmp_path / "here" / "below").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" / "below")
     for out, place in ((".", "."), ("..", ".."), ("../below/", "."), ("new/one", "new")):
@@ -508,7 +508,7 @@ def test_a_folder_is_where_pictures_go(pair, capsys, tmp_path, page_alone, monke
 # What runs cost
 
 
-def test_what_a_run_cost(tmp_path, capsys):
+def test_cost_table_shows_tokens_flops_and_seconds(tmp_path, capsys):
     """100 tokens a step in the logs, of 64 by the settings; twice as fast after step 10; and an evaluation between."""
 
     def log(step, speed, memory):
@@ -729,7 +729,7 @@ COMMANDS = commands(PAGE)
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page(runs):
+def test_commands_of_comparing_page_work(runs):
     """One seed of its sweep is enough, and the run that it branches from is a small one."""
     train(*TINY_STORIES, "--out_dir", runs, "--name", "stories")
     outputs = []
@@ -836,7 +836,7 @@ console.log(JSON.stringify(out));
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is run by node")
-def test_the_page_hovers_and_zooms(pair, capsys, tmp_path, page_alone):
+def test_page_script_hovers_and_zooms(pair, capsys, tmp_path, page_alone):
     """In a document of a few lines: 800 x 400 units inside the margins."""
     fake_run(tmp_path / "c", {step: {"train/loss": step * 1e6} for step in (1000, 100_000)}, lr=0.1)
     excess = {10: 2.0, 30: 1.0}
@@ -863,7 +863,7 @@ def test_the_page_hovers_and_zooms(pair, capsys, tmp_path, page_alone):
     assert seen["above"] == [True, 2, 1]
 
 
-def test_a_spike_stays_in_the_page(tmp_path, capsys, page_alone):
+def test_downsampled_curve_keeps_its_spikes(tmp_path, capsys, page_alone):
     """However few points of a long curve are drawn; and a count is not rounded."""
     rows = {step: {"train/loss": 9.0 if step == 2504 else 3.0, "train/tokens": step * 123457} for step in range(5000)}
     printed(capsys, fake_run(tmp_path / "long", rows), out=str(tmp_path / "page"))
@@ -872,7 +872,7 @@ def test_a_spike_stays_in_the_page(tmp_path, capsys, page_alone):
     assert curves["train/tokens"][-1] == [4999, 4999 * 123457]
 
 
-def test_a_long_name_leaves_room_for_the_curves(tmp_path):
+def test_long_legend_leaves_room_for_curves(tmp_path):
     names = ["x" * 200 + end for end in ("seed_0", "seed_1")]
     curves = [Curves(name, {"train/loss": [[(1, 5.0), (2, 4.0)]]}) for name in names]
     with warnings.catch_warnings():

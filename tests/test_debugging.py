@@ -11,7 +11,7 @@ from tests.conftest import ROOT, shell
 PAGE = (ROOT / "docs" / "debugging.md").read_text()
 
 
-def test_the_patch_of_the_page_applies(tmp_path):
+def test_patch_of_debugging_page_applies(tmp_path):
     (tmp_path / "model").mkdir()
     shutil.copy(ROOT / "model" / "gpt.py", tmp_path / "model" / "gpt.py")
     [patch] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
@@ -19,7 +19,7 @@ def test_the_patch_of_the_page_applies(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_guilty_sequence_is_found(tmp_path):
+def test_debugging_page_finds_the_offending_sequence(tmp_path):
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
     for file in filter(lambda file: (ROOT / file).is_file() and not file.startswith("tests/"), files):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

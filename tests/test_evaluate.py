@@ -75,7 +75,7 @@ def test_evaluation_equals_manual_loop_on_any_processes(made):
     assert one["loss_by_position"] == pytest.approx(losses.mean(0).tolist(), rel=1e-4)
 
 
-def test_a_run_is_measured_on_its_own_data(made, capsys):
+def test_run_is_evaluated_on_its_own_data(made, capsys):
     evaluate.main(EvaluateConfig(str(made / "run"), num_samples=7, out=str(made / "own")))
     shown = json.loads(capsys.readouterr().out.partition("Loss by position")[0])
     assert shown["val/loss"] == pytest.approx(metrics(made / "run")[-1]["val/loss"], rel=1e-5)
@@ -106,7 +106,7 @@ def test_output_directory_is_beside_an_evaluated_folder(tmp_path, monkeypatch):
         assert evaluate.output_directory(EvaluateConfig(run)) == folder
 
 
-def test_what_does_not_go_together_is_refused(made):
+def test_incompatible_run_and_data_are_refused(made):
     with pytest.raises(ConfigError, match="tokenizer of the corpus is not that of .*run: .* entries differ"):
         evaluate.main(EvaluateConfig(str(made / "run"), data=str(made / "other")))
     with pytest.raises(ConfigError, match="is not the directory of a run; name a corpus"):
@@ -145,14 +145,14 @@ def test_evaluation_seq_len_of_hub_model_is_bounded(positions, window):
     assert evaluate.settings_of(EvaluateConfig("Qwen/Qwen3-0.6B", data="corpus"), loaded).seq_len == window
 
 
-def test_documents_are_kept_apart_where_training_did(made):
+def test_evaluation_keeps_packing_of_training(made):
     loaded = load_run(made / "run")
     loaded = loaded._replace(config=replace_settings(loaded.config, {"data.packing": "isolated"}))
     config = EvaluateConfig(str(made / "run"), data=str(made / "corpus"))
     assert evaluate.settings_of(config, loaded).data.packing == "isolated"
 
 
-def test_data_of_other_code_are_not_measured_on(made, tmp_path):
+def test_data_settings_of_other_code_are_refused(made, tmp_path):
     checkpoint = made / "run" / "checkpoints" / "step-00000003"
     directory = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoints" / checkpoint.name)
     shutil.copytree(made / "run" / "tokenizer", tmp_path / "run" / "tokenizer")
@@ -182,7 +182,7 @@ def test_text_run_prints_samples_at_every_evaluation(made, tmp_path):
     assert between == ["\n".join(expected[:2]), "\n".join(expected[2:])]
 
 
-def test_a_story_is_shown_with_the_grammars_verdict():
+def test_verdict_gives_log_probability_of_story():
     story = StoriesDataset("train", 1, 0, 128).text(0)
     corpus = load_corpus(TrainConfig(seq_len=128))
     assert corpus.verdict(story) == f"accepted, log-probability {log_prob(story):.2f} nats"

@@ -77,7 +77,7 @@ def run(digits, tmp_path_factory):
         assert command in COMMANDS, "the README shows another command"
         if command + more not in outputs:
             extra = next(extra for word, extra in shortened.items() if f"examples.{word}" in command or word in command)
-            # Its ranks are forks; test_a_command_as_it_stands has real ones.
+            # Its ranks are forks; test_readme_command_works_with_real_launchers has real ones.
             if "model_parallel" in command:
                 extra = f"'from examples import model_parallel as m; m.BATCH_SIZE = {PIPELINE_BATCH}; m.main()'{extra}"
                 done = python(f"python -c {extra}")
@@ -93,7 +93,7 @@ def run(digits, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("python ")])
-def test_a_command_as_it_stands(command, run, digits):
+def test_readme_command_works_with_real_launchers(command, run, digits):
     """By real mp.spawn and torchrun it ends with the losses of the forked ranks."""
     more = f" --data {digits} --epochs 3" if "mnist" in command else " --elements 7" if "ring" in command else ""
     more += " --steps 3" if "mnist" not in command and "ring" not in command else ""
@@ -131,7 +131,7 @@ def test_ddp_equals_one_process_with_both_batches(run, digits):
     assert expected[0, 2] < 0.9 * expected[0, 0]
 
 
-def test_data_parallel_runs(monkeypatch, digits):
+def test_data_parallel_example_trains(monkeypatch, digits):
     """What is only measured where two GPUs are, on none: that it trains, not how fast."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     model = nn.DataParallel(mnist_spawn_ddp.new_model())
@@ -182,7 +182,7 @@ def test_tutorial_losses_are_shown_for_trained_epochs():
         assert "cannot be compared" in table, "10,000 images are learnt by heart"
 
 
-def test_partitions_share_the_data_out():
+def test_data_partitioner_splits_data_by_seed():
     data = list(range(1000, 1100))
     partitioner = mnist_allreduce.DataPartitioner(data, [0.7, 0.2, 0.1])
     parts = [partitioner.use(part) for part in range(3)]
@@ -195,7 +195,7 @@ def test_partitions_share_the_data_out():
     assert [other[i] for i in range(100)] != values
 
 
-def test_the_network_is_that_of_the_tutorial():
+def test_allreduce_network_matches_tutorial():
     shapes = [tuple(parameter.shape) for parameter in mnist_allreduce.Net().parameters()]
     convolutions = [(10, 1, 5, 5), (10,), (20, 10, 5, 5), (20,)]
     assert shapes == [*convolutions, (50, 320), (50,), (10, 50), (10,)]
@@ -205,7 +205,7 @@ def test_the_network_is_that_of_the_tutorial():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL_MNIST.exists(), reason="MNIST's files are not beside the repository")
-def test_real_images_follow_the_tutorials_table():
+def test_real_mnist_losses_match_tutorial():
     """The first three rows; in the last one 10,000 images are learnt by heart, which the README explains."""
     command = [sys.executable, "-m", "examples.mnist_allreduce", "--data", REAL_MNIST, "--epochs", "18"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
@@ -250,7 +250,7 @@ def test_mnist_from_files_and_hub_is_identical(digits, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("steps", [GPT_STEPS, pytest.param(MORE_THAN_AN_EPOCH, marks=pytest.mark.slow)])
-def test_all_three_gpts_end_with_the_same_bits(run, steps):
+def test_three_gpt_examples_have_identical_bits(run, steps):
     commands = [f"python -m examples.gpt_{way}" for way in ("allreduce", "ddp", "accelerate")]
     if steps == MORE_THAN_AN_EPOCH:
         commands.append("torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp")
@@ -282,7 +282,7 @@ def test_example_and_train_agree_on_same_batches(tmp_path):
             assert (weight - before[name]).abs().max() > 1e-3, "the bound would mean nothing"
 
 
-def test_the_readme_shows_the_real_diffs():
+def test_readme_shows_diffs_between_examples():
     blocks = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
     expected = []
     for before, after in (("gpt_allreduce.py", "gpt_ddp.py"), ("gpt_ddp.py", "gpt_accelerate.py")):
@@ -292,7 +292,7 @@ def test_the_readme_shows_the_real_diffs():
     assert blocks == expected
 
 
-def test_split_models_and_pipelines_equal_the_whole_one(run):
+def test_model_and_pipeline_parallel_equal_whole_model(run):
     output = run("python -m examples.model_parallel")
     torch.manual_seed(0)
     model = GPTModel(model_parallel.CONFIG)
@@ -315,7 +315,7 @@ def test_split_models_and_pipelines_equal_the_whole_one(run):
 
 
 @pytest.mark.slow
-def test_overlap_draws_what_runs_at_the_same_time(run):
+def test_overlap_example_draws_and_prints_overlap(run):
     output = run("python -m examples.overlap")
     ways = re.findall(r"^(.*): \d+ ms, (\d+)% of the all-reduce overlaps; weights (\w{16}) on all ranks$", output, re.M)
     assert [way for way, _, _ in ways] == list(overlap.WAYS)
@@ -394,7 +394,7 @@ def test_wrong_arguments_are_refused_in_one_line(rung):
 
 
 @pytest.mark.parametrize("rung", ["mnist_spawn_ddp", "gpt_allreduce", "gpt_ddp", "gpt_accelerate"])
-def test_a_busy_port_is_refused_in_one_line(rung):
+def test_busy_port_is_refused_in_one_line(rung):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         assert f"--port {port} cannot be used" in refusal(rung, "--port", port)
@@ -434,7 +434,7 @@ def test_missing_or_damaged_images_are_refused(digits, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rung", ["mnist_spawn_ddp", pytest.param("gpt_ddp", marks=pytest.mark.slow)])
-def test_a_rank_that_dies_ends_all(rung, digits):
+def test_dead_rank_ends_all_ranks(rung, digits):
     """One started by mp.spawn and one by torchrun, both long enough to run for minutes."""
     arguments = ["--data", digits, "--epochs", 10**6] if rung.startswith("mnist") else ["--steps", 10**6]
     words = [f"examples.{rung}", *map(str, arguments)]
@@ -461,7 +461,7 @@ def test_a_rank_that_dies_ends_all(rung, digits):
         time.sleep(0.1)
 
 
-def test_the_scripts_are_short_and_explain_themselves():
+def test_example_scripts_are_short_and_documented():
     for rung in RUNGS:
         text = (EXAMPLES / f"{rung}.py").read_text()
         assert len(text.splitlines()) < 160
@@ -475,7 +475,7 @@ def test_the_scripts_are_short_and_explain_themselves():
         assert module.__doc__.strip() in output.getvalue() and "--ranks" in output.getvalue()
 
 
-def test_the_pages_python_prints_what_it_says():
+def test_readme_python_prints_the_shown_output():
     code, printed = (re.search(rf"```{kind}\n(.*?)```", README, re.DOTALL)[1] for kind in ("python", "text"))
     output = io.StringIO()
     with contextlib.redirect_stdout(output):

@@ -58,7 +58,7 @@ def test_transformers_computes_and_generates_the_same(family, runs, tmp_path):
 
 
 @every_family
-def test_an_export_is_ready_to_use(family, runs, tmp_path, monkeypatch, capsys):
+def test_export_works_with_batches_and_card_code(family, runs, tmp_path, monkeypatch, capsys):
     """Batches, long texts and the code of the card; what transformers writes begins as in training."""
     out = exported(runs / family, tmp_path / "out")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
@@ -81,7 +81,7 @@ def test_exported_gpt2_has_n_ctx_for_llama_cpp(runs, tmp_path):
     assert config["n_ctx"] == config["n_positions"] == 128, "as in the published one; it asks for n_ctx alone"
 
 
-def test_transformers_4_finds_the_class_of_the_tokenizer(runs, tmp_path):
+def test_export_names_tokenizer_class_for_transformers_4(runs, tmp_path):
     settings = json.loads(Path(exported(runs / "gpt2", tmp_path / "out"), "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["model_input_names"] == ["input_ids", "attention_mask"], "or it adds token_type_ids"
@@ -99,7 +99,7 @@ def test_export_of_an_export_is_bytewise_identical(family, runs, tmp_path):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
 
 
-def test_the_newest_checkpoints_are_averaged(runs, tmp_path):
+def test_average_exports_mean_of_newest_checkpoints(runs, tmp_path):
     state = load_run(exported(runs / "gpt2", tmp_path / "out", average=3)).model.state_dict()
     parts = [tensors(runs / "gpt2", step) for step in (6, 7, 8)]
     for name, tensor in state.items():
@@ -110,7 +110,7 @@ def test_the_newest_checkpoints_are_averaged(runs, tmp_path):
             exported(runs / "gpt2", tmp_path / "other", **settings)
 
 
-def test_a_damaged_checkpoint_is_none_of_the_newest(runs, tmp_path):
+def test_average_skips_damaged_checkpoint(runs, tmp_path):
     run = shutil.copytree(runs / "gpt2", tmp_path / "run")
     next((run / "checkpoints" / "step-00000008").glob("*.safetensors")).write_bytes(b"")
     state = load_run(exported(run, tmp_path / "out", average=2)).model.state_dict()
@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_none_of_the_newest(runs, tmp_path):
     assert torch.equal(state[weight], expected.float())
 
 
-def test_the_card_says_where_the_model_comes_from(runs, tmp_path):
+def test_card_names_origin_of_the_model(runs, tmp_path):
     (runs / "gpt2" / "loss.png").unlink(missing_ok=True)
     out = exported(runs / "gpt2", tmp_path / "story-teller", checkpoint=4)
     assert not (runs / "gpt2" / "loss.png").exists(), "nothing is written into the run"
@@ -187,18 +187,18 @@ def test_export_refuses_model_outside_transformers(runs, tmp_path):
     assert not list(tmp_path.glob("out*")), "nothing is left behind"
 
 
-def test_who_reads_the_folder_reads_the_weights(runs, tmp_path):
+def test_exported_files_have_equal_permissions(runs, tmp_path):
     exported(runs / "gpt2", tmp_path / "out")
     assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
 
 
-def test_a_folder_that_exists_is_left_alone(runs, tmp_path):
+def test_export_refuses_existing_folder(runs, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exists; name a folder that does not"):
         exported(runs / "gpt2", tmp_path / "out")
 
 
-def test_what_cannot_be_written_is_said(runs, tmp_path, monkeypatch):
+def test_export_reports_write_errors(runs, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="out: '.*file/out' cannot be written: .*Not a directory"):
         exported(runs / "gpt2", tmp_path / "file" / "out")
@@ -224,7 +224,7 @@ def test_first_of_two_concurrent_exports_is_complete(runs, tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left behind"
 
 
-def test_it_is_pushed_to_the_hub(runs, tmp_path, monkeypatch):
+def test_export_pushes_to_the_hub(runs, tmp_path, monkeypatch):
     calls = []
 
     class Hub:
@@ -246,5 +246,5 @@ def test_it_is_pushed_to_the_hub(runs, tmp_path, monkeypatch):
     assert (tmp_path / "again" / "config.json").exists()
 
 
-def test_the_script_reads_its_settings_like_train_py(runs, tmp_path):
+def test_export_script_parses_settings(runs, tmp_path):
     assert f"The model is in {tmp_path}/out." in python(f"python export.py {runs}/qwen3 {tmp_path}/out").stdout

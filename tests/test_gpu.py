@@ -70,7 +70,7 @@ def test_fp16_resumes_with_the_same_bits(runs):
     goes_on_with_the_same_bits(runs / "run", runs, 5, *arguments, **precision("fp16"))
 
 
-def test_the_background_changes_no_bit_of_a_checkpoint(exact, runs):
+def test_background_save_changes_no_bit(exact, runs):
     train(*EXACT, "--out_dir", runs, "--checkpoint.asynchronous", "false", **precision("bf16"))
     for step in range(1, STEPS + 1):
         assert_same_bits(tensors(runs / "run", step), tensors(exact, step))
@@ -89,7 +89,7 @@ def test_copy_to_cpu_reuses_pinned_memory():
 
 
 @pytest.mark.parametrize("name, rel", [("no", 1e-4), ("bf16", 2e-2), ("fp16", 5e-3)])
-def test_the_gpu_trains_what_the_cpu_trains(name, rel, runs):
+def test_gpu_losses_match_cpu(name, rel, runs):
     arguments = [*RUN, "--model.dropout", 0, "--on_nonfinite", "skip"]
     train(*arguments, "--out_dir", runs / "gpu", **precision(name))
     train(*arguments, "--out_dir", runs / "cpu", ACCELERATE_USE_CPU="true")
@@ -118,7 +118,7 @@ def test_compiled_blocks_train_alike(name, rel, runs):
 
 
 @pytest.mark.parametrize("name", ["no", "bf16"])
-def test_one_gpu_sharded_is_one_gpu(name, runs):
+def test_fsdp2_on_one_gpu_equals_unsharded(name, runs):
     """FSDP2 with one process: wrapped, gathered and summed, with nobody else."""
     env = launcher_environment("fsdp2", "--mixed_precision", name, "--num_processes", "1")
     done = train(*RUN, "--out_dir", runs / "sharded", processes=1, **env)
@@ -150,7 +150,7 @@ def test_tree_sum_equals_sum_of_two_processes(runs):
 
 @pytest.mark.parametrize("softcap", [None, 8.0])
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16"])
-def test_the_loss_in_chunks_is_the_loss(cast, softcap, monkeypatch):
+def test_chunked_loss_equals_whole_loss_on_gpu(cast, softcap, monkeypatch):
     monkeypatch.setattr("model.loss.CHUNK_BYTES", {GPU.type: 4 * 301 * 7})
     monkeypatch.setattr("model.loss.MIN_CHUNK_ROWS", 1)
     labels = torch.randint(301, (3, 40), generator=torch.Generator().manual_seed(2)).to(GPU)
@@ -173,7 +173,7 @@ def test_the_loss_in_chunks_is_the_loss(cast, softcap, monkeypatch):
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16"])
-def test_isolated_documents_are_those_that_stand_alone(cast):
+def test_isolated_documents_equal_separate_forward_passes(cast):
     """Forward and backward of flex attention."""
     lengths = [50, 7, 71]
     tokens = torch.randint(97, (1, 128), generator=torch.Generator().manual_seed(4)).to(GPU)
@@ -191,7 +191,7 @@ def test_isolated_documents_are_those_that_stand_alone(cast):
 
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("with_documents", [False, True])
-def test_windows_are_those_of_a_cpu(cast, with_documents):
+def test_sliding_window_equals_cpu_mask(cast, with_documents):
     """Flex attention, forward and backward, against a mask on a CPU in float32."""
     tokens = torch.randint(97, (2, 200), generator=torch.Generator().manual_seed(4))
     positions = torch.cat([torch.arange(length) for length in (90, 110)]).expand(2, -1) if with_documents else None
@@ -207,7 +207,7 @@ def test_windows_are_those_of_a_cpu(cast, with_documents):
         assert (one - other).norm() < (2e-2 if cast else 1e-4) * other.norm()
 
 
-def test_the_digest_is_that_of_the_cpu(monkeypatch):
+def test_gpu_digest_equals_cpu_digest(monkeypatch):
     monkeypatch.setitem(VALUES_AT_ONCE, GPU.type, 1000)
     state = small_model().state_dict()
     assert str(digests(state)) == str(digests({name: tensor.cpu() for name, tensor in state.items()}))

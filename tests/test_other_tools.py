@@ -74,7 +74,7 @@ def environment_with(tmp_path_factory):
     return make_one
 
 
-def test_the_language_model_evaluation_harness(folder):
+def test_lm_evaluation_harness_opens_an_export(folder):
     export, make_environment, install, evaluate = HARNESS
     shell(export, folder)
     shell(make_environment, folder)

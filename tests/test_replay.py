@@ -48,7 +48,7 @@ def every_step(tmp_path_factory):
 # A step
 
 
-def test_a_step_is_opened(run):
+def test_replay_shows_step_and_reproduces_it(run):
     shown = python(f"python replay.py {run} 4 --num_sequences 3 --arithmetic false").stdout
     assert f"steps 3 to 3: retrained from {run / 'checkpoints' / 'step-00000002'}; reproduced bitwise (1" in shown
     assert "step 4: reproduced bitwise (1 digest(s))" in shown
@@ -59,7 +59,7 @@ def test_a_step_is_opened(run):
     assert len(re.findall(r"^ +[01]  .*\d", shown, re.MULTILINE)) == 2, "a line for each of the two blocks"
 
 
-def test_a_step_whose_update_was_skipped_is_opened(tmp_path):
+def test_replay_of_a_skipped_update(tmp_path):
     """The weights of the first update are so large that there is no loss in the second."""
     not_finite = "--steps 2 --evaluation.every 0 --optimizer.lr 1e30 --on_nonfinite skip --name run --out_dir".split()
     train(*TINY_STORIES, *not_finite, tmp_path)
@@ -67,7 +67,7 @@ def test_a_step_whose_update_was_skipped_is_opened(tmp_path):
     assert "loss nan, gradient norm nan" in shown and "loss nan, training objective of this sequence alone nan" in shown
 
 
-def test_a_step_of_a_fork_is_opened(tmp_path):
+def test_replay_of_a_forked_step(tmp_path):
     """Its gradient is that of what the fork trains."""
     recipe = [*map(str, RECIPE), "--model.dropout", "0", "--out_dir", str(tmp_path), "--name", "fork"]
     for words in (["train", *recipe], ["replay", str(tmp_path / "fork"), "3"]):
@@ -111,7 +111,7 @@ def branch(run):
     return run.parent / "branch"
 
 
-def test_a_step_of_a_branch_is_opened(run, branch):
+def test_replay_of_a_branch(run, branch):
     shown = python(f"python replay.py {branch} 4 --num_sequences 1 --arithmetic false").stdout
     assert f"steps 3 to 3: retrained from {run / 'checkpoints' / 'step-00000002'}; reproduced bitwise (1" in shown
     assert "step 4: reproduced bitwise (1 digest(s))" in shown
@@ -128,7 +128,7 @@ def test_run_with_init_from_is_replayed_and_audited(run, in_process, tmp_path, c
     assert capsys.readouterr().out.count("bitwise identical\n") == 2
 
 
-def test_nothing_in_the_run_is_touched(run):
+def test_replay_changes_no_file_of_the_run(run):
     before = {path: (path.stat().st_mtime_ns, sha256(path)) for path in run.rglob("*") if path.is_file()}
     python(f"python replay.py {run} --audit 1")
     assert before == {path: (path.stat().st_mtime_ns, sha256(path)) for path in run.rglob("*") if path.is_file()}
@@ -172,7 +172,7 @@ def test_nothing_in_the_run_is_touched(run):
         ),
     ],
 )
-def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatch, capsys):
+def test_wrong_arguments_are_refused(arguments, message, run, branch, monkeypatch, capsys):
     (run.parent / "file").touch()
     if not (run.parent / "link").is_symlink():
         (run.parent / "link").symlink_to(run / "checkpoints")
@@ -183,7 +183,7 @@ def test_a_wrong_question_is_refused(arguments, message, run, branch, monkeypatc
     assert before == sorted(run.rglob("*"))
 
 
-def test_a_run_whose_settings_are_gone_is_refused(tmp_path):
+def test_run_with_empty_config_is_refused(tmp_path):
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match=r"config.yaml is damaged \(it is empty\)$"):
         RecordedRun(tmp_path)
@@ -426,7 +426,7 @@ CASES = [pytest.param(one, marks=pytest.mark.slow if one in FOUND_ALIKE else ())
 
 
 @pytest.mark.parametrize("tamper", CASES, ids=[one.__name__ for one in TAMPERINGS])
-def test_tampering_is_found(tamper, run, in_process, tmp_path, capsys):
+def test_audit_finds_tampering(tamper, run, in_process, tmp_path, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     tamper(copy)
     with pytest.raises((RunError, ConfigError)):
@@ -434,7 +434,7 @@ def test_tampering_is_found(tamper, run, in_process, tmp_path, capsys):
     assert "FAIL" in capsys.readouterr().out
 
 
-def test_behind_a_damaged_checkpoint_the_audit_goes_on(run, in_process, tmp_path, capsys):
+def test_audit_continues_after_damaged_checkpoint(run, in_process, tmp_path, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / "checkpoints" / "step-00000002" / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
     with pytest.raises(RunError, match=r"2 failure\(s\)"):
@@ -597,7 +597,7 @@ def test_rounding_tolerance_applies_to_numbers_only(value):
     assert "train/loss" in again.difference(logged(row), "2 processes in the run, 1 here")
 
 
-def test_an_honest_run_passes(run, in_process, tmp_path, capsys):
+def test_audit_passes_untouched_run(run, in_process, tmp_path, capsys):
     audit(RecordedRun(run), 99, tmp_path)
     assert re.findall(r"PASS  (.*)", capsys.readouterr().out) == [
         f"steps {step - 1} to {step}  bitwise identical" for step in (2, 4, 6)
@@ -658,7 +658,7 @@ def test_why_inexact_names_device_and_missing_exact(run, monkeypatch):
     assert opened.why_inexact(3, 4) == "a GPU in the run, a CPU here"
 
 
-def test_sharded_otherwise_bits_may_differ(run, monkeypatch):
+def test_why_inexact_names_number_of_shards(run, monkeypatch):
     opened = RecordedRun(run)
     opened.sessions[0] = replace(opened.sessions[0], shards=2)
     assert opened.why_inexact(3, 4) == "2 shards in the run, 1 here"
@@ -687,7 +687,7 @@ def run_replay(monkeypatch, capsys, *words):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl", "generations.jsonl"])
-def test_a_log_that_cannot_be_read_is_said(name, run, in_process, tmp_path, monkeypatch, capsys):
+def test_audit_names_unreadable_log(name, run, in_process, tmp_path, monkeypatch, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / name).unlink()
     (copy / name).mkdir()  # which root cannot read either
@@ -704,7 +704,7 @@ def test_a_log_that_cannot_be_read_is_said(name, run, in_process, tmp_path, monk
         ({"config": []}, "run: {run}/sessions.jsonl is damaged: session.config is"),
     ],
 )
-def test_a_start_that_is_none_is_said(facts, message, run, in_process, tmp_path, monkeypatch, capsys):
+def test_audit_names_damaged_session(facts, message, run, in_process, tmp_path, monkeypatch, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     start = json.loads((copy / "sessions.jsonl").read_text())
     (copy / "sessions.jsonl").write_text(json.dumps(start | facts) + "\n")

@@ -47,7 +47,7 @@ def trained(request, tmp_path_factory):
     return metrics(out_dir / "run"), {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}
 
 
-def test_equals_a_hand_written_all_reduce(by_hand, trained):
+def test_training_equals_hand_written_all_reduce(by_hand, trained):
     """The stories have different lengths, so averaging the processes' or the micro-batches' means would show."""
     rows, weights = trained
     for rows_by_hand, weights_by_hand in by_hand:
@@ -61,7 +61,7 @@ def test_equals_a_hand_written_all_reduce(by_hand, trained):
 
 
 @pytest.mark.slow
-def test_the_tutorials_run(runs):
+def test_tutorial_configs_train(runs):
     recipe = ["--config", "configs/random_tokens.yaml", "--tracking.wandb", "disabled"]
     done = train(*recipe, "--out_dir", runs, processes=2, pictures=True)
     lines = done.stdout.splitlines()

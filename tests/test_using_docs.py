@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", USING)
-def test_using(command, folder):
+def test_command_of_using_page_works(command, folder):
     more = SHORT if "train.py" in command else "--num_workers 1" if "data.prepare" in command else ""
     if "corpora/answers" in command:
         more = more.replace("--seq_len 32", "--seq_len 96")
@@ -53,7 +53,7 @@ def test_using(command, folder):
 
 
 @pytest.mark.parametrize("command", EVALUATION[:3])
-def test_evaluation(command, folder):
+def test_command_of_evaluation_page_works(command, folder):
     command = command.replace("exports/stories", "exports/other")  # the other page has made it
     done = python(command, folder)
     if "evaluate.py" in command:
@@ -61,13 +61,13 @@ def test_evaluation(command, folder):
         assert '"val/loss": ' in done.stdout and (run / "evaluation.png").exists()
 
 
-def test_the_pages_were_read():
+def test_commands_of_using_pages_are_found():
     programs = [command.split()[0].split("/")[-1] for command in EVALUATION[3:]]
     assert len(USING) >= 7 and programs == ["python3", "pip", "lm_eval"]
     assert str(CPU_LAUNCH.relative_to(ROOT)) in EVALUATION[1]
 
 
-def test_the_grammar_accepts_the_right_ending_alone():
+def test_grammar_accepts_only_the_right_ending():
     rows = [json.loads(line) for line in (ROOT / "docs" / "lm_eval" / "story_endings.jsonl").read_text().splitlines()]
     assert len(rows) == 100
     for row in rows:

@@ -80,7 +80,7 @@ def results(stdout):
 
 
 @pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)])
-def test_everything_holds_here(processes, runs):
+def test_verify_passes_on_this_machine(processes, runs):
     for name in ("verify-tiny_stories", "tiny_stories", "verify-"):
         (runs / name).mkdir(parents=True)
         (runs / name / "precious").touch()
@@ -93,7 +93,7 @@ def test_everything_holds_here(processes, runs):
 
 
 @pytest.mark.slow
-def test_one_process_of_several_threads_is_exact_too(runs):
+def test_verify_passes_with_several_threads(runs):
     """As many as there are cores: how many share a sum changes its bits, and so does a loss in chunks."""
     of_a_user = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     words = [*TINY_STORIES, "--global_batch_size", "2", "--chunked_loss", "true", "--out_dir", str(runs)]
@@ -108,14 +108,14 @@ def test_verify_passes_in_fp16_with_loss_scaling(runs):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_a_fork_may_break_still_stands_there():
+def test_mutations_apply_to_current_code():
     for file, before, *_ in MUTATIONS.values():
         assert (ROOT / file).read_text().count(before) == 1, (file, before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_what_a_fork_broke_is_found(name, runs, tmp_path):
+def test_verify_finds_mutation(name, runs, tmp_path):
     file, before, after, promise = MUTATIONS[name]
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "tests", "__pycache__"))
@@ -311,7 +311,7 @@ def verify_what_begins_later(out_dir, file, *words):
 
 
 @pytest.mark.parametrize(("words", "result"), [((), "PASS"), (("--verify_steps", "12"), "FAIL")])
-def test_what_begins_later_is_seen_with_more_steps(words, result, runs, tmp_path):
+def test_verify_steps_finds_later_fault(words, result, runs, tmp_path):
     said, _ = in_a_fork(verify_what_begins_later, runs, tmp_path / "out", *words)
     assert results(said) == {"resuming is bitwise": result}, said
 
@@ -319,7 +319,7 @@ def test_what_begins_later_is_seen_with_more_steps(words, result, runs, tmp_path
 @pytest.mark.parametrize(
     ("steps", "message"), [("1", "verify_steps: 1 leaves none"), ("x", "steps: x must be a positive integer")]
 )
-def test_a_wrong_number_of_steps_is_refused(steps, message, runs, monkeypatch, capsys):
+def test_wrong_number_of_verify_steps_is_refused(steps, message, runs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", verify_command(runs, "--verify_steps", steps))
     assert scripts.run_script("verify", parse_short_run, module="checks.verification") == 2
     assert message in capsys.readouterr().err and not runs.exists()

@@ -155,7 +155,7 @@ def test_plan_refuses_shapes_that_depend_on_data(monkeypatch):
         plan.memory(config, ON_A_CPU, None)
 
 
-def test_sums_of_exact_and_gathered_blocks_are_added(monkeypatch):
+def test_memory_includes_exact_sums_and_gathered_parameters(monkeypatch):
     config = parse_config([*map(str, TINY_STORIES), "--model.vocab_size", "266", "--exact", "true"])
     config = replace(config, global_batch_size=16, micro_batch_size=2)
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, mixed_precision="no")
@@ -170,7 +170,7 @@ def test_sums_of_exact_and_gathered_blocks_are_added(monkeypatch):
     assert parts["gathered by FSDP2"] == 4 * count  # both of its two blocks, and what is outside them
 
 
-def test_an_evaluation_is_counted_once(monkeypatch):
+def test_baseline_trial_evaluates_one_row(monkeypatch):
     """Its logits stay in the heap: what is measured before the model is counted must not have had them."""
     config = parse_config([*map(str, TINY_STORIES), "--evaluation.micro_batch_size", "50", "--model.vocab_size", "266"])
     tried = []

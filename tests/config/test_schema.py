@@ -68,13 +68,13 @@ def test_refusal_names_setting_value_and_remedy(words, message):
         "optimizer: {learning_rate: 3}": "optimizer.learning_rate is not a setting; --help lists all",
     }.items(),
 )
-def test_a_refusal_names_the_config_file(content, message, tmp_path):
+def test_refusal_names_the_config_file(content, message, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(content)
     assert refusal("--config", str(file), "--steps", "9") == refusal(f"--config={file}") == f"{file}: {message}"
 
 
-def test_without_a_config_file_it_is_stories():
+def test_default_config_file_is_stories():
     config = parse_config([])
     assert (config.name, config.data.source) == ("stories", "stories")
 
@@ -156,7 +156,7 @@ def test_wrong_setting_is_refused_with_its_value(arguments, named):
     assert all(word in message for word in named), message
 
 
-def test_a_typo_in_a_file_is_named(tmp_path):
+def test_typo_in_config_file_is_named(tmp_path):
     recipe = tmp_path / "typo.yaml"
     for text, key in [("modle: {n_layers: 3}", "modle"), ("model: {n_layer: 3}", "n_layer"), ("stpes: 3", "stpes")]:
         recipe.write_text(text)
@@ -182,7 +182,7 @@ def test_config_file_refuses_duplicates_nulls_and_aliases(tmp_path):
     assert parse_config([*RANDOM_TOKENS, "--name", "#x"]).name == "#x", "YAML takes it for a comment"
 
 
-def test_a_section_in_which_nothing_stands_is_refused(tmp_path):
+def test_empty_section_is_refused(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {}\noptimizer:\n  # lr: 1.0e-3\ntracking:\nsteps: 5")
     message = refusal("--config", str(recipe))
@@ -190,7 +190,7 @@ def test_a_section_in_which_nothing_stands_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["model", "data", "optimizer", "schedule", "data.mix", "name", "steps", "profile"])
-def test_no_setting_imports_anything(setting, tmp_path, monkeypatch):
+def test_settings_import_no_module(setting, tmp_path, monkeypatch):
     (tmp_path / "imported_by_a_setting.py").write_text("class Code: pass")
     monkeypatch.syspath_prepend(tmp_path)
     spec = "{class_path: imported_by_a_setting.Code, init_args: {}}"
@@ -216,7 +216,7 @@ def test_num_weights_equals_weights_of_built_model():
         assert config.num_weights == sum(p.numel() for p in GPTModel(config).parameters() if p.dim() > 1)
 
 
-def test_a_source_of_a_fork_may_read_files():
+def test_forked_data_source_may_use_path_settings():
     files = {"path": "a.csv", "hash": "0123", "packing": "isolated"}
     assert DataConfig(source="csv", **files).problems() == []
     assert [problem.partition(":")[0] for problem in DataConfig(**files).problems()] == [f"data.{n}" for n in files]
@@ -242,17 +242,17 @@ def unchecked(config):
 
 
 @pytest.mark.parametrize("setting", CHOICES)
-def test_a_choice_without_code_is_named(setting):
+def test_unimplemented_choice_is_named(setting):
     with pytest.raises(ValueError, match=f"{setting}: 'new' is (not implemented|a choice without code)"):
         CHOICES[setting]()
 
 
-def test_all_inconsistencies_are_reported_together():
+def test_inconsistent_settings_are_reported_together():
     message = refusal("--model.d_model", "130", "--seq_len", "256", "--global_batch_size", "20")
     assert all(setting in message for setting in ("model.d_model", "seq_len", "global_batch_size"))
 
 
-def test_the_batch_must_divide_over_the_processes():
+def test_batch_must_be_divisible_by_processes():
     message = refusal("--global_batch_size", "24", num_processes=2)
     assert "16 or 32" in message and "numbers of processes that can split it: 1, 3" in message
     assert parse_config([*RANDOM_TOKENS, "--global_batch_size", "24"], num_processes=3).global_batch_size == 24
@@ -277,7 +277,7 @@ def test_two_processes_print_one_message(runs):
     assert not runs.exists()
 
 
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+def test_unwritable_out_dir_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     done = train(*RANDOM_TOKENS, "--out_dir", tmp_path / "file" / "runs", exit_code=2)
     assert "out_dir" in done.stderr and str(tmp_path / "file") in done.stderr

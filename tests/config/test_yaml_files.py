@@ -47,7 +47,7 @@ def test_file_value_means_the_same_as_command_line(setting, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["1:30", "1e3", "1.0", "0x10"])
-def test_a_whole_number_is_written_in_digits(word, tmp_path):
+def test_integer_is_written_in_decimal_digits(word, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"steps: {word}")
     assert outcome("--config", str(recipe)) == f"{recipe}: steps: {word} must be a positive integer"
@@ -116,7 +116,7 @@ IN_ONE_LINE = "[" + ", ".join(line.partition(": ")[2] for line in bomb().splitli
 @pytest.mark.parametrize(
     "text", [bomb(), f"steps: {IN_ONE_LINE}", f"compile: '{IN_ONE_LINE}'", f"model: {{n_layers: '{IN_ONE_LINE}'}}"]
 )
-def test_aliases_are_refused_in_a_few_words(text, tmp_path):
+def test_yaml_aliases_in_recipe_are_refused_briefly(text, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
     message = outcome("--config", str(recipe))
@@ -140,7 +140,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("setting", [*FLOATS, "data.mix"])
-def test_a_number_is_finite(setting):
+def test_float_settings_are_finite(setting):
     assert len(FLOATS) > 7
     for word in ("inf", "1e39", "nan", "9" * 400):
         value = f"{{a: {word}}}" if setting == "data.mix" else word
@@ -149,7 +149,7 @@ def test_a_number_is_finite(setting):
 
 
 @pytest.mark.parametrize("setting", [*WHOLE, "global_batch_size", "data.seed"])
-def test_a_whole_number_can_be_computed_with(setting):
+def test_integer_settings_fit_into_64_bits(setting):
     assert len(WHOLE) > 20
     for value in (2**63, 10**400):
         message = outcome(f"--{setting}", str(value))
@@ -169,7 +169,7 @@ def test_timeout_fits_into_32_bits(runs):
         EvaluateConfig: ["RUN", "--data", "corpus", "--micro_batch_size", str(2**63)],
     }.items(),
 )
-def test_numbers_of_other_programs_too(kind, words):
+def test_tool_numbers_are_finite_and_bounded(kind, words):
     with pytest.raises(ConfigError, match="finite|too large"):
         parse_tool(kind, "tool.py", words)
 

@@ -194,7 +194,7 @@ def test_scripts_work_on_ascii_terminal(words, foreign, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_screen_by_the_environment_is_the_same(runs):
+def test_pythonioencoding_ascii_works(runs):
     """As a user sets it, and not as the tests above do it."""
     done = train(*ONE_STEP, "--out_dir", runs, "--name", "Müll", cwd=Path(ROOT, "."), PYTHONIOENCODING="ascii")
     assert "Training finished." in done.stdout

@@ -83,7 +83,7 @@ def run(tmp_path_factory):
     return out_dir / "run"
 
 
-def test_every_row_has_the_digest_of_its_checkpoint(run):
+def test_logged_digest_equals_digest_of_checkpoint(run):
     rows = {row["step"]: row for row in metrics(run)}
     assert list(rows) == [2, 3, 4, 5] and len({row["state/digest"] for row in rows.values()}) == 4
     for step in (2, 4, 5):

@@ -213,7 +213,7 @@ def test_train_waits_after_losing_the_lock(run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_commands_divide_the_runs(run, tmp_path):
+def test_concurrent_commands_divide_the_runs(run, tmp_path):
     program = f"""
         import sys
         sys.path.insert(0, {str(ROOT)!r})

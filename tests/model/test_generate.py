@@ -66,7 +66,7 @@ def test_top_k_and_top_p_match_transformers():
         assert not frequencies[expected == 0].any()
 
 
-def test_a_temperature_near_0_takes_the_likeliest_token():
+def test_temperature_near_zero_takes_the_likeliest_token():
     logits = 9 * torch.randn(3, 61, generator=torch.Generator().manual_seed(0))
     for temperature in (0, 1e-300, 1e-40, 1e-20):
         assert torch.equal(sample_tokens(logits, temperature, None, 0.9, None), logits.argmax(-1, keepdim=True))

@@ -124,7 +124,7 @@ def compare_a_training_step(config, padding, num_items_in_batch, dtype, **tolera
 
 @every_config
 @pytest.mark.parametrize("padding", ["none", "left", "right", "all ones"])
-def test_a_training_step_equals_transformers(config, padding, float64_reference):
+def test_training_step_equals_transformers(config, padding, float64_reference):
     compare_a_training_step(config, padding, None, torch.float64, rtol=1e-10, atol=1e-10)
 
 
@@ -134,7 +134,7 @@ def test_num_items_in_batch_divides_loss_like_transformers(config, float64_refer
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3-tied-gqa"])
-def test_a_training_step_equals_unmodified_transformers_in_float32(name):
+def test_training_step_equals_unmodified_transformers_in_float32(name):
     compare_a_training_step(CONFIGS[name], "left", torch.tensor(33), torch.float32, rtol=1e-4, atol=2e-5)
 
 
@@ -191,7 +191,7 @@ def test_from_transformers_gives_same_logits(name, float64_reference):
 
 
 @every_config
-def test_a_trained_model_reopens_from_a_folder(config, tmp_path):
+def test_trained_model_reloads_from_folder(config, tmp_path):
     model = make_model(config, torch.float32)
     input_ids, _, labels = make_batch(config, "none")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -254,7 +254,7 @@ def test_to_transformers_refuses_unknown_settings_and_tensors():
         to_transformers(model)
 
 
-def test_the_config_of_the_published_gpt2_is_understood():
+def test_config_from_transformers_reads_published_gpt2():
     """GPT2Config's defaults are those of the 124M model, with n_inner left out."""
     assert config_from_transformers(GPT2Config()) == GPTConfig(
         vocab_size=50257,
@@ -285,12 +285,12 @@ def test_the_config_of_the_published_gpt2_is_understood():
         (LlamaConfig(), "type llama: only gpt2 and qwen3"),
     ],
 )
-def test_a_transformers_model_with_other_settings_is_refused(hf_config, message):
+def test_from_transformers_refuses_unsupported_settings(hf_config, message):
     with pytest.raises(ValueError, match=message):
         config_from_transformers(hf_config)
 
 
-def test_the_config_imports_without_torch():
+def test_config_imports_without_torch():
     code = "import sys, model.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

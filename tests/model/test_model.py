@@ -91,12 +91,12 @@ def test_config_problems_are_reported_together_by_setting():
         (dict(window=9, window_pattern=""), "model.window_pattern is '': it must be letters"),
     ],
 )
-def test_an_inconsistent_config_is_refused(settings, problem):
+def test_inconsistent_config_is_refused(settings, problem):
     assert problem in "\n".join(GPTConfig(**settings).problems())
 
 
 @pytest.mark.parametrize("settings", [{}, dict(d_model=130, head_dim=5), dict(d_model=12, n_kv_heads=1)])
-def test_a_consistent_config_has_no_problems(settings):
+def test_consistent_config_has_no_problems(settings):
     assert GPTConfig(**settings).problems() == []
 
 
@@ -181,7 +181,7 @@ def test_shared_modules_have_identical_initial_weights(settings):
 
 @pytest.mark.parametrize("start", ["constructed", "from the meta device"])
 @pytest.mark.parametrize("settings", [dict(), dict(QWEN3, d_model=128, n_layers=8)], ids=["gpt2", "qwen3"])
-def test_the_initial_weights_are_as_documented(settings, start):
+def test_initial_weights_are_as_documented(settings, start):
     settings = dict(d_model=128, d_ff=512, n_layers=3, vocab_size=500, max_position_embeddings=128) | settings
     if start == "constructed":
         model = make_model(**settings)
@@ -228,7 +228,7 @@ def test_state_dict_is_parameters_without_shared_memory(settings):
         (QWEN3, 2 * 61 * 32 + 2 * (64 + 2 * 32 * 32 + 2 * 32 * 16 + 2 * 8 + 3 * 32 * 48) + 32, 61 * 32),
     ],
 )
-def test_the_number_of_parameters(settings, total, lookups):
+def test_num_parameters_matches_architecture(settings, total, lookups):
     model = make_model(**settings)
     assert model.num_parameters() == total
     assert model.num_parameters(non_embedding=True) == total - lookups
@@ -307,7 +307,7 @@ def test_loss_without_targets_is_zero_or_nan(length):
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
 
 
-def test_logits_are_there_when_asked_for():
+def test_logits_to_keep_selects_returned_logits():
     model, tokens = make_lively_model(), make_tokens()
     logits, loss = model(tokens)
     assert logits.shape == (3, 11, 61) and loss is None
@@ -328,7 +328,7 @@ def test_logit_softcap_applies_to_logits_and_loss():
 
 @pytest.mark.parametrize("settings", [dict(), QWEN3], ids=["gpt2", "qwen3"])
 @pytest.mark.parametrize("padding", [0, 2])
-def test_a_token_changes_nothing_before_it(settings, padding):
+def test_attention_is_causal(settings, padding):
     model, tokens = make_lively_model(**settings), make_tokens()
     mask = torch.ones_like(tokens)
     mask[:, :padding] = 0
@@ -340,7 +340,7 @@ def test_a_token_changes_nothing_before_it(settings, padding):
 
 
 @pytest.mark.parametrize("settings", [dict(), QWEN3], ids=["gpt2", "qwen3"])
-def test_a_sequence_longer_than_the_limit_is_refused(settings):
+def test_sequence_beyond_max_position_is_refused(settings):
     with pytest.raises(ValueError, match="input_ids: 17 tokens, more than model.max_position_embeddings 16"):
         make_model(**settings)(make_tokens(length=17))
 
@@ -358,7 +358,7 @@ def test_all_ones_mask_never_reaches_attention_kernel(attention_calls):
     assert [(call["attn_mask"].shape, call["is_causal"]) for call in attention_calls] == [((3, 1, 11, 11), False)] * 2
 
 
-def test_padding_does_not_influence_what_is_not_padding():
+def test_padding_does_not_influence_other_tokens():
     model, tokens = make_lively_model(**QWEN3), make_tokens()
     mask = torch.ones_like(tokens)
     mask[0, :3], mask[1, -3:] = 0, 0
@@ -368,7 +368,7 @@ def test_padding_does_not_influence_what_is_not_padding():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_see_nothing_give_no_nan(dtype):
+def test_fully_masked_rows_give_no_nan(dtype):
     model, tokens = make_model(**QWEN3).to(dtype), make_tokens()
     mask = torch.ones_like(tokens)
     mask[0, :3], mask[1] = 0, 0  # padding on the left, and a row of nothing else

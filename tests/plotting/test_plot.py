@@ -62,7 +62,7 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_every_colour_stands_out_from_both_papers():
+def test_colours_contrast_with_light_and_dark_background():
     page = report.PAGE.read_text()
     white, dark = re.findall(r"--paper: (#\w+)", page)
     inks = re.findall(r"--ink: (#\w+)", page)
@@ -88,13 +88,13 @@ def test_run_styles_are_distinct_for_twenty_runs():
         (0.002, 0.3, ["0.01", "0.1"]),
     ],
 )
-def test_round_numbers_stand_at_a_logarithmic_axis(low, high, ticks):
+def test_logarithmic_axis_has_round_ticks(low, high, ticks):
     found = [style.format_number(tick) for tick in style.round_ticks(low, high)]
     assert set(ticks) <= set(found)
     assert not [number for number in found if len(number.strip("0.")) > 4], "3.981 is no round number"
 
 
-def test_the_curve_names_what_it_shows(run, drawn):
+def test_loss_curve_has_legend_and_axis_labels(run, drawn):
     plot.save_loss_curve(run)
     (axes,) = drawn
     assert axes.get_legend_handles_labels()[1] == [
@@ -150,7 +150,7 @@ console.log(JSON.stringify([wide, labels()]));
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is run by node")
-def test_the_page_has_the_floor_and_round_numbers(tmp_path):
+def test_page_shows_entropy_and_round_ticks(tmp_path):
     losses = {
         "val/loss": [[(1, 6.0), (9, 0.45)]],
         "val/entropy": [[(9, 0.4427)]],
@@ -168,7 +168,7 @@ def test_the_page_has_the_floor_and_round_numbers(tmp_path):
     assert {"0.5", "1", "2"} <= set(narrow) and "3.981" not in wide + narrow
 
 
-def test_what_a_step_is_in_tokens_and_seconds(run, drawn):
+def test_step_to_x_converts_to_tokens_and_seconds(run, drawn):
     assert [style.step_to_x("steps", run)(step) for step in (5, 40)] == [5, 40]
     assert [style.step_to_x("tokens", run)(step) for step in (0, 5, 40)] == [0, 500, 4000]
     assert [style.step_to_x("seconds", run)(step) for step in (10, 20, 25, 40)] == [20, 40, 45, 60]

@@ -69,7 +69,7 @@ def test_patches_apply_alone_and_together(tool, tmp_path):
     [*([one] for one in EXPERIMENTS), ON_TOP_OF_EACH_OTHER],
     ids=lambda them: f"{len(them)}_{them[0][0]}",
 )
-def test_an_experiment_trains_resumes_and_is_verified(experiments, tmp_path):
+def test_patched_repository_trains_resumes_and_is_verified(experiments, tmp_path):
     """The work is tests/fork_trial.py's, in the copy."""
     copy = copy_of_the_repository(tmp_path / "copy")
     for index, (name, *_) in enumerate(experiments):

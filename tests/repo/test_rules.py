@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -86,6 +87,14 @@ def test_main_and_loop_fit_on_screen():
     ]
     assert {"main", "train"} <= {node.name for node in functions}
     assert not {node.name for node in functions if node.end_lineno - node.lineno >= 140}
+
+
+def test_test_names_are_short():
+    """`test_<unit>_<behaviour>` in at most eight words."""
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    names = {name for file in files for name in re.findall(r"^def test_(\w+)", file.read_text(), re.M)}
+    assert len(names) > 900
+    assert not [name for name in names if len(name.split("_")) > 8 or name.startswith(("a_", "an_", "the_", "it_"))]
 
 
 def test_pyproject_matches_requirements():

@@ -25,7 +25,7 @@ def run(tmp_path_factory):
     return out_dir / "run"
 
 
-def test_it_is_resumed_bitwise_while_it_grows(run, runs):
+def test_batch_warmup_resumes_bitwise_at_every_stage(run, runs):
     for until, exit_code in [(1, 1), (3, 1), (4, 1), (STEPS, 0)]:
         train(*RECIPE, "--stop_after", until, "--out_dir", runs, processes=2, exit_code=exit_code)
     assert_same_bits(tensors(runs / "run", STEPS), tensors(run, STEPS))
@@ -41,7 +41,7 @@ def test_batch_warmup_is_fixed_and_must_divide(run):
     assert "numbers of processes that can split it: 1, 2" in done.stderr
 
 
-def test_a_branch_may_grow_otherwise(run, runs):
+def test_branch_may_change_batch_warmup(run, runs):
     """From 1 by 1, at steps 2, 4, 5, 7 and 8."""
     begin = ["--branch_from", run / "checkpoints" / "step-00000003", "--schedule.batch_warmup_from", 1]
     train(*RECIPE, *begin, "--schedule.batch_warmup_steps", 8, "--steps", 8, "--out_dir", runs)
@@ -51,7 +51,7 @@ def test_a_branch_may_grow_otherwise(run, runs):
     ]
 
 
-def test_it_is_audited_and_its_steps_are_opened(runs):
+def test_batch_warmup_run_is_audited_and_replayed(runs):
     train(*RECIPE, "--exact", "true", "--checkpoint.every", 2, "--out_dir", runs, processes=2)
     shown = python(f"python replay.py {runs / 'run'} --audit 99").stdout
     assert len(re.findall(r"^PASS .* bitwise identical$", shown, re.MULTILINE)) == 4
@@ -64,13 +64,13 @@ def test_it_is_audited_and_its_steps_are_opened(runs):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_it_is_verified(processes, runs):
+def test_verify_passes_with_batch_warmup(processes, runs):
     """Against a loop by hand, which counts the tokens of each batch."""
     done = forked.run("verify.py", [*map(str, RECIPE), "--out_dir", str(runs)], processes, environment())
     assert done.returncode == 0 and done.stdout.count("PASS") >= 9, done.stdout + done.stderr
 
 
-def test_it_is_planned(runs):
+def test_plan_counts_tokens_of_batch_warmup(runs):
     shown = train(*RECIPE, "--plan", "--exact", "true", "--out_dir", runs, processes=2).stdout
     assert "1 to 3 micro-batch(es) of 1 a step" in shown and " tokens/s, as in a burst" in shown
     tokens = sum(SIZES) * 128
@@ -88,7 +88,7 @@ scripts.run_and_exit("train")
 """
 
 
-def test_nothing_is_compiled_again_when_it_grows(runs):
+def test_batch_warmup_does_not_recompile(runs):
     words = "--compile true --evaluation.every 0 --steps 5 --check_replicas_every 0 --model.n_layers 1".split()
     command = [TELLING_OF_RECOMPILES, *map(str, RECIPE), *words, "--out_dir", str(runs)]
     done = forked.run("-c", command, 0, environment())

@@ -29,7 +29,7 @@ def norm(tensors):
     return torch.cat([tensor.flatten().double() for tensor in tensors]).norm().item()
 
 
-def test_no_bit_changes(run):
+def test_block_statistics_change_no_bit(run):
     without = metrics(run.with_name("false"))
     assert [{k: v for k, v in row.items() if not k.startswith("layers/")} for row in metrics(run)] == without
     assert len({row["state/digest"] for row in without}) == 3
@@ -37,7 +37,7 @@ def test_no_bit_changes(run):
 
 
 @pytest.mark.parametrize("block", [0, 1])
-def test_norms_are_those_of_the_checkpoints(run, block):
+def test_logged_norms_match_checkpoints(run, block):
     rows, states = metrics(run), [tensors(run, step) for step in (1, 2, 3)]
     weights = [{n: t for n, t in state.items() if n.startswith(f"model.blocks.{block}.")} for state in states]
     moments = [t for n, t in states[0].items() if f".blocks.{block}." in n and n.endswith("exp_avg")]
@@ -48,7 +48,7 @@ def test_norms_are_those_of_the_checkpoints(run, block):
         assert row[f"layers/update_ratio/{block}"] == pytest.approx(moved, rel=1e-3)
 
 
-def test_activations_are_those_of_the_global_batch(run):
+def test_activation_rms_covers_the_global_batch(run):
     config = parse_config([*map(str, SHORT)])
     corpus = load_corpus(config)
     config = corpus.complete(config)
@@ -82,13 +82,13 @@ def test_exact_block_statistics_equal_on_any_processes(tmp_path):
     assert metrics(tmp_path / "0") == metrics(tmp_path / "2") == metrics(tmp_path / "4")
 
 
-def test_the_picture_shows_them(run):
+def test_block_statistics_figure_is_drawn(run):
     drawn = (run / "layers.png").read_bytes()
     assert drawn.startswith(b"\x89PNG") and save_block_stats(run).read_bytes() == drawn
 
 
 @pytest.mark.parametrize(("steps", "blocks"), [((10, 20), 1), ((10,), 2), ((10,), 1)])
-def test_one_block_and_one_step_are_seen(steps, blocks, tmp_path):
+def test_figure_shows_single_block_or_step(steps, blocks, tmp_path):
     rows = [{"step": step, **{f"layers/update_ratio/{block}": 0.1 for block in range(blocks)}} for step in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     image = imread(save_block_stats(tmp_path))

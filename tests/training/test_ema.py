@@ -40,7 +40,7 @@ def average_by_hand(run, step):
 
 
 @pytest.mark.parametrize("step", [1, 5, 8])
-def test_the_model_of_a_run_is_the_average(step, averaged):
+def test_load_run_returns_the_ema_weights(step, averaged):
     by_hand = average_by_hand(averaged, step)
     found, trained = load_run(averaged, step).model, load_run(averaged, step, weights="trained").model
     assert by_hand.keys() == found.state_dict().keys()
@@ -49,7 +49,7 @@ def test_the_model_of_a_run_is_the_average(step, averaged):
         assert torch.equal(trained.state_dict()[name], tensors(averaged, step)[f"model.{name}"])
 
 
-def test_the_training_is_what_it_is_without(averaged, plain):
+def test_ema_does_not_change_training(averaged, plain):
     """Though the weights were exchanged at every evaluation."""
     for step in (2, 8):
         kept = {name: tensor for name, tensor in tensors(averaged, step).items() if not name.endswith(".ema")}
@@ -57,7 +57,7 @@ def test_the_training_is_what_it_is_without(averaged, plain):
     assert [row["train/loss"] for row in metrics(averaged)] == [row["train/loss"] for row in metrics(plain)]
 
 
-def test_what_is_evaluated_is_the_average(averaged, plain, tmp_path):
+def test_evaluation_uses_the_ema_weights(averaged, plain, tmp_path):
     losses = {row["step"]: row["val/loss"] for row in metrics(averaged) if "val/loss" in row}
     for words, run in {"": averaged, "--weights trained": plain}.items():
         python(f"python evaluate.py {averaged} --micro_batch_size 2 --out {tmp_path} {words}")
@@ -77,7 +77,7 @@ def test_export_and_sample_use_the_ema_weights(averaged, plain, tmp_path):
     assert texts[1] == python(f"python sample.py {plain} --seed 3").stdout != texts[0]
 
 
-def test_it_goes_on_to_the_same_bits(averaged, tmp_path):
+def test_run_with_ema_resumes_bitwise(averaged, tmp_path):
     words = [*RUN, "--evaluation.ema_decay", AVERAGE, "--out_dir", tmp_path]
     train(*words, "--stop_after", 5, exit_code=75)
     train(*words)
@@ -86,7 +86,7 @@ def test_it_goes_on_to_the_same_bits(averaged, tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--evaluation.ema_decay", "0.9"], []], ids=["another", "none"])
-def test_another_average_is_another_run(words, averaged, tmp_path):
+def test_resume_refuses_changed_ema_decay(words, averaged, tmp_path):
     before = tensors(averaged, 8)
     done = train(*RUN, *words, "--out_dir", averaged.parent, "--steps", 9, exit_code=2)
     assert "evaluation.ema_decay: 0.7 there" in done.stderr and "Traceback" not in done.stderr
@@ -96,7 +96,7 @@ def test_another_average_is_another_run(words, averaged, tmp_path):
     assert_same_bits(tensors(averaged, 8), before)
 
 
-def test_weights_are_back_after_an_evaluation_that_fails(tmp_path):
+def test_ema_weights_restores_weights_after_error(tmp_path):
     """What is saved then, or looked at, is what was trained."""
     from training.ema import ema_weights, track_ema
 
@@ -115,7 +115,7 @@ def test_weights_are_back_after_an_evaluation_that_fails(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
-def test_sharded_it_is_the_same_but_for_rounding(kind, averaged, tmp_path):
+def test_sharded_ema_matches_up_to_rounding(kind, averaged, tmp_path):
     processes = 2 if kind == "fsdp2" else 4
     rest = "--global_batch_size 8 --data.num_samples 24".split()
     words = [*RUN, *rest, "--evaluation.ema_decay", AVERAGE]
@@ -130,6 +130,6 @@ def test_sharded_it_is_the_same_but_for_rounding(kind, averaged, tmp_path):
 
 
 @pytest.mark.slow
-def test_verify_holds_with_it():
+def test_verify_passes_with_ema_and_muon():
     said = python("python verify.py --evaluation.ema_decay 0.9 --optimizer.name muon").stdout
     assert "Everything holds" in said

@@ -62,7 +62,7 @@ class NorMuon:
             weight.copy_(weight * (1 - self.lr * self.weight_decay) - self.lr * step)
 
 
-def test_muon_takes_the_matrices_of_linear_layers_alone():
+def test_muon_updates_linear_matrices_only():
     """A table of embeddings in a block has two dimensions as well, and its rows are not turned together."""
     model = new_model()
     model.blocks[0].values, model.blocks[0].scales = nn.Embedding(20, 16), nn.Parameter(torch.ones(2, 16))
@@ -72,7 +72,7 @@ def test_muon_takes_the_matrices_of_linear_layers_alone():
     assert {id(model.blocks[0].values.weight), id(model.blocks[0].scales)} < {*map(id, matrices["params"])}
 
 
-def test_muon_and_adamw_together_are_each_alone():
+def test_muon_and_adamw_match_separate_optimizers():
     together, apart = new_model(), new_model()
     optimizer = build_optimizer(together, CONFIG)
     named = dict(apart.named_parameters())
@@ -114,7 +114,7 @@ def test_orthogonalize_of_stack_matches_each_matrix(shape, dtype, tolerance, mon
     torch.testing.assert_close(orthogonalize(stack, 5 * [polynomial]), torch.stack(alone), rtol=0, atol=tolerance)
 
 
-def test_small_singular_values_come_near_one():
+def test_orthogonalize_raises_small_singular_values():
     values = torch.logspace(-2, 0, 40, dtype=torch.float64)
     values = values / values.norm()
     left, right = (torch.linalg.qr(torch.randn(size, 40, dtype=torch.float64))[0] for size in (40, 90))
@@ -149,7 +149,7 @@ def take_steps_sharded_and_whole(rank, rendezvous):
     dist.destroy_process_group()
 
 
-def test_sharded_matrices_take_the_steps_of_whole_ones(tmp_path):
+def test_muon_on_sharded_matrices_equals_whole(tmp_path):
     arguments = [(rank, tmp_path / "rendezvous") for rank in (0, 1)]
     processes = [server.Process(target=take_steps_sharded_and_whole, args=each, daemon=True) for each in arguments]
     for process in processes:
@@ -160,7 +160,7 @@ def test_sharded_matrices_take_the_steps_of_whole_ones(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_muon_resumes_bitwise_and_learns(runs):
+def test_muon_run_resumes_bitwise_and_learns(runs):
     arguments = [*TINY_STORIES, "--optimizer.name", "muon", "--out_dir", runs, "--name", "run"]
     train(*arguments, processes=2)
     finished, rows = tensors(runs / "run", 8), metrics(runs / "run")

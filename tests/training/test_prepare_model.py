@@ -23,7 +23,7 @@ def test_compile_includes_the_loss_and_chunks_it(setting, chunked):
     assert network.next_token_loss.chunked is chunked
 
 
-def test_recomputing_changes_no_bit(tmp_path):
+def test_activation_checkpointing_changes_no_bit(tmp_path):
     """Dropout included: the second forward draws what the first one drew."""
     for name, recomputed in (("kept", "false"), ("recomputed", "true")):
         settings = ["--name", name, "--model.dropout", "0.2", "--activation_checkpointing", recomputed]
@@ -32,7 +32,7 @@ def test_recomputing_changes_no_bit(tmp_path):
     assert metrics(tmp_path / "kept") == metrics(tmp_path / "recomputed")
 
 
-def test_a_machine_without_a_compiler_trains_uncompiled(tmp_path):
+def test_machine_without_compiler_trains_uncompiled(tmp_path):
     done = train(*TINY, "--name", "run", "--compile", "true", "--out_dir", tmp_path, CXX="no-such-compiler")
     assert "precision: fp32, not compiled: no compiler: no-such-compiler\n" in done.stdout
     assert done.stdout.endswith("Training finished.\n")
@@ -45,7 +45,7 @@ def test_no_compiler_names_path_the_linker_cannot_take(folder, monkeypatch):
     assert "torch is installed in" in no_compiler(torch.device("cpu"))
 
 
-def test_a_profile_is_a_trace_of_these_steps(tmp_path):
+def test_profile_traces_the_given_steps(tmp_path):
     train(*TINY, "--name", "run", "--profile", "[3, 4]", "--out_dir", tmp_path, processes=2)
     for rank in range(2):
         trace = json.loads((tmp_path / "run" / f"trace-steps-3-4-rank-{rank}.json").read_text())
@@ -55,6 +55,6 @@ def test_a_profile_is_a_trace_of_these_steps(tmp_path):
         assert any("all_reduce" in name or "allreduce" in name for name in names)
 
 
-def test_a_profile_backwards_is_refused(tmp_path):
+def test_profile_with_reversed_steps_is_refused(tmp_path):
     done = train(*TINY, "--name", "run", "--profile", "[4, 3]", "--out_dir", tmp_path, exit_code=2)
     assert "profile: [4, 3] must be the first and the last step" in done.stderr

@@ -48,7 +48,7 @@ def test_warm_up_may_fill_the_run():
     assert scales(steps=5, name="cosine", warmup_steps=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
-def test_only_matrices_decay():
+def test_weight_decay_applies_to_matrices_only():
     model = GPTModel(GPTConfig(vocab_size=11, d_model=8, n_heads=2, d_ff=16))
     optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.1, betas=(0.8, 0.9)))
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
@@ -59,7 +59,7 @@ def test_only_matrices_decay():
     assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
 
 
-def test_the_learning_rate_of_every_group_is_scaled():
+def test_schedule_scales_learning_rate_of_every_group():
     """A fork may give each its own, as torch's optimizers let it."""
     network = torch.nn.Linear(2, 2)
     optimizer = build_optimizer(network, OptimizerConfig(lr=1.0))
@@ -71,7 +71,7 @@ def test_the_learning_rate_of_every_group_is_scaled():
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_schedule_more_is_a_function_more(name, monkeypatch):
+def test_added_schedule_is_one_function(name, monkeypatch):
     """As a fork adds it; what does not decay goes on not to."""
     monkeypatch.setitem(SCHEDULES, "weight_decay", lambda built_with, config, step: built_with * step / config.steps)
     monkeypatch.setitem(SCHEDULES, "betas", lambda built_with, config, step: (0.1 * step, built_with[1]))

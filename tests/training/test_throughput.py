@@ -17,7 +17,7 @@ from training.throughput import peak_bf16_flops, peak_memory_bytes
         *(("NVIDIA GeForce RTX 3090 Ti", 0), ("NVIDIA GeForce RTX 4090 Laptop GPU", 0)),
     ],
 )
-def test_the_peak_of_a_card_is_not_anothers(card, peak, monkeypatch):
+def test_peak_bf16_flops_matches_exact_card(card, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     assert peak_bf16_flops(torch.device("cuda")) == peak
 

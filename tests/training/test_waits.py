@@ -40,7 +40,7 @@ def assert_failed(run, error, what):
     assert status(run)["state"] == "failed" and what in status(run)["reason"]
 
 
-def test_workers_need_no_short_tmpdir(runs, tmp_path):
+def test_data_workers_accept_long_tmpdir(runs, tmp_path):
     """A socket of torch in a long TMPDIR could not be opened."""
     (folder := tmp_path / ("long" * 25)).mkdir()
     arguments = [*TINY_STORIES, "--data.num_workers", "1", "--out_dir", str(runs), "--name", "run"]
@@ -102,7 +102,7 @@ def test_signal_before_first_batch_stops_at_once(runs):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="a file system of one's own is of Linux")
 @pytest.mark.parametrize(("size", "code"), [("8k", 1), ("120k", 0)])
-def test_shared_memory_without_room(size, code, runs):
+def test_full_shared_memory_is_reported(size, code, runs):
     """As /dev/shm is in a container: without room for the semaphores of the queues, and with room for nothing else."""
     command = train_command(*LONG, "--steps", "8", "--out_dir", runs, "--name", "run")
     mounted = f'mount -t tmpfs -o size={size} none /dev/shm || exit 99; exec "$@"'
@@ -116,7 +116,7 @@ def test_shared_memory_without_room(size, code, runs):
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_save_that_hangs_ends_the_run(asynchronous, runs):
+def test_hanging_save_ends_the_run(asynchronous, runs):
     arguments = [*TINY_STORIES, "--timeout_seconds", "1", "--checkpoint.on_failure", "continue", "--out_dir", str(runs)]
     arguments += ["--checkpoint.asynchronous", asynchronous, "--name", "run"]
     done = forked.run("-c", [HANGING_SAVE, *arguments], 0, environment())
