@@ -33,7 +33,7 @@ from run.load import load_run
 from training.block_stats import total_norm
 from training.gradients import complete_gradients, trainable_parameters
 from training.optimizer import build_optimizer, set_schedules
-from training.prepare_model import no_compiler, prepare_network
+from training.prepare_model import missing_compiler, prepare_network
 
 NUM_WORST_TOKENS, MAX_TEXT_LENGTH = 5, 120  # shown of a sequence: tokens, characters
 
@@ -201,7 +201,7 @@ def print_precisions(run: RecordedRun, model: GPTModel, batch: dict[str, Tensor]
     print_on_main(f"{'precision':>16}{'loss':>14}{'gradient norm':>16}")
     for precision in ("no", "bf16"):
         for compiled in (False, True):
-            if compiled and no_compiler(num_targets.device):
+            if compiled and missing_compiler(num_targets.device):
                 continue
             network = deepcopy(model)
             prepare_network(network, replace(run.config, compile=compiled), num_targets.device)

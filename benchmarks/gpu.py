@@ -35,7 +35,7 @@ from model.gpt import GPTModel
 from training.block_stats import BlockStatistics
 from training.metrics import StepMetrics
 from training.optimizer import build_optimizer
-from training.prepare_model import no_compiler, prepare_network
+from training.prepare_model import missing_compiler, prepare_network
 from training.step import TrainState, train_step
 from training.throughput import peak_bf16_flops
 
@@ -236,7 +236,7 @@ def gpu(options: Namespace) -> Iterator[Group]:
     scale = MINIATURE if options.quick else Scale()
     if not options.quick and not torch.cuda.is_available():
         sys.exit("gpu: no GPU was found; --quick tests this case on a CPU")
-    if not options.quick and (missing := no_compiler(torch.device("cuda"))):
+    if not options.quick and (missing := missing_compiler(torch.device("cuda"))):
         sys.exit(f"gpu: the blocks would not be compiled: {missing}")
     torch.set_float32_matmul_precision("high")
     # The cache's key does not include the attention backend, so that a group would get the code of another.

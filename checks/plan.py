@@ -40,7 +40,7 @@ from run.resolve import resolve
 from run.summary import batch_of_run, tokens_of_run
 from training.gradients import trainable_parameters
 from training.optimizer import build_optimizer
-from training.prepare_model import no_compiler, prepare_network
+from training.prepare_model import missing_compiler, prepare_network
 
 TRIAL_STEPS = 6  # the second half is measured
 MAX_TRIAL_FLOPS_ON_CPU = 3e12  # about a minute on a slow CPU
@@ -104,7 +104,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
     with FakeTensorMode(), LiveBytes() as live, torch.device(device):
         network = GPTModel(config.model)
         # An upper bound under torch.compile, which keeps fewer activations. With it the cross-entropy is chunked.
-        compiled = config.compile and not no_compiler(device)
+        compiled = config.compile and not missing_compiler(device)
         chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
         prepare_network(network, replace(config, compile=False, chunked_loss=chunked), device)
         optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)

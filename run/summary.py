@@ -12,7 +12,7 @@ from model.attention import HAS_TRITON
 from model.gpt import GPTModel
 from run.resume import Start
 from training.gradients import trainable_parameters
-from training.prepare_model import no_compiler
+from training.prepare_model import missing_compiler
 
 
 def batch_of_run(config: TrainConfig, of: int = 1) -> str:
@@ -65,7 +65,7 @@ def summary(
         dtypes = dtypes.replace("weights", f"weights gathered in {precision}, kept")
     arithmetic = [dtypes]
     if config.compile:
-        lack = no_compiler(device)
+        lack = missing_compiler(device)
         arithmetic.append(f"not compiled: {lack}" if lack else "compiled")
     if config.activation_checkpointing:
         arithmetic.append("activation checkpointing")

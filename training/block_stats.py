@@ -1,4 +1,4 @@
-"""Statistics of each block in a step: norms of weights, gradients and activations, and the size of the update."""
+"""Statistics of each block in a step: norms of weights and gradients, activations, and the relative update."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,18 +15,21 @@ from training.gradients import complete_gradients, trainable_parameters
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
-    """Return the L2 norm of all tensors together; they may be sharded."""
+    """Return the L2 norm over all tensors, which may be sharded."""
     norms = [full_tensor(tensor.detach().float().norm()) for tensor in tensors]
     return torch.stack(norms).norm().item() if norms else 0.0
 
 
 class BlockStatistics:
-    """Records statistics of `blocks` in the steps for which `recording` is set, without changing any of them.
+    """Records statistics of `blocks` in the steps for which `recording` is set; training is not changed by it.
 
-    `metrics` are those of the last recorded step, as `layers/NAME/BLOCK`: the L2 norms `weight_norm` (before the
-    update) and `gradient_norm` (as the optimizer uses it), `activation_rms`, the root mean square of the output over
-    all processes, and `update_ratio`, the norm of the update divided by that of the weights. A block that is used in
-    several places has the mean over them; one that is skipped, as by stochastic depth, has 0.
+    `metrics` holds those of the last recorded step as `layers/NAME/BLOCK`:
+
+    - weight_norm: L2 norm of the weights before the update.
+    - gradient_norm: L2 norm of the gradient after clipping.
+    - activation_rms: root mean square of the block's output over all processes, and over all calls if the block is
+      called several times in a forward; 0 for a block that was never called, as with stochastic depth.
+    - update_ratio: L2 norm of the update divided by weight_norm.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], accelerator: Accelerator):
@@ -34,7 +37,7 @@ class BlockStatistics:
         self.metrics, self.recording = {}, False
         self.mean_squares: list[list[Tensor]] = [[] for _ in self.blocks]  # since the last update
         for index, block in enumerate(self.blocks):
-            # torch.compiler.disable is slow to import, so only where there are blocks to record.
+            # Inside the loop, because torch.compiler.disable is slow to import.
             block.register_forward_hook(partial(torch.compiler.disable(self._record_output), index))
 
     def _record_output(self, i: int, block: nn.Module, inputs: tuple, out: Tensor | tuple) -> None:
@@ -54,8 +57,8 @@ class BlockStatistics:
             total_norm(complete_gradients(trainable_parameters(block))) for block in self.blocks
         ]
         yield
-        # One row for each micro-batch of the global batch, so that the order of addition does not depend on the number
-        # of processes; 0 for blocks that a micro-batch skipped.
+        # [calls, blocks]: all calls are gathered and then summed, so that the order of addition does not depend on the
+        # number of processes; 0 where a block had fewer calls than others.
         device = self.accelerator.device
         rows = nn.utils.rnn.pad_sequence([torch.tensor(values, device=device) for values in recorded])
         rows = cast(Tensor, self.accelerator.gather(self.accelerator.pad_across_processes(rows)))

@@ -15,9 +15,9 @@ from training.schedule import SCHEDULES, scheduled_value
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, ema_decay: float | None = None) -> torch.optim.Optimizer:
-    """Build the optimizer that `config.name` selects. Weight decay applies to matrices only.
+    """Build the optimizer that `config.name` selects; weight decay applies to matrices only.
 
-    With `ema_decay` (evaluation.ema_decay) it also tracks an exponential moving average of the weights.
+    With `ema_decay` the optimizer also tracks an exponential moving average of the weights.
     """
     optimizer = _select_optimizer(model, config)
     if ema_decay is not None:
@@ -27,12 +27,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, ema_decay: float 
 
 def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     linear_weights = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
-    hidden, matrices, vectors = [], [], []
+    muon_weights, matrices, vectors = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_hidden = id(parameter) in linear_weights and name.startswith("blocks.")
             if config.name == "muon" and is_hidden:
-                hidden.append(parameter)
+                muon_weights.append(parameter)
             elif parameter.dim() >= 2:
                 matrices.append(parameter)
             else:
@@ -43,20 +43,17 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
         case "adamw":
             return adamw
         case "muon":
-            return MuonAndAdamW(hidden, adamw, config)
+            return MuonAndAdamW(muon_weights, adamw, config)
         case other:
             raise unhandled_choice("optimizer.name", other)
 
 
 def set_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:
-    """Set every scheduled value for step `step` (from 0) in the optimizer's groups and the dropout layers.
-
-    The base value of a group is the one that the optimizer was built with.
-    """
+    """Set the scheduled values of step `step` (from 0) in the optimizer's groups and the dropout layers."""
     for group in optimizer.param_groups:
         for name in SCHEDULES.keys() & group.keys():
-            base = group.setdefault(f"initial_{name}", group[name])
-            group[name] = scheduled_value(name, base, config, step)
+            unscheduled = group.setdefault(f"initial_{name}", group[name])
+            group[name] = scheduled_value(name, unscheduled, config, step)
     if "dropout" in SCHEDULES:
         rate = scheduled_value("dropout", config.model.dropout, config, step)
         for module in network.modules():
@@ -67,7 +64,7 @@ def set_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: 
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return `train/lr`, and `train/lr_GROUP` of every group whose rate is another, by the group's `name` or number."""
+    """Return `train/lr`, and `train/lr_GROUP` for each group with a different rate, by its `name` or number."""
     first, *others = (group["lr"] for group in optimizer.param_groups)
     rates = {"train/lr": first}
     for index, lr in enumerate(others, start=1):
@@ -77,9 +74,8 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 # Polar Express (Amsel et al. 2025, arXiv:2505.16932): optimal polynomials, applied in turn, for singular values from
-# 0.001 to 1, with the safety factor for rounding of modded-nanogpt (the first also covers the norm by 1.02). After
-# these three of the five, singular values are between 0.2 and 1.9 instead of near 1; the loss is the same
-# (benchmarks/LOG.md).
+# 0.001 to 1, with modded-nanogpt's safety factor for rounding (hence 1.02). Three of the five polynomials are enough:
+# they leave singular values between 0.2 and 1.9 instead of near 1, and the loss is the same (benchmarks/LOG.md).
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -88,7 +84,7 @@ POLAR_EXPRESS = (
 
 
 def frobenius_norm(matrices: Tensor) -> Tensor:
-    """Return the Frobenius norm of each matrix [N, rows, columns], [N, 1, 1]."""
+    """Return the Frobenius norms, [N, 1, 1], of matrices [N, rows, columns]."""
     return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
@@ -109,18 +105,18 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) on the linear layers inside the blocks, AdamW on everything else, as one optimizer.
 
-    Each matrix moves along its orthogonalised momentum, scaled to the root mean square of AdamW's updates (Liu et al.
+    The update of a matrix is its orthogonalised momentum, scaled to the root mean square of AdamW's updates (Liu et al.
     2025, arXiv:2502.16982), so that one learning rate and one weight decay serve both, as in torch.optim.Muon. As in
-    NorMuon (Li et al. 2025, arXiv:2510.05491) each row of the update, a neuron, is then divided by the root of an
-    exponential moving average of its mean square, and the update is rescaled to its Frobenius norm before.
+    NorMuon (Li et al. 2025, arXiv:2510.05491), each row of it is divided by the root of an exponential moving average
+    of the row's mean square, and the matrix is then rescaled to the Frobenius norm that it had before.
 
     Matrices of one shape are updated together, in float32 on CPUs, few of which compute in bfloat16, and in bfloat16
     elsewhere.
     """
 
-    def __init__(self, hidden: list[nn.Parameter], adamw: torch.optim.AdamW, config: OptimizerConfig):
+    def __init__(self, muon_weights: list[nn.Parameter], adamw: torch.optim.AdamW, config: OptimizerConfig):
         self.adamw = adamw
-        muon = {"params": hidden, "lr": config.lr, "weight_decay": config.weight_decay, "betas": config.betas}
+        muon = {"params": muon_weights, "lr": config.lr, "weight_decay": config.weight_decay, "betas": config.betas}
         super().__init__([muon, *adamw.param_groups], {})
 
     @torch.no_grad()
@@ -129,35 +125,35 @@ class MuonAndAdamW(torch.optim.Optimizer):
         muon, by_shape = self.param_groups[0], {}
         for weight in muon["params"]:
             if weight.grad is not None:
-                # Sharded matrices are updated one by one: gathered together they may not fit into memory.
+                # Sharded matrices are updated one by one: all of one shape, gathered, may not fit into memory.
                 key = weight if is_sharded(weight) else weight.shape
                 by_shape.setdefault(key, []).append(weight)
         for weights in by_shape.values():
-            self._step_along_momentum(weights, muon)
-        # AdamW uses its part of the same groups and the same state, so the state that is saved is the one it uses.
+            self._muon_step(weights, muon)
+        # AdamW works on this optimizer's groups and state, which are the ones that are saved and loaded.
         self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
         self.adamw.step()
 
-    def _step_along_momentum(self, weights: list[nn.Parameter], group: dict) -> None:
-        """Update matrices of one shape by Muon's rule."""
-        (momentum, square_decay), lr = group["betas"], group["lr"]
+    def _muon_step(self, weights: list[nn.Parameter], group: dict) -> None:
+        """Update matrices of one shape."""
+        (beta1, beta2), lr = group["betas"], group["lr"]
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
                 self.state[weight]["second_momentum_buffer"] = torch.zeros(len(weight), 1, device=weight.device)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]  # all have one
+        gradients = [weight.grad for weight in weights if weight.grad is not None]  # none is None; for the type checker
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
-        foreach_lerp_(momenta, gradients, 1 - momentum)
-        # Nesterov momentum; in place, which torch 2.11 supports for sharded tensors too.
-        ahead = [gradient.clone() for gradient in gradients]
-        foreach_lerp_(ahead, momenta, momentum)
-        ahead = torch.stack([full_tensor(matrix) for matrix in ahead])
-        dtype = torch.float32 if ahead.device.type == "cpu" else torch.bfloat16
-        steps = orthogonalize(ahead.to(dtype)).float()
-        foreach_lerp_(squares, steps.square().mean(-1, keepdim=True).unbind(), 1 - square_decay)
-        normed = steps * torch.stack(squares).clamp(min=1e-10).rsqrt()
-        steps = normed * (frobenius_norm(steps) / frobenius_norm(normed).clamp(min=1e-7))
+        foreach_lerp_(momenta, gradients, 1 - beta1)
+        # In place on a copy, because torch 2.11 has no other foreach_lerp for sharded tensors.
+        nesterov = [gradient.clone() for gradient in gradients]
+        foreach_lerp_(nesterov, momenta, beta1)
+        nesterov = torch.stack([full_tensor(matrix) for matrix in nesterov])
+        dtype = torch.float32 if nesterov.device.type == "cpu" else torch.bfloat16
+        updates = orthogonalize(nesterov.to(dtype)).float()
+        foreach_lerp_(squares, updates.square().mean(-1, keepdim=True).unbind(), 1 - beta2)
+        normalized = updates * torch.stack(squares).clamp(min=1e-10).rsqrt()
+        updates = normalized * (frobenius_norm(updates) / frobenius_norm(normalized).clamp(min=1e-7))
         foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        steps = [shard_like(weight, step) for weight, step in zip(weights, steps, strict=True)]
-        foreach_add_(weights, steps, alpha=-lr * 0.2 * math.sqrt(max(ahead.shape[-2:])))
+        updates = [shard_like(weight, update) for weight, update in zip(weights, updates, strict=True)]
+        foreach_add_(weights, updates, alpha=-lr * 0.2 * math.sqrt(max(nesterov.shape[-2:])))

@@ -21,8 +21,8 @@ from model.gpt import GPTModel
 PROCESSOR_FOLDER = "processor-"
 
 
-def no_compiler(device: torch.device) -> str:
-    """Return what torch.compile lacks on this machine to compile for `device`, or an empty string."""
+def missing_compiler(device: torch.device) -> str:
+    """Describe what torch.compile needs on this machine to compile for `device` and lacks; empty if nothing."""
     if device.type == "cuda" and not attention.HAS_TRITON:
         return "no Triton"
     default = "clang++" if sys.platform == "darwin" else "g++"
@@ -40,10 +40,9 @@ def no_compiler(device: torch.device) -> str:
 def separate_compilation_caches() -> None:
     """Give the compilation cache a subdirectory for each kind of processor.
 
-    The cache key of Inductor does not contain the processor. Code generated under ATEN_CPU_CAPABILITY=avx2 (vectors of
-    8 floats) would be reused by a process without it, compiled for vectors of 16, and write beyond the end of tensors.
-    And Inductor compiles with -march=native, so machines that share a home directory would run each other's
-    instructions.
+    Inductor's cache key does not contain the processor, and it compiles with -march=native: machines that share a home
+    directory would run each other's instructions. Code generated under ATEN_CPU_CAPABILITY=avx2 (vectors of 8 floats)
+    would be reused by a process without it, compiled for vectors of 16, and write beyond the end of tensors.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
 
@@ -59,8 +58,8 @@ def separate_compilation_caches() -> None:
 def checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap `forward` in activation checkpointing: it keeps only its inputs and runs again in the backward.
 
-    The wrapper is a function of this repository, not `partial(checkpoint, forward)`: torch.compile starts at the first
-    frame outside torch, finds none behind `checkpoint`, and would silently leave the block uncompiled.
+    Not `partial(checkpoint, forward)`: torch.compile compiles from the first frame outside torch, and without a frame
+    in this repository it would silently leave the block uncompiled.
     """
 
     def forward_keeping_inputs(*inputs):
@@ -71,7 +70,7 @@ def checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device) -> None:
     """Apply `compile` and `activation_checkpointing` to each block, and `chunked_loss`; the weights do not change."""
-    compiled = config.compile and not no_compiler(device)
+    compiled = config.compile and not missing_compiler(device)
     if compiled:
         separate_compilation_caches()
         network.next_token_loss.compile()
@@ -80,6 +79,6 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
         if config.activation_checkpointing:
             block.forward = checkpointed(block.forward)
         if compiled:
-            # In place, so that names stay clean and DDP does not split the graph at its buckets. Dropout is drawn as in
-            # eager mode, so that a run may be resumed compiled or not.
+            # In place, so that parameters keep their names and DDP does not split the graph at its buckets. With
+            # fallback_random dropout is drawn as in eager mode, so that a run may be resumed compiled or not.
             block.compile(options={"fallback_random": True})

@@ -98,7 +98,7 @@ def test_tensor_bytes_use_chunked_loss_when_compiled(monkeypatch):
     config = parse_config([*map(str, TINY_STORIES), *words])
     logits = {}
     for lack, chunked in (("", None), ("", True), ("no compiler", None), ("no compiler", True), ("", False)):
-        monkeypatch.setattr(plan, "no_compiler", lambda _device, lack=lack: lack)
+        monkeypatch.setattr(plan, "missing_compiler", lambda _device, lack=lack: lack)
         parts, _ = plan.tensor_bytes(replace(config, chunked_loss=chunked), ON_A_CPU)
         logits[lack, chunked] = parts["logits and loss"]
     assert logits["", None] == logits["", True] == logits["no compiler", True]

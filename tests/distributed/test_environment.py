@@ -12,7 +12,7 @@ from distributed.environment import normalize_environment
 from model import attention
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.forked import Launch, free_port, run
-from training.prepare_model import no_compiler
+from training.prepare_model import missing_compiler
 
 
 def test_normalize_environment_translates_mpi():
@@ -133,9 +133,10 @@ def test_failed_notebook_cell_prints_one_message(more, message, processes, runs)
     assert (done.stdout + done.stderr).count(message) == 1 and done.stderr.count("train.py: error") < 2, done.stderr
 
 
-def test_no_compiler_without_triton(monkeypatch):
+def test_missing_compiler_without_triton(monkeypatch):
     monkeypatch.setattr(attention, "HAS_TRITON", False)
-    assert no_compiler(torch.device("cuda")) == "no Triton" and no_compiler(torch.device("cpu")) != "no Triton"
+    assert missing_compiler(torch.device("cuda")) == "no Triton"
+    assert missing_compiler(torch.device("cpu")) != "no Triton"
 
 
 def test_importing_train_loads_no_slow_packages():

@@ -10,7 +10,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import differentiate_loss
 from tests.conftest import metrics, train
-from training.prepare_model import no_compiler, prepare_network
+from training.prepare_model import missing_compiler, prepare_network
 
 TINY = ["--config", "tests/tiny_stories.yaml", "--steps", "6", "--evaluation.every", "0", "--tracking.log_every", "1"]
 
@@ -39,10 +39,10 @@ def test_machine_without_compiler_trains_uncompiled(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["my project", "b\u00fccher", "it's", "a(b)"])
-def test_no_compiler_names_path_the_linker_cannot_take(folder, monkeypatch):
-    assert no_compiler(torch.device("cpu")) == ""
+def test_missing_compiler_names_path_the_linker_cannot_take(folder, monkeypatch):
+    assert missing_compiler(torch.device("cpu")) == ""
     monkeypatch.setattr(torch, "__file__", f"/home/me/{folder}/.venv/torch/__init__.py")
-    assert "torch is installed in" in no_compiler(torch.device("cpu"))
+    assert "torch is installed in" in missing_compiler(torch.device("cpu"))
 
 
 def test_profile_traces_the_given_steps(tmp_path):
