@@ -5,7 +5,7 @@
 
 IDEA is settings in one argument ("--model.mlp relu2"), or code: a git branch or commit, a patch file, or . for the
 changes of the working tree, against the commit on which it is based. Runs, diffs and the log are in lab/; rerun the
-same command to resume. docs/experiments_on_ideas.md explains the method.
+same command to resume. docs/experiments.md explains the method.
 """
 
 if __name__ == "__main__":

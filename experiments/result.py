@@ -249,7 +249,7 @@ def format_report(row: dict[str, Any]) -> Iterator[str]:
     if "difference" in row:
         yield (
             f"{row['seeds']} seeds of each arm, analysed after each from number {MIN_SEEDS}: repeated confidence "
-            "intervals with Welch's t, valid under any stopping rule (docs/experiments_on_ideas.md)"
+            "intervals with Welch's t, valid under any stopping rule (docs/experiments.md)"
         )
     tried = row["candidates_tried"]
     yield (
