@@ -1,24 +1,31 @@
-"""Try a fork: `make trial`, or python -m tests.fork_trial [--verify_steps N] [SETTINGS]... in its root.
+"""Try a fork: `make trial`, or python -m tests.fork_trial [--verify_steps N] [--base COMMIT] [SETTINGS]... in its root.
 
 Train 20 steps on two processes without a stop; train them again, kill both processes half-way and resume, which must
-give the same metrics and the same digest of all weights and moments; then run verify.py. The exit code is 0 if all of
-it holds; otherwise 1, and the last line says what does not. The processes are forks of one (tests/forked.py), and this
-one imports no torch.
+give the same metrics and the same digest of all weights and moments; run verify.py; then train the short runs of
+tests/golden.py with the code of the fork and of the commit that it began from, which must end with the same digests,
+because a new setting changes nothing at its default. The exit code is 0 if all of it holds; otherwise 1, and the last
+line says what does not. The processes are forks of one (tests/forked.py), and this one imports no torch.
 """
 
 import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import yaml
+
+from config.errors import ConfigError
+from experiments.change import Change, checked_out, git, resolve_commits
 from tests import forked
 
 # An evaluation after each step leaves time to kill the processes.
 TRIAL = "--config tests/tiny_stories.yaml --steps 20 --checkpoint.every 5 --evaluation.every 1".split()
+UPSTREAM = ("upstream/main", "origin/main", "main")
 
 
 class TrialError(Exception):
@@ -53,7 +60,73 @@ def compare_rows(uninterrupted: list[dict], resumed: list[dict]) -> None:
         raise TrialError("state/digest is the same at two steps; is every step an update?")
 
 
-def main(out_dir: str, verify_steps: str, settings: list[str]) -> None:
+def find_base(ref: str | None) -> str:
+    """Return the commit at which the fork left `ref`, by default the first of UPSTREAM that exists.
+
+    Raises:
+        ConfigError: there is no such commit.
+    """
+    if ref is None:
+        existing = git("for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes").splitlines()
+        ref = next((name for name in UPSTREAM if name in existing), "HEAD")
+    return git("merge-base", "HEAD", ref)
+
+
+def train_at_defaults(*folders: Path) -> list[dict[str, dict]]:
+    """Train the runs of tests/golden.py with the code in each folder, at the same time; return their last metrics."""
+    with TemporaryDirectory(prefix="defaults-") as out:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.golden", str(Path(out, str(number)))],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number, folder in enumerate(folders)
+        ]
+        outputs = [process.communicate() for process in processes]
+    for folder, process, (_, errors) in zip(folders, processes, outputs, strict=True):
+        if process.returncode:
+            print(errors)
+            raise TrialError(f"the {folder.name} does not train at its defaults; its error is above")
+    return [yaml.safe_load(printed) for printed, _ in outputs]
+
+
+def compare_defaults(base: dict[str, dict], fork: dict[str, dict]) -> None:
+    """Raise TrialError if a run of the fork at its defaults ends with other metrics than the base."""
+    moved = [
+        f"{kind}: {name} is {metrics.get(name)}, {expected[name]} before"
+        for kind, metrics in fork.items()
+        if (expected := base.get(kind))
+        for name in expected
+        if metrics.get(name) != expected[name]
+    ]
+    if moved:
+        raise TrialError(
+            f"defaults moved: {'; '.join(moved[:2])}; a new setting must change nothing at its default. If the fork "
+            "means to change them, commit and give --base HEAD"
+        )
+
+
+def check_defaults(ref: str | None) -> None:
+    """Compare the fork at its defaults, uncommitted changes included, with the commit that it began from."""
+    try:
+        base = find_base(ref)
+        _, fork = resolve_commits(".")
+        if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{fork}^{{tree}}"):
+            print(f"defaults: not compared: no code differs from {base[:12]}; --base COMMIT names an earlier one")
+            return
+        with checked_out(Change(base=base, commit=fork)) as folders:
+            compare_defaults(*train_at_defaults(*folders))
+        print(f"defaults: the same as those of {base[:12]}")
+    except ConfigError as error:
+        print(f"defaults: not compared: {str(error).removeprefix('idea: ')}; --base COMMIT names a commit")
+
+
+def main(out_dir: str, verify_steps: str, base: str | None, settings: list[str]) -> None:
     arguments = [*TRIAL, *settings, "--out_dir", out_dir]
     uninterrupted, killed = (Path(out_dir, name) for name in ("uninterrupted", "killed"))
     run_script("train.py", [*arguments, "--name", "uninterrupted"])
@@ -74,14 +147,16 @@ def main(out_dir: str, verify_steps: str, settings: list[str]) -> None:
     print(json.dumps(read_rows(killed)[-1]))
     shutil.rmtree(out_dir)  # verify.py makes runs of its own there
     print(run_script("verify.py", [*arguments, "--verify_steps", verify_steps]))
+    check_defaults(base)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--verify_steps", default="6", help="steps that verify.py trains")
+    parser.add_argument("--base", help="a commit of upstream; by default the first of " + ", ".join(UPSTREAM))
     own, settings = parser.parse_known_args()
     with TemporaryDirectory(prefix="trial-") as folder:
         try:
-            main(str(Path(folder, "runs")), own.verify_steps, settings)
+            main(str(Path(folder, "runs")), own.verify_steps, own.base, settings)
         except TrialError as error:
             sys.exit(f"fork_trial: {error}")

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from experiments import change
 from tests.conftest import ROOT
-from tests.fork_trial import TrialError, compare_rows
+from tests.fork_trial import TrialError, check_defaults, compare_defaults, compare_rows, find_base
 
 
 def make(target, directory, **options):
@@ -74,3 +75,38 @@ def test_trial_ends_with_one_message():
 def test_trial_names_first_difference(resumed, message):
     with pytest.raises(TrialError, match=message):
         compare_rows([{"step": 1, "train/loss": 2.0}], resumed)
+
+
+def test_trial_refuses_moved_defaults():
+    base = {"stories": {"state/digest": "1", "train/loss": 5.0}, "dropped": {"state/digest": "2"}}
+    compare_defaults(base, {"stories": {"state/digest": "1", "train/loss": 5.0}, "added": {"state/digest": "3"}})
+    moved = {"stories": {"state/digest": "4", "train/loss": 5.0}}
+    with pytest.raises(TrialError, match="^defaults moved: .*stories: state/digest is 4, 1 before"):
+        compare_defaults(base, moved)
+
+
+@pytest.fixture
+def fork_repository(tmp_path, monkeypatch):
+    """A git repository whose checked-out branch is one commit ahead of main."""
+    monkeypatch.setattr(change, "ROOT", tmp_path)
+    change.git("init", "--quiet", "--initial-branch", "main")
+    for branch in ("main", "fork"):
+        (tmp_path / "code.py").write_text(f"# {branch}")
+        change.git("add", ".")
+        change.git("commit", "--quiet", "--message", branch, **change.AUTHOR)
+        change.git("checkout", "--quiet", "-B", "fork")
+    return tmp_path
+
+
+def test_trial_compares_defaults_with_merge_base(fork_repository):
+    upstream = change.git("rev-parse", "main")
+    assert find_base(None) == upstream
+    assert find_base("HEAD") == change.git("rev-parse", "fork") != upstream
+
+
+def test_trial_reports_uncompared_defaults(fork_repository, capsys):
+    check_defaults("HEAD")
+    check_defaults("no_such_branch")
+    unchanged, unknown = capsys.readouterr().out.splitlines()
+    assert unchanged.startswith("defaults: not compared: ") and "--base COMMIT" in unchanged
+    assert unknown.startswith("defaults: not compared: git merge-base fails: ")
