@@ -29,8 +29,11 @@ test-env: env ## add the tools of the tests to .venv
 train: env ## train the mini-GPT on stories with 2 CPU processes; with other settings: make train ARGS="--resume never"
 	$(LAUNCH) train.py --config configs/stories.yaml $(ARGS)
 
+# The launcher adds a traceback of its own below the message of verify.py.
+verify: SHELL = bash -o pipefail
+verify: WITHOUT_LAUNCHER = '/^W[0-9]+ .*torch\/distributed\/elastic/ { next } /^E[0-9]+ .*torch\/distributed\/elastic/ { ended = 1 } !ended { print; fflush() }'
 verify: env ## check the guarantees on this machine; of your model: make verify ARGS="--config FILE"
-	@$(LAUNCH) verify.py $(ARGS) || (echo "make verify: a check failed; its message is above the launcher's traceback" >&2; exit 1)
+	@{ $(LAUNCH) verify.py $(ARGS) 2>&1 >&3 | awk $(WITHOUT_LAUNCHER) >&2; } 3>&1
 
 law: env ## train a ladder of model sizes, fit a scaling law and predict a larger run; longer: make law ARGS="--seeds 5"
 	.venv/bin/python scale.py --law $(ARGS)

@@ -324,19 +324,19 @@ def main(config: TrainConfig) -> None:
     check_launch(config)
     with contextlib.suppress(ConfigError):  # where it is not possible, the check of exact reports it
         use_portable_arithmetic()
-    verification, all_hold = Verification(config), True
+    verification, failed = Verification(config), []
     say = verification.accelerator.print
     try:
         precision = verification.accelerator.mixed_precision.replace("no", "fp32")
         say(f"{verification.num_processes} x {verification.device.type}, {precision}")
         for guarantee, check in verification.checks().items():
             result, figure = verification.run(check)
-            all_hold = all_hold and result != "FAIL"
+            failed += [guarantee] if result == "FAIL" else []
             say(f"{result}  {guarantee:<44} {figure}", flush=True)
     finally:
         if verification.rank == 0:
             shutil.rmtree(verification.config.out_dir)
-    if not all_hold:
-        raise RunError("Something does not hold.")
+    if failed:
+        raise RunError(f"{len(failed)} of {len(verification.checks())} checks failed: {'; '.join(failed)}")
     say("Everything holds.")
     verification.accelerator.wait_for_everyone()

@@ -56,6 +56,31 @@ def test_env_names_what_linked_environment_lacks(tmp_path):
     assert done.returncode and "which lacks no-such-package==1.0" in done.stdout, done.stdout + done.stderr
 
 
+LAUNCHER = """#!/bin/sh
+echo "PASS  the first check"
+echo "loading torch ..." >&2
+echo "verify.py: error: 1 of 14 checks failed" >&2
+echo "W1126 02:10:17.393000 1953 torch/distributed/elastic/multiprocessing/api.py:1028] Sending SIGTERM" >&2
+echo "process 1: last words" >&2
+echo "E1126 02:10:17.402000 1953 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)" >&2
+echo "Traceback (most recent call last):" >&2
+exit 1
+"""
+
+
+def test_verify_hides_launchers_traceback(tmp_path):
+    copy_files(tmp_path, "Makefile")
+    for name, script in (("python", "#!/bin/sh\n"), ("accelerate", LAUNCHER)):
+        (tmp_path / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".venv" / "bin" / name).write_text(script)
+        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    done = make("verify", tmp_path)
+    assert done.returncode == 2 and done.stdout == "PASS  the first check\n"
+    *printed, of_make = done.stderr.splitlines()
+    expected = ["loading torch ...", "verify.py: error: 1 of 14 checks failed", "process 1: last words"]
+    assert printed == expected and of_make.startswith("make: ***")
+
+
 @pytest.mark.slow
 def test_trial_ends_with_one_message():
     command = [sys.executable, "-m", "tests.fork_trial", "--model.mlp", "no_such_mlp"]
