@@ -31,7 +31,7 @@ from benchmarks.runner import Group
 from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from data.sampler import GlobalBatches
 from model.config import GPTConfig
-from model.gpt import GPTModel
+from model.gpt import GPTModel, build_on_meta_device
 from training.block_stats import BlockStatistics
 from training.metrics import StepMetrics
 from training.optimizer import build_optimizer
@@ -221,8 +221,7 @@ def build_group(name: str, scale: Scale, peer: Path | None) -> Group:
     config = scale.model_config(shape, context)
     size = 1 if scale.context else batch, config.max_position_embeddings
     tokens = torch.randint(config.vocab_size or 0, size, device=scale.device)
-    with torch.device("meta"):
-        flops_per_token = GPTModel(config).flops_per_token(tokens.shape[1])
+    flops_per_token = build_on_meta_device(config).flops_per_token(tokens.shape[1])
     builders = {name: partial(build_ours, config, tokens, scale, **SETTINGS[name]) for name in names if name != PEER}
     if PEER in names and peer:
         builders[PEER] = partial(build_nanogpt, config, tokens, scale, peer)

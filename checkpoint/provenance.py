@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from checkpoint.identity import ROOT, code_hash
 from config.schema import TrainConfig
-from model.gpt import GPTModel
+from model.gpt import build_on_meta_device
 
 
 def provenance(root: Path = ROOT) -> dict[str, str | None]:
@@ -42,12 +42,8 @@ def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
 
 
 def network_size(config: TrainConfig) -> dict[str, int]:
-    """Return `parameters` and training `flops_per_token` of the network that the config describes.
-
-    It is built on the meta device, without memory for its weights.
-    """
-    with torch.device("meta"):
-        network = GPTModel(config.model)
+    """Return `parameters` and training `flops_per_token` of the network that a resolved config describes."""
+    network = build_on_meta_device(config.model)
     return {"parameters": network.num_parameters(), "flops_per_token": network.flops_per_token(config.seq_len)}
 
 

@@ -34,7 +34,7 @@ from distributed.launch import num_shards, start_accelerator
 from distributed.launch_checks import check_launch
 from distributed.nested import broadcast_from_main, nested_training, temporary_folder
 from distributed.world import num_processes
-from model.gpt import GPTModel
+from model.gpt import GPTModel, build_on_meta_device
 from run.metrics_log import read_rows
 from run.resolve import resolve
 from run.summary import batch_of_run, tokens_of_run
@@ -176,8 +176,8 @@ def memory(
     if sharing > 1:
         parts["gathered by FSDP2"] = gathered_by_fsdp(network) * (4 if accelerator.mixed_precision == "no" else 2)
     if config.exact:
-        sizes = BatchSizes.of(config)
-        micro_batches = [sizes.size(step) // config.micro_batch_size for step in (0, *sizes.grows_at)]
+        sizes = BatchSizes.from_config(config)
+        micro_batches = [sizes.size(step) // config.micro_batch_size for step in (0, *sizes.increase_steps)]
         leaves = max(count & -count for count in micro_batches) // processes  # see distributed/tree_reduce.py
         parts["sums of exact"] = weights * (leaves.bit_length() - 1 + (processes > 1))
     if accelerator.device.type == "cpu" and config.checkpoint.asynchronous:
@@ -270,12 +270,11 @@ def main(config: TrainConfig) -> None:
     config, corpus, _ = resolve(config)
     accelerator = start_accelerator(config)
     base = {"Python and torch": baseline_process_bytes(config, accelerator)} if accelerator.device.type == "cpu" else {}
-    with torch.device("meta"):
-        network = GPTModel(config.model)
+    network = build_on_meta_device(config.model)
     parts, checkpoint = memory(config, accelerator, network, scores=corpus.score is not None)
     peak = sum((parts := base | parts).values())
     at_once = config.micro_batch_size * accelerator.num_processes
-    tokens = BatchSizes.of(config).before(config.steps) * config.seq_len
+    tokens = BatchSizes.from_config(config).sequences_before(config.steps) * config.seq_len
     flops = network.flops_per_token(config.seq_len)
     sizes = {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
     plan = {"parameters": f"{network.num_parameters():,}"}

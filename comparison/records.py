@@ -143,8 +143,10 @@ class Record:
         sizes = BatchSizes(*(self.settings[name] for name in names))
         tokens_per_sequence = self.settings["seq_len"]
         if later := [point for point in logged if point[0] > step]:
-            tokens_per_sequence = (later[0][1] - tokens) / (sizes.before(later[0][0]) - sizes.before(before))
-        return round(tokens + (sizes.before(step) - sizes.before(before)) * tokens_per_sequence)
+            tokens_per_sequence = (later[0][1] - tokens) / (
+                sizes.sequences_before(later[0][0]) - sizes.sequences_before(before)
+            )
+        return round(tokens + (sizes.sequences_before(step) - sizes.sequences_before(before)) * tokens_per_sequence)
 
     def step_to_x(self, x: str) -> Callable[[float], float]:
         """Return the function from a step to its position on an axis of plotting.style.X_AXES.

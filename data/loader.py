@@ -19,7 +19,7 @@ from data.sampler import GlobalBatches
 from distributed.signals import ignore_stop_signals
 
 Batch = dict[str, Tensor]
-"""Tensors of a batch by name, each [B, T]: `input_ids`, `labels` and what else the model's forward takes."""
+"""Arguments of the model's forward by name, each [B, T]: `input_ids`, `labels` and, for packed documents, others."""
 
 SAMPLES_AT_ONCE = 64
 POLL_SECONDS = 0.2  # between two checks for a stop request while a worker is late
@@ -28,22 +28,21 @@ POLL_SECONDS = 0.2  # between two checks for a stop request while a worker is la
 class BatchLoader:
     """Loads the local micro-batches of each step.
 
-    The batch of step s is a function of the dataset, the order (which knows the seed) and s alone, so to resume at
-    step s is to load from step s. Each process loads its own slice; do not let Accelerate shard it again.
+    Each process loads its own slice of each global batch; do not let Accelerate shard it again.
 
     Args:
         dataset: Map-style training set; see `load_batch`.
         order: Sample indices of every global batch.
         micro_batch_size: Sequences in a micro-batch.
-        device: Where the batches are put. For CUDA they are copied from pinned memory, without waiting.
+        device: Where the batches are put; copies to a CUDA device are asynchronous, from pinned memory.
         rank: Index of this process among `num_processes`.
-        num_workers: Worker processes that load ahead; with 0 this process loads each batch when it is asked for.
+        num_workers: Worker processes that load ahead; with 0 this process loads the batches itself.
         timeout_seconds: Longest wait for a batch from a worker.
         stop_requested: Called while a worker is late; True ends the iteration.
     """
 
     problem: str | None = None
-    """Why the workers deliver no more batches; None while they do."""
+    """Message about failed workers; None while they work."""
 
     def __init__(
         self,
@@ -64,9 +63,9 @@ class BatchLoader:
     def batches(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step from `start` to `stop` - 1.
 
-        With workers the iteration ends early if a stop is requested while a batch is late. It also ends early, with
-        `problem` set, if a batch is later than `timeout_seconds` or a worker has died: the caller must agree with the
-        other processes, which may still have batches, and stop.
+        With workers the iteration ends early if a stop is requested while a batch is late, and, with `problem` set, if
+        a batch takes longer than `timeout_seconds` or a worker has died. Other processes may still have batches, so the
+        caller must stop them too.
         """
         steps = range(start, stop)
         for batch in self._load_with_workers(steps) if self.num_workers else self._load_here(steps):
@@ -77,15 +76,15 @@ class BatchLoader:
             yield split_micro_batches(batch, self.micro_batch_size)
 
     def _load_here(self, steps: range) -> Iterator[Batch]:
-        # Several steps at once: a training step evicts the code and tables of a dataset from the caches of the CPU.
+        # Several steps at once, because each training step evicts the dataset's code and tables from the CPU's caches.
         order = self.dataset.order
         num_steps = max(1, SAMPLES_AT_ONCE * self.dataset.num_processes // order.global_batch_size)
         for first in range(0, len(steps), num_steps):
             yield from [self.dataset[step] for step in steps[first : first + num_steps]]
 
     def _load_with_workers(self, steps: range) -> Iterator[Batch]:
-        # Arrays come through a pipe. Tensors would come through shared memory, which is small in many containers, and
-        # sockets in TMPDIR, whose path may be too long; and receiving one from a worker that hangs has no timeout.
+        # Workers send NumPy arrays through a pipe. Tensors would need shared memory, which is small in many containers,
+        # and sockets in TMPDIR, whose path may be too long; and receiving one from a hanging worker has no timeout.
         loader = DataLoader(
             self.dataset,
             batch_size=None,
@@ -100,18 +99,18 @@ class BatchLoader:
         except OSError as error:  # no room in /dev/shm for the semaphores of the queues
             self._fail(f"cannot start its data workers: {error}")
             return
-        # torch's handler raises in the middle of whatever the training does. A dead worker is found here, too.
+        # torch's handler would raise at any point of the training; `_next` detects a dead worker without it.
         signal.signal(signal.SIGCHLD, handler)
         workers = [process for process in active_children() if process not in others]
-        # In a thread, because DataLoader's own timeout does not cover the rest of a batch of which a worker has sent a
-        # part. A daemon, because Python would wait for it at exit.
+        # In a thread, because DataLoader's own timeout does not apply once a worker has sent part of a batch. A daemon
+        # thread, because Python waits for others at exit.
         received: Queue = Queue(maxsize=1)
         threading.Thread(target=_receive, args=(batches, received), daemon=True, name="loader").start()
         try:
             while isinstance(arrays := self._next(received, workers), dict):
                 yield {name: torch.from_numpy(array) for name, array in arrays.items()}
         finally:
-            for process in workers:  # at exit Python would wait for them, and one that hangs never ends
+            for process in workers:  # Python waits for them at exit, for a hanging one for ever
                 process.kill()
 
     def _next(self, received: Queue, workers: list[BaseProcess]) -> dict[str, np.ndarray] | None:
@@ -127,18 +126,18 @@ class BatchLoader:
             if time.monotonic() - start > self.timeout_seconds:
                 return self._fail(f"waited {self.timeout_seconds:g} s for a batch from its data workers")
         if isinstance(item, Exception):
-            if str(item).startswith("Caught "):  # raised by the dataset, and sent here with its traceback
+            if str(item).startswith("Caught "):  # raised by the dataset; DataLoader added the worker's traceback
                 raise item
             return self._fail(f"lost a data worker: {item}")
         return item
 
     def _fail(self, problem: str) -> None:
-        remedy = "look above for what a worker printed, and for a slow disk; data.num_workers: 0 needs no workers"
+        remedy = "see the worker's output above, and check for a slow disk; data.num_workers: 0 needs no workers"
         self.problem = f"process {self.rank} {problem} (data.num_workers: {self.num_workers}); {remedy}"
 
 
 class _StepDataset(Dataset):
-    """Map-style dataset by steps: item s is the local part of the global batch of step s."""
+    """Map-style dataset whose item s is the local part of the global batch of step s."""
 
     def __init__(self, dataset: Any, order: GlobalBatches, rank: int, num_processes: int):
         self.dataset, self.order, self.rank, self.num_processes = dataset, order, rank, num_processes
@@ -150,7 +149,7 @@ class _StepDataset(Dataset):
 def load_batch(dataset: Any, indices: Iterable[int]) -> Batch:
     """Load the samples with these indices, in their order.
 
-    A dataset with a method `arrays(indices)` returns the arrays of the whole batch, which is faster than to stack rows.
+    A dataset may have a method `arrays(indices)` that returns the whole batch, which is faster than stacking rows.
     """
     if hasattr(dataset, "arrays"):
         return {name: torch.from_numpy(rows) for name, rows in dataset.arrays(list(indices)).items()}
@@ -158,7 +157,7 @@ def load_batch(dataset: Any, indices: Iterable[int]) -> Batch:
 
 
 def split_micro_batches(batch: Batch, micro_batch_size: int) -> list[Batch]:
-    """Split a local batch into micro-batches of `micro_batch_size` sequences; they are views of it."""
+    """Split a local batch into micro-batches of `micro_batch_size` sequences, without copying."""
     parts = zip(*(tensor.split(micro_batch_size) for tensor in batch.values()), strict=True)
     return [dict(zip(batch, tensors, strict=True)) for tensors in parts]
 
@@ -168,7 +167,7 @@ def _to_arrays(batch: Any) -> dict[str, np.ndarray]:
 
 
 def _receive(batches: Iterator[dict[str, np.ndarray]], received: Queue) -> None:
-    """Put all batches, and then None or the exception that ended them."""
+    """Put all batches into the queue, and then None or the exception that ended them."""
     try:
         for arrays in batches:
             received.put(arrays)

@@ -1,8 +1,7 @@
-"""The order of the data: global batch s, and its size, is a function of (seed, s), and nothing else is stored anywhere.
+"""The order of the data: the samples of global batch s are a function of (seed, s), so resuming needs no sampler state.
 
 Each epoch visits every sample once, in an order given by a keyed permutation of the sample indices: a small block
-cipher, so that position -> index costs O(1) memory however large the corpus is (a `randperm` of a billion windows
-would cost 8 GB and a start-up). Resuming at step s is therefore just asking for batch s.
+cipher, which maps a position to an index in O(1) memory (a `randperm` of a billion samples takes 8 GB).
 """
 
 from bisect import bisect_right
@@ -13,16 +12,16 @@ import numpy as np
 from config.schema import TrainConfig
 from model.seeds import derive_seed, mix_bits
 
-MIX_BLOCK = 1000  # samples in which a mixture has its exact proportions
+MIX_BLOCK = 1000  # samples; a mixture has its exact proportions in each block
 POSITIONS_AT_ONCE = 256
-FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need 4; the tiny halves of small corpora need more to look uniform
+FEISTEL_ROUNDS = 8  # 4 suffice in theory (Luby and Rackoff 1988); with few bits, for a small corpus, more are needed
 
 
 def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     """Map positions in [0, size) to indices in [0, size) by the permutation that `key` selects.
 
-    A balanced Feistel network on the smallest even number of bits that covers `size`; values that fall outside are
-    sent through again until they are inside ("cycle walking", Black and Rogaway 2002), which keeps it a permutation.
+    A balanced Feistel network on the smallest even number of bits that covers `size`. A result outside [0, size) is
+    permuted again until it is inside ("cycle walking", Black and Rogaway 2002), which keeps the map a permutation.
 
     Args:
         positions: int64 [n], each in [0, size).
@@ -50,56 +49,59 @@ def _feistel(values: np.ndarray, half_bits: int, round_keys: list[int]) -> np.nd
 
 
 def permute_groups(positions: np.ndarray, size: int, seed: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Permute positions within groups of `size` (epochs, blocks), by (seed, name, group).
+    """Permute positions within consecutive groups of `size` (epochs or blocks), each with a key of its own.
 
-    Return the group of each position, and its place there after the permutation, both int64 [n].
+    Returns:
+        The group of each position, and its index within the group after the permutation, both int64 [n].
     """
-    groups, places = np.divmod(positions, size)
+    groups, indices = np.divmod(positions, size)
     for group in np.unique(groups):
-        here = groups == group
-        places[here] = permute(places[here], size, derive_seed(seed, name, int(group)))
-    return groups, places
+        in_group = groups == group
+        indices[in_group] = permute(indices[in_group], size, derive_seed(seed, name, int(group)))
+    return groups, indices
 
 
 class BatchSizes:
     """Sizes of the global batches of a run, in sequences.
 
-    It begins with `warmup_from`, grows by as many at equal distances, and is `global_batch_size` from step
-    `warmup_steps` on. So every size splits into whole micro-batches on whatever number of processes the first one does,
-    and none depends on that number.
+    The first batch has `warmup_from` sequences. At equal intervals the size increases by `warmup_from`, and from step
+    `warmup_steps` on it is `global_batch_size`. All sizes are multiples of the first, so all of them split into whole
+    micro-batches on any number of processes on which the first does.
     """
 
     def __init__(self, global_batch_size: int, warmup_from: int | None = None, warmup_steps: int | None = None):
-        self.global_batch_size, self.first = global_batch_size, warmup_from or global_batch_size
-        times = global_batch_size // self.first - 1
-        self.grows_at = [-(-time * (warmup_steps or 0) // times) for time in range(1, times + 1)]  # rounded up
-        self._sums = [0, *accumulate(self.grows_at)]
+        self.global_batch_size, self.first_size = global_batch_size, warmup_from or global_batch_size
+        num_increases = global_batch_size // self.first_size - 1
+        self.increase_steps = [
+            -(-i * (warmup_steps or 0) // num_increases)  # i / num_increases of the warm-up, rounded up
+            for i in range(1, num_increases + 1)
+        ]
+        self._sums = [0, *accumulate(self.increase_steps)]
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "BatchSizes":
+    def from_config(cls, config: TrainConfig) -> "BatchSizes":
         """Return the sizes for a config whose `global_batch_size` is resolved."""
-        assert config.global_batch_size is not None, "resolved by then"
+        assert config.global_batch_size is not None, "the config is resolved"
         return cls(config.global_batch_size, config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps)
 
     def size(self, step: int) -> int:
-        """Return the sequences in the global batch of `step` (from 0)."""
-        return self.first * (1 + bisect_right(self.grows_at, step))
+        """Return the number of sequences in the global batch of `step` (from 0)."""
+        return self.first_size * (1 + bisect_right(self.increase_steps, step))
 
-    def before(self, step: int) -> int:
-        """Return the sequences in all global batches before that of `step`."""
-        times = bisect_right(self.grows_at, step)
-        return self.first * ((1 + times) * step - self._sums[times])
+    def sequences_before(self, step: int) -> int:
+        """Return the number of sequences in all global batches before that of `step`."""
+        num_increases = bisect_right(self.increase_steps, step)
+        return self.first_size * ((1 + num_increases) * step - self._sums[num_increases])
 
 
 class GlobalBatches(BatchSizes):
     """The sample indices of every global batch of a run.
 
-    Epochs follow each other without a gap: a global batch may end one epoch and begin the next, so that no sample is
-    ever left out, whatever the batch size.
+    A global batch may contain the end of one epoch and the beginning of the next, so no sample is ever dropped.
     """
 
     def __init__(self, num_samples: int, global_batch_size: int, seed: int, *warmup: int | None):
-        """`warmup` is that of BatchSizes."""
+        """Define the order of `num_samples`; `warmup` is (warmup_from, warmup_steps) of BatchSizes."""
         super().__init__(global_batch_size, *warmup)
         self.num_samples, self.seed = num_samples, seed
         self._cached_key, self._cached_indices = None, []
@@ -120,7 +122,7 @@ class GlobalBatches(BatchSizes):
     def _indices_of_steps(self, num_steps: int, block: int, rank: int, num_processes: int) -> list[list[int]]:
         steps = range(block * num_steps, (block + 1) * num_steps)
         sizes = [self.size(step) // num_processes for step in steps]
-        firsts = [self.before(step) + rank * size for step, size in zip(steps, sizes, strict=True)]
+        firsts = [self.sequences_before(step) + rank * size for step, size in zip(steps, sizes, strict=True)]
         positions = [np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
         indices = iter(self.at(np.concatenate(positions)).tolist())
         return [list(islice(indices, size)) for size in sizes]
@@ -131,11 +133,11 @@ class GlobalBatches(BatchSizes):
 
 
 class MixedBatches(GlobalBatches):
-    """Global batches of several corpora, whose samples are numbered one corpus after another.
+    """Global batches of a mixture of corpora, whose samples are numbered one corpus after another.
 
-    Of each block of MIX_BLOCK samples corpus c gives exactly quotas[c], at places that a permutation by (seed, block)
-    chooses, and in an order and epochs of its own. So which corpus a position belongs to, and how many of its samples
-    came before, takes no counting.
+    Each block of MIX_BLOCK consecutive samples contains exactly quotas[c] samples of corpus c, at positions permuted by
+    (seed, block). The samples of each corpus come in an order, and in epochs, of its own. The corpus of a position, and
+    the number of earlier samples of that corpus, are therefore computed in O(1).
     """
 
     def __init__(self, sizes: list[int], quotas: list[int], global_batch_size: int, seed: int, *warmup: int | None):
@@ -149,26 +151,24 @@ class MixedBatches(GlobalBatches):
         corpora = np.searchsorted(self.quota_ends, slots, side="right")
         indices = np.empty_like(positions)
         for c in np.unique(corpora):
-            here = corpora == c
+            in_corpus = corpora == c
             first_slot, first_index = self.quota_ends[c] - self.quotas[c], sum(self.sizes[:c])
-            earlier = blocks[here] * self.quotas[c] + slots[here] - first_slot  # samples of this corpus
-            indices[here] = first_index + self.orders[c].at(earlier)
+            num_earlier = blocks[in_corpus] * self.quotas[c] + slots[in_corpus] - first_slot  # samples of this corpus
+            indices[in_corpus] = first_index + self.orders[c].at(num_earlier)
         return indices
 
 
 def mix_quotas(weights: list[float]) -> list[int]:
-    """Return the samples of each corpus in MIX_BLOCK, proportional to its weight and rounded to the exact sum."""
+    """Return the number of samples of each corpus in a block, proportional to its weight; the sum is MIX_BLOCK."""
     ends = np.rint(np.cumsum(weights) / np.sum(weights) * MIX_BLOCK).astype(int)
     return np.diff(ends, prepend=0).tolist()
 
 
 def apportion(number: int, quotas: list[int]) -> list[int]:
-    """Divide `number` samples among corpora in proportion to their quotas, at least one to each.
-
-    Fractions are rounded up or down so that the sum is exact (largest remainders).
+    """Divide `number` samples among corpora in proportion to their quotas, at least one to each (largest remainders).
 
     Raises:
-        ValueError: there is not one for each.
+        ValueError: there are fewer samples than corpora.
     """
     if number < len(quotas):
         raise ValueError(f"{number} is not one for each of {len(quotas)} corpora")

@@ -113,17 +113,12 @@ def targets(*settings: str) -> dict[str, object]:
 
 def shape(*settings: str) -> dict[str, int]:
     """Return parameters and flops_per_token of the network that settings of train.py describe."""
-    import torch
-
+    from checkpoint.provenance import network_size
     from config.parser import parse_config
     from data.corpus import load_corpus
-    from model.gpt import GPTModel
 
     config = parse_config(list(settings))
-    config = load_corpus(config).complete(config)
-    with torch.device("meta"):
-        network = GPTModel(config.model)
-    return {"parameters": network.num_parameters(), "flops_per_token": network.flops_per_token(config.seq_len)}
+    return network_size(load_corpus(config).complete(config))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention given queries, keys and values: which keys a query may attend to, and which kernel computes it.
+"""Attention of queries, keys and values: the masks, and the choice of the kernel.
 
 Suffixes name the shape, as in model/gpt.py; S is the number of keys, which with a cache is larger than T.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 Mask = Tensor | BlockMask | None
-"""bool [T, S] or [B, 1, T, S], True where a query may attend to a key; the same for flex attention; None: causal."""
+"""bool [T, S] or [B, 1, T, S], True where a query may attend to a key; or flex attention's BlockMask; None: causal."""
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A mask as flex attention takes it: from indices (row, head, query, key) to bool, elementwise."""
+"""A mask in flex attention's form: a function of indices (row, head, query, key) that returns bool, elementwise."""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # absent on some ARM machines
 # Uncompiled, flex attention materialises all scores. Compiled on first use: importing the compiler takes seconds.
@@ -38,10 +38,10 @@ def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Mask, dropou
 
 
 def uses_eager_attention(q_BHTD: Tensor, mask: Tensor | None, grouped: bool, dropout: float) -> bool:
-    """Whether `EagerAttention` supports the arguments and is faster than PyTorch's fused kernel.
+    """Return whether `EagerAttention` supports the arguments and is faster than PyTorch's fused kernel.
 
     It is faster on a CPU for short sequences: in bfloat16 the fused backward takes up to seven times as long. Exact
-    runs in float32 keep the fused kernel, whose bits are known to be the same on every processor.
+    runs in float32 use the fused kernel, which gives the same bits on every processor.
     """
     T = q_BHTD.shape[-2]
     if q_BHTD.dtype == torch.bfloat16:
@@ -90,7 +90,7 @@ class EagerAttention(torch.autograd.Function):
 
 
 def document_ids(position_ids: Tensor) -> Tensor | None:
-    """Return the index of each token's document, int64 [B, T]; on a CPU None if every row is a single document.
+    """Return the document of each token, int64 [B, T], from 1 in each row; on a CPU None if each row is one document.
 
     Args:
         position_ids: int64 [B, T], 0 at the first token of each document.
@@ -100,15 +100,12 @@ def document_ids(position_ids: Tensor) -> Tensor | None:
 
 
 def uses_flex_attention(tokens: Tensor, dropout: float, head_size: int) -> bool:
-    """Whether flex attention, which skips masked blocks, is available: CUDA with Triton, no dropout, wide heads."""
+    """Return whether flex attention, which skips masked blocks, supports the arguments on this machine."""
     return tokens.is_cuda and dropout == 0 and head_size >= 16 and HAS_TRITON
 
 
 def make_mask_mod(window: int, document_BT: Tensor | None) -> MaskMod:
-    """Return the function that decides which keys a query may attend to, for dense masks and for flex attention.
-
-    A query attends to itself and to the `window` - 1 positions before it, within its document.
-    """
+    """Return the mask by which a query attends to itself and the `window` - 1 positions before it in its document."""
 
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = (query >= key) & (query - key < window)
@@ -154,17 +151,18 @@ def attention_masks(
     real_BT = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
     document_BT = None if position_ids is None else document_ids(position_ids)
     num_rows = None if document_BT is None else len(document_BT)
-    several_after_cached = 0 < begin < end - 1
+    # is_causal=True aligns the mask with the first key, which is wrong for several queries after cached keys.
+    needs_offset_causal_mask = 0 < begin < end - 1
     masks: dict[int | None, Mask] = {}
     for window in set(windows):
         width = end if window is None else min(window, end)
         mask_mod = make_mask_mod(width, document_BT)
-        if width == end and document_BT is None and real_BT is None and not several_after_cached:
+        if width == end and document_BT is None and real_BT is None and not needs_offset_causal_mask:
             masks[window] = None
         elif flex and begin == 0 and real_BT is None:
             masks[window] = create_block_mask(mask_mod, num_rows, None, end, end, device=device)
         else:
             mask = dense_mask(mask_mod, begin, end, num_rows, device)
-            # A query that may attend to no key (left padding) gets zeros from PyTorch's kernel, since torch 2.5.
+            # For a query without any key (left padding) PyTorch's kernel returns zeros, since torch 2.5.
             masks[window] = mask if real_BT is None else mask & real_BT[:, None, None, :]
     return masks

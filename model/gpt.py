@@ -1,7 +1,7 @@
-"""A decoder-only transformer: GPT-2, Qwen3, or a combination of their parts, as GPTConfig selects.
+"""A decoder-only transformer: GPT-2, Qwen3, or a combination of their parts, selected by GPTConfig.
 
-Names of tensors end in their shape where that helps the reader: B rows of the batch, T positions, C d_model,
-H query heads, K key and value heads, D width of a head, V vocabulary.
+Suffixes name the shape of a tensor: B sequences in the batch, T positions, C d_model, H query heads, K key and value
+heads, D width of a head, V vocabulary.
 """
 
 import math
@@ -24,7 +24,7 @@ def rope_tables(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor
     """Return cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864) at `positions` [..., T].
 
     Both are float32 [..., T, D]. Dimensions i and i + D/2 form a pair (the convention of transformers), rotated by
-    position / theta^(2i/D). The tables are recomputed in each forward, which is cheap: a buffer would be cast by
+    position / theta^(2i/D). Each forward computes them anew, which is cheap: a buffer would be cast by
     model.bfloat16(), left uninitialised by a construction on the meta device, and broadcast by DDP.
     """
     frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
@@ -126,13 +126,13 @@ class GPTModel(Generation):
         ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
     """
 
-    _no_split_modules = ["Block"]  # what Accelerate shards as a unit
+    _no_split_modules = ["Block"]  # Accelerate's FSDP2 shards each of these as a unit
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         problems = config.problems()
         if config.vocab_size is None:
-            problems.append("model.vocab_size is null: set it to the tokenizer's before the model is built")
+            problems.append("model.vocab_size is null: set it to the size of the tokenizer's vocabulary")
         if config.vocab_size is None or problems:
             raise ValueError("\n".join(problems))
         self.config = config
@@ -203,9 +203,9 @@ class GPTModel(Generation):
                 nothing is padded: checking that it is all ones synchronises with the GPU.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
             num_items_in_batch: divisor of the summed loss, such as the number of targets in the global batch.
-                Default: the number of targets here, so that the loss is their mean (NaN without any).
-            logits_to_keep: number of last positions to return logits for; 0: all. Default: none with labels, all
-                without: the logits are by far the largest tensor of a training step.
+                Default: the number of targets in `labels`, so that the loss is their mean (NaN without any).
+            logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all, but with
+                labels none, because the logits are by far the largest tensor of a training step.
             position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Not
                 supported together with `attention_mask`.
             cache: one KVCache per block, which holds the positions before `input_ids` and is extended by `input_ids`.
@@ -214,11 +214,11 @@ class GPTModel(Generation):
         Returns:
             logits: [B, positions kept, V] in the dtype of the computation, or None.
             loss: 0-dim, at least float32, in nats; None without labels.
-            metrics: left out unless `loss_of_logits` in model/loss.py (or a fork here) reports auxiliary metrics:
-                {name: (sum, count)}, numbers or 0-dim tensors, not divided by num_items_in_batch, with the same names
-                in every call. Sums and counts are added over micro-batches and processes; sum / count is logged as
-                train/NAME and val/NAME. A metric named "loss" replaces the training objective in train/loss and
-                val/loss: return the cross-entropy under this name where the objective has auxiliary terms.
+            metrics: auxiliary metrics {name: (sum, count)}, present only if `loss_of_logits` in model/loss.py (or a
+                fork of this function) reports some: numbers or 0-dim tensors, not divided by num_items_in_batch, with
+                the same names in every call. Sums and counts are added over micro-batches and processes, and sum /
+                count is logged as train/NAME and val/NAME. If the objective has auxiliary terms, report the
+                cross-entropy as "loss": it is then logged as train/loss and val/loss instead of the objective.
 
         Raises:
             ValueError: the sequence is longer than max_position_embeddings.
@@ -250,15 +250,16 @@ class GPTModel(Generation):
             logits = soft_cap(linear(kept_BTC, self.output_weight), self.config.logit_softcap)
         return (logits, loss, metrics) if metrics else (logits, loss)
 
-    def num_parameters(self, non_embedding: bool = False) -> int:
-        """Count the parameters, or those that a token is multiplied by.
+    def num_parameters(self) -> int:
+        """Count the parameters, shared ones once."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
-        Args:
-            non_embedding: count the layers that a token passes through, shared ones each time, without nn.Embedding
-                tables (which are looked up), but with the output projection, tied or not.
+    def num_matmul_parameters(self) -> int:
+        """Count the parameters that each token is multiplied by, for FLOPs and scaling laws.
+
+        Embedding tables, which are looked up, do not count; the output projection does, tied or not, and a layer that
+        is used several times counts each time.
         """
-        if not non_embedding:
-            return sum(parameter.numel() for parameter in self.parameters())
         layers = [
             layer
             for _, layer in self.named_modules(remove_duplicate=False)
@@ -269,15 +270,15 @@ class GPTModel(Generation):
     def flops_per_token(self, seq_len: int) -> int:
         """Count the floating-point operations to train on one token (PaLM, appendix B, arXiv:2204.02311).
 
-        Forward and backward take 6 per non-embedding parameter; attention scores and their weighted sum take
-        12 n_heads head_dim per position in a layer's window (or seq_len), by convention without halving for causality.
+        Forward and backward take 6 per matmul parameter. In each layer, attention scores and the weighted sum of
+        values take 12 n_heads head_dim per position in the window (or seq_len), by convention not halved for causality.
         """
         attended = sum(min(window or seq_len, seq_len) for window in self.windows)
         attention_flops = 12 * self.config.n_heads * self.config.head_size * attended
-        return 6 * self.num_parameters(non_embedding=True) + attention_flops
+        return 6 * self.num_matmul_parameters() + attention_flops
 
 
-def build_without_memory(config: GPTConfig) -> GPTModel:
-    """Build the network on the meta device, to count its parameters and FLOPs."""
+def build_on_meta_device(config: GPTConfig) -> GPTModel:
+    """Build the network without memory for its weights, to count parameters and FLOPs or to load weights into it."""
     with torch.device("meta"):
         return GPTModel(config)

@@ -17,20 +17,19 @@ from training.prepare_model import missing_compiler
 
 def batch_of_run(config: TrainConfig, of: int = 1) -> str:
     """Format the global batch in units of `of` sequences: "16", or "4 to 16" if it grows."""
-    sizes = BatchSizes.of(config)
+    sizes = BatchSizes.from_config(config)
     return " to ".join(dict.fromkeys(str(size // of) for size in (sizes.size(0), sizes.global_batch_size)))
 
 
 def tokens_of_run(config: TrainConfig) -> str:
     """Format the tokens of a step and of the whole run."""
-    sizes = BatchSizes.of(config)
-    in_all = sizes.before(config.steps) * config.seq_len
+    sizes = BatchSizes.from_config(config)
+    in_all = sizes.sequences_before(config.steps) * config.seq_len
     first, whole = (size * config.seq_len for size in (sizes.size(0), sizes.global_batch_size))
     if first == whole:
         return f"{whole:,} a step x {config.steps:,} steps = {in_all:,}"
-    return (
-        f"{first:,} in step 1, {whole:,} from step {sizes.grows_at[-1] + 1:,} on, {in_all:,} in {config.steps:,} steps"
-    )
+    last_increase = sizes.increase_steps[-1] + 1
+    return f"{first:,} in step 1, {whole:,} from step {last_increase:,} on, {in_all:,} in {config.steps:,} steps"
 
 
 def summary(

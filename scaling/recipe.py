@@ -42,10 +42,10 @@ class NetworkSize(NamedTuple):
 @functools.cache
 def measure_network(model: GPTConfig, seq_len: int) -> NetworkSize:
     """Count the parameters and FLOPs of a network, as GPTModel defines them, without memory for its weights."""
-    from model.gpt import build_without_memory  # imports torch, which takes seconds
+    from model.gpt import build_on_meta_device  # imports torch, which takes seconds
 
-    network = build_without_memory(model)
-    return NetworkSize(network.num_parameters(non_embedding=True), network.flops_per_token(seq_len))
+    network = build_on_meta_device(model)
+    return NetworkSize(network.num_matmul_parameters(), network.flops_per_token(seq_len))
 
 
 def model_of_depth(depth: int, family: str, vocab_size: int, seq_len: int) -> GPTConfig:

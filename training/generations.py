@@ -10,7 +10,7 @@ from config.schema import TrainConfig
 from data.corpus import Corpus
 from data.tokenizer import END_OF_TEXT
 from distributed.sharding import full_tensor, is_sharded
-from model.gpt import GPTModel
+from model.gpt import GPTModel, build_on_meta_device
 from model.seeds import derive_seed
 from training.metrics import mean
 
@@ -25,8 +25,7 @@ def unsharded(network: GPTModel) -> GPTModel:
     state = network.state_dict()
     if not any(map(is_sharded, state.values())):
         return network
-    with torch.device("meta"):
-        whole = GPTModel(network.config)
+    whole = build_on_meta_device(network.config)
     whole.load_state_dict({name: full_tensor(tensor) for name, tensor in state.items()}, assign=True)
     return whole
 

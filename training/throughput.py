@@ -47,7 +47,7 @@ class Throughput:
 
     def restart(self, step: int) -> None:
         """Start measuring at `step`."""
-        self.tokens, self.seconds = self.sizes.before(step) * self.seq_len, time.perf_counter()
+        self.tokens, self.seconds = self.sizes.sequences_before(step) * self.seq_len, time.perf_counter()
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics since the last call, and restart.

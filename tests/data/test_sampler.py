@@ -3,6 +3,7 @@
 import hashlib
 import tracemalloc
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -95,10 +96,10 @@ def test_batch_sizes_grow_evenly():
     assert sorted(lasting) == list(range(8, 64, 8)) and set(lasting.values()) == {71, 72}
     assert BatchSizes(64, 8, 500).size(499) == 56 and BatchSizes(64, 8, 500).size(500) == 64
     for sizes in (BatchSizes(64, 8, 500), BatchSizes(512, 2, 100), BatchSizes(7), BatchSizes(12, 3, 0)):
-        before = [sizes.before(step) for step in range(600)]
+        before = [sizes.sequences_before(step) for step in range(600)]
         assert before == np.cumsum([0, *(sizes.size(step) for step in range(599))]).tolist()
     far = BatchSizes(512, 2, 10**12)
-    assert far.before(2**60) - far.before(2**50) == 512 * (2**60 - 2**50)
+    assert far.sequences_before(2**60) - far.sequences_before(2**50) == 512 * (2**60 - 2**50)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
@@ -110,14 +111,15 @@ def test_growing_batches_skip_no_sample(num_processes):
         local_batches = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
         assert sum(local_batches, []) == visited[begin : begin + size] and len({*map(len, local_batches)}) == 1
         begin += size
-    assert begin == 64 == batches.before(8)
+    assert begin == 64 == batches.sequences_before(8)
 
 
 @pytest.mark.parametrize("sizes", [(8,), (600,), (3000,), (600, 4, 9)], ids="of {0} samples".format)
 def test_indices_do_not_depend_on_earlier_calls(sizes):
     """However many steps are computed together: all, a few, or one."""
     batches, steps = GlobalBatches(300, sizes[0], 0, *sizes[1:]), range(20)
-    expected = [batches.at(np.arange(batches.before(step), batches.before(step + 1))).tolist() for step in steps]
+    bounds = [batches.sequences_before(step) for step in range(21)]
+    expected = [batches.at(np.arange(*pair)).tolist() for pair in pairwise(bounds)]
     assert [batches.indices(step) for step in steps] == expected
     assert [GlobalBatches(300, sizes[0], 0, *sizes[1:]).indices(step) for step in steps] == expected
     halves = [(batches.indices(step, 0, 2), batches.indices(step, 1, 2)) for step in reversed(steps)]
