@@ -20,7 +20,7 @@ from experiments.change import Change, checked_out, parse_change, use_config_fil
 from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
 from experiments.result import Comparison, Costs, format_report, make_row
 from experiments.score import BITS, check_targets, choose_metric, score_arm, score_file
-from experiments.sequential_test import MIN_SEEDS, additional_seeds, decide, estimate_difference
+from experiments.sequential_test import MIN_SEEDS, TOTAL_ALPHA, additional_seeds, decide, estimate_difference
 from experiments.settings import ExperimentConfig
 from experiments.variants import budget_arms, match_width, scale_parameters, shorten
 from jobs.runner import Failed, JobRunner, OutOfTime, Stopped, Training
@@ -67,7 +67,11 @@ def print_error(config: ExperimentConfig, message: str) -> None:
 
 
 class Experiment:
-    """A candidate arm against a baseline arm."""
+    """A candidate arm against a baseline arm.
+
+    Attributes:
+        total_alpha: Two-sided type I error of all analyses together.
+    """
 
     def __init__(self, config: ExperimentConfig, lab: Path, jobs: JobRunner):
         self.config, self.lab, self.jobs = config, lab, jobs
@@ -76,15 +80,19 @@ class Experiment:
             self.common = ["--config", str(settings.DEFAULT_CONFIG), *self.common]
         self.jobs.deadline = time.monotonic() + 60 * (config.budget_minutes or math.inf)
         self.launch = Launch.parse(config.launch)
+        self.total_alpha = TOTAL_ALPHA
 
-    def run(self) -> dict[str, Any]:
+    def run(self, change: Change | None = None) -> dict[str, Any]:
         """Return the row for the log.
+
+        Args:
+            change: the candidate; None: the one that the settings name.
 
         Raises:
             ConfigError, RunError, Stopped: as main.
         """
         sizes = parse_sizes(self.config.sizes)
-        change = parse_change(self.text, self.config.onto)
+        change = change or parse_change(self.text, self.config.onto)
         refuse_runner_settings([*self.common, *change.settings])
         diff = change.save_diff(self.lab / "diffs")
         self.jobs.code = None if change.commit else code_hash()  # nobody edits a worktree
@@ -169,7 +177,7 @@ class Experiment:
             raise RunError(f"the baseline does not start: {failed}") from None
         if not arm.settings["evaluation.every"]:
             raise ConfigError("evaluation.every: 0 means no val/loss, which is compared; set it")
-        return arm
+        return replace(arm, first_seed=self.config.first_seed)
 
     def resolve_candidate(self, baseline: Arm, code: Path, change: Change) -> Arm:
         """Return the candidate arm, matched in size to the baseline if asked for.
@@ -182,7 +190,7 @@ class Experiment:
         arm = self.match(Arm.resolve(code, self.launch, words, baseline.runs), baseline)
         if change.commit and arm.digest == baseline.digest:
             raise ConfigError(f"idea: {self.text!r} changes neither code that trains nor a setting")
-        return arm
+        return replace(arm, first_seed=baseline.first_seed)
 
     def match(self, candidate: Arm, baseline: Arm) -> Arm:
         """Return the candidate with the feed-forward width that `--match` asks for.
@@ -235,11 +243,11 @@ class Experiment:
                 break
             losses = baseline.losses(n, metric), candidate.losses(n, metric)
             check_losses(*losses, entropy)
-            difference, margin = estimate_difference(*losses), fraction * statistics.fmean(losses[0])
+            difference, margin = estimate_difference(*losses, self.total_alpha), fraction * statistics.fmean(losses[0])
             comparison = Comparison(decide(difference, margin), difference, *losses, entropy, fraction, metric)
             if comparison.verdict != "unknown":
                 return comparison
-            comparison.more_seeds = additional_seeds(difference, margin)
+            comparison.more_seeds = additional_seeds(difference, margin, self.total_alpha)
         if comparison is None:
             raise OutOfTime
         return comparison
@@ -328,12 +336,13 @@ def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
 
 def use_separate_seeds_if_equal(candidate: Arm, baseline: Arm) -> Arm:
     """Return the candidate of an A/A test with other seeds: with the baseline's the runs would be identical."""
-    return replace(candidate, first_seed=SEPARATE_SEEDS) if candidate.digest == baseline.digest else candidate
+    is_equal = candidate.digest == baseline.digest
+    return replace(candidate, first_seed=baseline.first_seed + SEPARATE_SEEDS) if is_equal else candidate
 
 
 def separate(arm: Arm) -> Arm:
     """Return an arm with the seeds of the tuning."""
-    return replace(arm, first_seed=2 * SEPARATE_SEEDS)
+    return replace(arm, first_seed=arm.first_seed + 2 * SEPARATE_SEEDS)
 
 
 def is_identical(baseline: Arm, candidate: Arm) -> bool:
@@ -372,7 +381,9 @@ def refuse_runner_settings(words: list[str]) -> None:
     for word in words:
         if (option := word.partition("=")[0]) in RUNNER_WORDS:
             name = option.removeprefix("--")
-            raise ConfigError(f"{name}: is set for each run, of the seeds 0, 1, 2, ...; leave it out")
+            raise ConfigError(
+                f"{name}: is set for each run, of the seeds 0, 1, 2, ...; leave it out, or give --first_seed"
+            )
 
 
 def parse_sizes(text: str) -> list[float]:

@@ -31,13 +31,13 @@ TOTAL_ALPHA = 0.04
 NUM_NODES = 100  # of the quadrature over the region where no analysis has stopped
 
 
-def alpha_spent(n: int) -> float:
+def alpha_spent(n: int, total_alpha: float = TOTAL_ALPHA) -> float:
     """Return the two-sided type I error spent by all analyses up to n runs of each arm."""
-    return TOTAL_ALPHA * (1 - math.sqrt((MIN_SEEDS - 1) / n))
+    return total_alpha * (1 - math.sqrt((MIN_SEEDS - 1) / n))
 
 
 @cache
-def nominal_alphas(last: int) -> tuple[float, ...]:
+def nominal_alphas(last: int, total_alpha: float = TOTAL_ALPHA) -> tuple[float, ...]:
     """Return the level of each analysis from MIN_SEEDS to `last`, as of a single test.
 
     The density of the sum of n standard normal differences, restricted to paths that no analysis has stopped, is
@@ -48,7 +48,7 @@ def nominal_alphas(last: int) -> tuple[float, ...]:
     for n in range(MIN_SEEDS, last + 1):
         is_first = n == MIN_SEEDS
         scale = math.sqrt(MIN_SEEDS if is_first else 1)
-        alpha = alpha_spent(n) - (0.0 if is_first else alpha_spent(n - 1))
+        alpha = alpha_spent(n, total_alpha) - (0.0 if is_first else alpha_spent(n - 1, total_alpha))
         upper = 40 * math.sqrt(n)
         boundary = optimize.root_scalar(_crossing_error, (sums, density, scale, alpha), bracket=(0.0, upper)).root
         levels.append(2 * float(stats.norm.sf(boundary / math.sqrt(n))))
@@ -83,14 +83,14 @@ class Difference:
 
     mean: float
     low: float
-    """Lower end of the 95% interval; -inf before the first analysis."""
+    """Lower end of the interval; -inf before the first analysis."""
     high: float
     standard_error: float
     seeds: int
     """Runs of each arm."""
 
 
-def estimate_difference(baseline: list[float], candidate: list[float]) -> Difference:
+def estimate_difference(baseline: list[float], candidate: list[float], total_alpha: float = TOTAL_ALPHA) -> Difference:
     """Return the difference of the means of equally many runs of both arms, with its interval at this analysis."""
     n = len(baseline)
     mean = statistics.fmean(candidate) - statistics.fmean(baseline)
@@ -98,7 +98,7 @@ def estimate_difference(baseline: list[float], candidate: list[float]) -> Differ
         return Difference(mean, -math.inf, math.inf, math.inf, n)
     variances = [statistics.variance(losses) / n for losses in (baseline, candidate)]
     error = math.sqrt(sum(variances))
-    half_width = error * float(welch_quantile(nominal_alphas(n)[-1], variances, n)) if error else 0.0
+    half_width = error * float(welch_quantile(nominal_alphas(n, total_alpha)[-1], variances, n)) if error else 0.0
     return Difference(mean, mean - half_width, mean + half_width, error, n)
 
 
@@ -126,11 +126,13 @@ def decide(difference: Difference, margin: float) -> str:
     return "better" if difference.high < 0 else "worse" if difference.low > 0 else "unknown"
 
 
-def additional_seeds(difference: Difference, margin: float, limit: int = 200) -> int | None:
+def additional_seeds(
+    difference: Difference, margin: float, total_alpha: float = TOTAL_ALPHA, limit: int = 200
+) -> int | None:
     """Estimate how many more seeds of each arm would decide if mean and variances stayed; None above the limit."""
     deviation = difference.standard_error * math.sqrt(difference.seeds)
     required = max(abs(difference.mean), margin - abs(difference.mean))  # half-width that excludes zero or the margin
-    for n, level in enumerate(nominal_alphas(limit), start=MIN_SEEDS):
+    for n, level in enumerate(nominal_alphas(limit, total_alpha), start=MIN_SEEDS):
         if n > difference.seeds and stats.t.isf(level / 2, 2 * n - 2) * deviation / math.sqrt(n) < required:
             return n - difference.seeds
     return None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from config.parser import PASSED_ON
-from model.field_types import PositiveFloat, PositiveInt
+from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "lab.yaml"
 
@@ -19,6 +19,9 @@ class ExperimentConfig:
 
     max_seeds: PositiveInt = 12
     """Most runs of each arm. Rerun the same command with a larger number to add seeds."""
+
+    first_seed: NonNegativeInt = 0
+    """Seed of the first run of each arm. Another one repeats an experiment on other seeds."""
 
     budget_minutes: PositiveFloat | None = None
     """Minutes after which no run is started. null: only max_seeds limits the runs."""

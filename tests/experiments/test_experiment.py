@@ -69,6 +69,12 @@ def test_equal_arms_train_separate_seeds(run_experiment):
     assert sorted(seed // 1000 for seed in seeds) == [0] * found["seeds"] + [1] * found["seeds"]
 
 
+def test_first_seed_repeats_on_other_seeds(run_experiment):
+    run_experiment("--model.mlp relu2", first_seed=500)
+    seeds = {int(name.rpartition("-")[2]) for name in run_experiment.started()}
+    assert seeds == {500, 501, 502}
+
+
 def test_raised_max_seeds_resumes(run_experiment):
     found = run_experiment("--optimizer.lr 1.1", max_seeds=4, jobs=1, margin=0.005)
     assert found["verdict"] == "unknown" and found["seeds"] == 4 and found["more_seeds"] > 0

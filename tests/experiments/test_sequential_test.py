@@ -82,14 +82,16 @@ def test_large_effect_is_detected_with_few_seeds():
     assert (middle + reach < 0).any(1).all() and seeds.mean() < 5.5
 
 
-def test_nominal_alphas_spend_total_alpha():
+@pytest.mark.parametrize("total_alpha", [TOTAL_ALPHA, 0.005])
+def test_nominal_alphas_spend_total_alpha(total_alpha):
     """With a known standard deviation the recursion is exact."""
     sums = np.random.default_rng(5).normal(size=(200_000, 12)).cumsum(1)[:, MIN_SEEDS - 1 :]
     z = np.abs(sums) / np.sqrt(np.arange(MIN_SEEDS, 13))
-    decided = (z > stats.norm.isf(np.array(nominal_alphas(12)) / 2)).any(1).mean()
-    assert decided == pytest.approx(alpha_spent(12), abs=4 * math.sqrt(alpha_spent(12) / 200_000))
-    assert nominal_alphas(20)[:4] == nominal_alphas(6), "levels depend on the number of analyses that follow"
-    assert alpha_spent(10**9) < TOTAL_ALPHA == pytest.approx(alpha_spent(10**12), abs=1e-6)
+    decided = (z > stats.norm.isf(np.array(nominal_alphas(12, total_alpha)) / 2)).any(1).mean()
+    spent = alpha_spent(12, total_alpha)
+    assert decided == pytest.approx(spent, abs=4 * math.sqrt(spent / 200_000))
+    assert nominal_alphas(20, total_alpha)[:4] == nominal_alphas(6, total_alpha), "levels depend on later analyses"
+    assert alpha_spent(10**9, total_alpha) < total_alpha == pytest.approx(alpha_spent(10**12, total_alpha), abs=1e-6)
 
 
 def test_estimate_difference_matches_scipy_welch_interval():
