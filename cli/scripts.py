@@ -116,10 +116,11 @@ def run_script(
     except Preempted as preempted:
         from accelerate import PartialState
 
-        # A launcher that sees one process end stops the others: none ends before all are done, and then no signal of
-        # the launcher may change the exit code.
+        # A launcher that sees one process end stops the others: none ends before all are done and ignore its signal,
+        # which would change their exit code.
         PartialState().wait_for_everyone()
         ignore_stop_signals()
+        PartialState().wait_for_everyone()
         if is_main_process():
             print(preempted, file=sys.stderr)
         return 75

@@ -133,7 +133,7 @@ def test_second_training_in_a_directory_is_refused(runs):
 
 
 def test_restart_need_not_wait_for_orphaned_workers(runs):
-    arguments = [*LONG, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
+    arguments = [*LONG, *ENDLESS, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
     launch = start(["train.py", *arguments], 0, runs / "run")
     (process,) = launch.processes
     assert children(process.pid), "workers check every five seconds whether their parent is alive"
@@ -158,12 +158,23 @@ class init:
 """
 
 
+SLOW_TO_IGNORE_SIGNALS = """
+import os, time
+from cli import scripts
+ignore = scripts.ignore_stop_signals
+scripts.ignore_stop_signals = lambda: (time.sleep(2 * int(os.environ["RANK"])), ignore())
+scripts.run_and_exit("train")
+"""
+
+
 def test_all_processes_exit_together_after_a_signal(runs, tmp_path):
-    """Launchers kill the others when one exits: none may exit while the main process still closes its tracker."""
+    """Launchers kill the others when one exits: none may exit while the main process still closes its tracker, nor
+    before all ignore the launcher's signal."""
     (tmp_path / "wandb.py").write_text(SLOW_WANDB)
     arguments = [*LONG, *ENDLESS, "--tracking.wandb", "offline", "--out_dir", runs, "--name", "run"]
-    launch = start(["train.py", *arguments], 2, runs / "run", PYTHONPATH=str(tmp_path))
-    os.kill(launch.processes[0].pid, signal.SIGTERM)
+    launch = start(["-c", SLOW_TO_IGNORE_SIGNALS, *arguments], 2, runs / "run", PYTHONPATH=str(tmp_path))
+    for process in launch.processes:
+        os.kill(process.pid, signal.SIGTERM)
     launch.wait(WAIT_SECONDS)
     assert status(runs / "run")["state"] == "preempted"
     assert [process.exitcode for process in launch.processes] == [75, 75], launch.output()
