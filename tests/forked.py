@@ -6,6 +6,7 @@ itself, and of variables that torch reads when it is imported, start real progra
 
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,10 +35,12 @@ server.set_forkserver_preload(PRELOADED)
 
 
 def free_port() -> int:
-    """Return a port of this machine that is not in use."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return an unused port below those that the system assigns, so that no other socket takes it before its use."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def fork_ranks(arguments: list[str]) -> None:

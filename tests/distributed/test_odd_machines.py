@@ -97,7 +97,7 @@ ROWS = {
         says=["PMI_SIZE: 4 processes, but", "To train with one process, unset PMI_SIZE"],
     ),
     "a whole rank that a scheduler left": Row(
-        {"PMI_SIZE": "2", "PMI_RANK": "0"},
+        {"PMI_SIZE": "2", "PMI_RANK": "0", "MASTER_PORT": str(forked.free_port())},
         words=["train.py", *ONE_STEP, "--global_batch_size", "8", "--timeout_seconds", "1"],
         exit_code=1,
         says=["(PMI_SIZE in the environment); to train with one process, unset PMI_SIZE"],

@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 # and ends as its argument says. It stops on SIGTERM.
 FAKE = """
 import fcntl, json, os, signal, sys, time
-run, how = sys.argv[1:]
+run, how, starts = sys.argv[1:]
 os.makedirs(run, exist_ok=True)
 lock = open(run + "/.lock", "w")
 def note(what):
@@ -42,6 +42,9 @@ except BlockingIOError:
     os._exit(2)
 signal.signal(signal.SIGTERM, lambda *_: end("preempted", 75))
 note("start")
+deadline = time.monotonic() + 60
+while open(os.path.dirname(run) + "/notes").read().count('["start"') < int(starts) and time.monotonic() < deadline:
+    time.sleep(0.02)
 time.sleep({"slowly": 60, "for a moment": 0.6}.get(how, 0))
 if how == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -60,11 +63,14 @@ end(*ends.get(how, ("finished", 0)))
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that makes a Training by name and outcome; its `notes` reads the file shared by all runs."""
+    """Return a function that makes a Training by name and outcome; its `notes` reads the file shared by all runs.
+
+    A training ends only after `starts` trainings have started.
+    """
     (tmp_path / "fake.py").write_text(FAKE)
 
-    def training(name, how="at once", **others):
-        command = (sys.executable, "-S", str(tmp_path / "fake.py"), str(tmp_path / "runs" / name), how)
+    def training(name, how="at once", starts=1, **others):
+        command = (sys.executable, "-S", str(tmp_path / "fake.py"), str(tmp_path / "runs" / name), how, str(starts))
         return Training(tmp_path / "runs" / name, 4, command, **others)
 
     (tmp_path / "runs").mkdir()
@@ -79,7 +85,7 @@ def test_train_divides_cores_and_gpus(run, monkeypatch):
     monkeypatch.setattr(runner, "available_cores", lambda: 6)
     monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "5"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    JobRunner(max_running=3).train([run(f"run-{number}", "for a moment") for number in range(5)])
+    JobRunner(max_running=3).train([run(f"run-{number}", "for a moment", starts=3) for number in range(5)])
     notes, at_once, most = run.notes(), 0, 0
     for what, *_ in notes:
         at_once += 1 if what == "start" else -1
@@ -125,7 +131,7 @@ def test_train_skips_finished_runs_unless_restarted(run):
 )
 def test_train_failed_run_stops_the_others(how, message, run):
     with pytest.raises(Failed) as failed:
-        JobRunner(2).train([run("slow", "slowly"), run("bad", how), run("later")])
+        JobRunner(2).train([run("slow", "slowly"), run("bad", how, starts=2), run("later")])
     assert str(failed.value) == message and failed.value.training.directory.name == "bad"
     assert json.loads((run("slow").directory / "status.json").read_text())["state"] == "preempted"
     assert not run("later").directory.exists()
@@ -185,7 +191,7 @@ def test_train_waits_for_locked_run_then_trains_it(run):
         started.append(run("theirs").output.exists())
         held.close()
 
-    other = threading.Thread(target=die)
+    other = threading.Thread(target=die, daemon=True)
     other.start()
     JobRunner(1).train([run("theirs"), run("ours")])
     other.join()
@@ -221,7 +227,7 @@ def test_concurrent_commands_divide_the_runs(run, tmp_path):
         from jobs.runner import Training, JobRunner
         runs = [Path({str(tmp_path / "runs")!r}, f"run-{{number}}") for number in range(6)]
         fake = ({sys.executable!r}, "-S", {str(tmp_path / "fake.py")!r})
-        JobRunner(1).train([Training(path, 4, (*fake, str(path), "for a moment")) for path in runs])
+        JobRunner(1).train([Training(path, 4, (*fake, str(path), "for a moment", "1")) for path in runs])
     """
     both = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) for _ in range(2)]
     assert [one.wait(timeout=120) for one in both] == [0, 0]
@@ -237,7 +243,7 @@ def test_signal_stops_all_runs(run):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    sender = threading.Thread(target=send)
+    sender = threading.Thread(target=send, daemon=True)
     sender.start()
     with pytest.raises(Stopped):
         found.train([run("one", "slowly"), run("two", "slowly"), run("three")])

@@ -17,7 +17,7 @@ from config.errors import RunError
 from run.corpus_check import CorpusCheck
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
-from tests.distributed.test_signals import children, start, status, wait_until
+from tests.distributed.test_signals import WAIT_SECONDS, children, start, status, wait_until
 
 LONG = [*TINY_STORIES, *"--steps 20000 --checkpoint.every 100000 --evaluation.every 0 --data.num_workers 1".split()]
 IN_A_FORK = """
@@ -51,7 +51,7 @@ def test_data_workers_accept_long_tmpdir(runs, tmp_path):
 def test_dead_data_worker_ends_run_after_saving(runs):
     launch = start(["train.py", *LONG, "--out_dir", runs, "--name", "run"], 2, runs / "run")
     os.kill(children(launch.processes[1].pid)[0], signal.SIGKILL)
-    assert launch.wait(120) == 1 and launch.processes[0].exitcode == 1, launch.output()
+    assert launch.wait(WAIT_SECONDS) == 1 and launch.processes[0].exitcode == 1, launch.output()
     assert_failed(runs / "run", launch.output()[1], "lost a data worker")
     saved = newest_valid(runs / "run" / "checkpoints")[1].step
     assert saved == status(runs / "run")["step"] >= 5 and f"error: step {saved + 1}: process 1" in launch.output()[1]
@@ -59,14 +59,15 @@ def test_dead_data_worker_ends_run_after_saving(runs):
 
 @pytest.mark.parametrize("ending", ["signal", pytest.param("timeout", marks=pytest.mark.slow)])
 def test_hanging_data_worker_obeys_signal_and_timeout(ending, runs):
-    arguments = [*LONG, "--timeout_seconds", 20, "--out_dir", runs, "--name", "run"]
+    timeout_seconds = {"signal": 600, "timeout": 20}[ending]
+    arguments = [*LONG, "--timeout_seconds", timeout_seconds, "--out_dir", runs, "--name", "run"]
     launch = start(["train.py", *arguments], 0, runs / "run")
     (process,) = launch.processes
     os.kill(children(process.pid)[0], signal.SIGSTOP)
     if ending == "signal":
         wait_until(lambda: is_asleep(process.pid), process.is_alive)
         os.kill(process.pid, signal.SIGTERM)
-    assert launch.wait(60) == (75 if ending == "signal" else 1), launch.output()
+    assert launch.wait(WAIT_SECONDS) == (75 if ending == "signal" else 1), launch.output()
     saved = newest_valid(runs / "run" / "checkpoints")[1].step
     assert saved == status(runs / "run")["step"] >= 5
     if ending == "signal":
@@ -92,7 +93,7 @@ def test_signal_before_first_batch_stops_at_once(runs):
         wait_until(lambda process=process: children(process.pid), process.is_alive)
     os.kill(launch.processes[1].pid, signal.SIGTERM)
     os.kill(launch.processes[0].pid, signal.SIGTERM)
-    launch.wait(60)
+    launch.wait(WAIT_SECONDS)
     assert [process.exitcode for process in launch.processes] == [75, 75], launch.output()
     assert status(runs / "run")["state"] == "preempted" and status(runs / "run")["step"] == 0
     train(*arguments)
