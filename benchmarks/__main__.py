@@ -17,24 +17,22 @@ from pathlib import Path
 from benchmarks import tables
 from benchmarks.runner import run_interleaved
 
-MODULES = {  # functions that yield the groups of a case; the GPU's needs only torch, accelerate and transformers
-    "cpu": "throughput time_to_loss overhead memory exactness checkpoint_stall startup generation",
-    "gpu": "gpu",
-}
-CASES = {name: module for module, names in MODULES.items() for name in names.split()}
+CPU_CASES = "throughput", "time_to_loss", "overhead", "memory", "exactness", "checkpoint_stall", "startup", "generation"
+# Functions that yield the groups of a case, by module; the GPU's needs only torch, accelerate and transformers.
+CASES = dict.fromkeys(CPU_CASES, "benchmarks.cpu") | {"gpu": "benchmarks.gpu"}
 STARTED = time.monotonic()
 
 
 def run_case(name: str, options: argparse.Namespace) -> tables.Figures:
     """Measure the groups of a case; write the result after each group unless --quick."""
-    module, figures, left_out = importlib.import_module(f"benchmarks.{CASES[name]}"), {}, []
-    for group in getattr(module, name)(options):
+    figures, left_out = {}, []
+    for group in getattr(importlib.import_module(CASES[name]), name)(options):
         if time.monotonic() - STARTED > options.budget_seconds:
             left_out.append(group.name)
             print(f"{group.name}: left out, {options.budget_seconds:g} s are over", file=sys.stderr, flush=True)
         else:
             print(f"{group.name}:", file=sys.stderr, flush=True)
-            figures[group.name] = run_interleaved(group, group.rounds or options.rounds)
+            figures[group.name] = run_interleaved(group, options.rounds)
         if not options.quick:
             tables.write_result(name, figures, left_out)
     return figures
@@ -54,7 +52,7 @@ def main() -> int:
     options.text = options.text or (tables.PAGE if options.quick else None)  # any text will do
     if options.case == "time_to_loss" and not options.text:
         parser.error("time_to_loss needs --text FILE")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends suspended programs, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the running program, too
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     figures = run_case(options.case, options)
     if options.quick or options.case not in tables.TABLES:

@@ -10,7 +10,6 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -19,18 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.nanogpt import ENDLESS, RECIPE_FOR_A_CPU, NanoGPT
+from benchmarks.nanogpt import RECIPE_FOR_A_CPU, NanoGPT
 from benchmarks.runner import (
+    INTERVALS,
     LOGGED,
     ROOT,
-    TURNS,
+    WARM_UP,
     Case,
     Group,
-    Program,
-    endless_case,
+    measure_speed,
     run_command,
     to_arguments,
-    train,
     train_command,
 )
 from distributed.cores import available_cores
@@ -43,6 +41,7 @@ from run.metrics_log import read_rows
 RANDOM = {"config": "configs/random_tokens.yaml", "model.dropout": 0.0, "data.num_samples": 10_000}
 STORIES = {"config": "configs/stories.yaml"}
 WITHOUT_WANDB = {"tracking.wandb": "disabled"}
+SPEED_ONLY = {"checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_scored_generations": 0}
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
 GPT2 = {"bias": False, "tie_embeddings": True, "mlp": "gelu_erf"}  # as in nanoGPT
 BARE_LOOP = "-m", "benchmarks.bare_loop"
@@ -61,16 +60,9 @@ def random_tokens(seq_len: int, batch: int, steps: int, log_every: int, **sizes:
     return RANDOM | WITHOUT_WANDB | model_settings(**{"vocab_size": 512} | sizes) | run
 
 
-def endless(settings: dict, folder: str, name: str) -> dict:
-    """Return settings of a training that logs and does nothing else until it is killed."""
-    never = {"steps": 10**6, "checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_scored_generations": 0}
-    return settings | never | {"out_dir": folder, "name": name, "resume": "never"}
-
-
 def run_bare_loop(settings: dict, env: Mapping[str, str] = {}) -> dict:
-    """Run benchmarks/bare_loop.py to its end and return the figures that it prints."""
-    printed = run_command(train_command(settings, script=BARE_LOOP), env=env)
-    return json.loads(next(line for line in printed if line.startswith('{"seconds')))
+    """Run benchmarks/bare_loop.py and return the figures that it prints."""
+    return json.loads(run_command(train_command(settings, script=BARE_LOOP), env=env)[-1][1])
 
 
 def throughput(options: Namespace) -> Iterator[Group]:
@@ -82,22 +74,22 @@ def throughput(options: Namespace) -> Iterator[Group]:
     peer = options.nanogpt and NanoGPT(options.nanogpt)
     for layers, heads, width, context, batch, every in [(1, 2, 32, 32, 4, 2)] if options.quick else shapes:
         sizes = dict(n_layers=layers, n_heads=heads, d_model=width, vocab_size=65, max_position_embeddings=context)
-        settings = random_tokens(context, batch, 0, every, **sizes, **GPT2)
+        steps = every * (WARM_UP + INTERVALS + 1)
+        settings = random_tokens(context, batch, steps, every, **sizes, **GPT2) | SPEED_ONLY
         peer_settings = dict(n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=batch)
-        peer_settings |= ENDLESS | {"log_interval": every}
+        peer_settings |= dict(max_iters=steps, log_interval=every, eval_interval=10**6, eval_iters=1)
         tokens, ours, theirs, baselines = every * batch * context, {}, {}, {}
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        with tempfile.TemporaryDirectory() as folder:
             for precision, compiled in variants[::2] if options.quick else variants:
                 label = f"{precision}{', compiled' if compiled else ''}"
-                command = train_command(endless(settings | {"compile": compiled}, folder, label))
-                autocast = {"ACCELERATE_MIXED_PRECISION": {"float32": "no", "bfloat16": "bf16"}[precision]}
-                ours[f"ours, {label}"] = endless_case(stack, tokens, command, env=autocast)
+                command = train_command(settings | {"compile": compiled, "out_dir": folder, "resume": "never"})
+                env = {"ACCELERATE_MIXED_PRECISION": {"float32": "no", "bfloat16": "bf16"}[precision]}
+                ours[f"ours, {label}"] = partial(measure_speed, command, tokens, env=env)
                 baselines[f"ours, {label}"] = [f"nanoGPT, {name}" for name in dict.fromkeys((precision, "float32"))]
                 if peer:
                     command = peer.command(precision, compile=compiled, **peer_settings)
-                    theirs[f"nanoGPT, {label}"] = endless_case(stack, tokens, command, peer.cwd)
-            name = f"{layers} x {width}, context {context}, batch {batch}"
-            yield Group(name, ours | theirs, baselines, TURNS * options.rounds)
+                    theirs[f"nanoGPT, {label}"] = partial(measure_speed, command, tokens, peer.cwd)
+            yield Group(f"{layers} x {width}, context {context}, batch {batch}", ours | theirs, baselines)
 
 
 def time_to_loss(options: Namespace) -> Iterator[Group]:
@@ -108,8 +100,7 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
     target, seeds, recipe = math.inf if options.quick else 1.88, count(), dict(RECIPE_FOR_A_CPU)
 
     def run_to_target(command: list[str], cwd: Path = ROOT) -> dict:
-        with Program(command, cwd) as program:
-            found = [(seconds, re.search(r"val.loss (?:= )?([\d.]+)", line)) for seconds, line in program.lines()]
+        found = [(s, re.search(r"val.loss (?:= )?([\d.]+)", line)) for s, line in run_command(command, cwd)]
         losses = [(seconds, float(match[1])) for seconds, match in found if match]
         seconds, loss = next((pair for pair in losses if pair[1] <= target), losses[-1])
         return {"seconds": seconds, "val/loss": loss}
@@ -143,26 +134,26 @@ def overhead(options: Namespace) -> Iterator[Group]:
     Stories have short steps, and their data are generated meanwhile; random tokens have longer ones.
     """
     larger = model_settings(n_layers=4, d_model=256, vocab_size=512) | {"seq_len": 128}
-    recipes = {  # settings, tokens of a row, steps between log lines, turns in a round
-        "stories, 0.46M parameters": (STORIES, 96, 20, 4 * TURNS),
-        "random tokens, 3.4M parameters": (RANDOM | larger, 128, 10, TURNS),
+    recipes = {  # settings, tokens of a row, steps between log lines
+        "stories, 0.46M parameters": (STORIES, 96, 20),
+        "random tokens, 3.4M parameters": (RANDOM | larger, 128, 10),
     }
     if options.quick:
-        recipes = {"random tokens": (RANDOM | model_settings(**TINY, vocab_size=64), 32, 2, 2)}
-    launches = {"1 process": 0, "2 processes": 2}
-    for name, (recipe, seq_len, every, turns) in recipes.items():
-        cases, baselines, tokens = {}, {}, every * 16 * seq_len
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            for label, launched in list(launches.items())[: 1 if options.quick else 2]:
+        recipes = {"random tokens": (RANDOM | model_settings(**TINY, vocab_size=64), 32, 2)}
+    for name, (recipe, seq_len, every) in recipes.items():
+        cases, baselines = {}, {}
+        with tempfile.TemporaryDirectory() as folder:
+            for label, launched in {"1 process": 0, "2 processes": 2}.items():
                 processes = max(1, launched)
                 env = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
-                settings = recipe | {"micro_batch_size": 16 // processes, "tracking.log_every": every}
+                settings = recipe | SPEED_ONLY | {"out_dir": folder, "resume": "never"}
+                settings |= {"steps": every * (WARM_UP + INTERVALS + 1), "micro_batch_size": 16 // processes}
+                settings |= {"tracking.log_every": every}
                 for program, script in {"train.py": ("train.py",), "bare loop": BARE_LOOP}.items():
-                    command = train_command(endless(settings, folder, label), launched, script)
-                    # Two lines: a program that resumes first does what its timers have missed, as W&B's do.
-                    cases[f"{program}, {label}"] = endless_case(stack, tokens, command, lines=2, env=env)
+                    command = train_command(settings, launched, script)
+                    cases[f"{program}, {label}"] = partial(measure_speed, command, every * 16 * seq_len, env=env)
                 baselines[f"train.py, {label}"] = [f"bare loop, {label}", "train.py, 1 process"]
-            yield Group(name, cases, baselines, turns * options.rounds)
+            yield Group(name, cases, baselines)
 
 
 def memory(options: Namespace) -> Iterator[Group]:
@@ -184,11 +175,21 @@ def memory(options: Namespace) -> Iterator[Group]:
 def exactness(options: Namespace) -> Iterator[Group]:
     """Time and memory of `--exact true`: 11 million parameters, 8 micro-batches in each process, one thread each."""
     sizes = TINY if options.quick else {"n_layers": 6, "n_heads": 6, "d_model": 384}
+
+    def case(settings: dict, processes: int) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = train_command(settings | {"out_dir": folder, "name": "run"}, processes)
+            run_command(command, env={"OMP_NUM_THREADS": "1"})
+            logged = [row for row in read_rows(Path(folder, "run", "metrics.jsonl")) if "train/tokens" in row]
+        step_tokens = logged[-1]["train/tokens"] / logged[-1]["step"]
+        speed = statistics.median(row["perf/tokens_per_second"] for row in logged[1:])
+        return {"seconds_a_step": step_tokens / speed, "peak_mib": logged[-1]["perf/peak_memory_bytes"] / 2**20}
+
     for processes in (1, 2):
         settings = random_tokens(64, 1, 20, 5, **sizes) | {"global_batch_size": 8 * processes}
-        modes, env = {"default": False, "exact": True}, {"OMP_NUM_THREADS": "1"}
+        modes = {"default": False, "exact": True}
         cases: dict[str, Case] = {
-            name: partial(train, settings | {"exact": exact}, processes, env) for name, exact in modes.items()
+            name: partial(case, settings | {"exact": exact}, processes) for name, exact in modes.items()
         }
         yield Group(f"cost, {processes} process(es)", cases, "default")
 
@@ -205,9 +206,8 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
 
     def case(asynchronous: bool) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
-            own = {"out_dir": folder, "name": "run", "checkpoint.asynchronous": asynchronous}
-            with Program(train_command(settings | own)) as program:
-                logged = [seconds for seconds, line in program.lines() if line.startswith(LOGGED)]
+            command = train_command(settings | {"out_dir": folder, "checkpoint.asynchronous": asynchronous})
+            logged = [seconds for seconds, line in run_command(command) if line.startswith(LOGGED)]
         steps = [end - start for start, end in pairwise(logged)]
         undisturbed = statistics.median(steps[1 : every - 1])
         lost = [seconds - undisturbed for seconds in steps[2 * every - 1 : -1]]
@@ -233,9 +233,8 @@ print("{FIRST_STEP}")
 def startup(options: Namespace) -> Iterator[Group]:
     """Seconds to --help, to a refused setting and to the first step, beside the imports of torch and a bare script."""
 
-    def run_to_first_step(command: list[str], env: Mapping[str, str] = {}) -> dict:
-        with Program(command, env=env) as program:
-            return program.run_until(FIRST_STEP)
+    def seconds_to_first_step(command: list[str], env: Mapping[str, str] = {}) -> dict[str, float]:
+        return {"seconds": run_command(command, env=env, until=FIRST_STEP)[-1][0]}
 
     small = STORIES | {"data.num_samples": 50} | model_settings(**TINY)
     recipe = small if options.quick else STORIES
@@ -243,31 +242,29 @@ def startup(options: Namespace) -> Iterator[Group]:
 
         def first_step(settings: dict, processes: int = 0, env: Mapping[str, str] = {}) -> Case:
             own = {"out_dir": folder, "resume": "never", "tracking.log_every": 1}
-            return partial(run_to_first_step, train_command(settings | own, processes), env)
+            return partial(seconds_to_first_step, train_command(settings | own, processes), env)
 
         cache = Path(folder, "cache")
         # Compiling the smallest model takes half a minute; without a compiler train.py trains uncompiled.
         env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | ({"CXX": "no-such-compiler"} if options.quick else {})
         compiled = first_step(recipe | {"compile": True}, env=env)
 
-        def compile_from_nothing() -> object:
+        def compile_without_cache() -> object:
             shutil.rmtree(cache, ignore_errors=True)
             return compiled()
 
+        imports = "import torch", "import torch, accelerate", "import train"
         cases: dict[str, Case] = {
-            **{
-                code: partial(run_command, [sys.executable, "-c", code])
-                for code in ("import torch", "import torch, accelerate", "import train")
-            },
+            **{code: partial(run_command, [sys.executable, "-c", code]) for code in imports},
             "train.py --help": partial(run_command, [sys.executable, "train.py", "--help"]),
             "a refused setting": partial(run_command, [sys.executable, "train.py", "--steps", "-1"], exit_code=2),
-            "a bare script to its first step": partial(run_to_first_step, [sys.executable, "-c", BARE_SCRIPT]),
+            "a bare script to its first step": partial(seconds_to_first_step, [sys.executable, "-c", BARE_SCRIPT]),
             "first step, the same model, without W&B": first_step(small | WITHOUT_WANDB),
             "first step": first_step(recipe),
             "first step, without W&B": first_step(recipe | WITHOUT_WANDB),
             "first step, 2 processes": first_step(recipe, 2),
             "first step, 2 processes, without W&B": first_step(recipe | WITHOUT_WANDB, 2),
-            "first step, compiled, empty cache": compile_from_nothing,
+            "first step, compiled, empty cache": compile_without_cache,
             "first step, compiled, filled cache": compiled,
         }
         baselines = dict.fromkeys(["train.py --help", "a refused setting"], ["import torch"])
@@ -299,7 +296,7 @@ def generation(options: Namespace) -> Iterator[Group]:
             for batch in (1, 16):
                 prompts = torch.randint(8192, (batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
                 greedy["attention_mask"] = torch.ones_like(prompts)
-                generators = {
+                generators: dict[str, Callable[[], Tensor]] = {
                     "ours": partial(ours.generate, prompts, length, temperature=0),
                     "transformers": partial(theirs.generate, prompts, **greedy),
                 }

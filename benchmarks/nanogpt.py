@@ -29,7 +29,6 @@ RECIPE_FOR_A_CPU = {  # from its README
     **dict(device="cpu", compile=False, eval_iters=20, block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128),
     **dict(max_iters=2000, lr_decay_iters=2000, dropout=0.0),
 }
-ENDLESS = dict(max_iters=10**6, eval_interval=10**6, eval_iters=1)  # it always evaluates before the first step
 
 
 def build_peer(

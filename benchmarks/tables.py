@@ -37,16 +37,14 @@ NO_RATIO = {"val/loss", "tokens", "mfu"}
 
 
 def machine() -> dict[str, str | int | float]:
-    """Return the processor, its cores and the memory that the figures were measured on, and the GPU."""
+    """Return the processor, its cores, the memory and the GPU of this machine."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo, re.MULTILINE))
     facts = {"cpu": found.get("model name", platform.processor()), "cores": os.cpu_count() or 1}
     if "cpu family" in found:  # a shared machine may hide the name of its model
         facts["cpu"] = f"{facts['cpu']} (family {found['cpu family']}, model {found['model']})"
     facts["memory_gib"] = round(psutil.virtual_memory().total / 2**30, 1)
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-    return facts
+    return facts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 def write_result(name: str, figures: Figures, left_out: list[str]) -> None:
@@ -69,25 +67,17 @@ def read_result(name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {"figures": {}}
 
 
-def format_number(value: float) -> str:
-    """Return three significant digits, or an integer with thousands separators."""
-    return f"{value:,.0f}" if 100 <= abs(value) < 1e9 or isinstance(value, int) else f"{value:.3g}"
-
-
-def format_rounds(values: list[float], unit: str = "") -> str:
-    """Return the median with its unit and, in parentheses, the range, or the interquartile range of MANY rounds."""
-    if len(values) == 1:
-        return f"{format_number(values[0])}{unit} (one round)"
-    lowest, *_, highest = quantiles(values, n=4) if len(values) >= MANY else (min(values), max(values))
-    spread = f"{format_number(lowest)} to {format_number(highest)}{', 2 rounds' * (len(values) == 2)}"
-    return f"{format_number(median(values))}{unit} ({spread})"
-
-
-def format_cell(value: object) -> str:
-    """Return a cell of a table: the rounds of a measured figure, or a constant."""
-    if isinstance(value, list):
-        return format_rounds(value)
-    return format_number(value) if isinstance(value, int | float) else str(value)
+def format_value(value: object, unit: str = "") -> str:
+    """Return a constant, or the median of rounds and their range; of MANY rounds, the interquartile range."""
+    if not isinstance(value, list):
+        if not isinstance(value, int | float):
+            return str(value)
+        return f"{value:,.0f}" if 100 <= abs(value) < 1e9 or isinstance(value, int) else f"{value:.3g}"
+    if len(value) == 1:
+        return f"{format_value(value[0])}{unit} (one round)"
+    lowest, *_, highest = quantiles(value, n=4) if len(value) >= MANY else (min(value), max(value))
+    spread = f"{format_value(lowest)} to {format_value(highest)}{', 2 rounds' * (len(value) == 2)}"
+    return f"{format_value(median(value))}{unit} ({spread})"
 
 
 def format_ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
@@ -96,7 +86,7 @@ def format_ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
     for name in case.get("against", []):
         ours, theirs = case.get(quantity), cases.get(name, {}).get(quantity)
         if isinstance(ours, list) and isinstance(theirs, list):
-            ratios.append(format_rounds([one / two for one, two in zip(ours, theirs, strict=False)], f"x {name}"))
+            ratios.append(format_value([one / two for one, two in zip(ours, theirs, strict=False)], f"x {name}"))
     return "; ".join(ratios)
 
 
@@ -108,20 +98,14 @@ def table_rows(groups: Figures, quantities: dict[str, str]) -> list[list[str]]:
             row = [group if name == next(iter(cases)) else "", f"{name}: {case['error']}" if "error" in case else name]
             for quantity in quantities:
                 ratio = "" if quantity in NO_RATIO else format_ratios(case, cases, quantity)
-                row += [format_cell(case.get(quantity, "")), ratio]
+                row += [format_value(case.get(quantity, "")), ratio]
             rows.append(row)
     used = [index for index, column in enumerate(zip(*rows[1:], strict=True)) if any(column)]
     return [[row[index] for index in used] for row in rows]
 
 
-def markdown(rows: list[list[str]]) -> str:
-    """Return rows, the first of which is the header, as a Markdown table."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
-
-
 def section(name: str) -> str:
-    """Return the table of a result, and a line with the command, the machine and the other load on it."""
+    """Return the Markdown table of a result, and a line with the command, the machine and the other load on it."""
     record = read_result(name)
     machine, cases = record["machine"], [case for cases in record["figures"].values() for case in cases.values()]
     hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
@@ -131,7 +115,8 @@ def section(name: str) -> str:
         where += f"; quartiles of {rounds} turns"
     if others := [cores for case in cases for cores in case.get("others_cores", [])]:
         where += f"; cores busy with other work: median {median(others):.2f}, at most {max(others):.2f}"
-    return f"{markdown(table_rows(record['figures'], TABLES[name]))}\n\n{where}."
+    header, *lines = ("| " + " | ".join(row) + " |" for row in table_rows(record["figures"], TABLES[name]))
+    return "\n".join([header, "|---" * (header.count(" | ") + 1) + "|", *lines, "", f"{where}."])
 
 
 def render_page() -> str:
