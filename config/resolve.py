@@ -1,7 +1,7 @@
-"""Resolve a config: fill in, step by step, the settings that the command line leaves open.
+"""Resolve a config: fill in the settings that the command line leaves null.
 
-Each function returns a new config; none is ever modified. `run.resolve.resolve` calls them in their one order: the
-settings of the run that is resumed, the initial model, the corpus (`Corpus.complete`), the launch.
+Each function returns a new config. `run.resolve.resolve` calls them in order: the settings of the run that is resumed,
+the initial model, the corpus (`Corpus.complete`), the launch.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from config.errors import ConfigError
 from config.schema import TrainConfig
 from model.config import GPTConfig
 
-# Settings of a model initialised from another that may differ from the other's.
+# Settings that may differ from those of the initial model.
 NOT_FROM_INITIAL_MODEL = {"dropout"}
 
 
@@ -30,14 +30,14 @@ class PartialModel(GPTConfig):
 
 
 def given_model_settings(config: TrainConfig) -> frozenset[str]:
-    """Names of the settings of `model` that must agree with the initial model: all, except in a PartialModel."""
+    """Return the settings of `model` that the user gave: those named in a PartialModel, otherwise all."""
     if isinstance(config.model, PartialModel):
         return config.model.given
     return frozenset(setting.name for setting in fields(config.model))
 
 
 def replace_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """Copy a config with other values for some settings, named as `steps` or `optimizer.lr`."""
+    """Return a copy of a config with some settings changed; they are named like `steps` or `optimizer.lr`."""
     sections: dict[str, dict[str, Any]] = {}
     for setting, value in changes.items():
         section, _, name = setting.rpartition(".")
@@ -48,17 +48,17 @@ def replace_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainCo
 
 
 def require_consistent(config: TrainConfig, num_processes: int) -> None:
-    """Check all relations between settings.
+    """Check that no settings are out of range or contradict each other.
 
     Raises:
-        ConfigError: settings contradict each other; the message lists all contradictions.
+        ConfigError: the message lists all problems.
     """
     if problems := config.problems(num_processes):
         raise ConfigError("\n".join(problems))
 
 
 def with_stored_settings(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
-    """Fill in what was resolved at the first start of a run from its flat settings, where they are null."""
+    """Fill in settings that are null from the stored, flat settings of the run that is resumed."""
     filled_in = {
         "data.seed": config.data.seed,
         "global_batch_size": config.global_batch_size,

@@ -1,4 +1,4 @@
-"""The settings of the model. Importable without torch, so that a config is checked before anything heavy is loaded."""
+"""The settings of the model; importable without torch, so that settings are checked before slow imports."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,13 +8,13 @@ from model.field_types import HalfOpenUnitInterval, PositiveFloat, PositiveInt, 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder-only transformer. The defaults are a small member of the GPT-2 family.
+    """A decoder-only transformer; the defaults are a small GPT-2.
 
-    The FAMILIES below have an exact counterpart in transformers (see model/hf.py).
+    The FAMILIES below have an exact counterpart in transformers, see model/hf.py.
     """
 
     vocab_size: PositiveInt | None = None
-    """Number of distinct tokens. Default null: the tokenizer's, filled in before the model is built."""
+    """Size of the vocabulary. null: the tokenizer's, filled in before the model is built."""
 
     max_position_embeddings: PositiveInt = 128
     """Longest sequence the model accepts, in tokens."""
@@ -27,28 +27,27 @@ class GPTConfig:
 
     n_kv_heads: PositiveInt | None = None
     """Number of key and value heads, each shared by n_heads / n_kv_heads query heads (grouped-query attention).
-    Default null: n_heads (multi-head attention)."""
+    null: n_heads (multi-head attention)."""
 
     d_model: PositiveInt = 128
-    """Width of the residual stream, and so of the embeddings."""
+    """Width of the residual stream and the embeddings."""
 
     d_ff: PositiveInt = 512
-    """Hidden width of the MLP. Customary: 4 x d_model for gelu and relu2, 8/3 x d_model for swiglu, which has three
-    matrices instead of two."""
+    """Hidden width of the MLP, commonly 4 x d_model, or 8/3 x d_model for swiglu, which has three matrices instead of
+    two."""
 
     dropout: HalfOpenUnitInterval = 0.1
-    """Dropout probability in training: of the embeddings, the attention weights, and the output of each attention and
-    MLP. At least 0, less than 1."""
+    """Dropout probability of the embeddings, the attention weights, and the output of each attention and MLP in
+    training. At least 0, less than 1."""
 
     head_dim: PositiveInt | None = None
-    """Width of one attention head. Default null: d_model / n_heads."""
+    """Width of one attention head. null: d_model / n_heads."""
 
     rope_theta: PositiveFloat = 10000.0
-    """Base of the wavelengths of the rotary positions: 2 pi rope_theta^(2 i / head_dim) tokens. Only read with
-    position: rope."""
+    """position rope: base of the wavelengths of the rotary positions, 2 pi rope_theta^(2 i / head_dim) tokens."""
 
     norm_eps: PositiveFloat = 1e-5
-    """Added to the variance (layernorm) or the mean square (rmsnorm) before its root is taken."""
+    """Constant added to the variance (layernorm) or the mean square (rmsnorm) before the square root."""
 
     position: Literal["learned", "rope"] = "learned"
     """Position encoding: learned (a table of max_position_embeddings vectors added to the token embeddings) or rope
@@ -56,18 +55,18 @@ class GPTConfig:
 
     window: PositiveInt | None = None
     """Sliding-window attention: number of positions that a query attends to, its own and the window - 1 before it
-    (Jiang et al. 2023, "Mistral 7B", arXiv:2310.06825). At most max_position_embeddings. Default null: no window."""
+    (Jiang et al. 2023, "Mistral 7B", arXiv:2310.06825). At most max_position_embeddings. null: no window."""
 
     window_pattern: str = "SSL"
-    """Layers with sliding-window attention: S (short) has the window, L (long) attends to all positions before. The
-    letters repeat over the layers, and the last layer is always long, as with nanochat's --window-pattern; SL is Gemma
-    2's alternation (arXiv:2408.00118). Only read with a window."""
+    """With `window`: the pattern of layers that have it (S, short) and that attend to all earlier positions (L, long),
+    repeated over the layers; the last layer is always long, as with nanochat's --window-pattern. SL is Gemma 2's
+    alternation (arXiv:2408.00118)."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each attention and MLP, and before the output projection."""
 
     mlp: Literal["gelu", "gelu_erf", "swiglu", "relu2"] = "gelu"
-    """The MLP: gelu (by tanh, as GPT-2), gelu_erf (exact), swiglu (SiLU gate, 3 matrices) or relu2 (ReLU squared)."""
+    """MLP: gelu (tanh approximation, as GPT-2), gelu_erf (exact), swiglu (SiLU gate, 3 matrices), relu2 (squared)."""
 
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalised in each head before their dot product."""
@@ -77,11 +76,10 @@ class GPTConfig:
 
     logit_softcap: PositiveFloat | None = None
     """Bound on the absolute value of the logits: each becomes logit_softcap x tanh(logit / logit_softcap), in training
-    and inference (Gemma 2, arXiv:2408.00118, with 30). Default null: no bound."""
+    and inference (Gemma 2, arXiv:2408.00118, with 30). null: no bound."""
 
     tie_embeddings: bool = False
-    """Whether the output projection shares its weights with the token embedding, as in the published GPT-2. Default
-    false: it has its own weights."""
+    """Whether the output projection shares its weights with the token embedding, as in the published GPT-2."""
 
     zero_init: bool = False
     """Whether out_proj and down_proj, which write to the residual stream, are initialised to zero, so that every
@@ -105,9 +103,9 @@ class GPTConfig:
 
     @property
     def num_weights(self) -> int:
-        """Number of elements of all matrices; sizes that exceed the memory are refused before torch is imported.
+        """Number of elements of all matrices, without those that a fork adds; a vocab_size of null counts as 0.
 
-        Matrices that a fork adds may be missing; a vocab_size that is not known yet counts as 0.
+        Computed from the settings, so that sizes that exceed the memory are refused before torch is imported.
         """
         attention = 2 * (self.n_heads + self.kv_heads) * self.head_size
         mlp = (3 if self.mlp == "swiglu" else 2) * self.d_ff
@@ -116,7 +114,7 @@ class GPTConfig:
         return self.d_model * (self.n_layers * (attention + mlp) + embeddings + positions)
 
     def problems(self) -> list[str]:
-        """List the inconsistencies, each as a message with the setting, its value and a remedy."""
+        """List the problems, each with the setting, its value and a remedy."""
         if problems := invalid_values(self, "model."):
             return problems
         if self.head_dim is None and self.d_model % self.n_heads:

@@ -141,7 +141,7 @@ def test_every_setting_is_documented(capsys):
         (["--global_batch_size", str(10**12)], ["global_batch_size", str(10**12), "GB"]),
         (["--model.vocab_size", str(10**14)], ["vocab_size", str(10**14), "GB"]),
         (["--evaluation.num_samples", str(10**14)], ["evaluation.num_samples", str(10**14), "GB"]),
-        (["--evaluation.num_samples", "null"], ["evaluation.num_samples", "null", "random has no end"]),
+        (["--evaluation.num_samples", "null"], ["evaluation.num_samples", "null", "random is endless"]),
         (["--out_dir", "~nouser/x"], ["out_dir", "~nouser/x"]),
         (
             ["--evaluation.num_logged_generations", "1001"],

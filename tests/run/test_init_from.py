@@ -133,7 +133,7 @@ def test_resume_ignores_changed_or_deleted_initial_run(change, made):
         ("--model.d_ff 512", "model.d_ff: 512, but 64 in"),  # the default
         ("--seq_len 200", "seq_len: 200 is longer than model.max_position_embeddings: 128"),
         ("--init_hash abc", "init_hash: abc, but the weights"),
-        ("--branch_from x", "a run begins once"),
+        ("--branch_from x", "set only one of them"),
     ],
 )
 def test_settings_that_contradict_initial_model_are_refused(settings, message, made):
