@@ -26,10 +26,7 @@ SPEED, STEP, PEAK = {"tokens_per_second": "tokens/s"}, {"seconds_a_step": "secon
 TABLES = {  # quantities of a result, and their column headers
     "throughput": SPEED,
     "time_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats/character", "tokens": "tokens"},
-    "overhead": SPEED,
     "memory": PEAK | STEP,
-    "exactness": STEP | PEAK,
-    "startup": {"seconds": "seconds"},
     "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
 }
 MANY = 6  # rounds, from which on a range is that between the quartiles

@@ -16,7 +16,7 @@ from run.trackers import ExportNewest, start_tracker
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # prefixes of the metrics on the line of a training step
 # Prefixes of metrics that are not on the line of an evaluation: digests, and metrics that plot.py draws.
-NOT_SHOWN = (*TRAINING, "state/", "layers/", "val/excess_loss")
+NOT_SHOWN = (*TRAINING, "state/", "layers/", "val/excess_loss", "val/bytes")
 # Formats of metrics that are not printed like a loss.
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
