@@ -1,6 +1,6 @@
-"""Every rung of examples/ in real processes, against the others, against train.py and against plain torch.
+"""Every script of examples/ in real processes, against the others, train.py and plain torch.
 
-Each command of examples/README.md is run, in small, by the test of its rung.
+Each command of examples/README.md is run, shortened, by the test of its script.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def digits(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(digits, tmp_path_factory):
-    """Runs a command of the README in small and returns its output; a command that was run is not run again."""
+    """Return a function that runs a shortened command of the README once and returns its output."""
     outputs = {}
     picture = tmp_path_factory.mktemp("picture") / "overlap.png"
     shortened = {
@@ -132,7 +132,7 @@ def test_ddp_equals_one_process_with_both_batches(run, digits):
 
 
 def test_data_parallel_example_trains(monkeypatch, digits):
-    """What is only measured where two GPUs are, on none: that it trains, not how fast."""
+    """Checks that it trains; its speed is measured only with two GPUs."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     model = nn.DataParallel(mnist_spawn_ddp.new_model())
     images, labels = mnist.load_mnist(digits)
@@ -179,7 +179,7 @@ def test_tutorial_losses_are_shown_for_trained_epochs():
         table = mnist_allreduce.beside_the_tutorial([[2.0] * steps, [1.0] * steps], 10_000)
         assert [row in table for row in rows] == [index < num_rows for index in range(4)]
         assert table.count("2.000 1.000") == num_rows and not re.search(r": - ", table)
-        assert "cannot be compared" in table, "10,000 images are learnt by heart"
+        assert "cannot be compared" in table, "10,000 images are memorised"
 
 
 def test_data_partitioner_splits_data_by_seed():
@@ -206,7 +206,7 @@ def test_allreduce_network_matches_tutorial():
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL_MNIST.exists(), reason="MNIST's files are not beside the repository")
 def test_real_mnist_losses_match_tutorial():
-    """The first three rows; in the last one 10,000 images are learnt by heart, which the README explains."""
+    """The first three rows; in the last one 10,000 images are memorised, which the README explains."""
     command = [sys.executable, "-m", "examples.mnist_allreduce", "--data", REAL_MNIST, "--epochs", "18"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
     rows = re.findall(r"steps .*: (\d\.\d+) (\d\.\d+) +tutorial, epoch +\d+: (\S+) (\S+)", done.stdout)
@@ -237,15 +237,15 @@ def test_mnist_from_files_and_hub_is_identical(digits, tmp_path, monkeypatch):
     pictures = [Image.fromarray(np.frombuffer(raw, np.uint8, 784, 784 * i).reshape(28, 28)) for i in range(20)]
     columns = {"image": pictures, "label": labels[:20].tolist()}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    asked = []
+    requested = []
 
     def load_dataset(name, split):
-        asked.append((name, split))
+        requested.append((name, split))
         return datasets.Dataset.from_dict(columns, features)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     from_hub = mnist.load_mnist(None)
-    assert asked == [("ylecun/mnist", "train")]
+    assert requested == [("ylecun/mnist", "train")]
     assert torch.equal(from_hub[0], images[:20]) and torch.equal(from_hub[1], labels[:20])
 
 
@@ -331,11 +331,11 @@ def buckets_of_overlap(folder):
     sizes, tokens = {}, torch.zeros(1, 2, dtype=torch.int64)
     for way in ("DDP, one bucket", "DDP, default buckets"):
         model = DistributedDataParallel(GPTModel(overlap.CONFIG), bucket_cap_mb=overlap.WAYS[way])
-        for _ in range(3):  # the third logs what the second made
+        for _ in range(3):  # the third logs the buckets of the second
             model(tokens, labels=tokens)[1].backward()
-        told = model._get_ddp_logging_data()
+        logged = model._get_ddp_logging_data()
         for made in ("bucket_sizes", "rebuilt_bucket_sizes"):
-            sizes[f"{way}, {made}"] = [int(size) / 2**20 for size in told[made].split(", ")]
+            sizes[f"{way}, {made}"] = [int(size) / 2**20 for size in logged[made].split(", ")]
     (folder / "sizes").write_text(json.dumps(sizes))
     os._exit(0)
 
@@ -371,7 +371,7 @@ def test_ring_allreduce_is_correct_and_bandwidth_optimal(tmp_path, run):
 
 
 def refusal(rung, *arguments):
-    """The one line with which a rung refuses its arguments, with exit code 2."""
+    """Return the one line with which a script refuses its arguments, with exit code 2."""
     module = importlib.import_module(f"examples.{rung}")
     errors = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as exit:

@@ -1,4 +1,4 @@
-"""Checks of the model pass here and fail on a model that is broken in the way they look for."""
+"""Checks of the model pass here and fail on a model with the fault that they look for."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def wrong_flex_mask(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_transformers_logits_find_wrong_window(window, wider_windows):
-    """Whether or not the config has one."""
+    """With and without a window in the config."""
     config = GPTConfig(window=window, logit_softcap=3.0)
     assert checks.check_transformers_logits("qwen3", config)[0] is False
 

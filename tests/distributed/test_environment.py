@@ -1,4 +1,4 @@
-"""Processes that no launcher of torch has started: by mpirun, by a notebook, by hand; and what imports may load."""
+"""Processes started by mpirun, by a notebook or by hand; and what imports may load."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What was asked of `accelerate launch` happens, or the run is refused."""
+"""Options of `accelerate launch` take effect, or the run is refused."""
 
 import re
 import subprocess
@@ -213,8 +213,8 @@ def test_unusable_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", init)
     (message,) = launch_checks.unusable_devices({})
     assert "driver on your system is too old; to train on the CPU, set ACCELERATE_USE_CPU=true" in message
-    for asked in ({"ACCELERATE_USE_CPU": "True"}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}, {"CUDA_VISIBLE_DEVICES": ""}):
-        assert launch_checks.unusable_devices(asked) == []
+    for variables in ({"ACCELERATE_USE_CPU": "True"}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}, {"CUDA_VISIBLE_DEVICES": ""}):
+        assert launch_checks.unusable_devices(variables) == []
     assert launch_checks.unusable_devices({"CUDA_VISIBLE_DEVICES": "0"}) == [message]
 
 
@@ -352,7 +352,7 @@ def test_corpora_of_a_mixture_may_have_other_paths(checked_processes):
 
 @pytest.mark.parametrize("package", ["torch", "accelerate"])
 def test_different_versions_are_refused(checked_processes, monkeypatch, package):
-    """Their bits would differ, or one would wait for ever in an exchange that the other does not know."""
+    """Their bits would differ, or one would wait forever in a collective operation that the other lacks."""
     launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"))
     here = getattr(launch_checks, package).__version__
     monkeypatch.setattr(getattr(launch_checks, package), "__version__", "0.1")
