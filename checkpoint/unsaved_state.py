@@ -1,7 +1,7 @@
-"""Refuse state that no checkpoint holds: a run with such state would resume without a word to other bits.
+"""Refuse training state that no checkpoint contains: a resumed run would silently differ in its bits.
 
-A checkpoint holds the parameters and persistent buffers of the model and the tensors in `optimizer.state`. Everything
-else must be a function of the config and the step.
+A checkpoint contains the parameters and persistent buffers of the model and the tensors in `optimizer.state`.
+Everything else must be a function of the config and the step.
 """
 
 from collections.abc import Iterator
@@ -14,32 +14,26 @@ from config.errors import ConfigError
 from training.schedule import SCHEDULES
 
 MAX_COPIED = 2**20  # elements; larger tensors, such as masks, are not watched
-REBUILT = "or, if every step computes it again, let its name begin with an underscore"
 
 
 def check_optimizer_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer with something other than tensors in its state.
-
-    Raises:
-        ConfigError: there is such a value; the message has its name, and how to save it.
-    """
+    """Raise ConfigError if the optimizer's state has a value other than tensors."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not torch.is_tensor(value):
-                kind, shown = type(value).__name__, str(value)[:40]
                 place = f"state[{key!r}] of {names.get(parameter, 'a parameter')}"
+                kind, shown = type(value).__name__, str(value)[:40]
                 raise ConfigError(
-                    f"optimizer: {type(optimizer).__name__} keeps {place} as {kind} ({shown}), and checkpoints hold "
-                    "only tensors, so a resumed run would lose it; "
-                    f"keep it as a tensor: state[{key!r}] = torch.tensor(...)"
+                    f"optimizer: {type(optimizer).__name__} keeps {place} as {kind} ({shown}), and checkpoints contain "
+                    f"only tensors, so a resumed run would lose it; use a tensor: state[{key!r}] = torch.tensor(...)"
                 )
 
 
 class UnsavedState:
-    """Values that no checkpoint holds, as they were at the start, to find those that training changes.
+    """Values that no checkpoint contains, recorded at the start to detect those that training changes.
 
-    Watched are public attributes that are numbers or tensors: of every module (non-persistent buffers too), of the
+    They are the public attributes that are numbers or tensors of every module (non-persistent buffers too), of the
     optimizer, and of its parameter groups; except those that a schedule sets.
     """
 
@@ -50,21 +44,18 @@ class UnsavedState:
         }
 
     def check(self) -> None:
-        """Refuse to save if training has changed a watched value.
-
-        Raises:
-            ConfigError: with its name, and how to save it.
-        """
+        """Raise ConfigError if training has changed a recorded value."""
         for name, value in self._current_values():
             before = self.at_start.get(name)
             if before is None or torch.is_tensor(before) != torch.is_tensor(value) or _is_same(before, value):
                 continue
-            what = f"from {before} to {value}" if not torch.is_tensor(value) else "in place"
-            owner = "the model" if name.startswith("model.") else "the optimizer"
-            remedy = "register it as a buffer" if owner == "the model" else "keep it as a tensor in optimizer.state"
+            change = "in place" if torch.is_tensor(value) else f"from {before} to {value}"
+            is_of_model = name.startswith("model.")
+            remedy = "register it as a buffer" if is_of_model else "keep it as a tensor in optimizer.state"
             raise ConfigError(
-                f"{name}: training changed this attribute of {owner} {what}, and checkpoints do not hold it, so a "
-                f"resumed run would start from its first value again; {remedy}, {REBUILT}"
+                f"{name}: training changed this attribute {change}, and checkpoints do not contain it, so a resumed "
+                f"run would start from its first value again; {remedy}, or, if every step computes it again, let its "
+                "name begin with an underscore"
             )
 
     def _current_values(self) -> Iterator[tuple[str, Any]]:

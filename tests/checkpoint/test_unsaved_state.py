@@ -11,12 +11,12 @@ from training.schedule import SCHEDULES
 
 RECIPE = ["--config", str(ROOT / "tests" / "tiny_random.yaml"), "--name", "run", "--checkpoint.keep", "9"]
 REFUSED = {
-    "number": "optimizer: CountingSGD keeps state['step'] of token_embedding.weight as int (1), and checkpoints hold "
-    "only tensors",
-    "optimizer attribute": "optimizer.count: training changed this attribute of the optimizer from 0 to 1",
-    "parameter group": "optimizer.param_groups[0].count: training changed this attribute of the optimizer from 0 to 1",
-    "model attribute": "model.num_calls: training changed this attribute of the model from 0 to ",
-    "model tensor": "model.ema: training changed this attribute of the model in place",
+    "number": "optimizer: CountingSGD keeps state['step'] of token_embedding.weight as int (1), and checkpoints "
+    "contain only tensors",
+    "optimizer attribute": "optimizer.count: training changed this attribute from 0 to 1",
+    "parameter group": "optimizer.param_groups[0].count: training changed this attribute from 0 to 1",
+    "model attribute": "model.num_calls: training changed this attribute from 0 to ",
+    "model tensor": "model.ema: training changed this attribute in place",
 }
 
 
@@ -70,5 +70,5 @@ def test_nan_and_nonpersistent_buffers_compare_by_value():
     network.table = torch.ones(3)
     unsaved.check()
     network.table.add_(1)
-    with pytest.raises(ConfigError, match="model.table: training changed this attribute of the model in place"):
+    with pytest.raises(ConfigError, match="model.table: training changed this attribute in place"):
         unsaved.check()
