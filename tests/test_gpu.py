@@ -153,6 +153,7 @@ def test_tree_sum_equals_sum_of_two_processes(runs):
 def test_chunked_loss_equals_whole_loss_on_gpu(cast, softcap, monkeypatch):
     monkeypatch.setattr("model.loss.CHUNK_BYTES", {GPU.type: 4 * 301 * 7})
     monkeypatch.setattr("model.loss.MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr("model.loss.TILE_ROWS", {GPU.type: 1})
     labels = torch.randint(301, (3, 40), generator=torch.Generator().manual_seed(2)).to(GPU)
     labels[0, 3:6] = -100
     results = []
