@@ -133,19 +133,18 @@ def as_dense(mask: Tensor | BlockMask | None, length: int) -> Tensor:
     return dense.expand(2, 1, length, length)
 
 
-@torch.no_grad()
 def check_flops(config: GPTConfig, seq_len: int) -> Result:
-    """Compare flops_per_token of at most two layers with the products of a forward that torch counts.
+    """Compare flops_per_token of at most two layers with the products of a training step that torch counts.
 
-    The backward has twice as many. Without windows, because torch counts masked products; in float64, where all
-    products are torch's.
+    Without windows, because torch counts masked products; in float64, where all products are torch's.
     """
     length = min(seq_len, 64)
-    model = build_perturbed(replace(config, n_layers=min(2, config.n_layers), window=None)).double()
+    config = replace(config, n_layers=min(2, config.n_layers), window=None, dropout=0.0)
+    model = build_perturbed(config).double().train()
     tokens = torch.randint(model.token_embedding.num_embeddings, (1, length))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens, labels=tokens)
-    counted = 3 * counter.get_total_flops() / length
+        model(tokens, labels=tokens)[1].backward()
+    counted = counter.get_total_flops() / length
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
     expected = model.flops_per_token(length) - 6 * vectors  # elementwise products are not counted
     tolerance = 0.02 + 1 / length  # the last position has no target
