@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils.flop_counter import FlopCounterMode
 
-from checkpoint import storage
 from model.attention import attention_masks
 from model.config import FAMILIES, GPTConfig
 from model.generate import KVCache
@@ -175,18 +174,3 @@ def check_constant_init(config: GPTConfig) -> Result:
 def is_constant(tensor: Tensor) -> bool:
     """Whether all elements are equal; False for NaN and for an empty tensor."""
     return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
-
-
-def find_unsaved_state(model: GPTModel, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of values of an optimizer's state and groups that are not tensors, so not saved.
-
-    Args:
-        model: the model that the optimizer updates.
-        optimizer: an optimizer before its first step; one step with a learning rate of 0 may be taken.
-    """
-    groups = [(group, dict(group)) for group in optimizer.param_groups]
-    state = storage.get_state_dict(model, optimizer, options=storage.FLATTENED)[1]  # initialises the state
-    lost = [name for name, value in state.items() if name.startswith("state.") and not torch.is_tensor(value)]
-    for group, before in groups:
-        lost += [f"group.{key}" for key in group if key != "params" and group[key] != before.get(key)]
-    return lost

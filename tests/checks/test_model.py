@@ -181,18 +181,3 @@ def test_cached_logits_find_forgotten_cache(settings, seq_len, monkeypatch):
     assert checks.check_cached_logits(config, seq_len)[0] is True
     monkeypatch.setattr(checks, "GPTModel", ForgetsCache)
     assert checks.check_cached_logits(config, seq_len)[0] is False
-
-
-def test_unsaved_state_is_named():
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["count"] = group.get("count", 0) + 1
-                for parameter in group["params"]:
-                    self.state[parameter]["step"] = 3
-
-    network = model.gpt.GPTModel(SMALL)
-    names = checks.find_unsaved_state(network, Counting(network.parameters()))
-    assert "group.count" in names
-    assert "state.token_embedding.weight.step" in names
-    assert checks.find_unsaved_state(network, torch.optim.AdamW(network.parameters())) == []
