@@ -86,8 +86,8 @@ def load_mnist(folder: Path | None, parser: Parser) -> tuple[Tensor, Tensor]:
             images, labels = (np.stack([np.asarray(value) for value in dataset[name]]) for name in ("image", "label"))
         else:
             split = "train" if any(folder.glob("train-images-idx3-ubyte*")) else "t10k"
-            images = read_idx(folder / f"{split}-images-idx3-ubyte", header_bytes=16).reshape(-1, 28, 28)
-            labels = read_idx(folder / f"{split}-labels-idx1-ubyte", header_bytes=8)
+            images = read_idx(folder / f"{split}-images-idx3-ubyte", 28, 28)
+            labels = read_idx(folder / f"{split}-labels-idx1-ubyte")
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images, but {len(labels)} labels")
     except Exception as error:  # whatever the library, its HTTP client or gzip raise
@@ -100,10 +100,11 @@ def load_mnist(folder: Path | None, parser: Parser) -> tuple[Tensor, Tensor]:
     return (pixels - 0.1307) / 0.3081, torch.tensor(labels, dtype=torch.int64)
 
 
-def read_idx(file: Path, header_bytes: int) -> np.ndarray:
-    packed = file.with_name(f"{file.name}.gz")
-    content = gzip.decompress(packed.read_bytes()) if packed.exists() else file.read_bytes()
-    return np.frombuffer(content, dtype=np.uint8, offset=header_bytes)
+def read_idx(file: Path, *shape: int) -> np.ndarray:
+    """Read unsigned bytes [N, *shape] after a header of big-endian int32: a magic number, N and the shape."""
+    content = file.read_bytes() if file.exists() else gzip.decompress(Path(f"{file}.gz").read_bytes())
+    number = int.from_bytes(content[4:8], "big")
+    return np.frombuffer(content, dtype=np.uint8, offset=8 + 4 * len(shape)).reshape(number, *shape)
 
 
 class ToyRandomDataset(Dataset):
