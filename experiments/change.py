@@ -119,10 +119,19 @@ def resolve_commits(code: str) -> tuple[str, str]:
 def rebase(base: str, commit: str, onto: str) -> tuple[str, str]:
     """Apply the diff between two commits to a third; return that and the new commit."""
     target = git("rev-parse", "--verify", "--end-of-options", f"{onto}^{{commit}}")
+    return target, apply_diff(diff_of(base, commit), target)
+
+
+def apply_diff(diff: str, parent: str) -> str:
+    """Return the commit of a diff on a parent; a three-way merge where the parent lacks the lines around it.
+
+    Raises:
+        ConfigError: the diff conflicts with the parent.
+    """
     with tempfile.TemporaryDirectory() as folder:
         patch = Path(folder, "change.patch")
-        patch.write_bytes(diff_of(base, commit).encode(errors="surrogateescape"))
-        return target, commit_on(target, "apply", "--cached", "--3way", str(patch))
+        patch.write_bytes(diff.encode(errors="surrogateescape"))
+        return commit_on(parent, "apply", "--cached", "--3way", str(patch))
 
 
 def commit_on(parent: str, *change: str) -> str:

@@ -1,4 +1,5 @@
-"""train.py of a fork: a model trained with z-loss and auxiliary metrics, and a corpus with its own score."""
+"""train.py with a model that is trained with z-loss and reports numbers of its own, and a corpus that scores in its
+own way, as a fork's might."""
 
 import sys
 from pathlib import Path

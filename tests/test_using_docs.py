@@ -1,7 +1,6 @@
-"""The commands of docs/using.md and docs/evaluation.md, on a tiny run and a text of some lines.
+"""The commands of docs/using.md and docs/evaluation.md do what they say, on a tiny run and a text of some lines.
 
-tests/test_other_tools.py runs those of other programs.
-"""
+Those of other people's programs are run by tests/test_other_tools.py."""
 
 import json
 import re

@@ -26,8 +26,8 @@ def test_ruff(arguments):
 LAYERS = [
     *(["model"], ["config"], ["distributed"], ["cli"], ["data"], ["training"], ["checkpoint"], ["run"], ["plotting"]),
     *(["sample.py", "evaluate.py", "export.py"], ["train.py"], ["jobs"], ["audit", "checks", "scaling"]),
-    *(["experiments"], ["comparison"]),
-    *(["plot.py", "compare.py", "replay.py", "verify.py"], ["sweep.py", "scale.py", "experiment.py"]),
+    *(["experiments"], ["chain"], ["comparison"]),
+    *(["plot.py", "compare.py", "replay.py", "verify.py"], ["sweep.py", "scale.py", "experiment.py", "research.py"]),
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

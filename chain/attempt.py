@@ -1,0 +1,262 @@
+"""The commands `try` and `combine`: test an idea against the head of the chain."""
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+from scipy import optimize
+
+from chain.code import Idea, apply_ideas, parse_idea
+from chain.ledger import Row, make_row
+from chain.report import print_result
+from chain.settings import ChainConfig, CombineConfig, TryConfig
+from chain.state import Chain, locked_chain
+from config.errors import ConfigError, RunError
+from experiments import change, log
+from experiments.arm import Arm
+from experiments.change import Change
+from experiments.experiment import Experiment
+from experiments.sequential_test import MIN_SEEDS, estimate_difference
+from experiments.settings import ExperimentConfig
+from jobs.runner import Failed, JobRunner, Stopped
+
+UNDECIDED = ("unknown", "futile")
+SMALLEST_P = 1e-9
+EXIT_UNDECIDED, EXIT_FAILED, EXIT_STOPPED = 10, 11, 75
+
+
+def main(config: TryConfig | CombineConfig) -> None:
+    """Test an idea, add it to the ledger and print the result.
+
+    Raises:
+        ConfigError: the idea or a setting is wrong, or the head has moved meanwhile.
+        RunError: the baseline cannot be trained, or the environment failed.
+        SystemExit: with the exit code of an outcome other than a decision.
+    """
+    row, is_new = find_out(config)
+    begin = [] if is_new else [f"tried as #{row['id']}:"]
+    print_result(config, row | {"tried_before": not is_new}, [*begin, *describe(row)])
+    if row["status"] in (*UNDECIDED, "running"):
+        raise SystemExit(EXIT_UNDECIDED)
+    if row["status"] in ("failed", "identical"):
+        raise SystemExit(EXIT_FAILED)
+
+
+def find_out(config: TryConfig | CombineConfig) -> tuple[Row, bool]:
+    """Return the row of an idea, and whether it was tested now or before."""
+    with locked_chain(config.lab) as (_, chain):
+        if isinstance(config, CombineConfig):
+            parts = [chain.load(chain.idea(number)) for number in map(parse_number, config.ids)]
+            kind, idea = "combine", Idea(" + ".join(config.ids))
+        else:
+            if len(config.idea) > 1:
+                raise ConfigError(f"idea: {' '.join(config.idea)!r} has several words; quote it as one argument")
+            kind, parts = "try", [parse_idea(config.idea[0])]
+            idea = parts[0]
+    changed, code = apply_ideas(parts, chain.head, chain.recipe)
+    diff = code.save_diff(chain.lab / "diffs")
+    cells = {
+        "kind": kind,
+        "parent": chain.head,
+        "commit": changed.commit,
+        "idea": idea.text,
+        "note": config.note,
+        "diff": diff,
+        "settings": " ".join(filter(None, (part.settings for part in parts))),
+    }
+    with training(config, chain.lab):
+        try:
+            return Attempt(config, chain, cells).test(changed), True
+        except TriedBefore as tried:
+            return tried.row, False
+
+
+class Attempt(Experiment):
+    """The test of an idea, at the level and on the seeds that are its due in the chain."""
+
+    def __init__(self, config: TryConfig | CombineConfig, chain: Chain, cells: dict[str, Any]):
+        self.lab_setting, self.cells = config.lab, cells
+        experiment = ExperimentConfig(
+            [cells["idea"], "--config", str(change.ROOT / chain.recipe)],
+            max_seeds=config.max_seeds,
+            budget_minutes=config.budget_minutes,
+            speedup=False,
+            first_seed=chain.first_seed,
+            note=config.note,
+        )
+        super().__init__(experiment, chain.lab, JobRunner(config.jobs))
+        self.arms: list[Arm] = []
+
+    def test(self, changed: Change) -> Row:
+        """Test the idea, and return its row.
+
+        Raises:
+            TriedBefore: it was tested.
+        """
+        begin = time.monotonic(), cpu_seconds()
+        try:
+            found = self.run(changed)
+        except ConfigError as error:
+            self.finish(status="refused", message=str(error))
+            raise
+        log.append(self.lab, found)
+        spent = {"seconds": time.monotonic() - begin[0], "cpu_seconds": cpu_seconds() - begin[1]}
+        return self.finish(status=found["verdict"], **spent, **self.results(found))
+
+    def resolve_candidate(self, baseline: Arm, code: Path, changed: Change) -> Arm:
+        """Return the candidate, which has a number and a level in the ledger from here on.
+
+        Raises:
+            TriedBefore: it was tested.
+            ConfigError: as in Experiment, or another idea was kept meanwhile.
+        """
+        candidate = super().resolve_candidate(baseline, code, changed)
+        self.arms = [baseline, candidate]
+        with locked_chain(self.lab_setting) as (ledger, chain):
+            if chain.head != self.cells["parent"]:
+                raise ConfigError(f"idea: the head of the chain moved to {chain.head[:12]}; rerun the same command")
+            same = [
+                row
+                for row in chain.ideas.values()
+                if (row["parent"], row["candidate"]) == (chain.head, candidate.digest)
+            ]
+            if same and not self.can_continue(same[-1]):
+                raise TriedBefore(same[-1])
+            level = float(same[-1]["level"]) if same else chain.next_level
+            number = same[-1]["id"] if same else 1 + len(chain.ideas)
+            self.cells |= {"id": number, "candidate": candidate.digest, "level": level}
+            if not same:
+                ledger.append(**self.cells, status="running")
+            self.total_alpha = 2 * level  # the level is that of a false "better" alone
+        return candidate
+
+    def can_continue(self, row: Row) -> bool:
+        """Return whether the test of a row was stopped, or ended without a decision after fewer seeds."""
+        if row["status"] == "running":
+            return True
+        return row["status"] == "unknown" and int(row["seeds_candidate"] or 0) < self.config.max_seeds
+
+    def results(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return the cells of the results of an experiment."""
+        cells: dict[str, Any] = {name: found.get(name) for name in ("difference", "low", "high", "verify", "message")}
+        cells["log"] = next((failed.output for failed in self.jobs.failures), None)
+        if "losses" not in found:
+            return cells
+        baseline, candidate = found["losses"]
+        speeds = [arm.run(0).tokens_per_second() for arm in self.arms]
+        ratios = {"parameters": "parameters", "flops": "flops_per_token"}
+        cells |= {name: found["cost"][key][1] / found["cost"][key][0] for name, key in ratios.items()}
+        return cells | {
+            "loss": found["means"][1],
+            "seeds_baseline": len(baseline),
+            "seeds_candidate": len(candidate),
+            "p": p_value(baseline, candidate),
+            "speed": speeds[1] / speeds[0],
+        }
+
+    def finish(self, **results: Any) -> Row:
+        """Append the row with the result, unless another process that shared the test has."""
+        with locked_chain(self.lab_setting) as (ledger, chain):
+            if "id" not in self.cells:  # its code does not start, so it has neither arm nor level
+                if results["status"] != "failed":
+                    return {}
+                self.cells["id"] = 1 + len(chain.ideas)
+            before = chain.ideas.get(int(self.cells["id"]))
+            if before and not self.can_continue(before):
+                return before
+            row = make_row(**self.cells, **results)
+            return ledger.append(**row | {"wealth": Chain(self.lab, [*ledger.rows, row]).wealth})
+
+
+class TriedBefore(Exception):
+    """The same candidate was tested against the same head.
+
+    Attributes:
+        row: Its row.
+    """
+
+    def __init__(self, row: Row):
+        super().__init__()
+        self.row = row
+
+
+def p_value(baseline: list[float], candidate: list[float]) -> float:
+    """Return the smallest one-sided level at which the sequential test would call the candidate better now."""
+
+    def high(log_alpha: float) -> float:
+        return estimate_difference(baseline, candidate, math.exp(log_alpha)).high
+
+    smallest = math.log(2 * SMALLEST_P)
+    if min(len(baseline), len(candidate)) < MIN_SEEDS or high(0.0) >= 0:
+        return 1.0
+    return (
+        SMALLEST_P
+        if high(smallest) < 0
+        else math.exp(optimize.root_scalar(high, bracket=(smallest, 0.0), xtol=0.01).root) / 2
+    )
+
+
+def parse_number(word: str) -> int:
+    """Parse the number of an idea.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not word.removeprefix("#").isdigit():
+        raise ConfigError(f"ids: {word!r} must be the number of an idea")
+    return int(word.removeprefix("#"))
+
+
+def describe(row: Row) -> Iterator[str]:
+    """Yield the result of a test in a few lines."""
+    number, status = row["id"], row["status"]
+    if not row["difference"]:
+        yield f"#{number} {status}: {row['idea']}" + (f": {row['message']}" if row["message"] else "")
+    else:
+        effect = f"{float(row['difference']):+.1f}% ({float(row['low']):+.1f} to {float(row['high']):+.1f})"
+        seeds = f"{row['seeds_candidate']} seeds against {row['seeds_baseline']}"
+        yield f"#{number} {status}: {row['idea']} changes the loss by {effect}, {seeds}"
+        costs = ", ".join(f"{name} x{float(row[name]):.3g}" for name in ("parameters", "flops", "speed") if row[name])
+        yield f"level {row['level']}, p {row['p']}, wealth {row['wealth']}; {costs}"
+    if row["log"]:
+        yield f"log: {row['log']}"
+    if row["decision"]:
+        yield f"decision: {row['decision']}"
+    elif status == "better":
+        yield f"accept it with `python research.py keep {number}`; only `confirm` gives a result to quote"
+    elif status == "unknown":
+        yield "more seeds may decide: repeat the command with a larger --max_seeds, or drop it"
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of the processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@contextmanager
+def training(config: ChainConfig, lab: Path) -> Iterator[None]:
+    """Write progress to LAB/progress.log unless a terminal shows it; turn a stop or a full disk into an exit.
+
+    Raises:
+        SystemExit: with code 75 after a signal.
+        RunError: a file cannot be written.
+    """
+    with nullcontext() if sys.stderr.isatty() else open(lab / "progress.log", "a") as file:
+        try:
+            with redirect_stderr(file) if file else nullcontext():
+                yield
+        except Stopped:
+            message = "stopped by a signal; rerun the same command to resume"
+            print(json.dumps({"status": "stopped", "message": message}) if config.json else message)
+            raise SystemExit(EXIT_STOPPED) from None
+        except Failed as failed:
+            raise RunError(f"{failed.training.directory}: {failed}; see {failed.training.output}") from None
+        except OSError as error:
+            raise RunError(f"{error}; mend that, then rerun the same command to resume") from None

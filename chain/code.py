@@ -1,0 +1,168 @@
+"""The commits of a chain: ideas applied to its head, its branch and the working tree."""
+
+import os
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from chain.recipe import parse_settings, set_values
+from config.errors import ConfigError
+from config.paths import expand_user_path
+from experiments import change
+from experiments.change import AUTHOR, Change, apply_diff, commit_on, diff_of, git, resolve_commits
+
+
+@dataclass(frozen=True)
+class Idea:
+    """Code and settings that can be applied to any commit."""
+
+    text: str
+    diff: str = ""
+    settings: str = ""
+    """Words of a command line."""
+
+
+def parse_idea(text: str) -> Idea:
+    """Parse the argument of `try`.
+
+    Raises:
+        ConfigError: it is neither settings nor code.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"idea: {text!r} cannot be parsed: {error}") from None
+    code = words.pop(0) if words and not words[0].startswith("--") else ""
+    if not code and not words:
+        raise ConfigError("idea: '' is empty; give settings, a git branch, a patch file, or . for the working tree")
+    parse_settings(words)
+    if not code:
+        diff = ""
+    elif (patch := expand_user_path("idea", code)).is_file():
+        diff = patch.read_bytes().decode(errors="surrogateescape")
+    else:
+        diff = diff_of(*resolve_commits(code))
+    return Idea(text, diff, shlex.join(words))
+
+
+def apply_ideas(ideas: Iterable[Idea], parent: str, recipe: str) -> tuple[Change, Change]:
+    """Apply ideas to a commit, one after the other; settings are written into the recipe.
+
+    Args:
+        ideas: the ideas.
+        parent: the commit.
+        recipe: path of the recipe in the repository.
+
+    Returns:
+        The change, and its code alone, without the settings.
+
+    Raises:
+        ConfigError: an idea conflicts with the commit, or all of them together change nothing.
+    """
+    commit, values = parent, {}
+    for idea in ideas:
+        commit = apply_diff(idea.diff, commit) if idea.diff.strip() else commit
+        values |= parse_settings(shlex.split(idea.settings))
+    code = Change((), parent, commit, diff_of(parent, commit) if commit != parent else "")
+    if values:
+        text = set_values(git("show", f"{commit}:{recipe}") + "\n", values)
+        with TemporaryDirectory() as folder:
+            file = Path(folder, "recipe.yaml")
+            file.write_text(text)
+            blob = git("hash-object", "-w", str(file))
+        commit = commit_on(commit, "update-index", "--cacheinfo", f"100644,{blob},{recipe}")
+    if not files_between(parent, commit):
+        raise ConfigError("idea: it changes nothing in the head of the chain; there is nothing to compare")
+    return Change((), parent, commit, diff_of(parent, commit)), code
+
+
+def write_commit(commit: str, parent: str, message: str) -> str:
+    """Return a commit of the same files on a parent, by the user as git knows him."""
+    author = {} if git("config", "--default", "", "user.email") else AUTHOR
+    return git("commit-tree", f"{commit}^{{tree}}", "-p", parent, "-m", message, **author)
+
+
+def tip(branch: str) -> str:
+    """Return the commit of a branch, "" if there is none."""
+    return git("for-each-ref", "--format=%(objectname)", f"refs/heads/{branch}")
+
+
+def current_branch() -> str:
+    """Return the branch of the working tree, "" if there is none."""
+    return git("branch", "--show-current")
+
+
+def require_clean_tree() -> None:
+    """Check that the working tree is that of HEAD.
+
+    Raises:
+        ConfigError: it has changes.
+    """
+    changed = git("diff", "--name-only", "HEAD").split("\n")
+    changed += git("ls-files", "--others", "--exclude-standard", "*.py").split("\n")
+    if names := [name for name in changed if name]:
+        raise ConfigError(f"the working tree has changes ({', '.join(names[:3])}); commit or stash them first")
+
+
+def edited_files(branch: str, before: str, after: str, *expected: str) -> list[str]:
+    """Return the files between two commits whose content in the working tree is in none of the expected commits.
+
+    There are none if the branch is not checked out.
+    """
+    if current_branch() != branch:
+        return []
+    files = files_between(before, after)
+    there = blobs_in_tree(files)
+    known = [blobs(commit, files) for commit in (before, *expected)]
+    return [file for file in files if there.get(file) not in {blob.get(file) for blob in known}]
+
+
+def move_branch(branch: str, before: str, after: str) -> None:
+    """Move a branch from a commit to another, and the files of the working tree if it is checked out.
+
+    Raises:
+        ConfigError: another process has moved it.
+    """
+    here = current_branch() == branch
+    git("update-ref", f"refs/heads/{branch}", after, before)
+    if here:
+        write_files(after, files_between(before, after))
+
+
+def write_files(commit: str, files: list[str]) -> None:
+    """Make files of index and working tree those of a commit."""
+    present = blobs(commit, files)
+    for file in files:
+        git("reset", "--quiet", commit, "--", file)
+        if file in present:
+            git("checkout", "--quiet", commit, "--", file)
+        else:
+            (change.ROOT / file).unlink(missing_ok=True)
+
+
+def undo_idea(branch: str, head: str, commit: str) -> bool:
+    """Remove an idea from the working tree if all of it is there as it was tested; return whether it was."""
+    files = files_between(head, commit)
+    if current_branch() != branch or blobs_in_tree(files) != blobs(commit, files):
+        return False
+    write_files(head, files)
+    return True
+
+
+def files_between(before: str, after: str) -> list[str]:
+    """Return the files in which two commits differ."""
+    return [file for file in git("diff", "--name-only", "--no-renames", "-z", before, after).split("\0") if file]
+
+
+def blobs(commit: str, files: list[str]) -> dict[str, str]:
+    """Return the hash of each file that a commit has."""
+    listed = git("ls-tree", "-r", "-z", commit, "--", *files).split("\0") if files else []
+    return {name: facts.split()[2] for facts, _, name in (line.partition("\t") for line in listed if line)}
+
+
+def blobs_in_tree(files: list[str]) -> dict[str, str]:
+    """Return the hash of each file that the working tree has."""
+    there = [file for file in files if os.path.lexists(change.ROOT / file)]
+    return dict(zip(there, git("hash-object", "--", *there).split(), strict=True)) if there else {}

@@ -1,0 +1,108 @@
+"""LAB/ledger.tsv: a row for every event of a chain, append-only.
+
+The last row of an idea is its state, and everything else about the chain follows from the rows. A row is complete when
+its line is: the beginning of a row, as a process leaves it that was killed or whose disk was full, never counts.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from cli.output import printable
+from config.errors import ConfigError, RunError
+from data.files import lock
+
+# docs/research.md describes the columns.
+COLUMNS = (
+    *("id", "time", "kind", "parent", "commit", "candidate", "idea", "note", "diff", "settings", "status", "decision"),
+    *("loss", "difference", "low", "high", "seeds_baseline", "seeds_candidate", "p", "level", "wealth"),
+    *("seconds", "cpu_seconds", "parameters", "flops", "speed", "verify", "message", "log"),
+)
+LOCK_SECONDS = 0.05  # between two attempts to lock the file
+
+Row = dict[str, str]
+
+
+class Ledger:
+    """A ledger that is locked by this process."""
+
+    def __init__(self, file: TextIO):
+        self.file = file
+        file.seek(0)
+        lines = file.read().split("\n")
+        self.complete = sum(len(line.encode()) + 1 for line in lines[:-1])
+        """Bytes of the complete lines."""
+        if lines[-1]:
+            print(f"{file.name}: ignoring an incomplete last row; rerun the command that wrote it", file=sys.stderr)
+        self.rows = [self._parse(number, line) for number, line in enumerate(lines[1:-1], start=2)]
+        if lines[:-1] and tuple(lines[0].split("\t")) != COLUMNS:
+            raise ConfigError(f"{file.name}: line 1 must name the columns; restore the file, or choose another --lab")
+
+    def _parse(self, number: int, line: str) -> Row:
+        cells = line.split("\t")
+        if len(cells) != len(COLUMNS):
+            raise ConfigError(
+                f"{self.file.name}: line {number} has {len(cells)} cells instead of {len(COLUMNS)}; restore the line"
+            )
+        return dict(zip(COLUMNS, cells, strict=True))
+
+    def append(self, **cells: object) -> Row:
+        """Append a row and return it.
+
+        Raises:
+            RunError: it cannot be written; the ledger is as before.
+        """
+        row = make_row(**cells)
+        lines = ["\t".join(row.values())] if self.complete else ["\t".join(COLUMNS), "\t".join(row.values())]
+        content = "".join(f"{line}\n" for line in lines).encode()
+        descriptor = self.file.fileno()
+        os.ftruncate(descriptor, self.complete)
+        try:
+            written = os.write(descriptor, content)
+            if written < len(content):
+                os.write(descriptor, content[written:])
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, self.complete)
+            raise RunError(f"{self.file.name}: {error.strerror}; mend that and rerun the same command") from None
+        self.complete += len(content)
+        self.rows.append(row)
+        return row
+
+
+def make_row(**cells: object) -> Row:
+    """Return a row with the time; cells that are not given, and None, are empty."""
+    assert cells.keys() <= set(COLUMNS), cells
+    cells = {"time": time.strftime("%Y-%m-%d %H:%M:%S")} | {
+        name: cell for name, cell in cells.items() if cell is not None
+    }
+    return {name: format_cell(cells.get(name)) for name in COLUMNS}
+
+
+def format_cell(value: object) -> str:
+    """Format the value of a cell: numbers with six significant digits, text without tabs and line breaks."""
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else printable(" ".join(str(value).split()))
+
+
+@contextmanager
+def locked_ledger(lab: Path) -> Iterator[Ledger]:
+    """Lock the ledger, so that what is decided from its rows still holds when a row is appended.
+
+    Raises:
+        ConfigError: it is damaged, or the lab cannot be written.
+    """
+    try:
+        lab.mkdir(parents=True, exist_ok=True)
+        file = open(lab / "ledger.tsv", "a+", encoding="utf-8", errors="replace", newline="\n")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"lab: {lab} cannot be written: {error.strerror}; choose another --lab") from None
+    with file:
+        while not lock(file):
+            time.sleep(LOCK_SECONDS)
+        yield Ledger(file)

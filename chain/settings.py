@@ -1,0 +1,143 @@
+"""Settings of research.py; importable without torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from config.errors import ConfigError
+from config.parser import PASSED_ON
+from experiments.settings import DEFAULT_CONFIG
+from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+
+
+@dataclass
+class ChainConfig:
+    """Settings of all commands."""
+
+    lab: str = field(default="lab", kw_only=True)
+    """The directory of the ledger, the runs and the diffs; each has one chain."""
+
+    jobs: PositiveInt | None = field(default=None, kw_only=True)
+    """Concurrent runs. null: one for each GPU, or for each core up to 8."""
+
+    json: bool = field(default=False, kw_only=True)
+    """Print one JSON object instead of text."""
+
+
+@dataclass
+class StartConfig(ChainConfig):
+    """Begins a chain: creates its branch, trains the baseline and prints which effects can be detected."""
+
+    config: str = str(DEFAULT_CONFIG)
+    """The recipe, a config file that git tracks."""
+
+    branch: str | None = None
+    """The branch of the chain. null: research/ and the name of the recipe."""
+
+    seeds: PositiveInt = 16
+    """Runs of the baseline, now and after every accepted idea."""
+
+    strict: bool = False
+    """Whether to control the probability of any false acceptance, instead of the false discovery rate."""
+
+    note: str | None = None
+    """Text for the ledger."""
+
+
+@dataclass
+class TryConfig(ChainConfig):
+    """Tests an idea against the head of the chain."""
+
+    idea: list[str] = field(metadata=PASSED_ON)
+    """In one argument: settings, or a git branch or commit, a patch file, or . for the working tree, then settings."""
+
+    note: str | None = None
+    """Text for the ledger, as the reason for the idea."""
+
+    max_seeds: PositiveInt = 12
+    """Most runs of the candidate. A larger number continues an idea whose status is unknown."""
+
+    budget_minutes: PositiveFloat | None = None
+    """Minutes after which no run is started. null: only max_seeds limits the runs."""
+
+
+@dataclass
+class CombineConfig(ChainConfig):
+    """Tests several ideas together against the head of the chain."""
+
+    ids: list[str]
+    """Numbers of the ideas."""
+
+    note: str | None = None
+    """Text for the ledger."""
+
+    max_seeds: PositiveInt = 12
+    """Most runs of the candidate."""
+
+    budget_minutes: PositiveFloat | None = None
+    """Minutes after which no run is started. null: only max_seeds limits the runs."""
+
+
+@dataclass
+class KeepConfig(ChainConfig):
+    """Accepts an idea: commits it to the branch, and trains the new baseline on seeds that no selection has seen."""
+
+    id: NonNegativeInt
+    """Number of the idea."""
+
+    unproven: bool = False
+    """Accept it although it is not better; the ledger says so."""
+
+
+@dataclass
+class DropConfig(ChainConfig):
+    """Rejects an idea, and removes it from the working tree if it is there unchanged; its diff stays in the lab."""
+
+    id: NonNegativeInt
+    """Number of the idea."""
+
+
+@dataclass
+class ConfirmConfig(ChainConfig):
+    """Compares the head with the start, and with each accepted idea left out, on seeds that are reserved for this."""
+
+    seeds: PositiveInt = 12
+    """Runs of each arm; all of them are trained, so the differences are unbiased."""
+
+    sizes: str = "1"
+    """Factors on the parameters, as 1,4."""
+
+    data_seed: NonNegativeInt | None = None
+    """Another data.seed, to compare on other training and validation data. null: none."""
+
+    corpus: str | None = None
+    """Settings of a second corpus in one argument, as "--data.facts 256". null: none."""
+
+    leave_one_out: bool = True
+    """Whether to leave out each accepted idea."""
+
+
+@dataclass
+class LogConfig(ChainConfig):
+    """Prints the ideas in order of time, and draws the chain in LAB/chain.png."""
+
+
+COMMANDS: dict[str, tuple[Any, str]] = {
+    "start": (StartConfig, "chain.start"),
+    "try": (TryConfig, "chain.attempt"),
+    "keep": (KeepConfig, "chain.keep"),
+    "drop": (DropConfig, "chain.drop"),
+    "combine": (CombineConfig, "chain.attempt"),
+    "confirm": (ConfirmConfig, "chain.confirm"),
+    "log": (LogConfig, "chain.log"),
+}
+
+
+def refuse_command(args: list[str]) -> None:
+    """Refuse a command line without a command.
+
+    Raises:
+        ConfigError: always.
+    """
+    word = Path(args[0]).name if args else ""
+    raise ConfigError(f"command: {word!r} must be one of {', '.join(COMMANDS)}; COMMAND --help lists its settings")

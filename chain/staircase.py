@@ -1,0 +1,89 @@
+"""A chain as a figure: the loss of its ideas and of its head, over the CPU time spent."""
+
+from pathlib import Path
+
+from chain.state import HEAD_AGAINST_START, IDEAS, Chain
+from plotting.style import COLORS, fit_label, new_figure
+
+# Marker, colour and label of the ideas, by their outcome. Filled markers are accepted ideas.
+OUTCOMES = {
+    "kept": {"marker": "o", "color": COLORS[0], "label": "accepted"},
+    "kept unproven": {"marker": "D", "color": COLORS[0], "label": "accepted, unproven"},
+    "better": {"marker": "^", "edgecolors": COLORS[2], "facecolors": "none", "label": "better, not accepted"},
+    "other": {"marker": "s", "edgecolors": "0.5", "facecolors": "none", "label": "not better"},
+    "failed": {"marker": "x", "color": COLORS[1], "label": "failed", "clip_on": False},
+}
+MAX_LABEL = 40  # characters
+SECONDS_PER_HOUR = 3600
+
+Points = list[tuple[float, float]]
+
+
+def draw(chain: Chain, path: Path) -> None:
+    """Draw the loss of each idea when it was tested, of each head on fresh seeds, and what was claimed and confirmed.
+
+    Raises:
+        OSError: the figure cannot be written.
+    """
+    spent, heads, claims, ideas = collect(chain)
+    figure = new_figure(9, 5)
+    axes = figure.add_subplot()
+    for points, line, label in (
+        (heads, "-", "head, on fresh seeds"),
+        (heads[:1] + claims, ":", "claimed at selection"),
+    ):
+        if points:
+            x, y = zip(*points, (spent, points[-1][1]), strict=True)
+            axes.step(x, y, where="post", color=COLORS[4], linestyle=line, label=label)
+    for (hours, loss), row in zip(claims, chain.kept, strict=True):
+        axes.annotate(
+            fit_label(row["idea"], MAX_LABEL), (hours, loss), (4, -10), textcoords="offset points", fontsize=6
+        )
+    for name, style in OUTCOMES.items():
+        if name in ideas:
+            in_axes = {"transform": axes.get_xaxis_transform()} if name == "failed" else {}  # it has no loss
+            axes.scatter(*zip(*ideas[name], strict=True), s=24, zorder=3, **style, **in_axes)
+    if heads and (confirmed := confirmed_percent(chain)):
+        mean, low, high = (heads[0][1] * (1 + percent / 100) for percent in confirmed)
+        errors = [[mean - low], [high - mean]]
+        axes.errorbar(
+            [spent], [mean], yerr=errors, fmt="*", color=COLORS[3], markersize=10, capsize=3, label="confirmed"
+        )
+    axes.set(xlabel="CPU hours", ylabel="validation loss, excess where the entropy is known (nats/token)")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=150)
+
+
+def collect(chain: Chain) -> tuple[float, Points, Points, dict[str, Points]]:
+    """Return what to draw, as (CPU hours, loss).
+
+    Returns:
+        The CPU hours in all; the heads; the accepted ideas as they were measured at selection; all ideas by outcome.
+    """
+    spent, heads = 0.0, []
+    at: dict[str, tuple[float, float]] = {}
+    for row in chain.rows:
+        if row["kind"] in (*IDEAS, "baseline", "confirm"):  # the other rows repeat the time of the test
+            spent += float(row["cpu_seconds"] or 0) / SECONDS_PER_HOUR
+        if row["kind"] == "baseline":
+            heads.append((spent, float(row["loss"])))
+        elif row["kind"] in IDEAS:
+            at[row["id"]] = spent, float(row["loss"] or 1)
+    ideas: dict[str, Points] = {}
+    for row in chain.ideas.values():
+        if row["decision"].startswith("kept"):
+            outcome = row["decision"]
+        elif row["loss"]:
+            outcome = "better" if row["status"] == "better" else "other"
+        else:
+            outcome = "failed"
+        ideas.setdefault(outcome, []).append(at[row["id"]])
+    return spent, heads, [at[row["id"]] for row in chain.kept], ideas
+
+
+def confirmed_percent(chain: Chain) -> list[float] | None:
+    """Return the difference between head and start by the newest confirmation, with its interval; None without one."""
+    rows = [row for row in chain.rows if row["kind"] == "confirm" and row["idea"] == HEAD_AGAINST_START and row["loss"]]
+    return [float(rows[-1][name]) for name in ("difference", "low", "high")] if rows else None

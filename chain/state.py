@@ -1,0 +1,163 @@
+"""What the rows of a ledger say about a chain: its head, its ideas and its wealth."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chain import online_fdr
+from chain.code import Idea, move_branch, tip
+from chain.ledger import Ledger, Row, locked_ledger
+from config.errors import ConfigError
+from config.paths import expand_user_path
+
+SEEDS_PER_HEAD = 10_000  # each head is compared on seeds of its own, which no selection before has seen
+RESERVED_SEEDS = 1_000_000_000  # first seed of confirm
+IDEAS = ("try", "combine")
+HEAD_AGAINST_START = "head against start"  # the comparison of confirm that every chain has
+# An idea with one of these has been tested; others, such as a crash, cost no wealth.
+TESTED = ("running", "better", "worse", "no difference", "unknown", "futile")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain in a lab, from the rows of its ledger."""
+
+    lab: Path
+    rows: Sequence[Row]
+
+    @property
+    def start(self) -> Row:
+        """Row of the start: its `idea` is the branch, its `settings` are the recipe, its `seeds_baseline` the runs."""
+        return self.rows[0]
+
+    @property
+    def branch(self) -> str:
+        """Name of the branch."""
+        return self.start["idea"]
+
+    @property
+    def recipe(self) -> str:
+        """Path of the config file in the repository."""
+        return self.start["settings"]
+
+    @property
+    def strict(self) -> bool:
+        """Whether the probability of any false acceptance is controlled."""
+        return self.start["status"] == "strict"
+
+    @property
+    def ideas(self) -> dict[int, Row]:
+        """Newest row of each idea, by number."""
+        return {int(row["id"]): row for row in self.rows if row["kind"] in (*IDEAS, "keep", "drop")}
+
+    @property
+    def kept(self) -> list[Row]:
+        """Rows of accepted ideas, oldest first."""
+        return [row for row in self.rows if row["kind"] == "keep"]
+
+    @property
+    def head(self) -> str:
+        """Commit of the newest accepted idea."""
+        return self.kept[-1]["commit"] if self.kept else self.start["commit"]
+
+    @property
+    def baseline(self) -> Row | None:
+        """Newest measurement of the head; None if there is none yet."""
+        rows = [row for row in self.rows if row["kind"] == "baseline" and row["commit"] == self.head]
+        return rows[-1] if rows else None
+
+    @property
+    def first_seed(self) -> int:
+        """First seed on which ideas are compared with the head."""
+        return SEEDS_PER_HEAD * len(self.kept)
+
+    @property
+    def discoveries(self) -> list[int]:
+        """Number of tests that had begun when each discovery was made."""
+        tested = {number for number, row in self.ideas.items() if row["status"] in TESTED}
+        begun, found, counts = set(), set(), []
+        for row in self.rows:
+            if row["kind"] in IDEAS and (number := int(row["id"])) in tested:
+                begun.add(number)
+                if row["status"] == "better" and number not in found:
+                    found.add(number)
+                    counts.append(len(begun))
+        return counts
+
+    @property
+    def levels(self) -> list[float]:
+        """Levels of the tests so far."""
+        return [float(row["level"]) for row in self.ideas.values() if row["status"] in TESTED and row["level"]]
+
+    @property
+    def next_level(self) -> float:
+        """One-sided level of the next test."""
+        return online_fdr.next_level(len(self.levels), self.discoveries, self.strict)
+
+    @property
+    def wealth(self) -> float:
+        """Wealth that is left."""
+        return online_fdr.wealth(self.levels, self.discoveries, self.strict)
+
+    def idea(self, number: int) -> Row:
+        """Return the newest row of an idea.
+
+        Raises:
+            ConfigError: there is none with this number.
+        """
+        if number not in self.ideas:
+            raise ConfigError(f"id: {number} is no idea of this chain; `research.py log` lists them")
+        return self.ideas[number]
+
+    def load(self, row: Row) -> Idea:
+        """Return the idea of a row.
+
+        Raises:
+            ConfigError: its diff is missing.
+        """
+        try:
+            diff = Path(row["diff"]).read_bytes().decode(errors="surrogateescape") if row["diff"] else ""
+        except OSError as error:
+            raise ConfigError(f"{row['diff']}: the diff of idea {row['id']} cannot be read: {error.strerror}") from None
+        return Idea(row["idea"], diff, row["settings"])
+
+    def summary(self) -> dict[str, Any]:
+        """Return the state as plain JSON."""
+        running = [number for number, row in self.ideas.items() if row["status"] == "running" and not row["decision"]]
+        return {
+            "branch": self.branch,
+            "recipe": self.recipe,
+            "head": self.head,
+            "ideas": len(self.ideas),
+            "kept": [int(row["id"]) for row in self.kept],
+            "running": running,
+            "next_level": self.next_level,
+            "wealth": self.wealth,
+        }
+
+
+@contextmanager
+def locked_chain(lab: str) -> Iterator[tuple[Ledger, Chain]]:
+    """Lock a chain, and finish an acceptance that was killed between the ledger and the branch.
+
+    Raises:
+        ConfigError: there is no chain, or its branch is elsewhere than the ledger says.
+    """
+    folder = expand_user_path("lab", lab)
+    if not (folder / "ledger.tsv").exists():
+        raise ConfigError(f"lab: {lab} has no chain; research.py start begins one")
+    with locked_ledger(folder) as ledger:
+        if not ledger.rows:
+            raise ConfigError(f"lab: {lab} has no chain; research.py start begins one")
+        chain = Chain(folder, ledger.rows)
+        at = tip(chain.branch)
+        if chain.kept and at == chain.kept[-1]["parent"]:
+            move_branch(chain.branch, at, chain.head)
+        elif at != chain.head:
+            raise ConfigError(
+                f"branch: {chain.branch} is at {at[:12] or 'no commit'}, and the ledger's head is {chain.head[:12]}; "
+                f"restore it with `git branch --force {chain.branch} {chain.head[:12]}`, or start another chain"
+            )
+        yield ledger, chain

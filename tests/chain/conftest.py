@@ -1,0 +1,71 @@
+"""A chain in a small git repository with the fake train.py of the experiments."""
+
+import csv
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from chain.settings import COMMANDS, refuse_command
+from cli.scripts import run_script
+from experiments import change
+from tests.experiments.conftest import FAKE, run_experiment  # noqa: F401 - a fixture
+
+READ_JSON = 'settings |= json.loads(open(value).read() or "{}")'
+READ_RECIPE = """
+        section = ""
+        for line in open(value).read().splitlines():
+            key, _, text = line.partition(": ")
+            if line.endswith(":"):
+                section = line[:-1] + "."
+            elif text:
+                settings[(section if key.startswith(" ") else "") + key.strip()] = (
+                    json.loads(text) if text[0] in "0123456789n" else text)
+        if settings["model.mlp"] == "typo":
+            refuse("model.mlp: typo must be gelu or relu2")"""
+RECIPE = """# The recipe.
+steps: 100
+optimizer:
+  lr: 1.0
+model:
+  mlp: gelu
+"""
+
+
+@pytest.fixture
+def research(run_experiment, monkeypatch):  # noqa: F811
+    """Return a function that runs research.py in a repository; it returns the exit code and what is printed."""
+    root = run_experiment.root
+    assert READ_JSON in FAKE
+    (root / "train.py").write_text(FAKE.replace(READ_JSON, READ_RECIPE.strip()))
+    (root / "configs" / "lab.yaml").write_text(RECIPE)
+    for name, value in change.AUTHOR.items():
+        monkeypatch.setenv(name, value)
+
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "--quiet", "--initial-branch=main")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+
+    def run(command, *words):
+        (run_experiment.lab / "started").unlink(missing_ok=True)
+        run_experiment.printed.clear()
+        monkeypatch.setattr(sys, "argv", ["research.py", command, *words, f"--lab={run_experiment.lab}"])
+        code = run_script("research", refuse_command, needs_torch=False, commands=COMMANDS)
+        return SimpleNamespace(code=code, text="\n".join(run_experiment.printed))
+
+    def rows():
+        with open(run_experiment.lab / "ledger.tsv", newline="") as file:
+            return [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+
+    def start(*words):
+        found = run("start", f"--config={root / 'configs' / 'lab.yaml'}", "--seeds=3", "--jobs=2", *words)
+        assert found.code == 0, found.text
+        return found
+
+    run.git, run.root, run.lab, run.rows, run.start = git, root, run_experiment.lab, rows, start
+    run.started = run_experiment.started
+    return run

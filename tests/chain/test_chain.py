@@ -1,0 +1,243 @@
+"""research.py: ideas are tested, kept and dropped, and nothing is lost on the way."""
+
+import json
+import os
+import threading
+
+import pytest
+
+from chain import attempt, keep, ledger
+from chain.ledger import locked_ledger
+from experiments import experiment
+from experiments.experiment import Experiment
+
+COLUMNS = (
+    "id time kind parent commit candidate idea note diff settings status decision loss difference low high "
+    "seeds_baseline seeds_candidate p level wealth seconds cpu_seconds parameters flops speed verify message log"
+)
+
+
+def interrupted(*_):
+    """In place of a function during which the process is killed."""
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def decided(research, monkeypatch):
+    """Return a function that adds an idea with a result to a chain, without training."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "chain.start.measure_baseline", lambda config, chain: chain.rows[0] | {"loss": "1", "message": ""}
+        )
+        research.start()
+    monkeypatch.setattr(keep, "measure_baseline", lambda config, chain: None)
+
+    def test(self, changed):
+        with locked_ledger(self.lab) as file:
+            number = 1 + max([0, *(int(row["id"]) for row in file.rows if row["id"])])
+            cells = self.cells | {"id": number, "candidate": f"digest {number}", "level": 0.001}
+            return file.append(**cells, status=decided.status)
+
+    monkeypatch.setattr(attempt.Attempt, "test", test)
+
+    def decided(idea, status="better"):
+        decided.status = status
+        found = research("try", idea)
+        return int(research.rows()[-1]["id"]) if found.text.startswith("#") else found
+
+    return decided
+
+
+def test_better_idea_is_kept_on_the_branch(research):
+    started = research.start()
+    assert "with 80% power by 12 seeds" in started.text and research.git("branch", "--show-current") == "research/lab"
+    found = research("try", "--model.mlp relu2", "--note=more zeros", "--jobs=2")
+    assert found.code == 0 and "#1 better: --model.mlp relu2 changes the loss by -9" in found.text
+    assert len(found.text) < 1000
+    kept = research("keep", "1", "--jobs=2")
+    assert kept.code == 0 and "baseline: loss" in kept.text
+    assert (research.root / "configs" / "lab.yaml").read_text().endswith("mlp: relu2\n")
+    assert not research.git("status", "--porcelain") and "more zeros" in research.git("log", "-1")
+    last = research.rows()[-1]
+    assert last["commit"] == research.git("rev-parse", "HEAD") and float(last["difference"]) < -8
+    # the new baseline has the digest of the candidate, and seeds that its selection has not seen
+    assert {name.rpartition("-")[2] for name in research.started()} == {"10000", "10001", "10002"}
+    assert last["candidate"] == research.rows()[3]["candidate"]
+    assert " ".join(last) == COLUMNS, "people's scripts read these columns"
+
+
+def test_ideas_without_a_result_cost_no_wealth(research):
+    research.start()
+    assert research("try", "--optimizer.lr 0").code == 11
+    failed = research.rows()[-1]
+    assert (failed["status"], failed["wealth"]) == ("failed", "0.025") and "the loss is nan" in failed["message"]
+    assert research("try", "--model.mlp typo").code == 2
+    assert research("try", "--model.mlp relu2", "--jobs=2").code == 0
+    again = research("try", "--model.mlp=relu2", "--json")
+    assert json.loads(again.text)["tried_before"] and not research.started()
+    tested = research.rows()[-1]
+    assert (tested["id"], tested["level"]) == ("2", failed["level"]) and float(tested["p"]) < float(tested["level"])
+
+
+def test_killed_test_resumes_with_its_number_and_level(research, monkeypatch):
+    research.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Experiment, "compare", interrupted)
+        assert research("try", "--model.mlp relu2").code == 130
+    assert research.rows()[-1]["status"] == "running"
+    assert json.loads(research("log", "--json").text)["running"] == [1]
+    research("try", "--optimizer.lr 2.0", "--jobs=2")
+    assert research("try", "--model.mlp relu2", "--jobs=2").code == 0
+    (first,) = (row for row in research.rows() if row["id"] == "1" and row["status"] == "running")
+    last = research.rows()[-1]
+    assert (last["id"], last["status"], last["level"]) == ("1", "better", first["level"])
+
+
+def test_undecided_idea_continues_with_more_seeds(research, monkeypatch):
+    research.start()
+    monkeypatch.setattr(experiment, "decide", lambda *_: "unknown")
+    assert research("try", "--optimizer.lr 1.1", "--max_seeds=3", "--jobs=2").code == 10
+    level = research.rows()[-1]["level"]
+    assert research("try", "--optimizer.lr 1.1", "--max_seeds=4", "--jobs=2").code == 10
+    last = research.rows()[-1]
+    assert (last["id"], last["seeds_candidate"], last["level"]) == ("1", "4", level)
+
+
+def test_keep_commits_edits_and_drop_undoes_them(research, decided):
+    train, other = research.root / "train.py", research.root / "new.py"
+    before = train.read_text()
+    train.write_text(before + "# faster\n")
+    other.write_text("new\n")
+    number = decided(".")
+    other.write_text("newer\n")
+    assert "the working tree has other changes in new.py" in research("keep", str(number)).text
+    other.write_text("new\n")
+    assert research("keep", str(number)).code == 0
+    assert research.git("show", "HEAD:train.py").endswith("# faster") and not research.git("status", "--porcelain")
+    train.write_text(before + "# slower\n")
+    other.unlink()
+    number = decided(".", "worse")
+    assert "removed from the working tree" in research("drop", str(number)).text
+    assert train.read_text() == before + "# faster\n" and other.read_text() == "new\n"
+    assert not research.git("status", "--porcelain")
+    assert research("drop", str(number)).code == 0, "again"
+
+
+def test_keep_refuses_what_is_not_better(decided, research):
+    decided("--optimizer.lr 2", "unknown")
+    assert "1 is unknown, not better; --unproven accepts it" in research("keep", "1").text
+    assert research("keep", "1", "--unproven").code == 0
+    assert research.rows()[-1]["decision"] == "kept unproven"
+    decided("--optimizer.lr 3", "failed")
+    assert research("keep", "2", "--unproven").code == 2
+
+
+def test_second_of_two_keeps_is_refused(decided, research):
+    first, second = decided("--optimizer.lr 2"), decided("--optimizer.lr 3")
+    assert research("keep", str(second)).code == 0
+    refused = research("keep", str(first))
+    assert refused.code == 2 and "try it again" in refused.text
+    assert research.git("rev-list", "--count", "main..research/lab") == "1"
+
+
+def test_killed_keep_is_finished_by_the_next_command(decided, research, monkeypatch):
+    decided("--optimizer.lr 2")
+    with monkeypatch.context() as patch:
+        patch.setattr(keep, "move_branch", interrupted)
+        assert research("keep", "1").code == 130
+    assert research.git("rev-list", "--count", "main..research/lab") == "0"
+    assert research("log").code == 0
+    assert research.git("rev-parse", "research/lab") == research.rows()[-1]["commit"]
+    assert not research.git("status", "--porcelain")
+
+
+def test_combined_ideas_are_one_candidate(decided, research):
+    train = research.root / "train.py"
+    text = train.read_text()
+    train.write_text("# above\n" + text)
+    decided(". --optimizer.lr 2")
+    research("drop", "1")
+    train.write_text(text + "# below\n")
+    decided(". --model.mlp relu2")
+    assert research("combine", "1", "2").code == 0
+    row = research.rows()[-1]
+    assert (row["kind"], row["idea"]) == ("combine", "1 + 2")
+    combined = research.git("show", f"{row['commit']}:train.py")
+    assert combined.startswith("# above\n") and combined.endswith("\n# below")
+    assert "lr: 2\nmodel:\n  mlp: relu2" in research.git("show", f"{row['commit']}:configs/lab.yaml")
+    assert research("combine", "1", "x").code == research("combine", "1", "9").code == 2
+
+
+def test_rewritten_branch_is_refused(decided, research):
+    decided("--optimizer.lr 2")
+    research.git("commit", "--quiet", "--allow-empty", "--message", "by hand")
+    for command in (("try", "--optimizer.lr 3"), ("keep", "1"), ("log",)):
+        found = research(*command)
+        assert found.code == 2 and "git branch --force research/lab" in found.text
+    research.git("checkout", "--quiet", "main")
+    research.git("branch", "--quiet", "-D", "research/lab")
+    assert "no commit" in research("keep", "1").text
+
+
+def test_start_refuses_dirty_tree_and_second_chain(research):
+    config = f"--config={research.root / 'configs' / 'lab.yaml'}"
+    (research.root / "train.py").write_text("")
+    assert "commit or stash" in research("start", config).text
+    assert not (research.lab / "ledger.tsv").read_text()
+    research.git("checkout", "train.py")
+    assert "git tracks" in research("start", "--config=/dev/null").text
+    assert "no chain" in research("log").text
+    assert research("start", config, "--seeds=2").code == 2
+    research.start()
+    assert "choose another --lab" in research("start", config, "--branch=other").text
+
+
+def test_incomplete_last_row_is_ignored_and_replaced(decided, research):
+    decided("--optimizer.lr 2")
+    path = research.lab / "ledger.tsv"
+    whole = path.read_text()
+    path.write_text(whole + whole.splitlines()[-1][:30])
+    found = research("log")
+    assert found.code == 0 and "ignoring an incomplete last row" in found.text
+    assert research("drop", "1").code == 0
+    assert path.read_text().startswith(whole) and len(path.read_text().splitlines()) == len(whole.splitlines()) + 1
+    path.write_text(whole.replace("\tbetter\t", "\t") + "x\n")
+    found = research("drop", "1")
+    assert found.code == 2 and "line 3 has 28 cells instead of 29" in found.text
+
+
+def test_full_disk_leaves_the_ledger_as_it_was(tmp_path, monkeypatch):
+    with locked_ledger(tmp_path) as file:
+        file.append(idea="first")
+        before = (tmp_path / "ledger.tsv").read_bytes()
+        write = os.write
+
+        def write_part(descriptor, content):
+            write(descriptor, content[:5])
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger.os, "write", write_part)
+            with pytest.raises(ledger.RunError, match="No space left"):
+                file.append(idea="second")
+        assert (tmp_path / "ledger.tsv").read_bytes() == before
+        file.append(idea="a\tb\nc", note=None, level=0.123456789)
+    with locked_ledger(tmp_path) as file:
+        assert [row["idea"] for row in file.rows] == ["first", "a b c"] and file.rows[1]["level"] == "0.123457"
+
+
+def test_ledger_is_locked_while_it_is_open(tmp_path):
+    entered = threading.Event()
+
+    def second():
+        with locked_ledger(tmp_path) as file:
+            entered.set()
+            assert [row["idea"] for row in file.rows] == ["first"]
+
+    with locked_ledger(tmp_path) as file:
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not entered.wait(0.2)
+        file.append(idea="first")
+    thread.join()
+    assert entered.is_set()
