@@ -1,6 +1,6 @@
-"""Facts in which runs with equal settings differ: the mixed precision of the launch and the code that trains.
+"""Facts that make runs with equal settings different: the mixed precision of the launch and the code that trains.
 
-Every start writes them into sessions.jsonl and into its checkpoints. Resuming, auditing and comparing runs read them.
+Every start writes them into sessions.jsonl and its checkpoints. Resuming, auditing and comparing runs read them.
 """
 
 import ast
@@ -11,19 +11,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-# Runs that differ in one of these are different runs.
 FACTS = ("mixed_precision", "code")
-# These change the order in which sums are added, and so the bits of the same run.
+# Facts that change the order of additions, and so the bits of a run without `exact`.
 SUMMATION_ORDER = ("processes", "shards", "threads")
-# Modules and packages that train.py imports and no weight depends on, by their path from the root.
+# Modules and packages that train.py imports but no weight depends on, by their path from the root.
 NOT_TRAINING = {"export.py", "plotting"}
 
 
 def code_hash(root: Path = ROOT) -> str:
-    """Return a hash of the sources that train, in 12 hexadecimal digits.
-
-    It is of the files' content, so it does not need git. Pages, tests, benchmarks and the other scripts are not in it.
-    """
+    """Return a hash of the content of `training_sources`, in 12 hexadecimal digits; git is not needed."""
     digest = sha256()
     for file in training_sources(root):
         digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
@@ -61,18 +57,18 @@ def _imported_names(source: bytes) -> set[str]:
 
 
 def describe_code(facts: Mapping[str, Any]) -> str:
-    """Return the code of a session or checkpoint in words: its hash and the commit."""
+    """Describe the code of a session or checkpoint: its hash and the commit."""
     commit, _, dirty = (facts.get("git_commit") or "").partition("-")
     return str(facts["code"]) + (f" (commit {commit[:8]}{dirty and '-dirty'})" if commit else "")
 
 
 def compare_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return those of FACTS that differ between two sessions or checkpoints; one that is missing does not."""
+    """Return the names in FACTS whose values differ between two sessions or checkpoints; a missing value is ignored."""
     return [name for name in FACTS if _differs(name, then, now)]
 
 
 def compare_summation_order(then: Mapping[str, Any], now: Mapping[str, Any], exact: bool) -> list[str]:
-    """Return those of SUMMATION_ORDER that make the bits of two sessions differ; with `exact` none does."""
+    """Return the names in SUMMATION_ORDER whose values make the bits of two sessions differ; with `exact` none does."""
     return [] if exact else [name for name in SUMMATION_ORDER if _differs(name, then, now)]
 
 

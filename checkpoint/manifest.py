@@ -76,11 +76,7 @@ def step_directory(checkpoints: Path, step: int) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at `path` and check its digest; the other files are not read.
-
-    Raises:
-        InvalidCheckpoint: it is missing, damaged or of another format.
-    """
+    """Read and check the manifest of the checkpoint at `path`, but no other file; raise InvalidCheckpoint."""
     try:
         if (newest := checkpoints_in(path / "checkpoints")) and not (path / MANIFEST).exists():
             raise InvalidCheckpoint(f"{path} is a run; name one of its checkpoints, such as {newest[0]}")
@@ -104,15 +100,11 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def validate(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at `path` and check every byte of its files.
-
-    Raises:
-        InvalidCheckpoint: a file is missing, damaged, unreadable or not in the manifest.
-    """
+    """Read the manifest of the checkpoint at `path` and check every byte of its files; raise InvalidCheckpoint."""
     manifest = read_manifest(path)
     try:
         if unlisted := {found.name for found in path.glob("*.safetensors")} - manifest.files.keys():
-            raise InvalidCheckpoint(f"{path}: {sorted(unlisted)} stand beside the files that {MANIFEST} names")
+            raise InvalidCheckpoint(f"{path}: {MANIFEST} does not list {sorted(unlisted)}")
         for name, expected in manifest.files.items():
             file = path / name
             if file.is_symlink() or not file.is_file():
@@ -143,10 +135,9 @@ def readable_checkpoints(directory: Path) -> dict[Path, Manifest]:
 
 
 def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[str]]:
-    """Find the newest valid checkpoint, also while a training adds and removes some.
+    """Find the newest valid checkpoint, even while a training adds and removes some.
 
-    Returns:
-        Its directory and manifest, None if there is none; and for each newer one the reason why it is not valid.
+    Return its directory and manifest (None if there is none), and the reason why each newer one is not valid.
     """
     rejected: dict[Path, str] = {}
     while remaining := [path for path in checkpoints_in(checkpoints) if path not in rejected]:
@@ -159,12 +150,9 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[
 
 
 def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:
-    """Return the checkpoint with the lowest validation loss of each `evaluation.num_samples`, the newest's first.
+    """Return the checkpoint with the lowest validation loss on each validation set (`evaluation.num_samples`).
 
-    Losses on different validation sets are not compared.
-
-    Args:
-        manifests: checkpoints, newest first.
+    `manifests` are sorted from new to old, and so are the sets. Losses on different sets are not compared.
     """
     best: dict[str, tuple[float, Path]] = {}
     for path, manifest in manifests.items():
@@ -175,13 +163,11 @@ def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:
 
 
 def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
-    """Delete old checkpoints up to `step`; called by the main process alone.
+    """Delete old checkpoints up to `step`, which was just saved; called by the main process alone.
 
     Kept are the `keep` newest, the best of each validation set, and those of every `keep_every` steps; checkpoints
-    after `step`, which were found damaged; and those without a valid manifest.
-
-    Raises:
-        InvalidCheckpoint: the checkpoint of `step`, just written, cannot be read back; then nothing is deleted.
+    after `step`, which were found damaged; and those without a valid manifest. Raise InvalidCheckpoint, and delete
+    nothing, if the checkpoint of `step` cannot be read back.
     """
     manifests = {path: found for path, found in readable_checkpoints(checkpoints).items() if found.step <= step}
     kept = {*list(manifests)[: config.keep], *best_checkpoints(manifests)}

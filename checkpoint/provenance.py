@@ -30,7 +30,7 @@ def provenance(root: Path = ROOT) -> dict[str, str | None]:
 
 
 def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
-    """Return what of the launch may change the bits of a run, and is not a setting of it."""
+    """Return the facts about the launch that may change the bits of a run without being settings of it."""
     from distributed.launch import num_shards  # benchmarks that need only `provenance` run where less is installed
 
     return {
@@ -48,9 +48,9 @@ def network_size(config: TrainConfig) -> dict[str, int]:
 
 
 def uncommitted_changes(root: Path = ROOT) -> str | None:
-    """Return what of the code below `root` differs from the commit, new Python files too, as a patch; None if nothing.
+    """Return the changes since the commit below `root`, and new Python files, as a patch; None if there are none.
 
-    `root` may be a folder of a larger repository: nothing outside it is in the patch, whose paths begin there.
+    `root` may be a folder of a larger repository: the patch has nothing outside it, and its paths are relative to it.
     """
     new = (_git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py") or "").split("\0")
     patches = [_git(root, "diff", "--relative", "HEAD", "--", ".")]
@@ -59,8 +59,9 @@ def uncommitted_changes(root: Path = ROOT) -> str | None:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Return what a git command prints, run in `root`; None if it prints nothing or cannot be run."""
-    # Git refuses a clone of another user, as in a container, since that could bring code; ours is running already.
+    """Return the output of a git command that runs in `root`; None if it is empty or the command cannot be run."""
+    # By default git refuses a clone that another user owns, as in a container, since its hooks could run that user's
+    # code. The code of this clone is running already.
     command = ["git", "-c", "safe.directory=*", *arguments]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Save checkpoints while training continues: weights, moments and the step, as safetensors and JSON.
+"""Save checkpoints in the background: weights, moments and the step, as safetensors and JSON.
 
 A checkpoint is written into a temporary sibling directory, its manifest (checkpoint/manifest.py) last, and then
 renamed. checkpoint/storage.py writes and reads the tensors.
@@ -39,29 +39,22 @@ class SaveError(RunError):
 
 
 class Saver(AbstractContextManager):
-    """Saves checkpoints in the background: the state is copied to CPU memory, and a thread writes the copy.
+    """Saves checkpoints: the state is copied to CPU memory, and a thread writes the copy while training continues.
 
     With `checkpoint.asynchronous: false` training waits for the thread. All processes call the methods together.
+    `sync_metrics` is called before a checkpoint is renamed, to put the logged rows of its steps on the disk.
     """
 
     def __init__(
         self, checkpoints: Path, config: TrainConfig, accelerator: Accelerator, sync_metrics: Callable[[], None]
     ):
-        """Prepare to save.
-
-        Args:
-            checkpoints: the directory for the checkpoints.
-            config: the resolved config, which every manifest contains.
-            accelerator: of this run.
-            sync_metrics: called before a checkpoint is renamed, to put the logged rows of its steps on the disk.
-        """
         self.checkpoints, self.config, self.sync_metrics = checkpoints, config.checkpoint, sync_metrics
         self.facts = {"config": asdict(config), "provenance": provenance(), **arrangement(accelerator)}
         self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
         if self.rank == 0:
             run = checkpoints.parent
             self.facts["tokenizer"] = expected_hashes(run) or hash_files(run / "tokenizer") or None
-        # A separate process group keeps the thread's collectives apart from those of training; always gloo.
+        # A separate process group, always gloo, keeps the thread's collectives apart from those of training.
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():  # also with one process, under a launcher
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
@@ -92,18 +85,10 @@ class Saver(AbstractContextManager):
         metrics: Mapping[str, float | str],
         totals: StepMetrics,
     ) -> None:
-        """Begin to write the checkpoint of `step`, once the one before is complete, and delete superfluous ones.
+        """Begin to write the checkpoint of `step`, once the previous one is complete, and delete superfluous ones.
 
-        Args:
-            step: completed steps.
-            model: as Accelerate prepared it.
-            optimizer: as Accelerate prepared it.
-            metrics: those of this step.
-            totals: counts of skipped updates.
-
-        Raises:
-            SaveError: the checkpoint before could not be written, as in `wait`.
-            ConfigError: the model or the optimizer has state that a checkpoint does not hold.
+        `model` and `optimizer` are those that Accelerate prepared; `totals` has the counts of skipped updates. Raise
+        SaveError for the previous checkpoint, as `wait` does, and ConfigError for state that no checkpoint contains.
         """
         self.wait()
         if self.unsaved is not None:
@@ -113,15 +98,15 @@ class Saver(AbstractContextManager):
 
         tensors = storage.state_tensors(model, optimizer, with_moments=bool(optimizer.state))
         skipped = totals.skipped, totals.skipped_in_a_row
-        state = {"step": step, "skipped": skipped, "metrics": finite_or_null(dict(metrics))}
+        state = {"step": step, "skipped": skipped, "metrics": finite_or_null(metrics)}
         copy = storage.copy_to_cpu(tensors) if self.config.asynchronous else tensors
         self.pending = self.executor.submit(self._write, copy, state)
         if not self.config.asynchronous:
-            wait([self.pending], self.timeout_seconds)  # errors are left to the method `wait`
+            wait([self.pending], self.timeout_seconds)  # self.wait raises its error
 
     @property
     def failed(self) -> bool:
-        """Whether the run is to stop because its last checkpoint could not be written; `wait` raises the reason."""
+        """Whether the run must stop because its last checkpoint could not be written; `wait` raises the reason."""
         if self.pending is None or not self.pending.done():
             return False
         return self.pending.exception() is not None and self.config.stops_on_failure
@@ -129,9 +114,8 @@ class Saver(AbstractContextManager):
     def wait(self, must_succeed: bool = False) -> None:
         """Return once the last checkpoint is complete.
 
-        Raises:
-            SaveError: on all processes, if it could not be written and the run is to stop then, or `must_succeed`.
-            RunError: it takes longer than `timeout_seconds`.
+        Raise SaveError on all processes if it could not be written, and the run must stop then or it `must_succeed`;
+        and RunError after `timeout_seconds`.
         """
         pending, self.pending = self.pending, None
         if pending is not None and not wait([pending], self.timeout_seconds).done:
@@ -150,13 +134,13 @@ class Saver(AbstractContextManager):
                 print(f"Training continues without a checkpoint: {error}", file=sys.stderr)
 
     def _write(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Write a checkpoint, in the thread; called by all processes together."""
+        """Write a checkpoint, in the thread."""
         final = step_directory(self.checkpoints, state["step"])
         temporary = self.checkpoints / f".writing-{final.name}"
         try:
             with self._all_succeed(final):
                 if self.rank == 0:
-                    for leftover in self.checkpoints.glob(".*step-*"):  # of a process killed while writing or deleting
+                    for leftover in self.checkpoints.glob(".*step-*"):  # by a process killed while writing or deleting
                         shutil.rmtree(leftover)
                     num_bytes = SPARE_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
                     free_bytes = shutil.disk_usage(self.checkpoints).free
@@ -187,7 +171,7 @@ class Saver(AbstractContextManager):
 
     @contextmanager
     def _all_succeed(self, final: Path) -> Iterator[None]:
-        """Wait for all processes at the end; an error inside on any process is raised as SaveError on all of them."""
+        """Wait for all processes at the end; if any of them has an error inside, raise SaveError on all."""
         error = None
         try:
             yield
@@ -209,11 +193,7 @@ class Saver(AbstractContextManager):
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read weights and moments into the prepared model and optimizer; called by all processes together.
-
-    Raises:
-        ConfigError: the checkpoint has other tensors than they have, or cannot be read.
-    """
-    from checkpoint import storage
+    """Read weights and moments, as `storage.read` does."""
+    from checkpoint import storage  # slow to import, and not needed without a checkpoint
 
     storage.read(path, model, optimizer)

@@ -1,8 +1,7 @@
 """Write and read weights and moments as safetensors files, with torch.distributed.checkpoint (DCP).
 
 Any number of processes reads what any other number wrote. Files of unsharded (DDP) training open in every tool that
-reads safetensors. DCP takes as long to import as half of torch, so checkpoint/saver.py imports this module when it is
-first needed.
+reads safetensors. DCP is slow to import, so checkpoint/saver.py imports this module when it is first needed.
 """
 
 import functools
@@ -88,11 +87,7 @@ class Writer(HuggingFaceStorageWriter):
 
 
 def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write this process's part as shard-RANK-*.safetensors, ranks counted from 1; called by all processes together.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write this process's part as shard-RANK-*.safetensors, with ranks from 1; called by all processes together."""
     try:
         save(tensors, storage_writer=Writer(str(directory), save_distributed=True), process_group=group)
     except CheckpointException as exception:
@@ -102,8 +97,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.Process
 def read(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load weights and moments into the prepared model and optimizer; called by all processes together.
 
-    Raises:
-        ConfigError: there are other tensors than they have, or they cannot be read.
+    Raise ConfigError if the checkpoint has other tensors than they have, or cannot be read.
     """
     try:
         reader = HuggingFaceStorageReader(str(directory))

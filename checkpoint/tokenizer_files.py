@@ -1,7 +1,7 @@
-"""The tokenizer in RUN/tokenizer, kept so that the model of a run can be used when the corpus is gone.
+"""The tokenizer in RUN/tokenizer: a copy, so that the model of a run can be used without the corpus.
 
-Every checkpoint has the hashes of its files. Loading a run and the audit compare them, and a start of train.py restores
-a damaged tokenizer from the corpus.
+Every checkpoint has the hashes of its files. Loading and auditing a run compare them, and a start of train.py restores
+a damaged copy from the corpus.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ def hash_files(folder: Path) -> dict[str, str]:
     return {
         name.as_posix(): sha256(file)
         for name, file in files.items()
-        if not any(part.startswith(".") for part in name.parts)  # hidden files are a file manager's, not a tokenizer's
+        if not any(part.startswith(".") for part in name.parts)  # hidden files, such as those of a file manager
     }
 
 
@@ -27,15 +27,15 @@ def changed_files(folder: Path, expected: dict[str, str]) -> str:
 
 
 def expected_hashes(run: Path) -> dict[str, str] | None:
-    """Return the hashes of the tokenizer in the newest checkpoint of the run that has them; None if none does."""
+    """Return the hashes of the tokenizer's files from the newest checkpoint that has them; None if none does."""
     known = (manifest.tokenizer for manifest in readable_checkpoints(run / "checkpoints").values())
     return next(filter(None, known), None)
 
 
 def keep_tokenizer(corpus: Path, run: Path) -> None:
-    """Copy the tokenizer of the corpus to RUN/tokenizer, unless what is there is what the checkpoints expect.
+    """Copy the tokenizer of the corpus to RUN/tokenizer, unless RUN/tokenizer has the hashes in the checkpoints.
 
-    If the corpus has another tokenizer than the checkpoints expect, that is printed, and nothing is copied.
+    If the corpus has another tokenizer than the checkpoints, print that and copy nothing.
     """
     theirs, kept = corpus / "tokenizer", run / "tokenizer"
     expected = expected_hashes(run) or hash_files(theirs)
@@ -44,8 +44,8 @@ def keep_tokenizer(corpus: Path, run: Path) -> None:
         return
     if changed_there := changed_files(theirs, expected):
         print(
-            f"{kept} is not what this run was trained with ({changed}) and cannot be restored: {theirs} is not either "
-            f"({changed_there}). Training continues, but the model cannot be used."
+            f"{kept} is not the tokenizer of this run ({changed}) and cannot be restored, because {theirs} is not it "
+            f"either ({changed_there}). Training continues, but the model cannot be used."
         )
         return
     if kept.exists():

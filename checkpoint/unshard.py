@@ -14,8 +14,7 @@ from config.errors import ConfigError
 def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "", suffix: str = "") -> dict[str, Tensor]:
     """Return the unsharded tensors of a checkpoint whose names have this prefix and suffix, on the CPU.
 
-    Raises:
-        ConfigError: a shard is missing.
+    Raise ConfigError if a shard is missing.
     """
     shards: dict[str, list[tuple[list[int], Tensor]]] = {}  # by tensor: offsets and values of its shards
     for file in manifest.files:
@@ -49,16 +48,9 @@ def assemble_shards(shards: list[tuple[list[int], Tensor]]) -> Tensor | None:
 
 
 def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor], ema: bool = False) -> None:
-    """Copy the weights of a checkpoint into `weights`, a state dict of unsharded tensors.
+    """Copy the weights of a checkpoint, or their EMAs where it has some, into `weights`, an unsharded state dict.
 
-    Args:
-        directory: the checkpoint.
-        manifest: its manifest.
-        weights: tensors by their names in the model.
-        ema: copy the exponential moving averages instead, where the optimizer has one.
-
-    Raises:
-        ConfigError: the checkpoint has other tensors.
+    Raise ConfigError if the checkpoint has other tensors.
     """
     stored = {key.removeprefix("model."): t for key, t in whole_tensors(directory, manifest, "model.").items()}
     for name, tensor in stored.items():

@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils.flop_counter import FlopCounterMode
 
-from checkpoint import storage
 from model.attention import attention_masks
 from model.config import FAMILIES, GPTConfig
 from model.generate import KVCache
@@ -133,19 +132,18 @@ def as_dense(mask: Tensor | BlockMask | None, length: int) -> Tensor:
     return dense.expand(2, 1, length, length)
 
 
-@torch.no_grad()
 def check_flops(config: GPTConfig, seq_len: int) -> Result:
-    """Compare flops_per_token of at most two layers with the products of a forward that torch counts.
+    """Compare flops_per_token of at most two layers with the products of a training step that torch counts.
 
-    The backward has twice as many. Without windows, because torch counts masked products; in float64, where all
-    products are torch's.
+    Without windows, because torch counts masked products; in float64, where all products are torch's.
     """
     length = min(seq_len, 64)
-    model = build_perturbed(replace(config, n_layers=min(2, config.n_layers), window=None)).double()
+    config = replace(config, n_layers=min(2, config.n_layers), window=None, dropout=0.0)
+    model = build_perturbed(config).double().train()
     tokens = torch.randint(model.token_embedding.num_embeddings, (1, length))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens, labels=tokens)
-    counted = 3 * counter.get_total_flops() / length
+        model(tokens, labels=tokens)[1].backward()
+    counted = counter.get_total_flops() / length
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
     expected = model.flops_per_token(length) - 6 * vectors  # elementwise products are not counted
     tolerance = 0.02 + 1 / length  # the last position has no target
@@ -176,18 +174,3 @@ def check_constant_init(config: GPTConfig) -> Result:
 def is_constant(tensor: Tensor) -> bool:
     """Whether all elements are equal; False for NaN and for an empty tensor."""
     return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
-
-
-def find_unsaved_state(model: GPTModel, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of values of an optimizer's state and groups that are not tensors, so not saved.
-
-    Args:
-        model: the model that the optimizer updates.
-        optimizer: an optimizer before its first step; one step with a learning rate of 0 may be taken.
-    """
-    groups = [(group, dict(group)) for group in optimizer.param_groups]
-    state = storage.get_state_dict(model, optimizer, options=storage.FLATTENED)[1]  # initialises the state
-    lost = [name for name, value in state.items() if name.startswith("state.") and not torch.is_tensor(value)]
-    for group, before in groups:
-        lost += [f"group.{key}" for key in group if key != "params" and group[key] != before.get(key)]
-    return lost

@@ -5,20 +5,18 @@ A conversation is {"messages": [{"role": ..., "content": ..., ...}, ...]}, optio
 """
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 Message = dict[str, Any]
 """A `role` and a `content`, and other keys that a chat template may render, such as `tool_calls`. An answer whose
 `weight` is 0 is not a training target."""
 
-BESIDE_MESSAGES = "system", "tools", "chat_template_kwargs"
-COLUMNS = "messages", "prompt", "response", "completion", *BESIDE_MESSAGES
-"""Columns that may hold a conversation or a part of it."""
+COLUMNS = "messages", "prompt", "response", "completion", "system", "tools", "chat_template_kwargs"
+"""Columns that may hold a conversation or a part of it; other columns are ignored."""
 
 
-def read_document(row: Any, text_column: str) -> tuple[str, bool | None, list[str]]:
-    """Return the document of a row of data, whether it is a conversation, and the unused columns.
+def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
+    """Return the document of a row of data, and whether it is a conversation.
 
     A null is an empty document, "". It may be among texts or conversations, so the second value is None.
 
@@ -28,37 +26,27 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None, list[st
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.60} is not a row, an object with the key {text_column!r}")
     answers = [name for name in ("response", "completion") if name in row]
-    if text_column in row:
-        names = [text_column]
-    elif "messages" in row:
-        names = ["messages"]
+    name = text_column if text_column in row else "messages"
+    if name in row:
+        if isinstance(row[name], str | None):
+            return row[name] or "", None if row[name] is None else False
+        messages = _messages(name, row[name])
     elif "prompt" in row and answers:
-        names = ["prompt", answers[0]]
+        # An answer inside a prompt is context for the next one, not a training target.
+        prompt = [{"weight": 0, **message} for message in _messages("prompt", row["prompt"], role="user")]
+        messages = prompt + _messages(answers[0], row[answers[0]], role="assistant")
     else:
         wanted = f"no text_column {text_column!r}, nor messages, nor prompt and response"
         raise ValueError(f"{wanted}; there are {list(row)!r:.200}")
-    if len(names) == 1 and isinstance(row[names[0]], str | None):
-        return row[names[0]] or "", None if row[names[0]] is None else False, []
-    if len(names) == 1:
-        messages = _messages(names[0], row[names[0]])
-    else:
-        # An answer inside a prompt is context for the next one, not a training target.
-        prompt = [{"weight": 0, **message} for message in _messages(names[0], row[names[0]], role="user")]
-        messages = prompt + _messages(names[1], row[names[1]], role="assistant")
     if row.get("system"):
         if not isinstance(row["system"], str) or any(message["role"] == "system" for message in messages):
             raise ValueError(f"'system' is {row['system']!r:.60}; it must be a text, and the only one of the system")
         messages.insert(0, {"role": "system", "content": row["system"]})
-    conversation = {"messages": messages, **_template_arguments(row)}
-    unused = [name for name in row if name not in (*names, *BESIDE_MESSAGES)]
-    return json.dumps(conversation, ensure_ascii=False), True, unused
+    return json.dumps({"messages": messages, **_template_arguments(row)}, ensure_ascii=False), True
 
 
 def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
-    """Return the messages in the column `name`.
-
-    It is a list of them or, where all are of one `role`, a text.
-    """
+    """Return the messages in the column `name`: a list of them or, if all are of one `role`, a text."""
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
@@ -72,8 +60,12 @@ def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
         weight = message.get("weight")
         if weight not in (None, 0, 1) or (weight and message["role"] != "assistant"):
             raise ValueError(f"{name!r} has the weight {weight!r} of {message['role']!r}; it is 0 or, of an answer, 1")
-    # In a table, keys that only other rows have are null.
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
+    return [_without_nulls(message) for message in value]
+
+
+def _without_nulls(item: dict[str, Any]) -> dict[str, Any]:
+    """Remove the keys that only other rows of a table have."""
+    return {key: value for key, value in item.items() if value is not None}
 
 
 def _template_arguments(row: dict[str, Any]) -> dict[str, Any]:
@@ -85,9 +77,7 @@ def _template_arguments(row: dict[str, Any]) -> dict[str, Any]:
         if value and not isinstance(value, kind):
             raise ValueError(f"{name!r} is {row[name]!r:.60}, which is not a {kind.__name__}")
         if value:
-            arguments[name] = (
-                value if not isinstance(value, dict) else {key: item for key, item in value.items() if item is not None}
-            )
+            arguments[name] = _without_nulls(value) if isinstance(value, dict) else value
     return arguments
 
 
@@ -109,6 +99,6 @@ def get_identity(document: str) -> str:
 
 def find_template_keys(conversation: dict[str, Any]) -> set[str]:
     """Return the keys that a chat template should render in addition to roles and contents."""
-    message_keys: Iterable[str] = (key for message in conversation["messages"] for key in message)
+    message_keys = {key for message in conversation["messages"] for key in message}
     template_keys = {"tools"} & conversation.keys() | conversation.get("chat_template_kwargs", {}).keys()
-    return {*message_keys, *template_keys} - {"role", "content", "weight"}
+    return (message_keys | template_keys) - {"role", "content", "weight"}

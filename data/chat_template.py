@@ -224,13 +224,10 @@ def encode_row(template: ChatTemplate, document: str, begins: bool = True) -> tu
     if not conversation["messages"]:
         return "", {}
     if lost := template.keys_not_written(conversation):
-        raise ConfigError(f"messages: {keys_lost(list(map(repr, sorted(lost))))}")
+        begin = conversation["messages"][0].get("content")
+        problem = f"the chat template of the tokenizer does not write {', '.join(map(repr, sorted(lost)))}"
+        remedy = "take them out, or name a tokenizer whose template writes them"
+        raise ConfigError(f"messages: {problem} of the conversation that begins {begin!r:.60}; {remedy}")
     tokens, answers = template.encode(**conversation)
     columns = {"input_ids": tokens, "assistant_masks": answers}
     return get_content(document), columns if any(answers) else {}
-
-
-def keys_lost(named: list[str]) -> str:
-    """Word the error for keys of a conversation that its template does not render."""
-    remedy = "take them out, or name a tokenizer whose template writes them"
-    return f"the chat template of the tokenizer does not write {', '.join(named)}, which would be lost; {remedy}"

@@ -1,8 +1,8 @@
 """Checks that a corpus is as data.prepare wrote it: metadata.json at once, the files by reading them.
 
 metadata.json has the length and the SHA-256 of every file, the hash of the whole (`data.hash` of a run), and a digest
-of itself. The content of a file is read once for each of its stamps: what was found is remembered in `.verified` beside
-the corpus or, where that cannot be written, in the user's cache.
+of itself. A file is read again only when its stamp has changed: the stamps of verified files are kept in `.verified`
+beside the corpus or, where that cannot be written, in the user's cache.
 """
 
 import json
@@ -11,19 +11,19 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from hashlib import blake2b, file_digest, sha256
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from config.errors import ConfigError
+from data.files import sha256
 from data.json_objects import parse_object
 from distributed.cores import lower_thread_priority
 
 SPLITS = ("train", "validation")
-READERS = min(4, os.cpu_count() or 1)  # threads, for one alone hashes slower than a disk reads
+NUM_THREADS = min(4, os.cpu_count() or 1)  # one thread hashes slower than a disk reads
 REMEDY = "restore it, or remove the folder and prepare it again"
 
 
@@ -37,12 +37,12 @@ def file_stamp(file: Path | str) -> list[int]:
 
 
 def content_hash(tokenizer_hash: str, hashes: dict[str, str]) -> str:
-    """Hash the contents of a corpus: its tokenizer, and its files in order."""
+    """Hash the contents of a corpus: its tokenizer, and the SHA-256 of its files in order."""
     return blake2b(json.dumps([tokenizer_hash, hashes]).encode(), digest_size=16).hexdigest()
 
 
 def metadata_digest(metadata: dict) -> str:
-    """Hash all of metadata.json but the digest in it."""
+    """Hash all of metadata.json except the digest in it."""
     rest = {name: value for name, value in metadata.items() if name != "digest"}
     return blake2b(json.dumps(rest).encode(), digest_size=16).hexdigest()
 
@@ -50,10 +50,8 @@ def metadata_digest(metadata: dict) -> str:
 def read_metadata(folder: Path) -> dict:
     """Read metadata.json of the corpus in `folder`, and check that its files exist with their lengths.
 
-    `files` has the `bytes` and the `sha256` of each, which is None in a corpus prepared before that was kept.
-
     Raises:
-        ConfigError: there is no such file, or it is not as data.prepare wrote it, or a file of the corpus is not.
+        ConfigError: the corpus is not complete, or metadata.json or a file is not as data.prepare wrote it.
     """
     try:
         metadata = parse_object((folder / "metadata.json").read_bytes())
@@ -73,6 +71,19 @@ def read_metadata(folder: Path) -> dict:
     return metadata
 
 
+def _check(metadata: dict) -> None:
+    """Raise an exception of any kind if the metadata are not as data.prepare wrote them."""
+    files, counts = metadata["files"], [metadata[split][name] for split in SPLITS for name in ("tokens", "bytes")]
+    if names := [name for name in files if not re.fullmatch(r"(train|validation)/\d+\.arrow", name)]:
+        raise ValueError(f"{names[0]!r} is no file of a corpus")
+    counts += [facts["bytes"] for facts in files.values()]
+    if wrong := [count for count in counts if type(count) is not int or count < 0]:
+        raise ValueError(f"{wrong[0]!r} is no count")
+    whole = content_hash(metadata["tokenizer"]["hash"], {name: facts["sha256"] for name, facts in files.items()})
+    if (metadata["hash"], metadata.get("digest")) != (whole, metadata_digest(metadata)):
+        raise ValueError("it does not match its own digest")
+
+
 def validation_text(folders: list[Path]) -> str | None:
     """Hash the bytes of the validation text of corpora, independently of the tokenizer.
 
@@ -85,36 +96,13 @@ def validation_text(folders: list[Path]) -> str | None:
     return None if None in hashes else "+".join(hashes)
 
 
-def _check(metadata: dict) -> None:
-    """Raise an exception of any kind if the metadata are not as data.prepare wrote them."""
-    tokenizer_hash, corpus_hash, files = metadata["tokenizer"]["hash"], metadata["hash"], metadata["files"]
-    if names := [name for name in files if not re.fullmatch(r"(train|validation)/\d+\.arrow", name)]:
-        raise ValueError(f"{names[0]!r} is no file of a corpus")
-    if lengths_only := all(type(facts) is int for facts in files.values()):
-        metadata["files"] = {name: {"bytes": length, "sha256": None} for name, length in files.items()}
-    counts = [metadata[split][name] for split in SPLITS for name in ("tokens", "bytes")]
-    counts += [facts["bytes"] for facts in metadata["files"].values()]
-    if wrong := [count for count in counts if type(count) is not int or count < 0]:
-        raise ValueError(f"{wrong[0]!r} is no count")
-    if lengths_only:
-        matches = isinstance(corpus_hash, str)
-    else:
-        hashes = {name: facts["sha256"] for name, facts in metadata["files"].items()}
-        has_hash_of_files = corpus_hash == content_hash(tokenizer_hash, hashes)
-        matches = has_hash_of_files and metadata.get("digest") == metadata_digest(metadata)
-    if not matches:
-        raise ValueError("it does not match its own digest")
-
-
 def open_columns(file: Path) -> list[pa.ListArray]:
     """Memory-map the columns of a file: the tokens and, for conversations, the masks of answers.
 
-    Nothing but their lengths is read.
-
-    They are checked against the file's, so that no use of its `values` and `offsets` reads beyond it.
+    Only their lengths are read, and checked, so that no use of their `values` and `offsets` reads beyond the file.
 
     Raises:
-        ConfigError: it is not such a file.
+        ConfigError: data.prepare did not write this file.
     """
     try:
         reader = pa.ipc.open_stream(pa.memory_map(str(file)))
@@ -133,25 +121,22 @@ def open_columns(file: Path) -> list[pa.ListArray]:
 
 
 class Verification:
-    """Reads the files of corpora in the background, and compares them with what metadata.json says of them.
-
-    Args:
-        corpora: of data.text.TextCorpus.
-    """
+    """Reads the files of corpora (data.text.TextCorpus) in the background, and compares them with metadata.json."""
 
     problem: str | None = None
-    """The first file that is not what it was, and what is wrong with it; there as soon as it is found."""
+    """The first damaged file and what is wrong with it, set as soon as it is found."""
 
     def __init__(self, corpora: list):
         self.corpora = corpora
-        lengths = [facts["bytes"] for corpus in corpora for facts in corpus.metadata["files"].values()]
-        self.num_files, self.num_bytes, self.num_bytes_read = len(lengths), sum(lengths), 0
-        self._known: dict[Path, tuple[list[int], str]] = {}
+        self.files = [(corpus, name) for corpus in corpora for name in corpus.metadata["files"]]
+        self.num_bytes = sum(corpus.metadata["files"][name]["bytes"] for corpus, name in self.files)
+        self.num_bytes_read = 0
+        self._verified: dict[Path, tuple[list[int], str]] = {}  # stamps and hashes
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin, unless it is under way; after an earlier one, only what has another stamp since is read again."""
+        """Start, unless it is running; after an earlier run, only files with another stamp are read again."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, daemon=True, name="verification")
             self._thread.start()
@@ -164,7 +149,7 @@ class Verification:
 
     def describe(self, done: bool) -> str:
         """Describe what is verified, for the start of a run; `done`: on all machines."""
-        files = f"{self.num_files} files, {self.num_bytes:,} bytes"
+        files = f"{len(self.files)} files, {self.num_bytes:,} bytes"
         if not done:
             return f"{files}, being verified in the background; no checkpoint is saved before"
         rest = self.num_bytes - self.num_bytes_read
@@ -174,79 +159,58 @@ class Verification:
         try:
             for corpus in self.corpora:
                 self._recall(corpus)
-            with ThreadPoolExecutor(
-                READERS, thread_name_prefix="verification", initializer=lower_thread_priority
-            ) as pool:
-                for corpus in self.corpora:
-                    if not self._matches(corpus, pool):
-                        self._known.clear()  # what was remembered may be wrong, and not the files
-                        if not self._matches(corpus, pool):
-                            unknown = "in which file, its metadata.json is too old to say"
-                            self._fail(f"'{corpus.path}' has other tokens than data.prepare wrote ({unknown})")
+            with ThreadPoolExecutor(NUM_THREADS, "verification", initializer=lower_thread_priority) as pool:
+                list(pool.map(self._verify, *zip(*self.files, strict=True)))
         except Exception as error:  # what cannot be read is not verified
             self._fail(f"a corpus cannot be verified: {type(error).__name__}: {error}")
 
-    def _matches(self, corpus, pool: ThreadPoolExecutor) -> bool:
-        """Check whether all files together have the hash of the corpus; files with their own hashes come first."""
-        facts = corpus.metadata
-        hashes = dict(zip(facts["files"], pool.map(partial(self._hash, corpus), facts["files"]), strict=True))
-        return self.problem is not None or content_hash(facts["tokenizer"]["hash"], hashes) == facts["hash"]
-
-    def _hash(self, corpus, name: str) -> str:
+    def _verify(self, corpus, name: str) -> None:
         file, expected = corpus.path / name, corpus.metadata["files"][name]["sha256"]
         stamp = file_stamp(file)
-        known, found = self._known.get(file, (None, ""))
-        if self.problem or (known == stamp and expected in (None, found)):
-            return found
-        with open(file, "rb") as content:
-            found = file_digest(content, sha256 if expected else partial(blake2b, digest_size=16)).hexdigest()
-        if expected not in (None, found):
+        if self.problem or self._verified.get(file) == (stamp, expected):
+            return
+        if sha256(file) != expected:
             self._fail(f"{file} has another content than data.prepare wrote")
-        elif self._has_tokens_of(corpus, file):
-            self._remember(corpus, name, stamp, found)
-        return found
-
-    def _has_tokens_of(self, corpus, file: Path) -> bool:
-        """Check that all tokens are in range; hashes do not tell, because a hostile author can compute them."""
-        try:
+            return
+        try:  # the tokens, too: a hostile author can compute hashes
             columns = open_columns(file)
             for column in columns:
                 column.validate(full=True)
             largest = np.max(np.from_dlpack(columns[0].values), initial=0)
+            if largest >= corpus.vocab_size:
+                raise ValueError(f"token {largest} is none of the {corpus.vocab_size} of the tokenizer")
         except (pa.ArrowException, ValueError) as error:
             self._fail(f"{file} is damaged: {error}")
-            return False
-        if largest >= corpus.vocab_size:
-            self._fail(f"{file} is damaged: token {largest} is none of the {corpus.vocab_size} of the tokenizer")
-        return largest < corpus.vocab_size
+        else:
+            self._remember(corpus, name, stamp, expected)
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or f"data: {problem}; {REMEDY}"
 
     def _recall(self, corpus) -> None:
-        for memory in _memories(corpus.path):
+        for record in _records(corpus.path):
             with suppress(OSError):
-                for line in memory.read_bytes().splitlines():
+                for line in record.read_bytes().splitlines():
                     with suppress(ValueError, TypeError):  # half a line, of a process that was killed
                         name, stamp, found = json.loads(line)
-                        self._known[corpus.path / name] = (stamp, str(found))
+                        self._verified[corpus.path / name] = (stamp, found)
 
     def _remember(self, corpus, name: str, stamp: list[int], found: str) -> None:
         with self._lock:
             self.num_bytes_read += stamp[0]
-            self._known[corpus.path / name] = (stamp, found)
-            for memory in _memories(corpus.path):
+            self._verified[corpus.path / name] = (stamp, found)
+            for record in _records(corpus.path):
                 with suppress(OSError):  # then the next start reads the file again
-                    memory.parent.mkdir(parents=True, exist_ok=True)
-                    with open(memory, "a") as file:  # a line at a time: several machines may write it
+                    record.parent.mkdir(parents=True, exist_ok=True)
+                    with open(record, "a") as file:  # a line at a time: several machines may write it
                         file.write(json.dumps([name, stamp, found]) + "\n")
                     return
 
 
-def _memories(folder: Path) -> list[Path]:
-    """Return the paths of the cached result: beside the corpus or, if that is read-only, in the user's cache."""
+def _records(folder: Path) -> list[Path]:
+    """Return where verified files may be recorded: beside the corpus, and in the user's cache if that is read-only."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     name = blake2b(str(folder.resolve()).encode(), digest_size=16).hexdigest()
-    places = [folder / ".verified", *([cache / "mini-gpt" / name] if cache.is_absolute() else [])]
-    # What came with a corpus may be a link to something else.
-    return [place for place in places if not os.path.lexists(place) or (place.is_file() and not place.is_symlink())]
+    paths = [folder / ".verified", *([cache / "mini-gpt" / name] if cache.is_absolute() else [])]
+    # A .verified that came with a corpus may be a link to any file of the user.
+    return [path for path in paths if not os.path.lexists(path) or (path.is_file() and not path.is_symlink())]

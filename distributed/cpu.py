@@ -33,11 +33,7 @@ def prepare_cpu() -> None:
 
 
 def prepare_exact() -> None:
-    """Select algorithms whose bits do not depend on the machine. Call this before anything is computed.
-
-    Raises:
-        ConfigError: See `use_portable_arithmetic`.
-    """
+    """Select algorithms whose bits do not depend on the machine. Call this before anything is computed."""
     torch.use_deterministic_algorithms(True)
     # Filling is slow, and no code here reads uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] no stub
@@ -50,13 +46,11 @@ def use_portable_arithmetic() -> None:
 
     ATen, oneDNN and MKL multiply matrices with the widest instructions that the processor has, and each width adds in
     another order. Every x86-64 processor with AVX2 can run the code selected here. Of MKL's modes only COMPATIBLE
-    gives the same bits on Intel and AMD processors. Other architectures (ARM) are left as they are. cuBLAS reads its
-    variable once, at the first product.
-
-    Raises:
-        ConfigError: This x86-64 processor lacks AVX2, or torch or MKL has already selected other code.
+    gives the same bits on Intel and AMD processors. Other architectures (ARM) are left as they are. Raise ConfigError
+    if the processor lacks AVX2, or if torch or MKL has already selected other code.
     """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with a fixed workspace
+    # cuBLAS is deterministic only with a fixed workspace; it reads the variable at its first product.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if platform.machine() not in ("x86_64", "AMD64"):
         return
     os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
@@ -76,15 +70,10 @@ def use_portable_arithmetic() -> None:
 
 
 def threads_to_set(own: Mapping[str, str], launcher: Mapping[str, str], cores: int) -> int | None:
-    """Return the number of compute threads for this process, or None if the user has set OMP_NUM_THREADS.
+    """Return the number of compute threads for this process; None if the user has set OMP_NUM_THREADS.
 
-    Launchers set OMP_NUM_THREADS=1 for their processes unless it is set already. More threads than cores wait for
-    each other, which makes a small model ten times slower.
-
-    Args:
-        own: Environment of this process.
-        launcher: Environment of its parent process.
-        cores: Number of cores of this machine that the processes divide among themselves.
+    `own` and `launcher` are the environments of this process and its parent: launchers set OMP_NUM_THREADS=1 unless it
+    is set already. More threads than cores wait for each other, which makes a small model ten times slower.
     """
     set_by_launcher = "OMP_NUM_THREADS" not in launcher and own.get("OMP_NUM_THREADS") == "1"
     launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & own.keys()

@@ -15,28 +15,19 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin, str_to_bool
 
-from config.errors import ConfigError
 from config.schema import TrainConfig
 from distributed.cpu import prepare_cpu, prepare_exact
 from distributed.rendezvous import fresh_store
-from distributed.world import is_main_process, num_processes
+from distributed.world import is_main_process, num_processes, process_rank
 
 
 def env_flag(environment: Mapping[str, str], name: str) -> bool:
-    """Return a boolean environment variable of Accelerate; False if it is absent or empty.
-
-    Raises:
-        ConfigError: Its value is not a boolean.
-    """
-    value = environment.get(name) or "false"
-    try:
-        return bool(str_to_bool(value))
-    except ValueError:
-        raise ConfigError(f"{name}: {value!r} in the environment must be true or false") from None
+    """Return a boolean environment variable of Accelerate; False if it is absent."""
+    return bool(str_to_bool(environment.get(name, "false")))
 
 
 def uses_cpu(environment: Mapping[str, str]) -> bool:
-    """Return whether a run computes on the CPU: because ACCELERATE_USE_CPU says so, or for lack of a device.
+    """Return whether a run computes on the CPU: because ACCELERATE_USE_CPU is true, or for lack of a device.
 
     Several processes cannot communicate on MPS devices, so they use the CPU.
     """
@@ -50,19 +41,19 @@ def join_process_group(config: TrainConfig) -> None:
 
     The backend is gloo on CPUs; on GPUs it is NCCL, and gloo for tensors on the CPU.
     """
+    if num_processes() == 1 or dist.is_initialized():
+        return
+    if is_main_process():
+        print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
     use_cpu = uses_cpu(os.environ)
-    if num_processes() > 1 and not dist.is_initialized():
-        if is_main_process():
-            print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
-        rank, world_size = int(os.environ["RANK"]), num_processes()
-        dist.init_process_group(
-            "gloo" if use_cpu else "cpu:gloo,cuda:nccl",
-            store=fresh_store(rank, world_size, config.timeout_seconds),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=config.timeout_seconds),
-            device_id=None if use_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"])),
-        )
+    dist.init_process_group(
+        "gloo" if use_cpu else "cpu:gloo,cuda:nccl",
+        store=fresh_store(process_rank(), num_processes(), config.timeout_seconds),
+        rank=process_rank(),
+        world_size=num_processes(),
+        timeout=timedelta(seconds=config.timeout_seconds),
+        device_id=None if use_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"])),
+    )
 
 
 def start_accelerator(config: TrainConfig) -> Accelerator:
@@ -78,10 +69,8 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         fsdp_plugin=fsdp_plugin(use_cpu) if env_flag(os.environ, "ACCELERATE_USE_FSDP") else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    if (
-        accelerator.mixed_precision == "fp16"
-    ):  # Accelerate autocasts on GPUs only; training/gradients.py scales the loss
-        accelerator.native_amp = True
+    if accelerator.mixed_precision == "fp16":  # training/gradients.py scales the loss
+        accelerator.native_amp = True  # Accelerate itself autocasts to fp16 on GPUs only
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=False)
     return accelerator
 
@@ -95,8 +84,6 @@ def fsdp_plugin(use_cpu: bool) -> FullyShardedDataParallelPlugin:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # slow to import
 
     warnings.filterwarnings("ignore", "Slicing a flattened dim")  # Accelerate's own code for hybrid sharding
-    if not os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"):  # `accelerate config` leaves it empty: use the model's own
-        os.environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
     state = PartialState(cpu=use_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU  # Accelerate shards only types on its list; CPU is not on it

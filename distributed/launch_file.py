@@ -1,4 +1,4 @@
-"""The launch file and options of `accelerate launch`, as far as Accelerate does not check or pass them on."""
+"""The `accelerate launch` command that started this process: what Accelerate neither checks nor passes on."""
 
 import os
 from pathlib import Path
@@ -8,17 +8,6 @@ import psutil
 import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
-
-# Sections of a launch file, and the prefix that Accelerate adds to their keys to get the name of a launch option.
-SECTION_PREFIXES = {
-    "fsdp_config": "fsdp_",
-    "dynamo_config": "dynamo_",
-    "fp8_config": "fp8_",
-    "mpirun_config": "",
-    "parallelism_config": "",
-    "megatron_lm_config": "",
-    "deepspeed_config": "",
-}
 
 
 class LaunchCommand(NamedTuple):
@@ -47,47 +36,30 @@ def find_launch_command() -> LaunchCommand | None:
 
 
 def parse_launch_command(words: list[str], directory: str) -> LaunchCommand | None:
-    """Parse a command line with Accelerate's own parser; return None if it does not call `accelerate launch`.
-
-    Args:
-        words: The command line, as `python .../accelerate launch --num_processes 2 train.py`.
-        directory: Working directory of the command.
-    """
+    """Parse a command line, run in `directory`, with Accelerate's own parser; None if it is not `accelerate launch`."""
     names = [Path(word).name for word in words]
-    called = [
-        index
-        for index, name in enumerate(names)
-        if name in ("accelerate-launch", "accelerate.commands.launch")
-        or (name == "launch" and names[max(0, index - 1)].startswith("accelerate"))
-    ]
-    if not called:
+    spellings = ("launch", "accelerate-launch", "accelerate.commands.launch")
+    index = next((index for index, name in enumerate(names) if name in spellings), 0)
+    if "accelerate" not in " ".join(names[: index + 1]) or names[index] not in spellings:
         return None
-    given = launch_command_parser().parse_known_args([*words[called[0] + 1 :], "train.py"])[0]
-    path = None
+    given = launch_command_parser().parse_known_args([*words[index + 1 :], "train.py"])[0]
+    path, file = None, {}
     if given.config_file is not None:
         path = Path(directory, given.config_file)
     elif os.path.isfile(default_config_file) and not given.cpu:  # `accelerate config` wrote it; --cpu ignores it
         path = Path(default_config_file)
-    options = {name: getattr(given, name) for name in getattr(given, "nondefault", ())}
-    return LaunchCommand(path, _read(path), options)
+    if path is not None and path.exists():  # an elastic restart may come after it was removed
+        file = yaml.safe_load(path.read_text()) or {}  # YAML includes JSON
+    return LaunchCommand(path, file, {name: getattr(given, name) for name in getattr(given, "nondefault", ())})
 
 
 def unknown_section_keys(launch: LaunchCommand) -> list[str]:
-    """Return a problem for each key in a section of the launch file that Accelerate does not know.
-
-    Accelerate refuses unknown top-level keys, but ignores unknown keys of sections.
-    """
+    """Return a problem for each unknown key in a section such as `fsdp_config`, where Accelerate does not check."""
     known = {action.dest for action in launch_command_parser()._actions}
     return [
-        f"{launch.path}: {section}.{key} is not a setting of Accelerate"
-        for section, prefix in SECTION_PREFIXES.items()
-        for key in launch.file.get(section) or {}
-        if key not in known and prefix + key not in known
+        f"{launch.path}: {section}.{key} is not an option of accelerate launch"
+        for section, content in launch.file.items()
+        for key in (content if isinstance(content, dict) else ())
+        # Accelerate adds the section's name, such as fsdp_, to keys without it.
+        if known.isdisjoint((key, section.removesuffix("config") + key))
     ]
-
-
-def _read(path: Path | None) -> dict[str, Any]:
-    try:
-        return (yaml.safe_load(path.read_text()) or {}) if path else {}  # YAML includes JSON
-    except (OSError, yaml.YAMLError):  # Accelerate has read the file, so it was removed or edited since
-        return {}

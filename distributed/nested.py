@@ -25,20 +25,16 @@ def broadcast_from_main(value: Any) -> Any:
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Yield one temporary folder for all processes; the main process removes it when it leaves the context."""
+    """Yield one temporary folder for all processes; the main process removes it at the end."""
     with tempfile.TemporaryDirectory(prefix=prefix) if is_main_process() else nullcontext() as folder:
         yield Path(broadcast_from_main(folder))
 
 
 @contextmanager
 def nested_training() -> Iterator[None]:
-    """Run a training silently, and return normally when it stops at its `stop_after`.
+    """Run a training silently; it ends normally when it stops at its `stop_after`.
 
-    A signal during the training stops the caller on all processes; otherwise the caller's signal handlers are
-    restored afterwards.
-
-    Raises:
-        Preempted: On all processes, if any of them received a signal.
+    A signal to any process raises Preempted on all processes. Without one, the caller's signal handlers are restored.
     """
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:

@@ -44,19 +44,14 @@ class StateDigests:
         return f"{self.values.sum().item() % 2**64:016x}"
 
     def require_equal(self, saved: str | None, checkpoint: Path) -> None:
-        """Check the state that was just loaded against the digest in the checkpoint's manifest.
-
-        Raises:
-            RunError: They differ.
-        """
+        """Raise RunError if the state that was just loaded has another digest than the checkpoint's manifest."""
         if saved != str(self):
             raise RunError(f"{checkpoint}: the loaded state has the digest {self}, but the manifest says {saved}")
 
     def check_replicas(self, accelerator: Accelerator, step: int) -> None:
-        """Compare the digests of all processes (8 bytes per tensor). All processes call this together.
+        """Raise ReplicasDiffer on all processes if their digests differ, with the first tensor and the ranks of each.
 
-        Raises:
-            ReplicasDiffer: On all processes, with the first tensor that differs and the ranks that hold each value.
+        All processes call this together; it sends 8 bytes per tensor.
         """
         table = accelerator.gather(self.values[None])  # [processes, tensors]
         differs = (table != table[0]).any(dim=0).tolist()
@@ -75,8 +70,7 @@ class StateDigests:
 def state_digests(network: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigests:
     """Compute the digests of all weights and moments, named as in a checkpoint. All processes call this together.
 
-    Raises:
-        RunError: The optimizer keeps a DTensor that is not sharded by rows.
+    Raise RunError if the optimizer keeps a DTensor that is not sharded by rows.
     """
     tensors = {f"model.{name}": value for name, value in network.state_dict(keep_vars=True).items()}
     for name, parameter in network.named_parameters():  # a shared weight has one entry
@@ -108,7 +102,7 @@ def digests(tensors: dict[str, Tensor]) -> StateDigests:
     mixed = mix_bits(all_hashes + spread(torch.tensor(name_hashes, device=device)) + indices * GOLDEN)
     sums = torch.nn.functional.pad(mixed.cumsum(0), (1, 0))
     values = sums[ends] - sums[ends - lengths]
-    if group := next((_shards(tensor) for tensor in tensors.values() if is_sharded(tensor)), None):
+    if group := next((_sharding_group(tensor) for tensor in tensors.values() if is_sharded(tensor)), None):
         whole = torch.tensor([not is_sharded(tensor) for tensor in tensors.values()], device=device)
         if dist.get_rank(group) > 0:
             values[whole] = 0
@@ -116,7 +110,7 @@ def digests(tensors: dict[str, Tensor]) -> StateDigests:
     return StateDigests(list(tensors), values)
 
 
-def _shards(tensor) -> dist.ProcessGroup:
+def _sharding_group(tensor) -> dist.ProcessGroup:
     """Return the process group over which a DTensor is sharded by rows."""
     [dimension] = _sharded_dimensions(tensor)
     return tensor.device_mesh.get_group(dimension)
@@ -131,7 +125,7 @@ def _local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this process's rows of a tensor as integers [rows, columns], and the index of the first of them."""
     first = 0
     if is_sharded(tensor):
-        group = _shards(tensor)
+        group = _sharding_group(tensor)
         rows_per_process = -(-len(tensor) // dist.get_world_size(group))
         tensor, first = tensor.to_local(), min(len(tensor), dist.get_rank(group) * rows_per_process)
     rows = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])

@@ -29,11 +29,7 @@ class TreeSum:
         self.partial_sums: list[list[Tensor]] = []
 
     def add_micro_batch(self, accumulation: int) -> None:
-        """Move the gradients of the last backward from `.grad` into the tree.
-
-        Args:
-            accumulation: Micro-batches per process in this step.
-        """
+        """Move the gradients of the last backward, one of `accumulation` in this step, from `.grad` into the tree."""
         micro_batches = accumulation * self.num_processes
         leaves_of_step = micro_batches & -micro_batches  # the largest power of two that divides micro_batches
         self.num_added += 1

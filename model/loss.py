@@ -1,8 +1,9 @@
 """The training objective, and its gradient in chunks, without materialising the logits of all positions.
 
-N is the number of targets of a batch, or of a chunk of it.
+N is the number of positions in a batch (B x T), or in a chunk of it.
 """
 
+import math
 from functools import cached_property
 
 import torch
@@ -13,10 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from model.config import GPTConfig
 from model.kernels import linear
 
-# Size of a chunk's logits in float32: what fits in a CPU's cache, and what keeps a GPU busy.
+# Largest size of a chunk's logits in float32: on a CPU they should fit into the cache, on a GPU keep it busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
-# Each chunk is added to the gradient of the whole weight, which would dominate with few rows.
+# With fewer rows, adding each chunk's gradient to that of the whole weight would dominate.
 MIN_CHUNK_ROWS = 128
+# GPU kernels work on tiles of this many rows.
+TILE_ROWS = {"cpu": 1, "cuda": 128}
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
@@ -25,7 +28,7 @@ def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def loss_of_logits(logits_NV: Tensor, targets_N: Tensor, config: GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the training objective. Its only definition: edit it to change the loss, eager or chunked, anywhere.
+    """Compute the training objective; edit this function to change the loss of all runs, chunked or not.
 
     Args:
         logits_NV: output of the output projection, at least float32, before any soft-capping.
@@ -33,8 +36,8 @@ def loss_of_logits(logits_NV: Tensor, targets_N: Tensor, config: GPTConfig) -> t
         config: settings of the model.
 
     Returns:
-        objective: 0-dim, summed over the targets, in nats; it is differentiated by autograd.
-        metrics: sums over the targets of auxiliary metrics to be logged per target, by name; see GPTModel.forward.
+        objective: 0-dim, summed over the targets, in nats.
+        metrics: auxiliary metrics by name, 0-dim sums over the targets; their mean is logged, see GPTModel.forward.
     """
     logits_NV = soft_cap(logits_NV, config.logit_softcap)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="sum"), {}
@@ -44,8 +47,8 @@ class NextTokenLoss:
     """The loss of predicting each label from the position before it.
 
     Attributes:
-        chunked: whether to process positions in chunks, each from its logits to its gradient, so that memory does not
-            grow with B x T x V. None: if the logits take more than one chunk.
+        chunked: whether to compute the logits, the loss and the gradient of one chunk of positions after another, so
+            that memory does not grow with B x T x V. None: only if the logits take more than one chunk.
     """
 
     def __init__(self, config: GPTConfig, chunked: bool | None = None):
@@ -53,14 +56,15 @@ class NextTokenLoss:
         self.differentiate = differentiate_loss
 
     def compile(self) -> None:
-        """Compile the work on a chunk's logits: a GPU then reads them twice and writes them once, not a dozen times."""
+        """Compile the operations on a chunk's logits: a GPU then reads them twice and writes them once."""
         self.differentiate = torch.compile(differentiate_loss)
 
     @cached_property
     def is_cross_entropy(self) -> bool:
-        """Whether `loss_of_logits` is plain cross-entropy, as far as a few logits show.
+        """Whether `loss_of_logits` is plain cross-entropy, judged by its value and gradient at a few logits.
 
-        Its gradient in closed form then takes two thirds of autograd's memory and, compiled, nine tenths of its time.
+        The gradient can then be computed in closed form, which takes two thirds of autograd's memory and, compiled,
+        nine tenths of its time.
         """
         rows = [-300.0, -1.0, 0.5, 40.0], [2.0, 1.0, 0.0, 3.0], [9.0, 1.0, 4.0, 0.0]
         with _disable_current_modes():  # checks/plan.py runs the model on fake tensors, which have no values
@@ -91,9 +95,9 @@ class NextTokenLoss:
             loss: 0-dim, at least float32, in nats.
             metrics: the auxiliary metrics of `loss_of_logits` as (sum, number of targets), detached.
         """
-        # The last position has no next token and the first label no position before it: T - 1 targets a row.
-        hidden_NC, targets_N = hidden_BTC[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
-        chunk_rows = max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(hidden_NC.device.type, 2**25) // (4 * len(weight_VC)))
+        # The target of a position is the next token; the last position of a row has none.
+        hidden_NC, targets_N = hidden_BTC.flatten(0, 1), F.pad(labels_BT[:, 1:], (0, 1), value=-100).flatten()
+        chunk_rows = rows_per_chunk(len(hidden_NC), len(weight_VC), hidden_NC.device.type)
         if self.chunked or (self.chunked is None and len(hidden_NC) > chunk_rows):
             weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()  # Functions ignore no_grad
             loss_sum, metrics = ChunkedLoss.apply(hidden_NC, weight_VC, targets_N, chunk_rows, self)
@@ -105,22 +109,31 @@ class NextTokenLoss:
         return loss, {name: (value.detach(), num_targets) for name, value in metrics.items()}
 
 
+def rows_per_chunk(num_rows: int, vocab_size: int, device_type: str) -> int:
+    """Return the rows of a chunk; all chunks are equal if possible, since torch.compile compiles each shape anew."""
+    device_type = device_type if device_type in TILE_ROWS else "cpu"
+    tile = TILE_ROWS[device_type]
+    most_rows = max(MIN_CHUNK_ROWS, CHUNK_BYTES[device_type] // (4 * vocab_size) // tile * tile)
+    num_chunks = max(1, math.ceil(num_rows / most_rows))
+    return math.ceil(num_rows / num_chunks / tile) * tile
+
+
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Promote the logits: sums in bfloat16 lose digits."""
+    """Cast to float32 unless the dtype is at least as wide, because sums in bfloat16 lose digits."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def differentiate_loss(
     logits_NV: Tensor, targets_N: Tensor, config: GPTConfig, closed_form: bool, needs_gradient: bool = True
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Return the two results of `loss_of_logits` and the gradient of the first, [N, V] in the dtype of the logits.
+    """Return the results of `loss_of_logits` and the gradient of the objective, [N, V] in the dtype of the logits.
 
     Args:
         logits_NV: logits in the dtype of the computation.
         targets_N: int64, -100 where ignored.
         config: settings of the model.
-        closed_form: whether the loss is plain cross-entropy, so that autograd is not needed.
-        needs_gradient: whether to return the gradient; if not it is None.
+        closed_form: whether to use the closed form of cross-entropy's gradient instead of autograd.
+        needs_gradient: if false, None is returned in place of the gradient.
     """
 
     def objective(logits_NV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -144,15 +157,15 @@ def differentiate_cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[T
     gradient = log_probabilities.exp_()
     at_target_N1 = (gradient.gather(1, target_N1) - 1).masked_fill_(ignored_N1, 0)
     gradient = gradient.masked_fill_(ignored_N1, 0).to(logits_NV.dtype)
-    # The scatter comes last and in place, so that torch.compile fuses all before it into one kernel.
+    # The scatter is last and in place, so that torch.compile fuses everything before it into one kernel.
     return loss, gradient.scatter_(1, target_N1, at_target_N1.to(gradient.dtype))
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """`loss_of_logits` of `hidden @ weight.T`, a chunk of rows at a time; only the loss can be differentiated.
+    """Computes `loss_of_logits(hidden @ weight.T)` in chunks of rows; only the objective can be differentiated.
 
     The gradients are computed in the forward, while a chunk's logits are in memory (Hsu et al. 2024, "Liger Kernel",
-    arXiv:2410.10989): no product is computed twice, and the backward only scales them.
+    arXiv:2410.10989), so that no matrix product is computed twice; the backward only scales them.
     """
 
     @staticmethod
@@ -191,5 +204,5 @@ class ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss: Tensor, _) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # In place, because it may be the largest tensor of the step: a second backward through this loss is an error.
+        # In place, because it may be the largest tensor of the step; a second backward raises an error.
         return grad_hidden * grad_loss, grad_weight.mul_(grad_loss).to(ctx.weight_dtype), None, None, None

@@ -1,4 +1,4 @@
-"""What the tests share: running the real train.py in real processes, and reading what it leaves on disk."""
+"""Shared by all tests: run the real train.py in real processes, and read the files that it writes."""
 
 import json
 import os
@@ -11,25 +11,25 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes, which torch reads when it is imported
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else the Hub's client tries for half a minute before it gives up
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # of tests that compute here; torch looks at the first product
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # without it the Hub's client retries for half a minute
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch reads it at the first matrix product
 try:
     socket.gethostbyname(socket.gethostname())
-except OSError:  # as in some containers: gloo then warns in every process, unless it is told what to listen to
+except OSError:  # as in some containers: gloo then warns in every process unless its interface is set
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 import pytest
 
 from tests import forked
 
-if TYPE_CHECKING:  # the process that deals the tests out reads this file too, and needs no torch
+if TYPE_CHECKING:  # the controller of pytest-xdist imports this file, too, and needs no torch
     import torch
 
 ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
-# Files of some seconds, the longest first.
+# Files that take some seconds, the longest first.
 LONGEST = """test_replay test_verify test_pages test_faults test_sweep test_sharding test_waits test_examples
 test_signals test_trackers test_training test_using_docs test_launch_checks test_prepare test_prepare_model test_stories
 test_plan test_text test_tree_reduce test_directory test_experiment test_runner test_odd_machines test_parser_fuzz
@@ -38,7 +38,7 @@ TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment of a user's shell: nothing of the test runner's own, one thread a process."""
+    """Environment variables of a user's shell, without those of the test runner, and one thread per process."""
     own = "ACCELERATE_", "TORCHELASTIC", "CUBLAS_"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     return {**inherited, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **extra}
@@ -96,9 +96,9 @@ def python(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedPr
     processes = 0
     if program == "accelerate":
         index = next(index for index, word in enumerate(words) if word.endswith(".py"))
-        told = what_is_started(*words[1:index])
-        processes = int(told.get("WORLD_SIZE", 0))
-        env = {name: value for name, value in told.items() if os.environ.get(name) != value} | env
+        started = what_is_started(*words[1:index])
+        processes = int(started.get("WORLD_SIZE", 0))
+        env = {name: value for name, value in started.items() if os.environ.get(name) != value} | env
         words = words[index:]
     else:
         assert program == "python"
@@ -127,7 +127,7 @@ def commands(page: str) -> list[str]:
 
 
 def shell(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a page shows it, with the environment active, and check that it succeeds."""
+    """Run a command as a page shows it, with .venv activated, and check that it succeeds."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command],
@@ -157,7 +157,7 @@ def tensors(run: Path, step: int) -> "dict[str, torch.Tensor]":
 
 
 def assert_same_bits(ours: "dict[str, torch.Tensor]", theirs: "dict[str, torch.Tensor]") -> None:
-    """Every tensor of the one is, bit for bit, that of the other."""
+    """Check that both have the same tensors, bit for bit."""
     import torch
 
     assert ours.keys() == theirs.keys() and len(ours) > 10
@@ -166,19 +166,19 @@ def assert_same_bits(ours: "dict[str, torch.Tensor]", theirs: "dict[str, torch.T
 
 
 def assert_same_run(ours: Path, theirs: Path, step: int) -> None:
-    """One run ended with the other's weights and moments, and logged what that logged."""
+    """Check that two runs have the same weights, moments and metrics, bit for bit."""
     assert_same_bits(tensors(ours, step), tensors(theirs, step))
     assert metrics(ours) == metrics(theirs)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """All but the tests marked `cuda` are of the CPU, of gloo and of bits that no GPU promises."""
+    """Hide GPUs from all tests but those marked `cuda`: the others check bits of the CPU."""
     if "cuda" not in config.getoption("markexpr").replace("not cuda", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files go first, so that one is never what the other worker waits for at the end."""
+    """Run long files first, so that no worker waits for one at the end."""
     items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
 
 
@@ -190,7 +190,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def in_process():
-    """What train.py sets in its process is as before afterwards."""
+    """Restore what train.py changes in this process: threads, streams and signal handlers."""
     import torch
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}

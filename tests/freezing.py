@@ -1,5 +1,8 @@
-"""python tests/freezing.py train|replay ...: either, with a model that weighs a term by the targets, as docs/forking.md
-does, and an optimizer that trains the output projections of attention alone, as a fork's might."""
+"""Run train.py or replay.py of a fork: python tests/freezing.py train|replay ...
+
+The model has a loss term weighted by the targets, as in docs/forking.md, and the optimizer trains only the output
+projections of attention.
+"""
 
 import sys
 from pathlib import Path

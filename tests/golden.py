@@ -16,7 +16,7 @@ TINY = ["--config", str(ROOT / "tests" / "tiny_stories.yaml"), "--exact", "true"
 TINY += "--steps 4 --checkpoint.every 4 --evaluation.every 4".split()
 QWEN = """--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.n_kv_heads 1 --model.qk_norm true
     --model.bias false""".split()
-# 64 wide, so that the products are none that a library handles apart for being small.
+# 64 wide: libraries have special code for smaller products.
 WIDE = "--model.d_model 64 --model.d_ff 160 --seq_len 96 --data.source random --model.vocab_size 512".split()
 KINDS = {
     "stories": ["--evaluation.num_scored_generations", "8"],
@@ -36,7 +36,7 @@ OF_ANY_PROCESSOR = (
 
 
 def corpus(folder: Path) -> Path:
-    """Bytes of a text that is the same everywhere."""
+    """Corpus of bytes that is the same on every machine."""
     from data.prepare.prepare import PrepareConfig, prepare
 
     text = folder / "text.jsonl"
@@ -47,7 +47,7 @@ def corpus(folder: Path) -> Path:
 
 
 def train_all(folder: Path) -> dict[str, dict[str, str | float]]:
-    """What each kind's run logged last."""
+    """Train a run of each kind and return its last logged metrics."""
     digests = {}
     for number, (kind, settings) in enumerate(KINDS.items()):
         path = [str(corpus(folder))] if settings[-1] == "--data.path" else []

@@ -1,7 +1,7 @@
-"""What the tests of examples/ run in processes of their own: python reference_examples.py gpt|ring ...
+"""Programs that the tests of examples/ run in other processes: python reference_examples.py gpt|ring ...
 
-gpt OUT_FILE STEPS, under torchrun: the DDP rung on the batches that train.py reads. ring: the ring all-reduce on 2 to 5
-processes, its sends counted from outside.
+gpt OUT_FILE STEPS, under torchrun: the DDP example on the batches that train.py reads. ring: the ring all-reduce on 2
+to 5 processes, its sends counted from outside.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from examples import gpt_ddp, ring_allreduce
 
 
 class OrderOfTrain:
-    """In the place of DistributedSampler: this process's samples of global batch 0, 1, 2, ..."""
+    """Replaces DistributedSampler: samples of this process in global batches 0, 1, 2, ..."""
 
     def __init__(self, dataset, num_replicas, rank, shuffle, seed):
         self.order, self.steps = GlobalBatches(len(dataset), 8 * num_replicas, seed), len(dataset) // (8 * num_replicas)

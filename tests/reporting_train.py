@@ -1,5 +1,4 @@
-"""train.py with a model that is trained with z-loss and reports numbers of its own, and a corpus that scores in its
-own way, as a fork's might."""
+"""train.py of a fork: a model trained with z-loss and auxiliary metrics, and a corpus with its own score."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""train.py with a model whose MLPs do nothing for some micro-batches, so that their parameters go unused on some
-processes, and have a matrix that is never used and one that is frozen."""
+"""train.py with MLPs that skip some micro-batches, so that some processes do not use their parameters.
+
+Each MLP also has a matrix that is never used and one that is frozen.
+"""
 
 import sys
 from pathlib import Path

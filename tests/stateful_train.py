@@ -13,7 +13,7 @@ from cli import scripts
 
 
 class CountingSGD(torch.optim.Optimizer):
-    """SGD with a learning rate that decays with a count of its own steps."""
+    """SGD with a learning rate that decays with its number of steps."""
 
     def __init__(self, model, lr):
         super().__init__(list(model.parameters()), {"lr": lr, "count": 0})

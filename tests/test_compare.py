@@ -29,8 +29,7 @@ SLEEP = (
 
 
 def fake_run(path, rows, branched_from=None, state="finished", seed=0, lr=0.001, starts=(), **settings):
-    """A run of 30 steps of 4 x 16 tokens, as train.py would have left it; `rows` are {step: row}, and `starts` those of
-    sessions.jsonl."""
+    """Write a run of 30 steps of 4 x 16 tokens; `rows` are {step: row}, and `starts` the rows of sessions.jsonl."""
     settings = {"steps": 30, "global_batch_size": 4, "seq_len": 16, "seed": seed, **settings}
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump({**settings, "data": {"seed": 0}, "optimizer": {"lr": lr}}))
@@ -65,7 +64,7 @@ def printed(capsys, *runs, **settings):
 
 
 def table(text, first="run"):
-    """A printed table: a dictionary a line, by the titles."""
+    """Rows of a printed table as dictionaries, by column title."""
     lines = text.splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith(f"{first} "))
     titles, *rows = [
@@ -75,7 +74,7 @@ def table(text, first="run"):
 
 
 def costs(text):
-    """The table of what runs cost, as above."""
+    """Rows of the printed table of costs."""
     return table(text[text.index("\n\nrun ", text.index("\n\nrun ") + 1) :])
 
 
@@ -127,7 +126,7 @@ def test_tokens_are_counted_to_a_loss(pair, capsys):
 
 
 def test_tokens_to_loss_use_logged_counts(tmp_path, capsys):
-    """Of a run whose batch grew, and which was evaluated between two log lines."""
+    """The batch grew, and the run was evaluated between two log lines."""
     rows = {10: {"train/tokens": 100}, 15: {"val/loss": 3.0}, 20: {"train/tokens": 1100, "val/loss": 2.0}}
     run = fake_run(tmp_path / "grown", rows)
     assert {loss: table(printed(capsys, run, loss=loss))[0][f"tokens to {loss:.4f}"] for loss in (3.0, 2.0)} == {
@@ -145,7 +144,7 @@ def test_tokens_are_summed_over_batch_warmup(tmp_path):
 
 
 def test_best_loss_uses_the_last_validation_set_only(tmp_path, capsys):
-    """Ten sequences may be easier than a hundred: what was measured on them is not compared."""
+    """Losses on ten sequences and on a hundred are not compared."""
     few, many = ({"evaluation": {"num_samples": n}} for n in (10, 100))
     starts = [start(config=few), start(20, config=many)]
     run = fake_run(tmp_path / "run", rows_of(val=[1.0, 2.0, 3.0]), starts=starts, **many)
@@ -243,13 +242,13 @@ def test_welch_p_value_matches_known_values():
         and welch_p_value([1.0, 1.0], [1.0, 1.0]) == 1
         and welch_p_value([1, 1], [2, 2]) == 0
     )
-    # Of two and two equally far apart the degrees of freedom are 2, whose tail has a closed form.
+    # For two samples of two with equal variance there are 2 degrees of freedom, and the tail has a closed form.
     t = 1 / math.sqrt(0.02 / 2 + 0.02 / 2)
     assert welch_p_value([1.0, 1.2], [2.0, 2.2]) == pytest.approx(1 - t / math.sqrt(t * t + 2), rel=1e-9)
 
 
 def test_scipy_is_imported_for_verdicts_only(pair):
-    """They take longer than all else that compare.py does; and it needs no torch in any case."""
+    """The import takes longer than the rest of compare.py, which never needs torch."""
     code = "import sys; import compare; compare.main(compare.CompareConfig(sys.argv[1:], out=None))"
     code += "; sys.exit(any(name in sys.modules for name in ('scipy', 'torch')))"
     subprocess.run([sys.executable, "-c", code, *pair], cwd=ROOT, check=True, capture_output=True)
@@ -289,7 +288,7 @@ def test_repeated_run_is_no_second_seed(tmp_path, capsys):
 
 @pytest.mark.parametrize("fact", ["code", "precision"])
 def test_other_code_or_precision_is_another_recipe(fact, tmp_path, capsys):
-    """Two seeds of each: neither hides the other's, in whatever order they are named."""
+    """Two seeds each, in both orders."""
     runs, other = [], {"code": "bbbbbbbbbbbb", "precision": "bf16"}[fact]
     for name, facts, losses in (("main", {}, [1.0, 1.1]), ("branch", {fact: other}, [2.0, 2.1])):
         for seed, loss in enumerate(losses):
@@ -307,7 +306,7 @@ def test_other_code_or_precision_is_another_recipe(fact, tmp_path, capsys):
 def test_run_resumed_under_other_code_lists_both(tmp_path, capsys):
     starts = {
         "whole": [start()],
-        "again": [start(), start(10), start(30, code="bbbbbbbbbbbb")],  # the last one found it complete
+        "again": [start(), start(10), start(30, code="bbbbbbbbbbbb")],  # the last session found the run complete
         "both": [start(), start(20, code="bbbbbbbbbbbb")],
         "old": [],
     }
@@ -322,7 +321,7 @@ def test_run_resumed_under_other_code_lists_both(tmp_path, capsys):
 
 
 def test_repeated_seed_counts_once_by_mean_loss(tmp_path, capsys):
-    """On other numbers of threads its losses differ by rounding."""
+    """Its losses differ by rounding, as with other numbers of threads."""
     runs = [fake_run(tmp_path / name, rows_of(val=[9, 9, x]), seed=s) for name, x, s in
             (("a", 1.0, 0), ("again", 1.2, 0), ("b", 2.1, 1))]  # fmt: skip
     for order in (runs, runs[::-1]):
@@ -367,7 +366,7 @@ def test_significance_needs_two_seeds(pair, capsys):
     assert "significance needs at least two" in printed(capsys, *pair)
 
 
-@pytest.mark.parametrize("seed", [9, 1], ids=["of its own seed", "of the seed of one that has"])
+@pytest.mark.parametrize("seed", [9, 1], ids=["own seed", "seed of a finished run"])
 def test_unfinished_run_is_not_counted_as_seed(seed, tmp_path, capsys):
     runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
     runs.append(fake_run(tmp_path / "half", rows_of(val=[0.5]), seed=seed, lr=0.1, state="running"))
@@ -394,7 +393,7 @@ def test_recipe_with_many_settings_has_its_runs_name(tmp_path, capsys):
 
 
 def of_text(path, corpus, losses, seed=0, text="ffff", num_samples=None, num_bytes=16406, **settings):
-    """A run of a corpus that is called as its tokens are; its bits per byte are a quarter of its losses."""
+    """Write a run on a corpus named after its tokens; its bits per byte are a quarter of its losses."""
     rows = {
         step: {**row, "val/bits_per_byte": row["val/loss"] / 4, "val/bytes": num_bytes}
         for step, row in rows_of(val=losses).items()
@@ -455,7 +454,7 @@ def test_tokenizers_are_compared_by_bits_per_byte(tmp_path, capsys):
     for other in ({"text": "eeee"}, {"text": None}, {"num_samples": 9}):
         name = "-".join(map(str, *other.items()))
         runs.append(of_text(tmp_path / name, f"{name}corpus", [9, 8, 0.1], **other))
-    runs.insert(0, of_text(tmp_path / "older", "bytes", [9, 8, 1.1], 1, text=None))  # knows of no text
+    runs.insert(0, of_text(tmp_path / "older", "bytes", [9, 8, 1.1], 1, text=None))  # records no hash of the text
     shown = printed(capsys, *runs)
     across = shown.partition("The same text in the tokens of several tokenizers:\n")[2]
     first, second = table(across, "recipe")
@@ -509,7 +508,7 @@ def test_out_may_be_a_folder(pair, capsys, tmp_path, page_alone, monkeypatch):
 
 
 def test_cost_table_shows_tokens_flops_and_seconds(tmp_path, capsys):
-    """100 tokens a step in the logs, of 64 by the settings; twice as fast after step 10; and an evaluation between."""
+    """The log has 100 tokens per step, the settings 64; twice as fast after step 10, with an evaluation in between."""
 
     def log(step, speed, memory):
         return {"train/tokens": 100 * step, "perf/tokens_per_second": speed, "perf/peak_memory_bytes": memory}
@@ -529,7 +528,7 @@ def test_cost_table_shows_tokens_flops_and_seconds(tmp_path, capsys):
 
 @pytest.mark.parametrize(("x", "places"), [("tokens", [1000, 3000]), ("flops", [6e6, 18e6]), ("seconds", [15, 45])])
 def test_curves_over_cost_show_mean_and_range(x, places, tmp_path, capsys, page_alone):
-    """Of two seeds, the second half as fast; and of one that diverged at step 20, which is a line of its own."""
+    """Two seeds, the second half as fast, and a third that diverged at step 20 and is drawn separately."""
     runs = []
     for seed, (speed, losses) in enumerate([(100, [4.0, None, 1.0]), (50, [5.0, None, 3.0]), (50, [9.0, None, None])]):
         rows = rows_of(val=losses, train=[1.0, 2.0, 3.0])
@@ -555,7 +554,7 @@ def test_curves_over_cost_show_mean_and_range(x, places, tmp_path, capsys, page_
 
 @pytest.fixture
 def family(tmp_path):
-    """A run, three branches that left it at step 10, and one that left one of these at step 20."""
+    """A run, three branches from its step 10, and one branch from step 20 of one of these."""
     root = tmp_path / "root"
     fake_run(root, rows_of(val=[5, 4, 3], digest=["d10", "d20", "d30"]))
 
@@ -598,7 +597,7 @@ def test_history_shared_by_branches_is_counted_once(family, capsys, tmp_path, pa
     curves = page_data(tmp_path / "new" / "picture.html")
     root, faster = curves["optimizer.lr 0.001"], curves["optimizer.lr 0.01, from step 10"]
     assert root["val/loss"] == [[10, 5.0], [20, 4.0], [30, 3.0]]
-    assert faster["val/loss"] == [[10, 5.0], [20, 3.5], [30, 2.0]], "its own, and the point where it left"
+    assert faster["val/loss"] == [[10, 5.0], [20, 3.5], [30, 2.0]], "its own points and the one where it branched off"
     assert curves["optimizer.lr 0.1, from step 20"]["val/loss"] == [[20, 3.5], [30, 1.5]]
     seeds = curves["optimizer.lr 0.001, from step 10 (2 seeds)"]["val/loss"]
     assert [point[:2] for point in seeds] == [[10, 5.0], [20, 4.1], [30, pytest.approx(3.05)]]
@@ -617,8 +616,8 @@ def test_branch_tokens_include_those_of_its_parent(family, capsys, tmp_path):
     begun = {"run": str(tmp_path / "root"), "step": 10, "digest": "d10"}
     rows = rows_of(val=[0, 3.5, 2.0], digest=["d10", "wide20", "wide30"])
     wide = fake_run(tmp_path / "wide", rows, begun, global_batch_size=16)
-    told = {row["run"]: row["tokens to 2.0000"] for row in table(printed(capsys, *family, wide, loss=2.0))}
-    assert told["faster"] == f"{30 * 4 * 16:,d}" and told["wide"] == f"{(10 * 4 + 20 * 16) * 16:,d}"
+    tokens = {row["run"]: row["tokens to 2.0000"] for row in table(printed(capsys, *family, wide, loss=2.0))}
+    assert tokens["faster"] == f"{30 * 4 * 16:,d}" and tokens["wide"] == f"{(10 * 4 + 20 * 16) * 16:,d}"
 
 
 def test_branch_is_no_seed_of_its_parents_recipe(family, capsys):
@@ -629,7 +628,7 @@ def test_branch_is_no_seed_of_its_parents_recipe(family, capsys):
 
 @pytest.mark.parametrize("fact", [{"code": "bbbbbbbbbbbb"}, {"precision": "bf16"}], ids=str)
 def test_branch_with_other_code_is_no_noise(fact, tmp_path, capsys):
-    """But not for what its parent was trained with after it had left."""
+    """Later changes of the parent do not count."""
     root = fake_run(tmp_path / "root", rows_of(val=[5, 4, 3]), starts=[start(code="old"), start(10)])
     begin, rows = {"run": str(root), "step": 10, "digest": None}, rows_of(val=[0, 4, 2])
     plain = fake_run(tmp_path / "plain", rows, begin, starts=[start()], seed=1)
@@ -709,10 +708,10 @@ def test_branches_of_real_runs(runs, capsys):
         r"smaller \(optimizer.weight_decay 0.1 -> 0.5\): [+-][\d.e-]+ at step 8, std over 2 seeds [\d.]+", smaller
     )
     assert {row["digest diverges"] for row in table(shown) if row["run"] != "base"} == {"5"}
-    # Started again, a branch goes on with its own checkpoints and is no branch of itself.
+    # Started again, a branch resumes from its own checkpoints and is not a branch of itself.
     train(*recipe, *begin, "--name", "seed", "--seed", 1)
     assert len(read_records([runs / "base", runs / "seed"])[0][1].rows) == 4
-    # Nor is a run whose checkpoints lie elsewhere, with more room.
+    # Nor is a run whose checkpoints are in another directory.
     shutil.move(runs / "base" / "checkpoints", runs / "elsewhere")
     (runs / "base" / "checkpoints").symlink_to(runs / "elsewhere")
     shutil.rmtree(runs / "elsewhere" / "step-00000008")
@@ -730,7 +729,7 @@ COMMANDS = commands(PAGE)
 
 @pytest.mark.slow
 def test_commands_of_comparing_page_work(runs):
-    """One seed of its sweep is enough, and the run that it branches from is a small one."""
+    """With one seed per sweep, and a small run to branch from."""
     train(*TINY_STORIES, "--out_dir", runs, "--name", "stories")
     outputs = []
     for command in COMMANDS:
@@ -753,19 +752,19 @@ def test_commands_of_comparing_page_work(runs):
 
 
 def page_data(page: Path):
-    """Of its first group, by the names of recipes: the metrics of those that are one line each."""
+    """Metrics of the first group of a page, by recipe, for recipes drawn as one line."""
     curves = page_groups(page)[0]["curves"]
     return {name: {metric: lines[0] for metric, lines in metrics.items()} for name, metrics in curves}
 
 
 @pytest.fixture
 def page_alone(monkeypatch):
-    """A picture is only a file: drawing takes longer than all else."""
+    """Write a file instead of drawing the picture, which takes longest."""
     monkeypatch.setattr("compare.save_picture", lambda title, curves, path, x: path.write_text(title))
 
 
 def page_groups(page: Path):
-    """What a page knows: of every kind of data its curves and tables."""
+    """Curves and tables of a page, by kind of data."""
     return json.loads(re.search(r"const groups = (.*);\n", page.read_text())[1])
 
 
@@ -773,9 +772,7 @@ def test_picture_and_self_contained_page_are_written(pair, capsys, tmp_path):
     printed(capsys, *pair, out=str(tmp_path / "both"))
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "both.html").read_text()
-    assert not re.search(r"(src|href)=|@import|fetch\(", page) and page.count("http") == 1, (
-        "the name space of SVG alone"
-    )
+    assert not re.search(r"(src|href)=|@import|fetch\(", page) and page.count("http") == 1, "only the namespace of SVG"
     assert page_data(tmp_path / "both.html")["b"]["val/loss"] == [[10, 5.0], [20, 4.0], [30, 2.5]]
 
 
@@ -837,7 +834,7 @@ console.log(JSON.stringify(out));
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is run by node")
 def test_page_script_hovers_and_zooms(pair, capsys, tmp_path, page_alone):
-    """In a document of a few lines: 800 x 400 units inside the margins."""
+    """In a minimal DOM with a plot of 800 x 400 units."""
     fake_run(tmp_path / "c", {step: {"train/loss": step * 1e6} for step in (1000, 100_000)}, lr=0.1)
     excess = {10: 2.0, 30: 1.0}
     rows = {step: {"val/loss": 1.0 + e, "val/entropy": 1.0, "val/excess_loss": e} for step, e in excess.items()}
@@ -855,8 +852,8 @@ def test_page_script_hovers_and_zooms(pair, capsys, tmp_path, page_alone):
     assert seen["tip"] == "a: val/loss = 4 at step 20"
     assert seen["zoomed"] == [80, 880, 1680], "steps 10 to 20 fill what was 10 to 30"
     assert "4e+10" in seen["long"], "no wider than the margin"
-    assert len(seen["many"]) == len(set(seen["many"])) > 10, "labels beside each other are told apart"
-    assert len(seen["deepest"]) < 40, "where numbers that can be told apart end, a zoom ends too"
+    assert len(seen["many"]) == len(set(seen["many"])) > 10, "neighbouring labels differ"
+    assert len(seen["deepest"]) < 40, "zooming stops where numbers cannot differ"
     assert [row[0] for row in seen["rows"]] == ["run", "b", "a", "c", "run", "b", "a", "c"]
     assert seen["rows"][1][-1] == "30" and seen["keys"] == seen["swatches"][1::-1] + seen["swatches"][2:3]
     assert seen["other"] == ["w (2 seeds)", "val/loss", False, 1]
@@ -864,7 +861,7 @@ def test_page_script_hovers_and_zooms(pair, capsys, tmp_path, page_alone):
 
 
 def test_downsampled_curve_keeps_its_spikes(tmp_path, capsys, page_alone):
-    """However few points of a long curve are drawn; and a count is not rounded."""
+    """Long curves are thinned out; counts are not rounded."""
     rows = {step: {"train/loss": 9.0 if step == 2504 else 3.0, "train/tokens": step * 123457} for step in range(5000)}
     printed(capsys, fake_run(tmp_path / "long", rows), out=str(tmp_path / "page"))
     curves = page_data(tmp_path / "page.html")["long"]

@@ -1,4 +1,4 @@
-"""The story of docs/debugging.md, as it is told there, on a copy of the repository."""
+"""The commands and output of docs/debugging.md, on a copy of the repository."""
 
 import re
 import shutil
@@ -29,10 +29,10 @@ def test_debugging_page_finds_the_offending_sequence(tmp_path):
     for apply in (["git", "apply", "--check", "-"], with_patch):
         subprocess.run(apply, input=patch, cwd=tmp_path, text=True, check=True)
     _, prepare, train, replay = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-    said, shown = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)[:2]
+    message, shown = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)[:2]
     shell(prepare, cwd=tmp_path)
     failed = shell(f"! {train}", cwd=tmp_path)
-    assert " ".join(said.split()) in " ".join(failed.stderr.split())
+    assert " ".join(message.split()) in " ".join(failed.stderr.split())
     found = shell(replay, cwd=tmp_path).stdout
     assert re.search(r"highest loss:\n  sample 38: .* of this sequence alone inf; '<\|endoftext\|>a<", found)
     assert [line.split(":")[0] for line in shown.splitlines()[:4]] == [

@@ -1,4 +1,4 @@
-"""The numbers of evaluate.py against a loop by hand over an exported model, on one process and on two."""
+"""evaluate.py against a manual loop over an exported model, on one process and on two."""
 
 import json
 import math
@@ -89,8 +89,8 @@ def test_run_is_evaluated_on_its_own_data(made, capsys):
 @pytest.mark.parametrize("facts, zipf", [(0, 1.3), (16, 1.0)])
 def test_data_facts_name_the_facts_of_stories(facts, zipf):
     world = {"facts": 16, "zipf": 1.0} if facts else {}
-    told = evaluate.data_facts(DataConfig(source="stories", seed=3, facts=facts, zipf=zipf))
-    assert told == {"source": "stories", "seed": 3} | world
+    described = evaluate.data_facts(DataConfig(source="stories", seed=3, facts=facts, zipf=zipf))
+    assert described == {"source": "stories", "seed": 3} | world
 
 
 def test_output_directory_is_beside_an_evaluated_folder(tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ def test_verdict_gives_log_probability_of_story():
 
 
 class DeviceWithoutFloat64(TorchFunctionMode):
-    """As an Apple GPU: whatever was not brought to the CPU before cannot become float64."""
+    """A device without float64, such as an Apple GPU."""
 
     brought: list[torch.Tensor] = []
 

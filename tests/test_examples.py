@@ -1,6 +1,6 @@
-"""Every rung of examples/ in real processes, against the others, against train.py and against plain torch.
+"""Every script of examples/ in real processes, against the others, train.py and plain torch.
 
-Each command of examples/README.md is run, in small, by the test of its rung.
+Each command of examples/README.md is run, shortened, by the test of its script.
 """
 
 import contextlib
@@ -10,11 +10,9 @@ import importlib
 import io
 import json
 import math
-import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,24 +21,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from examples import mnist, mnist_allreduce, mnist_spawn_ddp, model_parallel, overlap
+from examples import common, mnist_allreduce, mnist_spawn_ddp, model_parallel
 from model.gpt import GPTModel
 from tests import forked
 from tests.conftest import ROOT, commands, environment, metrics, python, shell, tensors, train
 
 EXAMPLES = ROOT / "examples"
-REAL_MNIST = ROOT.parent / "shared" / "data" / "mnist"
 README = (EXAMPLES / "README.md").read_text()
 COMMANDS = commands(README)
-RUNGS = (
-    "mnist_spawn_ddp mnist_allreduce gpt_allreduce gpt_ddp gpt_accelerate model_parallel overlap ring_allreduce".split()
-)
+RUNGS = "mnist_spawn_ddp mnist_allreduce gpt_allreduce gpt_ddp gpt_accelerate model_parallel ring_allreduce".split()
 GPT_STEPS = 10
 PIPELINE_BATCH = 8  # of 32
 MORE_THAN_AN_EPOCH = 66  # it has 63 on two ranks
@@ -61,16 +53,14 @@ def digits(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(digits, tmp_path_factory):
-    """Runs a command of the README in small and returns its output; a command that was run is not run again."""
+def run(digits):
+    """Return a function that runs a shortened command of the README once and returns its output."""
     outputs = {}
-    picture = tmp_path_factory.mktemp("picture") / "overlap.png"
     shortened = {
         "mnist": f" --data {digits} --epochs 3",
         "gpt": f" --steps {GPT_STEPS}",
         "model_parallel": " --steps 2",
-        "overlap": f" --steps 2 --out {picture}",
-        "ring": " --elements 0 7 1000",
+        "ring": " --elements 7",
     }
 
     def run(command, more=""):
@@ -87,7 +77,6 @@ def run(digits, tmp_path_factory):
             outputs[command + more] = done.stdout
         return outputs[command + more]
 
-    run.picture = picture
     return run
 
 
@@ -97,9 +86,13 @@ def test_readme_command_works_with_real_launchers(command, run, digits):
     """By real mp.spawn and torchrun it ends with the losses of the forked ranks."""
     more = f" --data {digits} --epochs 3" if "mnist" in command else " --elements 7" if "ring" in command else ""
     more += " --steps 3" if "mnist" not in command and "ring" not in command else ""
-    done = shell(command + more + (f" --out {run.picture}" if "overlap" in command else ""))
+    done = shell(command + more)
     if "mnist" in command:
         assert losses_of_ranks(done.stdout) == losses_of_ranks(run(command))
+
+
+def load_digits(folder):
+    return common.load_mnist(folder, common.Parser("test", ""))
 
 
 def losses_of_ranks(output):
@@ -110,7 +103,7 @@ def losses_of_ranks(output):
 
 def test_ddp_equals_one_process_with_both_batches(run, digits):
     printed = losses_of_ranks(run("python -m examples.mnist_spawn_ddp"))
-    data = TensorDataset(*mnist.load_mnist(digits))
+    data = TensorDataset(*load_digits(digits))
     samplers = [DistributedSampler(data, 2, rank) for rank in (0, 1)]
     model = mnist_spawn_ddp.new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -131,19 +124,9 @@ def test_ddp_equals_one_process_with_both_batches(run, digits):
     assert expected[0, 2] < 0.9 * expected[0, 0]
 
 
-def test_data_parallel_example_trains(monkeypatch, digits):
-    """What is only measured where two GPUs are, on none: that it trains, not how fast."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    model = nn.DataParallel(mnist_spawn_ddp.new_model())
-    images, labels = mnist.load_mnist(digits)
-    before = F.cross_entropy(model(images[:64]), labels[:64]).item()
-    assert mnist_spawn_ddp.milliseconds_a_step(model, images[:64], labels[:64]) > 0
-    assert F.cross_entropy(model(images[:64]), labels[:64]).item() < 0.9 * before
-
-
 def test_allreduce_example_equals_sequential_ranks(run, digits):
     output = run("python -m examples.mnist_allreduce")
-    data = TensorDataset(*mnist.load_mnist(digits))
+    data = TensorDataset(*load_digits(digits))
     partitioner = mnist_allreduce.DataPartitioner(data, [0.5, 0.5])
     torch.manual_seed(1234)
     model = mnist_allreduce.Net()
@@ -170,16 +153,6 @@ def test_allreduce_example_equals_sequential_ranks(run, digits):
             optimizer.step()
         expected |= {(rank, epoch): loss for rank, loss in enumerate(np.mean(losses, axis=0))}
     assert losses_of_ranks(output) == pytest.approx(expected, abs=2e-4)
-    assert "on 400 images" in output and "cannot be compared" in output
-
-
-def test_tutorial_losses_are_shown_for_trained_epochs():
-    rows = ["epoch  1: 1.33 1.31", "epoch  2: 0.55 0.54", "epoch  3: 0.43 0.42", "epoch 10: 0.228 0.223"]
-    for steps, num_rows in ((468, 0), (790, 1), (1407, 3), (4690, 4)):  # 790: --epochs 10 of 10,000 images
-        table = mnist_allreduce.beside_the_tutorial([[2.0] * steps, [1.0] * steps], 10_000)
-        assert [row in table for row in rows] == [index < num_rows for index in range(4)]
-        assert table.count("2.000 1.000") == num_rows and not re.search(r": - ", table)
-        assert "cannot be compared" in table, "10,000 images are learnt by heart"
 
 
 def test_data_partitioner_splits_data_by_seed():
@@ -203,21 +176,8 @@ def test_allreduce_network_matches_tutorial():
     assert torch.allclose(outputs.exp().sum(1), torch.ones(3))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL_MNIST.exists(), reason="MNIST's files are not beside the repository")
-def test_real_mnist_losses_match_tutorial():
-    """The first three rows; in the last one 10,000 images are learnt by heart, which the README explains."""
-    command = [sys.executable, "-m", "examples.mnist_allreduce", "--data", REAL_MNIST, "--epochs", "18"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
-    rows = re.findall(r"steps .*: (\d\.\d+) (\d\.\d+) +tutorial, epoch +\d+: (\S+) (\S+)", done.stdout)
-    assert len(rows) == 3
-    for row in rows:
-        ours, tutorial = np.array(row[:2], dtype=float), np.array(row[2:], dtype=float)
-        assert np.all(np.abs(ours / tutorial - 1) < 0.15), row
-
-
 def test_mnist_from_files_and_hub_is_identical(digits, tmp_path, monkeypatch):
-    images, labels = mnist.load_mnist(digits)
+    images, labels = load_digits(digits)
     assert images.shape == (400, 1, 28, 28) and images.dtype == torch.float32 and labels.dtype == torch.int64
     raw = gzip.decompress((digits / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
     pixel = raw[5 * 784 + 3 * 28 + 7]
@@ -229,7 +189,7 @@ def test_mnist_from_files_and_hub_is_identical(digits, tmp_path, monkeypatch):
     flipped = bytearray((tmp_path / "train-labels-idx1-ubyte").read_bytes())
     flipped[8] = (flipped[8] + 1) % 10
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(flipped)
-    assert mnist.load_mnist(tmp_path)[1][0] == flipped[8], "the training images come first"
+    assert load_digits(tmp_path)[1][0] == flipped[8], "the training images come first"
 
     import datasets
     from PIL import Image
@@ -237,15 +197,15 @@ def test_mnist_from_files_and_hub_is_identical(digits, tmp_path, monkeypatch):
     pictures = [Image.fromarray(np.frombuffer(raw, np.uint8, 784, 784 * i).reshape(28, 28)) for i in range(20)]
     columns = {"image": pictures, "label": labels[:20].tolist()}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    asked = []
+    requested = []
 
     def load_dataset(name, split):
-        asked.append((name, split))
+        requested.append((name, split))
         return datasets.Dataset.from_dict(columns, features)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    from_hub = mnist.load_mnist(None)
-    assert asked == [("ylecun/mnist", "train")]
+    from_hub = load_digits(None)
+    assert requested == [("ylecun/mnist", "train")]
     assert torch.equal(from_hub[0], images[:20]) and torch.equal(from_hub[1], labels[:20])
 
 
@@ -255,8 +215,10 @@ def test_three_gpt_examples_have_identical_bits(run, steps):
     if steps == MORE_THAN_AN_EPOCH:
         commands.append("torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp")
     outputs = [run(command, f" --steps {steps}") for command in commands]
-    digests = [re.search(r"^Training finished\. losses (\w{16}) weights (\w{16})$", o, re.MULTILINE) for o in outputs]
-    assert len({digest.groups() for digest in digests}) == 1
+    digest = re.compile(r"^Rank ([01]) finished: (losses \w{16}, weights and moments \w{16})$", re.MULTILINE)
+    found = [digest.findall(output) for output in outputs]
+    assert all(sorted(rank for rank, _ in ranks) == ["0", "1"] for ranks in found)
+    assert len({digests for ranks in found for _, digests in ranks}) == 1
     lines = re.findall(rf"^\[step (\d+) / {steps}\] loss = (\d\.\d{{4}})$", outputs[0], re.MULTILINE)
     assert [int(step) for step, _ in lines] == list(range(10, steps + 1, 10))
     assert all(abs(float(loss) - math.log(10_000)) < 0.15 for _, loss in lines)
@@ -304,60 +266,14 @@ def test_model_and_pipeline_parallel_equal_whole_model(run):
         loss = model(tokens, labels=tokens)[1]
         loss.backward()
         optimizer.step()
-    assert "the CPU stands in for each device" in output or torch.cuda.device_count() >= 2
-    last = re.findall(r"^([A-Z]\w+).*: last loss (\d\.\d{6})", output, re.MULTILINE)
-    assert [name for name, _ in last] == ["Unsplit", "Split", "ScheduleGPipe", "Schedule1F1B"]
+    last = re.findall(r"^(\w.*): last loss (\d\.\d{6})$", output, re.MULTILINE)
+    assert [name for name, _ in last] == ["One device", "Split in one process", "ScheduleGPipe", "Schedule1F1B"]
     assert [float(value) for _, value in last] == pytest.approx([loss.item()] * 4, abs=3e-6)
-    reports = re.findall(r"weights differ by (\S+); bubble (\S+)%, by the formula (\S+)$", output, re.MULTILINE)
-    assert len(reports) == 2
-    for difference, bubble, formula in reports:
-        assert float(difference) < 2e-5 and 0 < float(bubble) < 100 and formula == "20.0%"
-
-
-@pytest.mark.slow
-def test_overlap_example_draws_and_prints_overlap(run):
-    output = run("python -m examples.overlap")
-    ways = re.findall(r"^(.*): \d+ ms, (\d+)% of the all-reduce overlaps; weights (\w{16}) on all ranks$", output, re.M)
-    assert [way for way, _, _ in ways] == list(overlap.WAYS)
-    by_hand, one_bucket, default = (int(percent) for _, percent, _ in ways)
-    assert max(by_hand, one_bucket) < default
-    assert len({digest for _, _, digest in ways}) == 1
-    assert run.picture.read_bytes().startswith(b"\x89PNG") and run.picture.stat().st_size < 100_000
-
-
-def buckets_of_overlap(folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
-    torch.set_num_threads(1)
-    sizes, tokens = {}, torch.zeros(1, 2, dtype=torch.int64)
-    for way in ("DDP, one bucket", "DDP, default buckets"):
-        model = DistributedDataParallel(GPTModel(overlap.CONFIG), bucket_cap_mb=overlap.WAYS[way])
-        for _ in range(3):  # the third logs what the second made
-            model(tokens, labels=tokens)[1].backward()
-        told = model._get_ddp_logging_data()
-        for made in ("bucket_sizes", "rebuilt_bucket_sizes"):
-            sizes[f"{way}, {made}"] = [int(size) / 2**20 for size in told[made].split(", ")]
-    (folder / "sizes").write_text(json.dumps(sizes))
-    os._exit(0)
-
-
-def test_overlap_example_has_the_documented_buckets(tmp_path):
-    process = forked.server.Process(target=buckets_of_overlap, args=(tmp_path,))
-    process.start()
-    process.join(100)
-    sizes = json.loads((tmp_path / "sizes").read_text())
-    of_default = sizes.pop("DDP, default buckets, rebuilt_bucket_sizes")
-    assert [len(made) for made in sizes.values()] == [1, 1, 1], "which is why --steps 1 is refused"
-    assert len(of_default) == 2 and of_default[0] == pytest.approx(25, abs=1), "a bucket ends with a whole parameter"
-    assert "buckets of its default size, 25 MiB" in overlap.__doc__ and "two buckets, cut at DDP's" in README
-
-
-def test_overlap_is_measured_on_intervals():
-    assert overlap.union([(5, 7), (0, 2), (1, 3), (6, 6.5)]) == [(0, 3), (5, 7)]
-    assert overlap.hidden([(0, 3), (5, 7)], [(2, 6), (9, 11)]) == pytest.approx(2 / 6)
 
 
 def test_ring_allreduce_is_correct_and_bandwidth_optimal(tmp_path, run):
-    assert "all ranks alike: True" in run("python -m examples.ring_allreduce --ranks 3")
+    output = run("python -m examples.ring_allreduce --ranks 3")
+    assert output.count("int64: sent 1.") == 3 and output.count("largest difference from dist.all_reduce 0\n") >= 3
     done = forked.run("tests/reference_examples.py", ["ring", str(tmp_path / "rows")], 0, environment())
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
@@ -371,7 +287,7 @@ def test_ring_allreduce_is_correct_and_bandwidth_optimal(tmp_path, run):
 
 
 def refusal(rung, *arguments):
-    """The one line with which a rung refuses its arguments, with exit code 2."""
+    """Return the one line with which a script refuses its arguments, with exit code 2."""
     module = importlib.import_module(f"examples.{rung}")
     errors = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as exit:
@@ -389,25 +305,15 @@ def test_wrong_arguments_are_refused_in_one_line(rung):
     assert "carrier_pigeon" in refusal(rung, "--backend", "carrier_pigeon")
     if torch.cuda.device_count() < 2:
         assert re.search("nccl needs a GPU for each of the 2 ranks, but . are here", refusal(rung, "--backend", "nccl"))
-    if rung != "ring_allreduce":
-        assert "--steps" in refusal(rung, "--steps", 0)
-
-
-@pytest.mark.parametrize("rung", ["mnist_spawn_ddp", "gpt_allreduce", "gpt_ddp", "gpt_accelerate"])
-def test_busy_port_is_refused_in_one_line(rung):
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        assert f"--port {port} cannot be used" in refusal(rung, "--port", port)
-    assert "--port 99999 cannot be used" in refusal(rung, "--port", 99999)
+    number = "--epochs" if "mnist" in rung else "--elements" if "ring" in rung else "--steps"
+    assert number in refusal(rung, number, 0)
 
 
 def test_other_wrong_arguments_are_refused():
     assert "--micro-batches" in refusal("model_parallel", "--micro-batches", 2, "--ranks", 4)
     assert "--micro-batches" in refusal("model_parallel", "--micro-batches", 5)
-    assert "--out" in refusal("overlap", "--out", "no/such/folder/overlap.png")
-    assert "--steps at least 2" in refusal("overlap", "--steps", 1)
     assert "--dropout" in refusal("gpt_ddp", "--dropout", 1)
-    assert "--elements" in refusal("ring_allreduce", "--elements", -1)
+    assert "--ranks" in refusal("mnist_allreduce", "--ranks", 129)
 
 
 def test_missing_or_damaged_images_are_refused(digits, tmp_path, monkeypatch):
@@ -418,19 +324,19 @@ def test_missing_or_damaged_images_are_refused(digits, tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     for rung in ("mnist_spawn_ddp", "mnist_allreduce"):
-        assert re.search("ylecun/mnist.*--data FOLDER.*ConnectionError: no network", refusal(rung))
-        assert "neither t10k-images-idx3-ubyte nor" in refusal(rung, "--data", tmp_path)
+        assert re.search("--data None: .*ConnectionError: no network.*ylecun/mnist", refusal(rung))
+        assert "t10k-images-idx3-ubyte.gz'" in refusal(rung, "--data", tmp_path)
     packed = (digits / "t10k-images-idx3-ubyte.gz").read_bytes()
     labels = (digits / "t10k-labels-idx1-ubyte").read_bytes()
     plain = gzip.decompress(packed)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(labels)
     (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(packed[: len(packed) // 2])
-    assert "cannot be read" in refusal("mnist_allreduce", "--data", tmp_path)
-    for damaged in (plain[:-1], b"\1" + plain[1:], plain[:10], labels):
+    assert "EOFError" in refusal("mnist_allreduce", "--data", tmp_path)
+    for damaged in (plain[:-1], plain[:10], labels):
         (tmp_path / "t10k-images-idx3-ubyte").write_bytes(damaged)
-        assert "not an IDX file" in refusal("mnist_allreduce", "--data", tmp_path)
+        assert "ValueError" in refusal("mnist_allreduce", "--data", tmp_path)
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(np.array([0x803, 399, 28, 28], ">i4").tobytes() + plain[16:-784])
-    assert "do not belong together" in refusal("mnist_allreduce", "--data", tmp_path)
+    assert "399 images, but 400 labels" in refusal("mnist_allreduce", "--data", tmp_path)
 
 
 @pytest.mark.parametrize("rung", ["mnist_spawn_ddp", pytest.param("gpt_ddp", marks=pytest.mark.slow)])
@@ -465,10 +371,10 @@ def test_dead_rank_ends_all_ranks(rung, digits):
 def test_example_scripts_are_short_and_documented():
     for rung in RUNGS:
         text = (EXAMPLES / f"{rung}.py").read_text()
-        assert len(text.splitlines()) < 160
+        assert len(text.splitlines()) < 110
         imported = set(re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE))
         inside = {name for name in imported if (ROOT / name.split(".")[0]).exists() or (ROOT / f"{name}.py").exists()}
-        assert inside <= {"model.config", "model.gpt"} | ({"examples.mnist"} if "mnist" in rung else set())
+        assert inside <= {"model.config", "model.gpt", "examples", "examples.common"}
         module, output = importlib.import_module(f"examples.{rung}"), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), pytest.raises(SystemExit):
             patch.setattr(sys, "argv", [rung, "--help"])
@@ -482,7 +388,7 @@ def test_readme_python_prints_the_shown_output():
     with contextlib.redirect_stdout(output):
         exec(code, {})
     assert output.getvalue() == printed
-    assert "uneven, weighted by rows: off by 0%" in printed and "divided twice: off by 50%" in printed
+    assert "unequal, weighted by rows: relative error 0%" in printed and "divided twice: relative error 50%" in printed
 
 
 def test_notebook_has_outputs_and_no_machine_paths():

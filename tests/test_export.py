@@ -48,7 +48,9 @@ def test_transformers_computes_and_generates_the_same(family, runs, tmp_path):
     _, model, tokenizer = load_run(runs / family)
     their_tokenizer = AutoTokenizer.from_pretrained(out)
     tokens = their_tokenizer("Meet a brave girl named Anna.")["input_ids"]
-    assert tokens == [0, *tokenizer("Meet a brave girl named Anna.")["input_ids"]], "a text began so in training"
+    assert tokens == [0, *tokenizer("Meet a brave girl named Anna.")["input_ids"]], (
+        "a text starts with this token in training"
+    )
     assert their_tokenizer.decode(tokens, skip_special_tokens=True) == "Meet a brave girl named Anna."
     ids = torch.tensor([tokens])
     torch.testing.assert_close(theirs(ids).logits, model(ids)[0], rtol=0, atol=1e-5)
@@ -59,7 +61,7 @@ def test_transformers_computes_and_generates_the_same(family, runs, tmp_path):
 
 @every_family
 def test_export_works_with_batches_and_card_code(family, runs, tmp_path, monkeypatch, capsys):
-    """Batches, long texts and the code of the card; what transformers writes begins as in training."""
+    """Batches, long texts and the code of the card; what transformers generates starts as in training."""
     out = exported(runs / family, tmp_path / "out")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     texts = ["Meet a girl.", "Meet" + " a brave girl" * 100]
@@ -78,13 +80,15 @@ def test_export_works_with_batches_and_card_code(family, runs, tmp_path, monkeyp
 
 def test_exported_gpt2_has_n_ctx_for_llama_cpp(runs, tmp_path):
     config = json.loads(Path(exported(runs / "gpt2", tmp_path / "out"), "config.json").read_text())
-    assert config["n_ctx"] == config["n_positions"] == 128, "as in the published one; it asks for n_ctx alone"
+    assert config["n_ctx"] == config["n_positions"] == 128, "as in the published model; the converter reads only n_ctx"
 
 
 def test_export_names_tokenizer_class_for_transformers_4(runs, tmp_path):
     settings = json.loads(Path(exported(runs / "gpt2", tmp_path / "out"), "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert settings["model_input_names"] == ["input_ids", "attention_mask"], "or it adds token_type_ids"
+    assert settings["model_input_names"] == ["input_ids", "attention_mask"], (
+        "otherwise transformers adds token_type_ids"
+    )
 
 
 @every_family
@@ -126,7 +130,7 @@ def test_card_names_origin_of_the_model(runs, tmp_path):
     card = (tmp_path / "story-teller" / "README.md").read_text()
     row = next(row for row in metrics(runs / "gpt2") if row["step"] == 4)
     manifest = json.loads((runs / "gpt2" / "checkpoints" / "step-00000004" / "manifest.json").read_text())
-    for said in (
+    for phrase in (
         "# story-teller",
         f"| val/loss | {row['val/loss']:.6g} |",
         f"- git_commit: {manifest['provenance']['git_commit']}",
@@ -136,7 +140,7 @@ def test_card_names_origin_of_the_model(runs, tmp_path):
         "![Training and validation loss](loss.png)",
         "began with an end-of-text token (id 0), which the tokenizer prepends.",
     ):
-        assert said in card
+        assert phrase in card
     assert str(runs) not in card, "no path of this machine"
     assert (tmp_path / "story-teller" / "loss.png").exists() and out.endswith("story-teller")
 
@@ -165,8 +169,8 @@ def test_card_ignores_replaced_corpus_at_same_path(tmp_path):
 
 def test_card_names_a_deleted_corpus():
     config = TrainConfig(data=DataConfig(source="text", path="/gone/plays", hash="00ff"))
-    said = export.data_facts(Loaded(config, None, None))
-    assert said == "Content hash of the tokens and the tokenizer: `00ff`.\n- `plays`"
+    facts = export.data_facts(Loaded(config, None, None))
+    assert facts == "Content hash of the tokens and the tokenizer: `00ff`.\n- `plays`"
 
 
 def test_card_claims_only_known_tokenizer_and_origin(runs, tmp_path):

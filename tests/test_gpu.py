@@ -1,4 +1,4 @@
-"""What docs/reliability.md promises, on one GPU: `make test-gpu`. Nothing here has run on one yet.
+"""The guarantees of docs/reliability.md, on one GPU: `make test-gpu`. Nothing here has run on one yet.
 
 It needs torch, accelerate, transformers and jsonargparse, but no datasets, wandb or matplotlib.
 """
@@ -109,7 +109,7 @@ def test_run_resumes_on_cpu_and_back(runs):
 
 @pytest.mark.parametrize("name, rel", [("no", 1e-4), ("bf16", 1e-2)])
 def test_compiled_blocks_train_alike(name, rel, runs):
-    """Without casts closely enough to tell other dropout masks, which change the loss of this model by a few 0.1%."""
+    """Without casts, closely enough to detect other dropout masks, which change the loss by a few 0.1%."""
     for compiled in ("false", "true"):
         arguments = [*RUN, "--model.dropout", 0.2, "--compile", compiled, "--out_dir", runs / compiled]
         done = train(*arguments, **precision(name))
@@ -119,7 +119,7 @@ def test_compiled_blocks_train_alike(name, rel, runs):
 
 @pytest.mark.parametrize("name", ["no", "bf16"])
 def test_fsdp2_on_one_gpu_equals_unsharded(name, runs):
-    """FSDP2 with one process: wrapped, gathered and summed, with nobody else."""
+    """FSDP2 on one process still wraps, gathers and reduces."""
     env = launcher_environment("fsdp2", "--mixed_precision", name, "--num_processes", "1")
     done = train(*RUN, "--out_dir", runs / "sharded", processes=1, **env)
     assert "1 x " in done.stdout
@@ -153,6 +153,7 @@ def test_tree_sum_equals_sum_of_two_processes(runs):
 def test_chunked_loss_equals_whole_loss_on_gpu(cast, softcap, monkeypatch):
     monkeypatch.setattr("model.loss.CHUNK_BYTES", {GPU.type: 4 * 301 * 7})
     monkeypatch.setattr("model.loss.MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr("model.loss.TILE_ROWS", {GPU.type: 1})
     labels = torch.randint(301, (3, 40), generator=torch.Generator().manual_seed(2)).to(GPU)
     labels[0, 3:6] = -100
     results = []

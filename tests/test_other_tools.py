@@ -1,7 +1,7 @@
-"""Other people's programs make of exports and runs what the pages say: each command as it stands there.
+"""Other programs work with exports and runs as the pages show, by the commands of the pages.
 
-What is not installed here is, by pip, in an environment of its own above this one: what it brings comes first, torch is
-that of this one. Where nothing can be installed, the test is skipped.
+Packages that are missing here are installed by pip into an environment on top of this one, which shares its torch.
+Without a network the tests are skipped.
 """
 
 import json
@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 
 
 def stand_above(place):
-    """Let an environment have what this one has, below what it has itself."""
+    """Make the packages of this environment importable in another, after its own."""
     [packages] = place.glob("lib/python*/site-packages")
     (packages / "below.pth").write_text(site.getsitepackages()[0])
 
@@ -62,7 +62,7 @@ def installed(command, folder):
 
 @pytest.fixture(scope="module")
 def environment_with(tmp_path_factory):
-    """Makes an environment with packages; gives the folder of its programs."""
+    """Return a function that makes an environment with packages and returns the folder of its programs."""
 
     def make_one(*packages):
         place = tmp_path_factory.mktemp("environment")
@@ -121,21 +121,21 @@ def test_transformers_4_reads_an_export_as_5_does(family, folder, transformers_4
 
 @contextmanager
 def serving(command, programs, folder, **env):
-    """The address that a program says it serves at, until the end of the block."""
+    """Yield the address that a server prints, and stop it at the end of the block."""
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
     env = environment(PATH=path, BROWSER="true", PYTHONUNBUFFERED="1", **env)
     server = subprocess.Popen(
         shlex.split(command), cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    said = []
+    lines = []
     try:
         for line in server.stdout:
-            said.append(line)
+            lines.append(line)
             if address := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+", line):
                 yield address[0]
                 break
         else:
-            pytest.fail("".join(said))
+            pytest.fail("".join(lines))
     finally:
         server.terminate()  # SIGINT is ignored by what a shell has started in the background
         server.communicate(timeout=60)
@@ -168,9 +168,11 @@ def test_trackio_keeps_and_shows_a_run(folder, environment_with):
     )
     assert done.returncode == 0 and "has failed" not in done.stdout, done.stdout + done.stderr
     get = [programs / "trackio", *"get metric --project mini-gpt --run tracked --metric val/loss --json".split()]
-    told = subprocess.run(get, env=environment(TRACKIO_DIR=kept), capture_output=True, text=True, check=True).stdout
+    shown_json = subprocess.run(
+        get, env=environment(TRACKIO_DIR=kept), capture_output=True, text=True, check=True
+    ).stdout
     rows = [(row["step"], row["val/loss"]) for row in metrics(folder / "runs" / "tracked") if "val/loss" in row]
-    assert [(row["step"], row["value"]) for row in json.loads(told)["values"]] == rows and rows
+    assert [(row["step"], row["value"]) for row in json.loads(shown_json)["values"]] == rows and rows
     with serving(shown("trackio"), programs, folder, TRACKIO_DIR=kept) as address:
         assert "<html" in answer(address)
 
@@ -253,7 +255,7 @@ def test_trl_learns_from_the_answers_of_a_corpus(folder, environment_with):
 
 @pytest.mark.skipif(LLAMA_CPP not in os.environ, reason="the sources of llama.cpp are not named in the environment")
 def test_llama_cpp_converts_an_export(folder):
-    """With `gguf`, which lies in its sources."""
+    """With `gguf` from its sources."""
     shutil.copytree(os.environ[LLAMA_CPP], folder / "llama.cpp", ignore=shutil.ignore_patterns(".git", "build*"))
     shutil.copytree(folder / "exports" / "gpt2", folder / "exports" / "mine")
     published, cut_as_gpt2 = re.findall(r"(?<=\n    )(python llama.*|cd llama.*\n.*)", PAGE["using"])
@@ -284,8 +286,9 @@ def test_notebook_runs_and_fails_with_its_training(environment_with, tmp_path):
     cells = json.loads((place / "examples" / "done.ipynb").read_text())["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
-    said = "".join("".join(output.get("text", "")) for output in outputs)
-    assert said.count("Training finished.") == 2 and "Meet a brave girl" in said and "as in the run" in said
+    printed = "".join("".join(output.get("text", "")) for output in outputs)
+    assert printed.count("Training finished.") == 2
+    assert "Meet a brave girl" in printed and "as in the run" in printed
 
 
 def test_commands_of_other_programs_are_found():

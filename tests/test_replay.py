@@ -1,4 +1,4 @@
-"""Any step of a run is trained again with the same bits, and a run that was tampered with is found."""
+"""Any step of a run is retrained bitwise, and an audit finds tampering."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def test_replay_shows_step_and_reproduces_it(run):
 
 
 def test_replay_of_a_skipped_update(tmp_path):
-    """The weights of the first update are so large that there is no loss in the second."""
+    """The first update makes weights so large that the loss of the second step is not finite."""
     not_finite = "--steps 2 --evaluation.every 0 --optimizer.lr 1e30 --on_nonfinite skip --name run --out_dir".split()
     train(*TINY_STORIES, *not_finite, tmp_path)
     shown = python(f"python replay.py {tmp_path / 'run'} 2 --arithmetic false").stdout
@@ -68,7 +68,7 @@ def test_replay_of_a_skipped_update(tmp_path):
 
 
 def test_replay_of_a_forked_step(tmp_path):
-    """Its gradient is that of what the fork trains."""
+    """The gradient is that of the fork's training objective."""
     recipe = [*map(str, RECIPE), "--model.dropout", "0", "--out_dir", str(tmp_path), "--name", "fork"]
     for words in (["train", *recipe], ["replay", str(tmp_path / "fork"), "3"]):
         done = forked.run("tests/freezing.py", words, 1, environment(CXX="/nonexistent"))
@@ -80,7 +80,7 @@ def test_replay_of_a_forked_step(tmp_path):
 
 
 def test_replay_shows_sequences_and_precisions_of_step(run):
-    """Their losses average to what the run logged; so does the step computed anew in fp32."""
+    """The mean loss of the sequences and the step recomputed in fp32 match the logged loss."""
     shown = python(f"python replay.py {run} 3 --num_sequences 6", CXX="/nonexistent").stdout
     row = next(row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["step"] == 3)
     fp32 = [float(figure) for figure in re.search(r"fp32 +([\d.]+) +([\d.]+)$", shown, re.MULTILINE).groups()]
@@ -105,7 +105,7 @@ def test_replay_profile_overwrites_an_older_trace(run, tmp_path):
 
 @pytest.fixture(scope="module")
 def branch(run):
-    """Of that run after step 2, with more decay; saved at steps 4 and 6."""
+    """Branch of the run after step 2, with more weight decay; saved at steps 4 and 6."""
     begin = ["--branch_from", run / "checkpoints" / "step-00000002", "--optimizer.weight_decay", 0.3]
     train(*RECIPE, *begin, "--out_dir", run.parent, "--name", "branch")
     return run.parent / "branch"
@@ -199,7 +199,7 @@ def rewrite_rows(run, change):
 
 
 def forge(run, step, tensors=None, into=None, **facts):
-    """Change a checkpoint, with every digest and checksum that anybody could write anew, and its row."""
+    """Change a checkpoint and its row, with every digest and checksum that can be recomputed."""
     checkpoint = run / "checkpoints" / f"step-{into or step:08d}"
     manifest = read_manifest(checkpoint)
     if tensors is not None:
@@ -219,7 +219,7 @@ def content(run, step):
 
 
 def change_settings(run, **settings):
-    """In config.yaml, in all manifests and in sessions.jsonl."""
+    """Change settings in config.yaml, in all manifests and in sessions.jsonl."""
     files = [read_manifest(path).config for path in (run / "checkpoints").iterdir()]
     starts = [json.loads(line) for line in (run / "sessions.jsonl").read_text().splitlines()]
     whole = yaml.safe_load((run / "config.yaml").read_text())
@@ -412,7 +412,7 @@ TAMPERINGS = [
 ]
 
 
-# What is found by the same look as another of these.
+# Found by the same check as another of these.
 FOUND_ALIKE = [
     a_moment,
     another_seed,
@@ -543,7 +543,7 @@ def test_record_problems_finds_changed_session(facts, message, run, tmp_path):
     change_session(copy, **facts)
     opened = RecordedRun(copy)
     if "step" in facts:
-        opened.initial_step = 0  # as a branch whose checkpoint exists would know it
+        opened.initial_step = 0  # as in a branch whose checkpoint exists
     assert message.removeprefix("FAIL  ") in "\n".join(record_problems(opened))
 
 
@@ -558,7 +558,7 @@ def test_record_problems_of_untouched_run_are_none(run):
 
 
 def test_audit_names_claimed_processes_as_unchecked(run, in_process, tmp_path, capsys):
-    """A run that claims two processes is compared within rounding only, and the audit says so."""
+    """A run that claims two processes is compared up to rounding only, and the audit reports it."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     change_processes(copy, 2)
     audit(RecordedRun(copy), 99, tmp_path)
@@ -584,7 +584,7 @@ def last_row(run):
 
 
 def logged(row):
-    """A run of which this is step 3."""
+    """A run with this row as step 3."""
     return SimpleNamespace(rows={3: row}, missing_metrics=lambda step, names: [])
 
 
@@ -605,7 +605,7 @@ def test_audit_passes_untouched_run(run, in_process, tmp_path, capsys):
 
 
 def test_audit_passes_resume_with_permitted_changes(in_process, tmp_path, capsys):
-    """Before its only checkpoint fewer steps were logged, and other sequences evaluated."""
+    """The first session logged fewer steps and evaluated other sequences."""
     words = [*RECIPE, "--checkpoint.every", 9, "--checkpoint.keep", 1, "--out_dir", tmp_path, "--name", "run"]
     train(*words, *"--tracking.log_every 2 --stop_after 4".split(), exit_code=75)
     train(*words, "--evaluation.num_samples", 5)
@@ -663,13 +663,13 @@ def test_why_inexact_names_number_of_shards(run, monkeypatch):
     opened.sessions[0] = replace(opened.sessions[0], shards=2)
     assert opened.why_inexact(3, 4) == "2 shards in the run, 1 here"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert "2 shards in the run" in opened.why_inexact(3, 4), "one process shards nothing"
+    assert "2 shards in the run" in opened.why_inexact(3, 4), "one process has no shards"
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
     assert opened.why_inexact(3, 4) == ""
 
 
 def test_two_processes_replay_and_audit_bitwise(tmp_path):
-    """Every fingerprint is compared, and nothing stays in the temporary folder that they share."""
+    """All digests are compared, and the shared temporary folder is left empty."""
     train(*RECIPE, "--out_dir", tmp_path, "--name", "run", processes=2)
     (temporary := tmp_path / "temporary").mkdir()
     replay = f"accelerate launch --config_file accelerate_configs/cpu.yaml replay.py {tmp_path / 'run'}"
@@ -681,7 +681,7 @@ def test_two_processes_replay_and_audit_bitwise(tmp_path):
 
 
 def run_replay(monkeypatch, capsys, *words):
-    """Exit code and what it said was wrong."""
+    """Return the exit code and stderr."""
     monkeypatch.setattr(sys, "argv", ["replay.py", *map(str, words)])
     return scripts.run_script("replay", ReplayConfig, module="audit.replay"), capsys.readouterr().err
 
@@ -691,8 +691,10 @@ def test_audit_names_unreadable_log(name, run, in_process, tmp_path, monkeypatch
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / name).unlink()
     (copy / name).mkdir()  # which root cannot read either
-    exit_code, said = run_replay(monkeypatch, capsys, copy, "--audit", 1)
-    assert exit_code == 2 and f"run: {copy / name} cannot be read: Is a directory" in said and "Traceback" not in said
+    exit_code, errors = run_replay(monkeypatch, capsys, copy, "--audit", 1)
+    assert (
+        exit_code == 2 and f"run: {copy / name} cannot be read: Is a directory" in errors and "Traceback" not in errors
+    )
 
 
 @pytest.mark.parametrize(
@@ -708,8 +710,8 @@ def test_audit_names_damaged_session(facts, message, run, in_process, tmp_path, 
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     start = json.loads((copy / "sessions.jsonl").read_text())
     (copy / "sessions.jsonl").write_text(json.dumps(start | facts) + "\n")
-    exit_code, said = run_replay(monkeypatch, capsys, copy, "--audit", 1)
-    assert exit_code == 2 and message.format(run=copy) in said and "Traceback" not in said
+    exit_code, errors = run_replay(monkeypatch, capsys, copy, "--audit", 1)
+    assert exit_code == 2 and message.format(run=copy) in errors and "Traceback" not in errors
 
 
 def test_huge_integer_is_not_a_rounding_difference():

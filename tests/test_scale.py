@@ -152,7 +152,7 @@ def test_law_is_recovered_predicts_and_resumes(simulated_runs, capsys):
 
 
 def test_widths_search_around_the_rule(simulated_runs, capsys):
-    """All rates of a width give the same loss here, so its least lies at an end."""
+    """All learning rates of a width give the same loss here, so the minimum is at an end."""
     main(replace(simulated_runs, law=False, widths=True, sizes="16,32", budgets="400,800"))
     shown = capsys.readouterr().out
     assert "width 16: best learning rate 0.008 or less, 0.25 times the rule's 0.032" in shown
@@ -185,9 +185,9 @@ def test_main_refuses_bad_settings(settings, message):
 def test_command_line_prints_config_and_takes_bare_law():
     printed = subprocess.run([*SCALE, "--depth", "2"], cwd=ROOT, capture_output=True, text=True)
     assert yaml.safe_load(printed.stdout)["model"]["n_layers"] == 2 and printed.returncode == 0
-    for asked in (["--law"], ["--law", "true"], ["--law=true"]):
-        refused = subprocess.run([*SCALE, *asked, "--depth", "2"], cwd=ROOT, capture_output=True, text=True)
-        assert refused.returncode == 2 and "give one of" in refused.stderr, asked
+    for words in (["--law"], ["--law", "true"], ["--law=true"]):
+        refused = subprocess.run([*SCALE, *words, "--depth", "2"], cwd=ROOT, capture_output=True, text=True)
+        assert refused.returncode == 2 and "give one of" in refused.stderr, words
 
 
 @pytest.mark.slow

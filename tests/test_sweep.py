@@ -23,7 +23,7 @@ from sweep import SweepConfig, main
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
 
-# In place of train.py: writes the files of a run, and ends as `told` says.
+# In place of train.py: writes the files of a run, and ends as `endings` names.
 FAKE = """
 import json, os, signal, sys, time
 sys.path.insert(0, {root!r})
@@ -39,7 +39,7 @@ run = Path(config.out_dir, config.name)
 run.mkdir(parents=True, exist_ok=True)
 with open(run.parent / "log", "a") as log:
     print(config.name, file=log)
-told = json.loads((run.parent / "told").read_text()).get(config.name, ["finished", 0])
+ending = json.loads((run.parent / "endings").read_text()).get(config.name, ["finished", 0])
 def end(state, code):
     if state:
         (run / "status.json").write_text(json.dumps(dict(state=state, step=config.steps, reason="")))
@@ -49,11 +49,11 @@ settings = json.loads(json.dumps(asdict(config)))
 (run / "metrics.jsonl").write_text(json.dumps({{"step": config.steps, "val/loss": config.optimizer.lr}}))
 start = {{"step": 0, "mixed_precision": "no", "code": code_hash()}}
 (run / "sessions.jsonl").write_text(json.dumps(start))
-if told[0] == "waits":
+if ending[0] == "waits":
     signal.signal(signal.SIGTERM, lambda *_: end("preempted", 1))
     (run / "waiting").touch()
     time.sleep(120)
-end(*told)
+end(*ending)
 """
 
 
@@ -61,15 +61,15 @@ end(*told)
 def sweep(tmp_path, monkeypatch):
     """Return a function that sweeps with fake runs in tmp_path/runs and returns the names of those started.
 
-    `told` says how each ends.
+    `endings` has the state and exit code of each.
     """
     monkeypatch.setattr("jobs.runner.subprocess", forked.SUBPROCESS)
     (tmp_path / "fake.py").write_text(FAKE.format(root=str(ROOT)))
     (tmp_path / "runs").mkdir()
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number not in (9,)}
 
-    def run(*arguments, told=None, error=None):
-        (tmp_path / "runs" / "told").write_text(json.dumps(told or {}))
+    def run(*arguments, endings=None, error=None):
+        (tmp_path / "runs" / "endings").write_text(json.dumps(endings or {}))
         log = tmp_path / "runs" / "log"
         log.unlink(missing_ok=True)
         words = [*map(str, [*TINY_STORIES, "--out_dir", tmp_path / "runs", *arguments])]
@@ -104,7 +104,7 @@ def test_sweep_trains_and_names_every_combination(sweep, capsys):
 
 def test_sweep_resumes(sweep, capsys):
     names = [f"tiny_stories-seed_{seed}" for seed in range(3)]
-    assert sweep("--seed", "0,1,2", told={names[1]: ["preempted", 75]}, error=SystemExit) == names
+    assert sweep("--seed", "0,1,2", endings={names[1]: ["preempted", 75]}, error=SystemExit) == names
     assert sweep("--seed", "0,1,2") == [names[1]]
     assert f"{names[0]}: finished before" in capsys.readouterr().out
     assert sweep("--seed", "0,1,2") == []
@@ -116,7 +116,7 @@ def test_sweep_resumes(sweep, capsys):
 @pytest.mark.parametrize(("state", "code", "error"), [("failed", 1, RunError), ("failed", 2, RunError)])
 def test_failed_run_does_not_stop_others(state, code, error, sweep, capsys):
     names = [f"tiny_stories-seed_{seed}" for seed in range(3)]
-    assert sweep("--seed", "0,1,2", told={names[0]: [state, code]}, error=error) == names
+    assert sweep("--seed", "0,1,2", endings={names[0]: [state, code]}, error=error) == names
     shown = capsys.readouterr().out
     assert f"{names[0]}: failed" in shown and f"{names[2]}: finished" in shown and "val/loss" in shown
     assert sweep("--seed", "0,1,2") == names[:1], "the failed run is not tried again"
@@ -125,14 +125,14 @@ def test_failed_run_does_not_stop_others(state, code, error, sweep, capsys):
 def test_stop_under_launcher_is_no_failure(sweep):
     """A launcher turns every exit code into 1."""
     with pytest.raises(SystemExit) as stop:
-        sweep("--seed", "0,1", told={"tiny_stories-seed_0": ["preempted", 1]})
+        sweep("--seed", "0,1", endings={"tiny_stories-seed_0": ["preempted", 1]})
     assert stop.value.code == 75
 
 
 def test_old_status_is_not_taken_for_new(sweep, capsys):
     name = "tiny_stories-seed_0"
-    sweep("--seed", "0,1", told={name: ["preempted", 75]}, error=SystemExit)
-    assert sweep("--seed", "0,1", told={name: ["", 1]}, error=RunError)[0] == name
+    sweep("--seed", "0,1", endings={name: ["preempted", 75]}, error=SystemExit)
+    assert sweep("--seed", "0,1", endings={name: ["", 1]}, error=RunError)[0] == name
     assert f"{name}: failed" in capsys.readouterr().out
 
 
@@ -303,7 +303,7 @@ def test_own_options_may_be_anywhere(monkeypatch, capsys):
 
 def test_signal_stops_run_and_sweep(sweep, tmp_path):
     """The signal is sent to the process of the sweep alone."""
-    (sweep.directory / "told").write_text(json.dumps({"tiny_stories-seed_0": ["waits"]}))
+    (sweep.directory / "endings").write_text(json.dumps({"tiny_stories-seed_0": ["waits"]}))
     command = [sys.executable, "sweep.py", *TINY_STORIES, "--out_dir", sweep.directory, "--seed", "0,1"]
     command += ["--launch", f"{sys.executable} {tmp_path / 'fake.py'}"]
     process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
@@ -322,11 +322,11 @@ def test_wandb_agent_command_is_valid(learning_rate, tmp_path):
     """The agent's own functions put the command of configs/wandb_sweep.yaml together; a fake python takes it."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-    asked = yaml.safe_load((ROOT / "configs" / "wandb_sweep.yaml").read_text())
-    assert set(asked["parameters"]) == {"optimizer.lr", "seed"}
+    agent = yaml.safe_load((ROOT / "configs" / "wandb_sweep.yaml").read_text())
+    assert set(agent["parameters"]) == {"optimizer.lr", "seed"}
     arguments = {"optimizer.lr": {"value": learning_rate}, "seed": {"value": 2}}
     macros = create_sweep_command_args({"args": arguments})
-    words = [macros.get(word[2:-1], [word]) for word in create_sweep_command(asked["command"])]
+    words = [macros.get(word[2:-1], [word]) for word in create_sweep_command(agent["command"])]
     (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (tmp_path / "python").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
@@ -342,4 +342,4 @@ def test_wandb_agent_command_is_valid(learning_rate, tmp_path):
     config = parse_config(passed)
     assert script == "train.py" and f"--optimizer.lr={learning_rate}" in passed
     assert (config.optimizer.lr, config.seed, config.name) == (learning_rate, 2, "sweep-k3v9x")
-    assert config.tracking.wandb == "online" and (config.tracking.project == asked["project"])
+    assert config.tracking.wandb == "online" and (config.tracking.project == agent["project"])

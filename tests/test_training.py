@@ -1,4 +1,4 @@
-"""The training step is the textbook's, on any number of processes and with any accumulation."""
+"""The training step equals the textbook's on any number of processes and with any accumulation."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def trained(request, tmp_path_factory):
 
 
 def test_training_equals_hand_written_all_reduce(by_hand, trained):
-    """The stories have different lengths, so averaging the processes' or the micro-batches' means would show."""
+    """The stories have different lengths, so a mean of the processes' or micro-batches' means would differ."""
     rows, weights = trained
     for rows_by_hand, weights_by_hand in by_hand:
         for ours, theirs in zip(rows, rows_by_hand, strict=True):
@@ -90,7 +90,7 @@ def test_tutorial_configs_train(runs):
     "name", [pytest.param("one_gpu", marks=pytest.mark.slow), pytest.param("multi_gpu", marks=pytest.mark.slow)]
 )
 def test_gpu_launch_files_work_without_a_gpu(name, runs):
-    """In bf16 autocast, on the CPU: the precision and the launcher are those of the file."""
+    """On the CPU, with the precision and the launcher of the file: bf16 autocast."""
     launch_file = ROOT / "accelerate_configs" / f"{name}.yaml"
     processes = 1 if name == "one_gpu" else 2
     done = train(*PLAIN, "--out_dir", runs, "--name", "run", processes=processes, launch_file=launch_file)
@@ -148,7 +148,7 @@ def test_evaluation_weighs_every_target_once(evaluated):
 
 
 def test_non_finite_loss_stops_run_and_is_unsaved(runs):
-    """The first update makes huge weights and the second step a loss that is no number, noticed before it is saved."""
+    """The first update makes huge weights and the second step a loss of NaN, which is noticed before the save."""
     arguments = ["--optimizer.lr", "1e30", "--tracking.log_every", 100, "--out_dir", runs, "--name", "run"]
     done = train(*PLAIN, *arguments, processes=2, exit_code=1)
     assert re.search(r"step 2: loss = .*, gradient norm = nan, .* training samples were \[\d+, ", done.stderr)

@@ -1,6 +1,7 @@
-"""The commands of docs/using.md and docs/evaluation.md do what they say, on a tiny run and a text of some lines.
+"""The commands of docs/using.md and docs/evaluation.md, on a tiny run and a text of some lines.
 
-Those of other people's programs are run by tests/test_other_tools.py."""
+tests/test_other_tools.py runs those of other programs.
+"""
 
 import json
 import re

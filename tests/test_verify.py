@@ -23,7 +23,7 @@ from data.synthetic.stories import StoriesDataset
 from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
 
-PROMISES = [
+CHECKS = [
     "order is a permutation in every epoch",
     "logits = transformers' gpt2",
     "logits = transformers' qwen3",
@@ -39,7 +39,7 @@ PROMISES = [
     "resuming is bitwise",
     "exact = bits of 1 process",
 ]
-# What is broken, and which promise must notice: (file, before, after, promise).
+# Mutations and the check that must find each: (file, before, after, check).
 MUTATIONS = {
     "loss_not_divided_by_processes": (
         "training/step.py", "1 if state.reducer else metrics.num_processes", "1", "gradient = hand-written all-reduce"),
@@ -76,7 +76,7 @@ def verify(*arguments, cwd=ROOT, processes=2):
 
 
 def results(stdout):
-    return {promise.strip(): word for word, promise in re.findall(r"^(PASS|FAIL|SKIP)  (.{44}) ", stdout, re.M)}
+    return {check.strip(): word for word, check in re.findall(r"^(PASS|FAIL|SKIP)  (.{44}) ", stdout, re.M)}
 
 
 @pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)])
@@ -86,19 +86,19 @@ def test_verify_passes_on_this_machine(processes, runs):
         (runs / name / "precious").touch()
     done = verify("--out_dir", runs, processes=processes)
     skipped = {1: "replicas are equal after every step", 3: "exact = bits of 1 process"}
-    expected = {name: "SKIP" if name == skipped.get(processes) else "PASS" for name in PROMISES}
+    expected = {name: "SKIP" if name == skipped.get(processes) else "PASS" for name in CHECKS}
     assert results(done.stdout) == expected, done.stdout + done.stderr
     assert done.returncode == 0 and done.stdout.endswith("Everything holds.\n")
-    assert len([*runs.rglob("*")]) == 6, "it leaves nothing behind, and what was there alone"
+    assert len([*runs.rglob("*")]) == 6, "verify.py leaves no file and removes none"
 
 
 @pytest.mark.slow
 def test_verify_passes_with_several_threads(runs):
-    """As many as there are cores: how many share a sum changes its bits, and so does a loss in chunks."""
+    """With one thread per core: the number of threads of a sum changes its bits, and so does the chunked loss."""
     of_a_user = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     words = [*TINY_STORIES, "--global_batch_size", "2", "--chunked_loss", "true", "--out_dir", str(runs)]
     done = forked.run("verify.py", words, 1, of_a_user)
-    assert results(done.stdout)[PROMISES[-1]] == "PASS", done.stdout + done.stderr
+    assert results(done.stdout)[CHECKS[-1]] == "PASS", done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -116,13 +116,13 @@ def test_mutations_apply_to_current_code():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_verify_finds_mutation(name, runs, tmp_path):
-    file, before, after, promise = MUTATIONS[name]
+    file, before, after, check = MUTATIONS[name]
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "tests", "__pycache__"))
     (copy / file).write_text((copy / file).read_text().replace(before, after))
     done = verify("--out_dir", runs, cwd=copy)
-    assert results(done.stdout)[promise] == "FAIL", done.stdout + done.stderr
-    assert done.returncode == 1 and promise in done.stderr
+    assert results(done.stdout)[check] == "FAIL", done.stdout + done.stderr
+    assert done.returncode == 1 and check in done.stderr
 
 
 def verify_command(out_dir, *words):
@@ -130,7 +130,7 @@ def verify_command(out_dir, *words):
 
 
 def verify_a_fork(out_dir, file):
-    """Of which the optimizer counts in a Python number, the MLP has a parameter more, and one check has an error."""
+    """Verify a fork: a Python number in the optimizer's state, an added parameter, and a check that raises."""
     sys.stdout = open(file, "w")
     sys.argv = verify_command(out_dir)
 
@@ -157,7 +157,7 @@ def verify_a_fork(out_dir, file):
 
 
 def verify_a_count_in_a_group(out_dir, file):
-    """As schedule-free optimizers keep theirs."""
+    """Verify an optimizer that keeps a number in its parameter group, as schedule-free optimizers do."""
     sys.stdout = open(file, "w")
     sys.argv = verify_command(out_dir)
 
@@ -175,7 +175,7 @@ def verify_a_count_in_a_group(out_dir, file):
 
 
 def in_a_fork(verify, out_dir, file, *words):
-    """What it said into the file, and its exit code."""
+    """Return the output and the exit code of a function in a fork."""
     process = forked.server.Process(target=verify, args=(out_dir, file, *words))
     process.start()
     process.join(200)
@@ -183,27 +183,25 @@ def in_a_fork(verify, out_dir, file, *words):
 
 
 def test_checks_are_independent_and_give_reasons(runs, tmp_path):
-    said, exit_code = in_a_fork(verify_a_fork, runs, tmp_path / "out")
+    output, exit_code = in_a_fork(verify_a_fork, runs, tmp_path / "out")
     words = "FAIL SKIP SKIP PASS PASS PASS PASS FAIL PASS SKIP FAIL FAIL FAIL FAIL".split()
-    assert results(said) == dict(zip(PROMISES, words, strict=True)), said
+    assert results(output) == dict(zip(CHECKS, words, strict=True)), output
     assert exit_code == 1
-    line = dict(zip(PROMISES, said.splitlines()[1:], strict=False))
-    assert re.search(r"TypeError: .*\(verification.py:\d+\)", line[PROMISES[0]])
-    assert "2 tensors are not its family's" in line[PROMISES[1]] and "blocks.0.mlp.scale" in line[PROMISES[1]]
-    assert "init_weights draws blocks.0.mlp.scale, which its module initialises to 1" in said
+    line = dict(zip(CHECKS, output.splitlines()[1:], strict=False))
+    assert re.search(r"TypeError: .*\(verification.py:\d+\)", line[CHECKS[0]])
+    assert "2 tensors are not its family's" in line[CHECKS[1]] and "blocks.0.mlp.scale" in line[CHECKS[1]]
+    assert "init_weights draws blocks.0.mlp.scale, which its module initialises to 1" in output
     assert "keeps state['count'] of token_embedding.weight as int (1)" in line["resuming is bitwise"]
 
 
 def test_unsaved_number_in_optimizer_group_is_named(runs, tmp_path):
-    said, exit_code = in_a_fork(verify_a_count_in_a_group, runs, tmp_path / "out")
-    assert (
-        exit_code == 1
-        and "1 values in the optimizer's state are not tensors, so not saved, such as group.count" in said
-    )
+    output, exit_code = in_a_fork(verify_a_count_in_a_group, runs, tmp_path / "out")
+    assert exit_code == 1 and "optimizer.param_groups[0].count: training changed this attribute" in output, output
+    assert "keep it as a tensor in optimizer.state" in output
 
 
 def test_verify_sets_cublas_workspace_before_first_matmul(monkeypatch):
-    """torch asks once for the workspace of cuBLAS, and what is verified first is not exact."""
+    """torch reads the workspace setting of cuBLAS once, and the first check is not exact."""
 
     class Begun(Exception):
         pass
@@ -222,8 +220,8 @@ def test_verify_sets_cublas_workspace_before_first_matmul(monkeypatch):
         verification.main(SimpleNamespace(steps=6))
 
 
-def verify_what_is_no_state(out_dir, file):
-    """Of a fork that evaluates an average of the weights, say, which no checkpoint holds."""
+def verify_unsaved_mean(out_dir, file):
+    """Verify a fork that evaluates a mean of the weights that no checkpoint holds."""
     sys.stdout = open(file, "w")
     sys.argv = verify_command(out_dir)
     evaluate, evaluations = train.evaluate, []
@@ -239,9 +237,9 @@ def verify_what_is_no_state(out_dir, file):
 
 @pytest.mark.slow
 def test_verify_finds_metric_changed_by_resume(runs, tmp_path):
-    said, exit_code = in_a_fork(verify_what_is_no_state, runs, tmp_path / "out")
-    assert results(said) == {"resuming is bitwise": "FAIL"} and exit_code == 1, said
-    assert "0 of 148 weights and moments differ" in said and said.endswith("were logged, of ema/loss\n"), said
+    output, exit_code = in_a_fork(verify_unsaved_mean, runs, tmp_path / "out")
+    assert results(output) == {"resuming is bitwise": "FAIL"} and exit_code == 1, output
+    assert "0 of 148 weights and moments differ" in output and output.endswith("were logged, of ema/loss\n"), output
 
 
 def test_bad_settings_are_refused(runs):
@@ -251,7 +249,7 @@ def test_bad_settings_are_refused(runs):
 
 
 def verify_short_rows(out_dir, file):
-    """Of a fork whose rows are half as long as it says, so that it counts twice the tokens that it trains on."""
+    """Verify a fork with rows of half the length, which counts twice the tokens that it trains on."""
     sys.stdout = open(file, "w")
     sys.argv = verify_command(out_dir)
     arrays = StoriesDataset.arrays
@@ -262,12 +260,12 @@ def verify_short_rows(out_dir, file):
 
 
 def test_verify_finds_rows_of_wrong_length(runs, tmp_path):
-    said, exit_code = in_a_fork(verify_short_rows, runs, tmp_path / "out")
-    assert "train/tokens within 1.0e+00" in said and exit_code == 1, said
+    output, exit_code = in_a_fork(verify_short_rows, runs, tmp_path / "out")
+    assert "train/tokens within 1.0e+00" in output and exit_code == 1, output
 
 
-def verify_any_basis(out_dir, file):
-    """Of an optimizer whose state is no gradient: eigenvectors, say, of which each sign is as good as the other."""
+def verify_arbitrary_basis(out_dir, file):
+    """Verify an optimizer whose state is not unique, such as eigenvectors, whose sign is arbitrary."""
     sys.stdout = open(file, "w")
     sys.argv = verify_command(out_dir)
     sign = 1
@@ -287,21 +285,21 @@ def verify_any_basis(out_dir, file):
 
 
 def test_verify_compares_gradients_not_updates(runs, tmp_path):
-    said, exit_code = in_a_fork(verify_any_basis, runs, tmp_path / "out")
-    assert results(said) == {"gradient = hand-written all-reduce": "PASS"} and exit_code == 0, said
+    output, exit_code = in_a_fork(verify_arbitrary_basis, runs, tmp_path / "out")
+    assert results(output) == {"gradient = hand-written all-reduce": "PASS"} and exit_code == 0, output
 
 
-def verify_what_begins_later(out_dir, file, *words):
-    """Of an optimizer that does something else from its 10th update on, and counts for itself."""
+def verify_late_change(out_dir, file, *words):
+    """Verify an optimizer that counts its updates and changes at the 10th."""
     sys.stdout = open(file, "w")
     sys.argv = verify_command(out_dir, *words)
 
     class Later(torch.optim.SGD):
-        updates = 0
+        _updates = 0
 
         def step(self, closure=None):
-            self.updates += 1
-            if self.updates >= 10:
+            self._updates += 1
+            if self._updates >= 10:
                 self.param_groups[0]["lr"] /= 2
             super().step(closure)
 
@@ -312,8 +310,8 @@ def verify_what_begins_later(out_dir, file, *words):
 
 @pytest.mark.parametrize(("words", "result"), [((), "PASS"), (("--verify_steps", "12"), "FAIL")])
 def test_verify_steps_finds_later_fault(words, result, runs, tmp_path):
-    said, _ = in_a_fork(verify_what_begins_later, runs, tmp_path / "out", *words)
-    assert results(said) == {"resuming is bitwise": result}, said
+    output, _ = in_a_fork(verify_late_change, runs, tmp_path / "out", *words)
+    assert results(output) == {"resuming is bitwise": result}, output
 
 
 @pytest.mark.parametrize(

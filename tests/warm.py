@@ -1,5 +1,7 @@
-"""Imported by the server of tests/forked.py before it forks: what every fork would have to do again. No product of
-matrices: before its first one, an exact run tells MKL to compute as on any processor."""
+"""Work that every fork would repeat; the server of tests/forked.py imports this module before it forks.
+
+Nothing here may compute a matrix product: an exact run configures MKL before its first one.
+"""
 
 import gc
 import weakref
@@ -7,7 +9,7 @@ import weakref
 from config.parser import parse_config
 
 parse_config([])  # builds the parser
-for finalizer in list(weakref.finalize._registry):  # torch's, of each of its operators: they end with the process
+for finalizer in list(weakref.finalize._registry):  # one for each of torch's operators, needless at exit
     finalizer.atexit = False
 gc.collect()
-gc.freeze()  # no collection of a fork visits, and so copies, what it has inherited
+gc.freeze()  # garbage collection in a fork would otherwise copy inherited memory

@@ -1,16 +1,16 @@
 """Makes a corpus for data.source text: python -m data.prepare --source X --tokenizer T --out DIR.
 
-The text is read and cut into parts, of which threads encode several at once and write each as one Arrow file of either
-split. The text alone says where a part ends, so the files are the same bytes for any number of threads. They are
-written into DIR.partial, which becomes DIR when all is done; after a kill the same command makes only the missing
-parts. The result is DIR/train/*.arrow, DIR/validation/*.arrow, DIR/tokenizer and DIR/metadata.json.
+The text is read and cut into parts, which threads encode in parallel; each part is one Arrow file of either split.
+Where a part ends depends on the text alone, so the files are the same bytes for any number of threads. They are written
+into DIR.partial, which is renamed to DIR at the end; after a kill the same command makes only the missing parts. The
+result is DIR/train/*.arrow, DIR/validation/*.arrow, DIR/tokenizer and DIR/metadata.json.
 
-A row of column input_ids is a document with an end-of-text token before it; of a document of more than a million
-characters each further piece is a separate row, without that token. So the flat buffer of the column is the stream
-of tokens, and an end-of-text token in it is always the beginning of a document: none comes from the text.
+A row of column input_ids is a document after an end-of-text token. A document of more than a million characters has
+several rows, and only the first begins with that token. So the flat buffer of the column is the stream of tokens, and
+an end-of-text token in it always begins a document: none comes from the text.
 
 A row of conversations is one conversation, rendered by the tokenizer's chat template. A second column, assistant_masks,
-is 1 at the tokens of answers (data/chat.py).
+is 1 at the tokens of answers (data/chat_template.py).
 """
 
 import json
@@ -58,14 +58,14 @@ from model.field_types import PositiveInt, UpTo1024
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
 PART = 2**24  # characters, at least, of the text of one file of tokens
-PART_FILE = "parts/{:06d}.json"  # what make_part returned for it, kept until all is done
+PART_FILE = "parts/{:06d}.json"  # what make_part returned, kept until the corpus is complete
 TRAINING_TEXTS = 10**6  # documents, or pieces of a txt file, from which train:VOCAB learns: the first of the source
 
 Text = tuple[str, bool, str | None]
-"""A piece of a document, whether the document ends with it, and its split; None: its hash decides."""
+"""A piece of a document, whether it is the last one, and its split; None: the hash of the document decides."""
 
 Part = tuple[list[tuple[str, bool, str]], dict | None]
-"""Pieces of documents as (text, whether a document begins with it, its split), and the state of a stream after them."""
+"""Pieces of documents as (text, whether it is the first one, split), and the state of a stream after them."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ def _cut_tails(source: Source, fraction: float) -> Iterator[Text]:
         lengths[-1] += len(text)
         if ends:
             lengths.append(0)
-    rest = None  # characters of the document at hand that are still for training
+    rest = None  # characters of the current document that are still for training
     for text, ends in source:
         if rest is None:
             rest = int(lengths.popleft() * (1 - fraction))
@@ -135,18 +135,18 @@ def _cut_tails(source: Source, fraction: float) -> Iterator[Text]:
 
 
 def in_validation(text: str, fraction: float) -> bool:
-    """Return whether the document that begins with `text` (all of it, or its first piece) is for validation.
+    """Return whether a document is for validation, by a hash of its text or, if it is long, of its first piece.
 
-    A function of this text alone: a document that occurs twice is in one split, and no other document moves it.
+    So a document that occurs twice is in one split, and no other document moves it.
     """
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) < fraction * 2**64
 
 
 def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) -> int:
-    """Find where to cut `text`, at or before `limit`, without changing its tokens: between two pre-tokens.
+    """Find a position in `text`, shortly before `limit`, where a cut does not change its tokens.
 
-    The tokenizer decides: encoding the text on both sides of the cut separately must give the tokens of encoding it
-    as a whole. Without such a place shortly before `limit`, as in a text without words, the cut is at `limit`.
+    Encoding the text on both sides of the cut separately gives the tokens of encoding it as a whole. Without such a
+    position, as in a text without words, the cut is at `limit`.
     """
     start = limit - limit // 16
     boundaries = [start + match.start() for match in re.finditer(r"\b", text[start:limit])]
@@ -160,7 +160,7 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
 
 
 def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, fraction: float, source: Source) -> Iterator[Part]:
-    """Yield parts of PART characters or more; the state is None where reading again is cheap."""
+    """Yield parts of PART characters or more; only a stream has a state, because it is slow to read again."""
     part, size, buffer, begins = [], 0, "", True
     for text, ends, given in documents:
         pieces = []
@@ -187,20 +187,13 @@ def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, fraction: float, 
 
 
 def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], index: int, texts: Part) -> dict:
-    """Encode and write a part, and finally its returned counts and state as a JSON file.
+    """Encode and write part `index`, and last its returned counts and state as a JSON file.
 
-    A part that a killed process has completed is only read.
-
-    Args:
-        folder: the folder of the corpus.
-        encode: maps a piece, and whether a document begins with it, to its text and its row: a list of integers per
-            column, or {} for an empty one.
-        types: element types of the columns.
-        index: index of the part.
-        texts: pieces of the part, and the state of the stream after them.
+    A part that a killed process has completed is only read. `encode` maps a piece, and whether it is the first one of
+    its document, to its text and its row: a list of integers for each column in `types`, or {} if it is empty.
     """
-    if done := _finished_part(folder, index):
-        return done
+    if finished := _finished_part(folder, index):
+        return finished
     pieces, state = texts
     part = {"state": state}
     for split in SPLITS:
@@ -224,9 +217,9 @@ def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], ind
 
 
 def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool) -> tuple[str, dict[str, list[int]]]:
-    """Encode a piece of text; return it and its row, for make_part."""
+    """Encode a piece of text for make_part."""
     with wrap_tokenizer_errors(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}"):
-        # Unlike `encode`, it leaves Python to the other threads.
+        # Unlike `encode`, this releases the GIL.
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     if end_of_text in encoding.ids:  # possible with a word-level tokenizer
         problem = f"it encodes characters as its end of text, in a text that begins {text[:40]!r}; take them out"
@@ -247,7 +240,7 @@ def prepare(config: PrepareConfig) -> dict:
     """Make the corpus, or resume after a killed process; return its metadata.
 
     Raises:
-        ConfigError: a setting or an input is wrong.
+        ConfigError: a setting or an input is wrong. Finished parts are removed, except those of a stream.
         OSError: the corpus cannot be written. Finished parts stay; the same command resumes.
     """
     kind, fraction = _kind_of_validation(config)
@@ -275,22 +268,16 @@ def prepare(config: PrepareConfig) -> dict:
     with open(work / "parts" / "lock", "w") as lock_file:
         if not lock(lock_file):
             raise ConfigError(f"out: another process is preparing {out}")
-        begun, content = work / "parts" / "request", json.dumps(request).encode()
-        refused = work / "parts" / "refused"
-        # Before the tokenizer, which is the first thing to be kept, nothing is there that another source could spoil.
-        if (work / "tokenizer").exists() and begun.read_bytes() != content:
-            if not refused.exists():
-                raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
-            _clear(work)
-        refused.unlink(missing_ok=True)
-        write_atomically(begun, content)
+        request_file, content = work / "parts" / "request", json.dumps(request).encode()
+        # The tokenizer is the first file that depends on the request.
+        if (work / "tokenizer").exists() and request_file.read_bytes() != content:
+            raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
+        write_atomically(request_file, content)
         try:
             metadata = _make_corpus(config, source, held_out, work) | {"request": request}
         except ConfigError:
-            if not any(work.glob("parts/*.json")):
+            if not config.streaming:  # a stream may have lost its connection, and can resume
                 shutil.rmtree(work)
-            else:
-                refused.touch()  # then another command may take the place of this one
             raise
         metadata["digest"] = metadata_digest(metadata)
         write_atomically(work / "metadata.json", json.dumps(metadata, indent=1).encode())
@@ -301,7 +288,7 @@ def prepare(config: PrepareConfig) -> dict:
 
 
 def _kind_of_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "source"], float]:
-    """Parse `validation`: how documents are kept from training, and which fraction of them.
+    """Parse `validation` into its kind and its fraction.
 
     Raises:
         ConfigError: it has no valid fraction, or does not fit other settings.
@@ -344,13 +331,6 @@ def _check_conversations(config: PrepareConfig, source: Source, held_out: Source
         raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
 
 
-def _clear(work: Path) -> None:
-    """Remove what an earlier command has made there, the tokenizer last."""
-    for file in (*work.glob("*/*.arrow"), *work.glob("parts/*.json")):
-        file.unlink()
-    shutil.rmtree(work / "tokenizer")
-
-
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
     kind, fraction = _kind_of_validation(config)
     if not (work / "tokenizer").exists():
@@ -362,13 +342,10 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     encode = partial(encode_text, tokenizer, facts["end_of_text"])
     if source.conversations:
         template = chat_template.ChatTemplate(chat_template.open_tokenizer(work / "tokenizer"))
-        for each in filter(None, (source, held_out)):
-            if not each.streaming:  # a stream is checked row by row while it is read
-                _refuse_lost_keys(each, template)
         encode, types["assistant_masks"] = partial(chat_template.encode_row, template), pa.uint8()
 
     parts, most = [], config.max_tokens or math.inf
-    if config.streaming:  # what is done need not be downloaded again
+    if config.streaming:  # finished parts need not be downloaded again
         while _total(parts, "tokens", ["train"]) < most and (part := _finished_part(work, len(parts))):
             source.dataset.load_state_dict(part["state"])
             parts.append(part)
@@ -380,12 +357,8 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
                 break
             parts.append(part)
             bar.update(_total([part], "bytes"))
-    for each in filter(None, (source, held_out)):
-        if each.conversations and each.unused_columns:
-            unused = ", ".join(f"{name!r} ({count:,} rows)" for name, count in sorted(each.unused_columns.items()))
-            print(f"{each.setting}: no part of a conversation, and left out: {unused}")
     num_train, num_validation = (_total(parts, "documents", [split]) for split in SPLITS)
-    _refuse_unusable(config, source, num_train, num_validation)
+    _refuse_empty_split(config, num_train, num_validation)
     hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
     for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
         (work / ahead).unlink()
@@ -408,7 +381,7 @@ def _text_hash(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
     of_token = token_bytes(tokenizer, end_of_text)
     if of_token is None:
         return None
-    of_token[end_of_text], hashed = b"\0", blake2b(digest_size=16)  # with which documents begin; in no text is one
+    of_token[end_of_text], hashed = b"\0", blake2b(digest_size=16)  # a text has no NUL
     for file in files:
         tokens = np.from_dlpack(open_columns(file)[0].values)
         for start in range(0, len(tokens), PIECE):
@@ -416,13 +389,7 @@ def _text_hash(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
     return hashed.hexdigest()
 
 
-def _refuse_unusable(config: PrepareConfig, source: Source, num_train: int, num_validation: int) -> None:
-    """Raise ConfigError if the corpus is not what was asked for, or cannot be used."""
-    has_txt = any(get_file_type(file) == ".txt" for file in source.files)
-    all_was_read = config.max_tokens is None
-    if has_txt and source.separator and all_was_read and not source.has_separators:
-        problem = f"document_separator: {config.document_separator!r} stands nowhere in {config.source!r}"
-        raise ConfigError(f"{problem}; leave it out for one document a file")
+def _refuse_empty_split(config: PrepareConfig, num_train: int, num_validation: int) -> None:
     if num_train == 0:
         rest = f" is left for training: all {num_validation:,} documents are for validation" if num_validation else ""
         raise ConfigError(f"source: {config.source!r}: no text{rest}")
@@ -432,23 +399,12 @@ def _refuse_unusable(config: PrepareConfig, source: Source, num_train: int, num_
         raise ConfigError(f"{problem}; {remedy}")
 
 
-def _refuse_lost_keys(source: Source, template: chat_template.ChatTemplate) -> None:
-    """Read all rows for keys that the template does not write; raises ConfigError with how many rows have which."""
-    rows, having = 0, Counter()
-    for document, _ in source:
-        rows += 1
-        having.update(template.keys_not_written(chat.parse_conversation(document)))
-    if having:
-        named = [f"{key!r} (of {count:,} of the {rows:,} rows)" for key, count in sorted(having.items())]
-        raise ConfigError(f"{source.setting}: {source.name!r}: {chat_template.keys_lost(named)}")
-
-
 def _make_parts(make: Callable, first: int, texts: Iterable[Part], num_workers: int) -> Iterator[dict]:
     pending: deque[Future] = deque()
     with ThreadPoolExecutor(num_workers) as pool:
         for index, part in enumerate(texts, start=first):
             pending.append(pool.submit(make, index, part))
-            if len(pending) > num_workers:  # so many parts are encoded at once, and the next one waits
+            if len(pending) > num_workers:  # bounds the memory: one part is read ahead
                 yield pending.popleft().result()
         yield from (future.result() for future in pending)
 
@@ -458,21 +414,21 @@ def _total(parts: list[dict], name: str, splits: Iterable[str] = SPLITS) -> int:
 
 
 def cli() -> int:
-    """Run from the command line; returns the exit code."""
+    """Run from the command line; return the exit code."""
     ignore_failed_prints()
     try:
         config = parse_tool(PrepareConfig, "python -m data.prepare", positional=False)
-        # In a thread, for Python hears Ctrl-C in the main one alone, and not while that one learns a tokenizer.
+        # In a thread, because the main thread, which alone handles Ctrl-C, cannot while it trains a tokenizer.
         metadata = ThreadPoolExecutor(1).submit(prepare, config).result()
     except (ConfigError, OSError) as error:
         print(f"prepare: error: {printable_lines(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nprepare: interrupted; run the same command again to resume", file=sys.stderr, flush=True)
-        os._exit(130)  # threads in the middle of a part would be waited for
-    learnt = f"train:{metadata['tokenizer']['vocab_size']}"
-    if config.tokenizer != learnt and re.fullmatch(r"train:\d+", config.tokenizer):
-        print(f"tokenizer: {config.tokenizer} became {learnt}: the source has no more pairs of tokens to join")
+        os._exit(130)  # does not wait for threads in the middle of a part
+    trained = f"train:{metadata['tokenizer']['vocab_size']}"
+    if config.tokenizer != trained and config.tokenizer.startswith("train:"):
+        print(f"tokenizer: {config.tokenizer} became {trained}: the source has no more pairs of tokens to join")
     for split in SPLITS:
         print(f"{config.out}/{split}: " + ", ".join(f"{metadata[split][n]:,} {n.replace('_', ' ')}" for n in COUNTS))
     return 0

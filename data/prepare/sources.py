@@ -1,13 +1,12 @@
-"""The text that a corpus is made of: files and data sets, read as documents in a fixed order."""
+"""The text that a corpus is made of: files and datasets, read as documents in a fixed order."""
 
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from glob import escape, glob
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,16 @@ import pyarrow.parquet
 
 from config.errors import ConfigError
 from data import chat
-from data.prepare.encoding import checked, open_text
+from data.prepare.encoding import check_decoded, open_text
 
 CHUNK = 2**19  # characters of a txt file that are read at once
 
 
 @dataclass
 class Source:
-    """The documents of files or a data set in their order, as pairs (text, whether the document ends with it).
+    """The documents of files or a dataset in their order, as pairs (text, whether the document ends with it).
 
-    A conversation is a text, too: its messages as JSON.
-
-    Args: as data.prepare explains them; and `setting`, what messages call it.
+    The text of a conversation is its messages as JSON. The fields are settings of data.prepare.
 
     Raises:
         ConfigError: there is no such source, or it cannot be read as text.
@@ -38,20 +35,16 @@ class Source:
     invalid_utf8: str = "replace"
     streaming: bool = False
     setting: str = "source"
+    """The setting that has the name, for messages."""
     conversations: bool | None = field(default=None, init=False)
-    """Whether all documents are conversations; None before the first that is not null is read."""
-
-    has_separators: bool = field(default=False, init=False)
-    """Whether the last pass found a separator that divides a file."""
-    unused_columns: Counter = field(default_factory=Counter, init=False)
-    """The columns beside conversations that are no part of them, and how many rows of the last reading have each."""
+    """Whether all documents are conversations; None until the first that is not null is read."""
 
     def __post_init__(self) -> None:
-        self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so no shell has done it
+        self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so the shell has not done it
         separator = (self.document_separator or "").replace("\\r", "\r").replace("\\n", "\n")
         self.separator = separator.replace("\r\n", "\n").replace("\r", "\n")  # as the line ends of the files become
         self.errors = "strict" if self.invalid_utf8 == "refuse" else "replace"
-        # A name with brackets in it is a file before it is a pattern.
+        # A name with brackets in it may be a file's.
         self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
         for file in self.files:
             if get_file_type(file) not in (".txt", ".jsonl", ".parquet"):
@@ -66,8 +59,6 @@ class Source:
         self.stamps = {file: get_source_stamp(file) for file in [*self.files, *self.dataset_files]}
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
-        self.unused_columns.clear()
-        self.has_separators = False
         for place in self.files or [self.name]:
             number = 1
             try:
@@ -132,22 +123,20 @@ class Source:
         separator, rest = self.separator, ""
         self._require_kind(conversations=False)
         with open_text(file, self.errors) as text:
-            for chunk in checked(iter(partial(text.read, CHUNK), ""), file):
+            for chunk in check_decoded(iter(partial(text.read, CHUNK), ""), file):
                 if separator:
                     *documents, rest = (rest + chunk).split(separator)
-                    self.has_separators |= bool(documents)
                     yield from ((document, True) for document in documents)
-                    settled = max(len(rest) - len(separator) + 1, 0)  # what follows may begin a separator
+                    settled = max(len(rest) - len(separator) + 1, 0)  # the rest may be the start of a separator
                     chunk, rest = rest[:settled], rest[settled:]
                 yield chunk, False
         yield rest, True
 
     def _rows(self, place: str) -> Iterator[tuple[str, bool]]:
         for row in self._records(place):
-            text, is_conversation, unused = chat.read_document(row, self.text_column)
+            text, is_conversation = chat.read_document(row, self.text_column)
             if is_conversation is not None:
                 self._require_kind(is_conversation)
-            self.unused_columns.update(unused)
             # Half of a surrogate pair is valid in JSON, but no text.
             yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
 
@@ -156,20 +145,17 @@ class Source:
             yield from self.dataset
         elif get_file_type(place) == ".jsonl":
             with open_text(place, self.errors) as lines:
-                yield from (json.loads(line) for line in checked(lines, place) if not line.isspace())
+                yield from (json.loads(line) for line in check_decoded(lines, place) if not line.isspace())
         else:
             with pyarrow.parquet.ParquetFile(place) as file:
-                there = file.schema_arrow.names
-                names = [name for name in there if name in (self.text_column, *chat.COLUMNS)]
-                self.unused_columns.update(dict.fromkeys({*there} - {*names}, file.metadata.num_rows))
+                names = [name for name in file.schema_arrow.names if name in (self.text_column, *chat.COLUMNS)]
                 for batch in file.iter_batches(256, columns=names or None):
                     yield from batch.to_pylist()
 
 
 def find_files(pattern: str) -> list[str]:
-    """Return the files that match a pattern, sorted by name, each once however many links lead to it."""
-    shortest_last = sorted(filter(os.path.isfile, _expand(pattern)), key=lambda file: (len(file), file), reverse=True)
-    return sorted({_identity(file): file for file in shortest_last}.values())
+    """Return the files that match a pattern, sorted by name; `**` matches any folders."""
+    return sorted({*filter(os.path.isfile, glob(pattern, recursive=True))})
 
 
 def get_source_stamp(file: str) -> list[int] | None:
@@ -177,26 +163,11 @@ def get_source_stamp(file: str) -> list[int] | None:
     return None if "://" in file else [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
 
 
-def _expand(pattern: str) -> Iterator[str]:
-    """As glob, but `**` enters every folder once: links may lead back to a folder above, and glob follows them."""
-    if not (match := re.fullmatch(r"((?:.*?/)?)\*\*(?:/(.*))?", pattern, re.DOTALL)):
-        yield from glob(pattern)
-        return
-    head, tail = match[1], match[2] or "*"
-    entered = set()
-    for top in glob(head) if head else ["."]:
-        for folder, folders, _ in os.walk(top, followlinks=True):
-            known = (identity := _identity(folder)) in entered
-            entered.add(identity)
-            folders[:] = [] if known else sorted(name for name in folders if not name.startswith("."))
-            if not known:
-                yield from _expand(os.path.join(escape(folder if head else folder[2:]), tail))
-
-
-def _identity(file: str) -> tuple[int, int] | str:
-    return file if "://" in file else ((stat := os.stat(file)).st_dev, stat.st_ino)
-
-
 def get_file_type(file: str) -> str:
     """Return the suffix of a file's name, without that of a compression."""
     return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix
+
+
+def _identity(file: str) -> tuple[int, int] | str:
+    """Return what is equal for all links to a file."""
+    return file if "://" in file else ((stat := os.stat(file)).st_dev, stat.st_ino)

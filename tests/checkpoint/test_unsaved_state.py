@@ -11,12 +11,12 @@ from training.schedule import SCHEDULES
 
 RECIPE = ["--config", str(ROOT / "tests" / "tiny_random.yaml"), "--name", "run", "--checkpoint.keep", "9"]
 REFUSED = {
-    "number": "optimizer: CountingSGD keeps state['step'] of token_embedding.weight as int (1), and checkpoints hold "
-    "only tensors",
-    "optimizer attribute": "optimizer.count: training changed this attribute of the optimizer from 0 to 1",
-    "parameter group": "optimizer.param_groups[0].count: training changed this attribute of the optimizer from 0 to 1",
-    "model attribute": "model.num_calls: training changed this attribute of the model from 0 to ",
-    "model tensor": "model.ema: training changed this attribute of the model in place",
+    "number": "optimizer: CountingSGD keeps state['step'] of token_embedding.weight as int (1), and checkpoints "
+    "contain only tensors",
+    "optimizer attribute": "optimizer.count: training changed this attribute from 0 to 1",
+    "parameter group": "optimizer.param_groups[0].count: training changed this attribute from 0 to 1",
+    "model attribute": "model.num_calls: training changed this attribute from 0 to ",
+    "model tensor": "model.ema: training changed this attribute in place",
 }
 
 
@@ -63,12 +63,80 @@ def test_scheduled_values_may_change(monkeypatch):
 
 def test_nan_and_nonpersistent_buffers_compare_by_value():
     network = torch.nn.Linear(2, 2)
-    network.loss, network.cache = float("nan"), None
+    network.loss = float("nan")
     network.register_buffer("table", torch.ones(3), persistent=False)
     unsaved = UnsavedState(network, torch.optim.SGD(network.parameters(), lr=1.0))
-    network.loss, network.cache = float("nan"), torch.ones(2)
+    network.loss = float("nan")
     network.table = torch.ones(3)
     unsaved.check()
     network.table.add_(1)
-    with pytest.raises(ConfigError, match="model.table: training changed this attribute of the model in place"):
+    with pytest.raises(ConfigError, match="model.table: training changed this attribute in place"):
         unsaved.check()
+
+
+CHANGES = {
+    "number": (3, 4, "from 3 to 4"),
+    "bool": (False, True, "from False to True"),
+    "string": ("warmup", "decay", "from warmup to decay"),
+    "list": ([], [2.5], r"from \[\] to \[2.5\]"),
+    "item": ([1, torch.zeros(2)], [1, torch.ones(2)], "from"),
+    "key": ({}, {"a": 1}, "from {} to {'a': 1}"),
+    "value": ({"a": (1, 2)}, {"a": (1, 3)}, "from"),
+    "type": (1, torch.ones(2), "from 1 to tensor"),
+    "dtype": (torch.ones(2), torch.ones(2).long(), "in place"),
+}
+
+
+@pytest.mark.parametrize("owner", ["network", "optimizer"])
+@pytest.mark.parametrize(("before", "after", "message"), CHANGES.values(), ids=CHANGES)
+def test_changed_attribute_is_refused(before, after, message, owner):
+    network = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    changed = network if owner == "network" else optimizer
+    changed.own = before
+    unsaved = UnsavedState(network, optimizer)
+    unsaved.check()
+    changed.own = after
+    with pytest.raises(ConfigError, match=f"own: training changed this attribute {message}"):
+        unsaved.check()
+
+
+def test_changed_list_is_refused_in_place():
+    network = torch.nn.Linear(2, 2)
+    network.losses, network.counts = [], {"batches": torch.zeros(1)}
+    unsaved = UnsavedState(network, torch.optim.SGD(network.parameters(), lr=1.0))
+    network.counts["batches"] += 1
+    with pytest.raises(ConfigError, match="model.counts"):
+        unsaved.check()
+    network.counts["batches"] -= 1
+    network.losses.append(2.5)
+    with pytest.raises(ConfigError, match="model.losses"):
+        unsaved.check()
+
+
+def test_attribute_filled_later_may_not_change():
+    """A cache is filled once; a count that starts in training is state."""
+    network = torch.nn.Linear(2, 2)
+    network.cache = None
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    unsaved = UnsavedState(network, optimizer)
+    network.cache = torch.ones(2)
+    optimizer.param_groups[0]["count"] = 1
+    unsaved.check()
+    unsaved.check()
+    optimizer.param_groups[0]["count"] += 1
+    with pytest.raises(ConfigError, match=r"optimizer.param_groups\[0\].count: .* from 1 to 2"):
+        unsaved.check()
+
+
+def test_unwatched_attributes_may_change():
+    """Modules in a list, such as a teacher that is loaded late, saved state, and the mode of the model."""
+    network = torch.nn.Linear(2, 2)
+    network.teacher = []
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.9)
+    unsaved = UnsavedState(network, optimizer)
+    network.teacher.append(torch.nn.Linear(2, 2))
+    network.eval()
+    network(torch.ones(2)).sum().backward()
+    optimizer.step()
+    unsaved.check()

@@ -1,4 +1,4 @@
-"""A wrong backward is found, wherever it is, and a right one passes."""
+"""A wrong backward is found anywhere in the model, and a correct one passes."""
 
 import math
 from contextlib import nullcontext
@@ -88,7 +88,7 @@ def squared_loss(logits_NV, targets_N, config):
 
 
 def test_forked_loss_passes(monkeypatch):
-    """It is one function for all ways to compute the loss."""
+    """One function defines the loss on all paths."""
     monkeypatch.setattr(model.loss, "loss_of_logits", squared_loss)
     assert wrong(errors_of()) == ""
 

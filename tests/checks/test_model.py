@@ -1,4 +1,4 @@
-"""Checks of the model pass here and fail on a model that is broken in the way they look for."""
+"""Checks of the model pass here and fail on a model with the fault that they look for."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def wrong_flex_mask(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_transformers_logits_find_wrong_window(window, wider_windows):
-    """Whether or not the config has one."""
+    """With and without a window in the config."""
     config = GPTConfig(window=window, logit_softcap=3.0)
     assert checks.check_transformers_logits("qwen3", config)[0] is False
 
@@ -143,6 +143,30 @@ def test_flops_find_block_applied_twice(config, monkeypatch):
     assert checks.check_flops(config, 128)[0] is False
 
 
+class Student(model.gpt.GPTModel):
+    """A model with a larger teacher, which runs forward alone and only in training."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.teacher = [torch.nn.Linear(config.d_model, 4096, bias=False)]
+
+    def forward(self, input_ids, **arguments):
+        if self.training:
+            with torch.no_grad():
+                self.teacher[0].to(torch.float64)(self.token_embedding(input_ids))
+        return super().forward(input_ids, **arguments)
+
+    def flops_per_token(self, seq_len):
+        return super().flops_per_token(seq_len) + self.flops_of_teacher * self.teacher[0].weight.numel()
+
+
+@pytest.mark.parametrize(("flops", "passed"), [(2, True), (6, False), (0, False)])
+def test_flops_count_forward_of_teacher(flops, passed, config, monkeypatch):
+    monkeypatch.setattr(Student, "flops_of_teacher", flops, raising=False)
+    monkeypatch.setattr(checks, "GPTModel", Student)
+    assert checks.check_flops(config, 128)[0] is passed
+
+
 class ForgetsCache(model.gpt.GPTModel):
     """A model that drops the cache when it is given a single token."""
 
@@ -157,18 +181,3 @@ def test_cached_logits_find_forgotten_cache(settings, seq_len, monkeypatch):
     assert checks.check_cached_logits(config, seq_len)[0] is True
     monkeypatch.setattr(checks, "GPTModel", ForgetsCache)
     assert checks.check_cached_logits(config, seq_len)[0] is False
-
-
-def test_unsaved_state_is_named():
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["count"] = group.get("count", 0) + 1
-                for parameter in group["params"]:
-                    self.state[parameter]["step"] = 3
-
-    network = model.gpt.GPTModel(SMALL)
-    names = checks.find_unsaved_state(network, Counting(network.parameters()))
-    assert "group.count" in names
-    assert "state.token_embedding.weight.step" in names
-    assert checks.find_unsaved_state(network, torch.optim.AdamW(network.parameters())) == []

@@ -1,4 +1,4 @@
-"""`python train.py --plan` says what a run needs, and leaves everything as it was."""
+"""`python train.py --plan` prints what a run needs and changes nothing."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ from run.resolve import Resolved
 from tests.conftest import ROOT, TINY_STORIES, environment, train
 from training.optimizer import build_optimizer
 
-# Runs a program and says the peak of its memory: a child of a large process would begin with that one's.
+# Runs a program and prints its peak memory; measured from outside, since a fork inherits the peak of its parent.
 MEASURE = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=sys.stderr); "
     "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)"
@@ -122,7 +122,7 @@ def test_tensor_bytes_count_logits_of_a_scoring_corpus(monkeypatch):
 
 
 class Fork(GPTModel):
-    """A model that reports a number of its own, and weighs a term by the targets."""
+    """A model with an auxiliary metric and a loss term weighted by the targets."""
 
     def forward(self, *arguments, **named):
         logits, loss = super().forward(*arguments, **named)
@@ -171,7 +171,7 @@ def test_memory_includes_exact_sums_and_gathered_parameters(monkeypatch):
 
 
 def test_baseline_trial_evaluates_one_row(monkeypatch):
-    """Its logits stay in the heap: what is measured before the model is counted must not have had them."""
+    """Logits stay in the heap, so the baseline must not include those of an evaluation batch."""
     config = parse_config([*map(str, TINY_STORIES), "--evaluation.micro_batch_size", "50", "--model.vocab_size", "266"])
     tried = []
     monkeypatch.setattr(plan, "run_trial", lambda config, *_: tried.append(config))
@@ -207,7 +207,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow  # real processes, whose memory is that of nothing else
+@pytest.mark.slow  # real processes: a fork shares memory with its parent
 @pytest.mark.parametrize("model", MODELS)
 def test_plan_is_within_15_percent_of_measured_peak(model, runs):
     command = [sys.executable, "train.py", *MODELS[model].split(), "--out_dir", runs]

@@ -1,6 +1,6 @@
-"""Seeded damage to what a run reads, and to what tools read of a run. Allowed are the right bits, or one message, exit
-code 2 and nothing lost; never a traceback. In this process, for speed: 10 cases of each kind in `make test`, 200 in
-`make test-all`.
+"""Random damage to the files that runs and tools read gives the right bits, or one message and exit code 2.
+
+Nothing is lost and no traceback is printed. `make test` runs 10 cases of each kind, `make test-all` 200.
 """
 
 import json
@@ -71,7 +71,7 @@ MODULES = {"replay": "audit.replay"}
 
 
 def run_tool(script, kind, *words):
-    """The exit code of a script, what it printed and its errors."""
+    """Exit code, stdout and stderr of a script."""
     out, err = StringIO(), StringIO()
     before = sys.argv, sys.stdout, sys.stderr
     sys.argv = [f"{script}.py", *map(str, words)]
@@ -94,7 +94,7 @@ def start(out_dir, steps):
 
 @pytest.fixture(scope="module")
 def begun(in_process, tmp_path_factory):
-    """A run of 4 steps, and the same run gone on with until the 6th."""
+    """Run of 4 steps, and the same run resumed until step 6."""
     directory = tmp_path_factory.mktemp("begun")
     assert start(directory, 4)[0] == 0
     shutil.copytree(directory, directory / "undisturbed")
@@ -145,8 +145,8 @@ def test_damaged_config_is_read_literally_or_refused(seed, tmp_path):
         except ConfigError as refused:
             assert str(refused)
             return
-    said = yaml.safe_load(recipe.read_bytes())
-    for key, value in said.items():
+    written = yaml.safe_load(recipe.read_bytes())
+    for key, value in written.items():
         for name, item in value.items() if isinstance(value, dict) else [(None, value)]:
             ours = getattr(getattr(config, key), name) if name else getattr(config, key)
             if f"--{key}" in arguments or f"--{key}.{name}" in arguments or (key, name) == ("data", "path"):
@@ -154,7 +154,7 @@ def test_damaged_config_is_read_literally_or_refused(seed, tmp_path):
             assert json.dumps(ours) == json.dumps(item) or float(ours) == float(item), (key, name, item, ours)
 
 
-# Of every tool that reads a run: its settings, and its words, with RUN, OUT and FOLDER for directories.
+# Every tool that reads a run: its settings and arguments, with RUN, OUT and FOLDER for directories.
 TOOLS = {
     "sample": (SampleConfig, "RUN --prompt a --max_new_tokens 9"),
     "evaluate": (EvaluateConfig, "RUN --data FOLDER/corpus --out OUT"),
@@ -172,10 +172,10 @@ TOOLS = {
 def use(tool, run, folder, out):
     kind, words = TOOLS[tool]
     words = words.replace("RUN", str(run)).replace("FOLDER", str(folder)).replace("OUT", str(out)).split()
-    exit_code, said, errors = run_tool(tool, kind, *words)
+    exit_code, output, errors = run_tool(tool, kind, *words)
     written = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".png"}
     written = {name: content.replace(str(run).encode(), b"RUN") for name, content in written.items()}
-    return exit_code, said.replace(str(out), "OUT").replace(str(run), "RUN"), errors, written
+    return exit_code, output.replace(str(out), "OUT").replace(str(run), "RUN"), errors, written
 
 
 def files(run):
@@ -184,7 +184,7 @@ def files(run):
 
 @pytest.fixture(scope="module")
 def used(in_process, tmp_path_factory):
-    """A folder with a run on a text, and what every tool says of it."""
+    """A folder with a run on a text, and the output of every tool."""
     folder = tmp_path_factory.mktemp("used")
     source = write_jsonl(folder / "source.jsonl", make_documents(30))
     words = ["--source", source, "--tokenizer", "train:300", "--validation", "hash:0.3", "--out", folder / "corpus"]
@@ -211,15 +211,15 @@ def test_tools_read_damaged_run_correctly_or_refuse(seed, used, tmp_path, monkey
     victim = chance.choice(sorted(path for path in run.rglob("*") if path.is_file() and path.suffix != ".png"))
     victim.write_bytes(damaged(victim.read_bytes(), chance))
     before = files(run)
-    exit_code, said, errors, written = use(tool, run, folder, tmp_path / "out" / tool)
-    assert files(run) == before, "what only reads has written"
+    exit_code, output, errors, written = use(tool, run, folder, tmp_path / "out" / tool)
+    assert files(run) == before, "a tool that only reads has written"
     assert "Traceback" not in errors
     if exit_code == 0:
         right_written = right[tool][3]
         assert written.keys() == right_written.keys(), victim
         passed_over = "checkpoints" in victim.parts and victim.parent.name in errors  # for the one before
         if tool in ("sample", "evaluate", "export") and not passed_over:
-            assert said == right[tool][1] and written == right_written, victim
+            assert output == right[tool][1] and written == right_written, victim
     else:
         program = "prepare" if tool == "prepare" else f"{tool}.py"
         assert errors.count(f"{program}: error:") == 1 and exit_code == 2, (tool, victim, errors)

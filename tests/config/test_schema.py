@@ -1,4 +1,4 @@
-"""Bad settings end with one clear message and exit code 2, before anything is written; good ones mean what they say."""
+"""Invalid settings give one message and exit code 2 before anything is written; valid ones are read literally."""
 
 import subprocess
 import sys
@@ -179,7 +179,7 @@ def test_config_file_refuses_duplicates_nulls_and_aliases(tmp_path):
     )
     recipe.write_text("model: &itself [*itself]")
     assert "the alias *itself in line 1 is not read" in refusal("--config", str(recipe))
-    assert parse_config([*RANDOM_TOKENS, "--name", "#x"]).name == "#x", "YAML takes it for a comment"
+    assert parse_config([*RANDOM_TOKENS, "--name", "#x"]).name == "#x", "YAML would read it as a comment"
 
 
 def test_empty_section_is_refused(tmp_path):
@@ -236,7 +236,7 @@ CHOICES = {
 
 
 def unchecked(config):
-    """As a config is whose `Literal` has got a choice more."""
+    """Return a config with a value that its `Literal` does not have, as where a fork has added a choice."""
     object.__setattr__(config, "problems", list)
     return config
 
@@ -295,7 +295,7 @@ LAUNCH_FILE = yaml.safe_load((ROOT / "accelerate_configs" / "cpu.yaml").read_tex
 
 @pytest.mark.slow  # tests/distributed/test_launch_checks.py has one process
 def test_unsupported_launch_file_is_refused_in_one_message(tmp_path, runs):
-    """All that is wrong with it in one message."""
+    """All problems are in one message."""
     launch_file = tmp_path / "launch.yaml"
     changes = {
         "mixed_precision": "fp16",

@@ -1,4 +1,4 @@
-"""A settings file means what the command line means, comes back as it was written, and cannot blow up."""
+"""A settings file is read like the command line, survives a round trip, and cannot expand without bound."""
 
 import random
 from dataclasses import asdict
@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 def outcome(*arguments):
-    """The settings, or why there are none."""
+    """Return the settings, or the message with which they are refused."""
     try:
         return asdict(parse_config([*TINY_STORIES, "--name", "x", *arguments]))
     except ConfigError as refused:
@@ -92,7 +92,7 @@ def odd_config(chance):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_stored_config_is_read_back_unchanged(seed, tmp_path, monkeypatch):
-    """Odd values of every type, through `--config` and by whoever goes on with the run."""
+    """Unusual values of every type, read by `--config` and on resuming."""
     from run.directory import settings_to_store
 
     config = odd_config(random.Random(seed))

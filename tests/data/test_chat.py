@@ -289,29 +289,19 @@ def test_template_receives_tools_and_settings(folder, tmp_path, form):
     assert decode_targets(tmp_path / "out") == [f"I ask.{json.dumps(CALLS[0])}<|im_end|>\nNoon.<|im_end|>\n"]
 
 
-def test_prepare_refuses_fields_template_ignores(tmp_path):
-    """One message names each field with its number of rows."""
-    rows = [{"messages": m, "tools": [], "id": 3} for m in CONVERSATIONS]
-    rows[7] = {"messages": TOOL_CONVERSATION, "tools": TOOLS}
-    for index in range(20, 25):
-        rows[index] = {"messages": conversation(index), "chat_template_kwargs": {"mood": "kind"}}
-    rows[30] = {"messages": [{"role": "user", "content": "a", "train": True}, {"role": "assistant", "content": "b"}]}
-    message = refusal(rows, tmp_path)
-    for name, count in {"tools": 1, "tool_calls": 1, "reasoning_content": 1, "mood": 5, "train": 1}.items():
-        assert f"'{name}' (of {count} of the 60 rows)" in message and message.count(f"'{name}'") == 1
-    assert "name a tokenizer whose template writes them" in message and "\n" not in message
-    assert not (tmp_path / "out.partial" / "parts" / "000000.json").exists(), "refused before anything is encoded"
-
-
-def test_prepare_reports_unused_columns(tmp_path, capsys):
-    rows = [{"messages": m, "id": i} | ({"score": 1} if i < 3 else {}) for i, m in enumerate(CONVERSATIONS)]
-    make(write_rows(tmp_path / "a.jsonl", rows), tmp_path / "jsonl")
-    expected = "source: no part of a conversation, and left out: 'id' (60 rows), 'score' (3 rows)\n"
-    assert capsys.readouterr().out == expected
-    table = pa.table({"messages": [row["messages"] for row in rows], "id": range(60)})
-    pa.parquet.write_table(table, tmp_path / "rows.parquet")
-    make(tmp_path / "rows.parquet", tmp_path / "parquet")
-    assert capsys.readouterr().out == expected.replace(", 'score' (3 rows)", "")
+@pytest.mark.parametrize(
+    "row, named",
+    [
+        ({"messages": TOOL_CONVERSATION, "tools": TOOLS}, ["'tools'", "'tool_calls'", "'reasoning_content'"]),
+        ({"messages": conversation(3), "chat_template_kwargs": {"mood": "kind"}}, ["'mood'"]),
+        ({"messages": [{"role": "user", "content": "a", "train": True}, *conversation(4)]}, ["'train'"]),
+    ],
+    ids=["tools", "settings", "key"],
+)
+def test_prepare_refuses_keys_template_ignores(tmp_path, row, named):
+    message = refusal([{"messages": CONVERSATIONS[0], "id": 3}, row], tmp_path)
+    assert all(message.count(name) == 1 for name in named) and "'id'" not in message
+    assert f"begins {row['messages'][0]['content']!r:.60}; take them out, or name a tokenizer" in message
 
 
 def test_answer_of_weight_zero_is_masked(folder, tmp_path):

@@ -122,13 +122,15 @@ def write_zeros_corpus(folder, tokens, tokens_per_file, tokenizer):
     with pa.ipc.new_stream(str(file), batch.schema) as writer:
         writer.write_batch(batch)
     (folder / "train").mkdir(parents=True)
-    files = {f"train/{index:06d}.arrow": file.stat().st_size for index in range(tokens // tokens_per_file)}
+    hashes = {f"train/{index:06d}.arrow": "0" * 64 for index in range(tokens // tokens_per_file)}
+    files = {name: {"bytes": file.stat().st_size, "sha256": sha} for name, sha in hashes.items()}
     for name in files:
         (folder / name).hardlink_to(file)
     (folder / "tokenizer").symlink_to(tokenizer)
     counts = {"train": {"tokens": tokens, "bytes": 0}, "validation": {"tokens": 0, "bytes": 0}}
-    metadata = {"tokenizer": load_tokenizer(tokenizer)[1], **counts, "hash": "", "files": files}
-    (folder / "metadata.json").write_text(json.dumps(metadata))
+    facts = load_tokenizer(tokenizer)[1]
+    metadata = {"tokenizer": facts, **counts, "hash": content_hash(facts["hash"], hashes), "files": files}
+    (folder / "metadata.json").write_text(damaged(metadata))
 
 
 def test_ten_billion_tokens_open_with_little_memory(tmp_path, folder):
@@ -375,7 +377,7 @@ def damaged(metadata, **changes):
         ({"files": None}, "'files'"),
         ({"files": {"train/000000.arrow": "x"}}, "TypeError"),
         ({"files": {"train/000000.arrow": {"bytes": 3}}}, "sha256"),
-        ({"files": {"train/000000.arrow": -1}}, "-1"),
+        ({"files": {"train/000000.arrow": {"bytes": -1}}}, "-1"),
         ({"files": {"../../etc/passwd": 3}}, "../../etc/passwd"),
         ({"hash": None}, "'hash'"),
         ({"hash": 3}, "digest"),
@@ -557,28 +559,11 @@ def test_verification_survives_damaged_record(corpus, tmp_path):
     assert verify(corpus).problem is None and precious.read_text() == "mine"
 
 
-def test_corpus_without_file_hashes_is_verified_whole(corpus):
-    """Such a corpus has one hash over the BLAKE2b digests of its files."""
-    metadata = json.loads((corpus / "metadata.json").read_text())
-    hashes = {file: blake2b((corpus / file).read_bytes(), digest_size=16).hexdigest() for file in metadata["files"]}
-    del metadata["digest"]
-    metadata["files"] = {file: facts["bytes"] for file, facts in metadata["files"].items()}
-    whole = json.dumps([metadata["tokenizer"]["hash"], hashes]).encode()
-    metadata["hash"] = blake2b(whole, digest_size=16).hexdigest()
-    (corpus / "metadata.json").write_text(json.dumps(metadata))
-    assert verify(corpus).problem is None and verify(corpus).num_bytes_read == 0
-    memory = (corpus / ".verified").read_text()
-    (corpus / ".verified").write_text(memory.replace('"]', '0"]'))
-    assert verify(corpus).problem is None
-    flip(corpus / "train" / "000000.arrow", 3)
-    assert "too old to say" in verify(corpus).problem
-
-
 def test_verification_reports_unreadable_file(corpus, monkeypatch):
     def broken(*arguments):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("data.integrity.file_digest", broken)
+    monkeypatch.setattr("data.integrity.sha256", broken)
     assert "Input/output error" in verify(corpus).problem
 
 
@@ -633,8 +618,8 @@ def test_hostile_token_or_offset_is_detected(corpus, packing):
 def test_corpus_check_reports_damage_on_all_processes(corpus, monkeypatch):
     """Three processes on two machines: two verify the files, one does not, and none waits forever."""
     flip(corpus / "train" / "000000.arrow", 100)
-    release, original = threading.Event(), Verification._hash
-    monkeypatch.setattr(Verification, "_hash", lambda *arguments: release.wait() and original(*arguments))
+    release, original = threading.Event(), Verification._verify
+    monkeypatch.setattr(Verification, "_verify", lambda *arguments: release.wait() and original(*arguments))
     monkeypatch.setattr(corpus_check, "GRACE_SECONDS", 0.01)
     verifications = [Verification([TextCorpus(str(corpus))]) for _ in range(3)]
     gathered = []

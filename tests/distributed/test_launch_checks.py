@@ -1,4 +1,4 @@
-"""What was asked of `accelerate launch` happens, or the run is refused."""
+"""Options of `accelerate launch` take effect, or the run is refused."""
 
 import re
 import subprocess
@@ -32,9 +32,7 @@ def parse(*flags):
 def problems(*flags, exact=False, **extra):
     """Return the problems that a run finds in such a launch, one a line."""
     started = what_is_started(*flags) | extra
-    dropped = launch_checks.dropped_settings(parse(*flags), int(started.get("WORLD_SIZE", 1)))
-    unsupported = launch_checks.unsupported_settings(started, TrainConfig(exact=exact))
-    return "\n".join([*dropped, *unsupported])
+    return "\n".join(launch_checks.launch_problems(parse(*flags), started, TrainConfig(exact=exact)))
 
 
 @pytest.fixture
@@ -53,7 +51,6 @@ def write_launch_file(tmp_path):
 def test_shipped_launch_files_are_accepted(path):
     extra = ["--main_process_port", "29511"] if path.stem == "multi_node" else []
     assert problems("--config_file", str(path), *extra) == ""
-    assert launch_file.unknown_section_keys(parse("--config_file", str(path))) == []
 
 
 # What Accelerate 1.15 writes for the answers in the name, and the problem that a run finds in it.
@@ -113,10 +110,10 @@ def test_unknown_section_keys_names_typos(write_launch_file):
         dynamo_config={"dynamo_backend": "NO", "bakend": "NO"},
         parallelism_config={"parallelism_config_dp_shard": 2},
     )
-    assert launch_file.unknown_section_keys(parse("--config_file", file)) == [
-        f"{file}: fsdp_config.fsdp_reshard_after_forwrd is not a setting of Accelerate",
-        f"{file}: dynamo_config.bakend is not a setting of Accelerate",
-        f"{file}: parallelism_config.parallelism_config_dp_shard is not a setting of Accelerate",
+    assert sorted(launch_file.unknown_section_keys(parse("--config_file", file))) == [
+        f"{file}: dynamo_config.bakend is not an option of accelerate launch",
+        f"{file}: fsdp_config.fsdp_reshard_after_forwrd is not an option of accelerate launch",
+        f"{file}: parallelism_config.parallelism_config_dp_shard is not an option of accelerate launch",
     ]
 
 
@@ -150,8 +147,8 @@ def test_settings_owned_by_the_run_are_refused(flags, parts):
     ("variables", "parts"),
     [
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, ["gradient_accumulation_steps: 4", "global_batch_size"]),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, ["DEEPSPEED is not supported", "FSDP"]),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, ["MEGATRON_LM is not supported", "FSDP"]),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, ["use_deepspeed: true is not supported", "FSDP"]),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, ["use_megatron_lm: true is not supported", "FSDP"]),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, ["mixed_precision: fp8", "bf16"]),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, ["mixed_precision: fp16", "on_nonfinite: skip"]),
     ],
@@ -168,7 +165,7 @@ def test_unsupported_variables_are_refused(variables, parts):
     [
         ({"fsdp_version": 1}, ["fsdp_version: 1", "2"]),
         ({"fsdp_activation_checkpointing": True}, ["fsdp_activation_checkpointing", "--activation_checkpointing true"]),
-        ({"fsdp_ignored_modules": "token_embedding"}, ["fsdp_ignored_modules", "remove"]),
+        ({"fsdp_ignored_modules": "token_embedding"}, ["fsdp_config.fsdp_ignored_modules is not an option"]),
     ],
     ids=lambda value: next(iter(value)),
 )
@@ -184,7 +181,7 @@ def test_other_parallelism_than_data_parallel_is_refused(name, write_launch_file
     sizes = yaml.safe_load(Path(HSDP).read_text())["parallelism_config"] | {f"parallelism_config_{name}_size": 2}
     message = problems("--config_file", write_launch_file(HSDP, parallelism_config=sizes))
     assert message.count("\n") == 0
-    assert f"parallelism_config_{name}_size: 2 is not supported; use 1" in message
+    assert f"parallelism_config_{name}_size: 2 is not supported; use dp_replicate_size" in message
 
 
 def test_shards_without_fsdp_are_refused(write_launch_file):
@@ -206,42 +203,35 @@ def test_exact_is_refused_under_fsdp_only():
 def test_unusable_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(launch_checks, "NVIDIA_DEVICES", str(ROOT / "train.p[y]"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old\nand more")
-
-    monkeypatch.setattr(torch.cuda, "init", init)
     (message,) = launch_checks.unusable_devices({})
-    assert "driver on your system is too old; to train on the CPU, set ACCELERATE_USE_CPU=true" in message
-    for asked in ({"ACCELERATE_USE_CPU": "True"}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}, {"CUDA_VISIBLE_DEVICES": ""}):
-        assert launch_checks.unusable_devices(asked) == []
+    assert "cannot use the GPU of this machine; to train on the CPU, set ACCELERATE_USE_CPU=true" in message
+    for variables in ({"ACCELERATE_USE_CPU": "True"}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}, {"CUDA_VISIBLE_DEVICES": ""}):
+        assert launch_checks.unusable_devices(variables) == []
     assert launch_checks.unusable_devices({"CUDA_VISIBLE_DEVICES": "0"}) == [message]
 
 
 @pytest.fixture
 def two_old_gpus(monkeypatch):
-    facts = {"is_available": True, "device_count": 2, "get_device_capability": (7, 5), "get_device_name": "Tesla T4"}
+    facts = {"is_available": True, "device_count": 2, "is_bf16_supported": False, "get_device_name": "Tesla T4"}
     for name, value in facts.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, name, lambda value=value, including_emulation=True: value)
 
 
 def test_missing_gpus_and_missing_bf16_are_refused(two_old_gpus, monkeypatch):
     launched = {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "ACCELERATE_MIXED_PRECISION": "bf16"}
     few, old = launch_checks.unusable_devices(launched)
     assert "num_processes: 4 on this machine, which has 2 GPU(s)" in few
-    assert "bf16 needs compute capability 8.0, and Tesla T4 has 7.5; use fp16" in old
+    assert "bf16 is emulated by Tesla T4; use fp16" in old
     assert launch_checks.unusable_devices(launched | {"ACCELERATE_USE_CPU": "true"}) == []
     assert launch_checks.unusable_devices({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}) == []
     assert launch_checks.unusable_devices({}) == [], "python train.py starts one process"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     assert launch_checks.unusable_devices({"ACCELERATE_MIXED_PRECISION": "bf16"}) == []
 
 
 def test_uses_cpu_reads_the_environment(two_old_gpus):
     assert not uses_cpu({})
     assert uses_cpu({"ACCELERATE_USE_CPU": "true"})
-    with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU: 'maybe' in the environment must be true or false"):
-        uses_cpu({"ACCELERATE_USE_CPU": "maybe"})
 
 
 # Real launches
@@ -352,7 +342,7 @@ def test_corpora_of_a_mixture_may_have_other_paths(checked_processes):
 
 @pytest.mark.parametrize("package", ["torch", "accelerate"])
 def test_different_versions_are_refused(checked_processes, monkeypatch, package):
-    """Their bits would differ, or one would wait for ever in an exchange that the other does not know."""
+    """Their bits would differ, or one would wait forever in a collective operation that the other lacks."""
     launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"))
     here = getattr(launch_checks, package).__version__
     monkeypatch.setattr(getattr(launch_checks, package), "__version__", "0.1")

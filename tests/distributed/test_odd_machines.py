@@ -1,8 +1,7 @@
-"""The odd machine: a table of surroundings that people have met, each one start of a real program with what it says.
+"""Unusual machines: each row starts a real program and checks its exit code and output.
 
-A row more is an entry more: the environment, what the process does to itself before the program begins (a fork of this
-machine's interpreter has no other way to get another screen, other limits or a signal), the command line, and what must
-come of it.
+A row has environment variables, code that runs before the program (for another terminal encoding, limits or a signal),
+the command line, and the expected outcome.
 """
 
 import json
@@ -26,7 +25,7 @@ LATIN_SCREEN = ASCII_SCREEN.replace("ascii", "latin-1")
 
 
 def once_it_trains(action: str) -> str:
-    """Code that does something as soon as signals are heard."""
+    """Return code that runs `action` as soon as the signal handlers are installed."""
     return f"""
 import train
 made = train.StopSignal
@@ -43,7 +42,7 @@ def signalled(name: str) -> str:
 
 
 UNDER_NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-WITHOUT_NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the tests themselves may be under
+WITHOUT_NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
 A_SECOND_OF_PROCESSOR = once_it_trains("resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1, -1))")
 LITTLE_MEMORY = """
 pages = int(open("/proc/self/statm").read().split()[0])
@@ -60,17 +59,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @dataclass
 class Row:
-    """One start. `says` must stand in what is printed; PLACE in the words is an empty folder of this row's."""
+    """One start; the output has all of `expected` and none of `forbidden`."""
 
     env: dict[str, str] = field(default_factory=dict)
     code: str = ""
     words: list[str] = field(default_factory=lambda: ["train.py", *ONE_STEP])
     exit_code: int = 0
-    says: list[str] = field(default_factory=lambda: ["Training finished."])
-    silent: list[str] = field(default_factory=lambda: ["Traceback"])
+    expected: list[str] = field(default_factory=lambda: ["Training finished."])
+    forbidden: list[str] = field(default_factory=lambda: ["Traceback"])
 
 
-PREEMPTED = {"words": ["train.py", *ENDLESS], "exit_code": 75, "says": ["stopped after step"]}
+PREEMPTED = {"words": ["train.py", *ENDLESS], "exit_code": 75, "expected": ["stopped after step"]}
 NONE_SET = dict.fromkeys(["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"], "")
 NONE_SET |= dict.fromkeys(
     ["ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RESTART_COUNT", "PMI_SIZE", "OMP_NUM_THREADS"], ""
@@ -78,74 +77,69 @@ NONE_SET |= dict.fromkeys(
 W_AND_B = [*ONE_STEP, "--tracking.wandb", "offline"]
 
 ROWS = {
-    # Half of what a launcher sets
+    # Some of the variables that a launcher sets
     "LOCAL_RANK alone": Row({"LOCAL_RANK": "0"}),
     "RANK and WORLD_SIZE alone": Row({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
     "variables that are empty": Row(NONE_SET),
-    "the rank of nobody": Row(
-        {"RANK": "1"}, exit_code=2, says=["RANK: 1 in the environment, but WORLD_SIZE is not set; ranks start at 0"]
+    "ranks without WORLD_SIZE": Row({"RANK": "1", "LOCAL_RANK": "3"}),
+    "a rank that is not a number": Row(
+        {"WORLD_SIZE": "2", "RANK": "x"}, exit_code=2, expected=["RANK: 'x' in the environment is not a number"]
     ),
-    "the local rank of nobody": Row(
-        {"LOCAL_RANK": "3"}, exit_code=2, says=["LOCAL_RANK: 3 in the environment, but WORLD_SIZE is not set"]
-    ),
-    "a rank that is none": Row(
-        {"WORLD_SIZE": "2", "RANK": "x"}, exit_code=2, says=["RANK: 'x' in the environment is not an integer"]
-    ),
-    "a size that a scheduler left": Row(
+    "the size of an enclosing scheduler": Row(
         {"PMI_SIZE": "4"},
         exit_code=2,
-        says=["PMI_SIZE: 4 processes, but", "To train with one process, unset PMI_SIZE"],
+        expected=["PMI_SIZE: 4 processes, but", "To train with one process, unset PMI_SIZE"],
     ),
-    "a whole rank that a scheduler left": Row(
+    "the size and rank of an enclosing scheduler": Row(
         {"PMI_SIZE": "2", "PMI_RANK": "0", "MASTER_PORT": str(forked.free_port())},
         words=["train.py", *ONE_STEP, "--global_batch_size", "8", "--timeout_seconds", "1"],
         exit_code=1,
-        says=["(PMI_SIZE in the environment); to train with one process, unset PMI_SIZE"],
+        expected=["[1] did not start within 1 s; to train with one process, unset WORLD_SIZE, or PMI_SIZE"],
     ),
     "a scheduler's size beside torch's": Row({"WORLD_SIZE": "1", "PMI_SIZE": "4", "PMI_RANK": "3"}),
-    "a scheduler's size that is none": Row(
-        {"PMI_SIZE": "many"}, exit_code=2, says=["PMI_SIZE: 'many' in the environment is not an integer"]
+    "a scheduler's size that is not a number": Row(
+        {"PMI_SIZE": "many"}, exit_code=2, expected=["WORLD_SIZE: 'many' in the environment is not a number"]
     ),
-    # What else people export
+    # Other variables
     "W&B off by its mode": Row(
-        {"WANDB_MODE": "disabled"}, words=["train.py", *W_AND_B], says=["environment variable WANDB_MODE=disabled"]
+        {"WANDB_MODE": "disabled"}, words=["train.py", *W_AND_B], expected=["environment variable WANDB_MODE=disabled"]
     ),
     "W&B off by the older switch": Row(
-        {"WANDB_DISABLED": "true"}, words=["train.py", *W_AND_B], says=["environment variable WANDB_DISABLED=true"]
+        {"WANDB_DISABLED": "true"}, words=["train.py", *W_AND_B], expected=["environment variable WANDB_DISABLED=true"]
     ),
     "W&B that needs an account, off": Row(
         {"WANDB_MODE": "disabled", "WANDB_API_KEY": "", "HOME": "/nonexistent"},
         words=["train.py", *ONE_STEP, "--tracking.wandb", "online"],
-        says=["W&B is off, as the environment variable WANDB_MODE=disabled", "Training finished."],
+        expected=["W&B is off, as the environment variable WANDB_MODE=disabled", "Training finished."],
     ),
-    # Screens
+    # Terminals
     "a name that ASCII lacks": Row(
-        code=ASCII_SCREEN, words=["train.py", *ONE_STEP, "--name", "Müll"], says=["M\\xfcll.", "Training finished."]
+        code=ASCII_SCREEN, words=["train.py", *ONE_STEP, "--name", "Müll"], expected=["M\\xfcll.", "Training finished."]
     ),
     "a name that Latin-1 lacks": Row(
-        code=LATIN_SCREEN, words=["train.py", *ONE_STEP, "--name", "中"], says=["\\u4e2d.", "Training finished."]
+        code=LATIN_SCREEN, words=["train.py", *ONE_STEP, "--name", "中"], expected=["\\u4e2d.", "Training finished."]
     ),
     "an error that ASCII lacks": Row(
-        code=ASCII_SCREEN, words=["train.py", *ONE_STEP, "--steps", "ü"], exit_code=2, says=["steps: \\xfc must be"]
+        code=ASCII_SCREEN, words=["train.py", *ONE_STEP, "--steps", "ü"], exit_code=2, expected=["steps: \\xfc must be"]
     ),
-    # What a terminal, a scheduler or a container sends
+    # Signals of a terminal, a scheduler or a container
     "a terminal that closes": Row(code=WITHOUT_NOHUP + signalled("SIGHUP"), **PREEMPTED),
     "a terminal that closes, under nohup": Row(code=UNDER_NOHUP + signalled("SIGHUP")),
     "a scheduler's warning": Row(code=signalled("SIGUSR2"), **PREEMPTED),
-    "a container that is told of a power failure": Row(code=signalled("SIGPWR"), **PREEMPTED),
+    "a power failure": Row(code=signalled("SIGPWR"), **PREEMPTED),
     "a limit of processor time": Row(code=A_SECOND_OF_PROCESSOR, **PREEMPTED),
     # Limits
     "memory that the system refuses": Row(
         code=LITTLE_MEMORY,
         words=["train.py", *ONE_STEP, "--model.d_model", "8192", "--model.n_layers", "1"],
         exit_code=1,
-        says=[
+        expected=[
             "error: out of memory in process 0, in `",
             "can't allocate memory",
             "Less memory is needed with a smaller micro",
         ],
     ),
-    "files that may not be large": Row(code=SMALL_FILES, exit_code=1, says=["File too large"]),
+    "files that may not be large": Row(code=SMALL_FILES, exit_code=1, expected=["File too large"]),
 }
 
 
@@ -157,8 +151,8 @@ def test_unusual_machine_works_or_is_reported(name, runs, tmp_path):
     done = forked.run("-c", [BEGIN.format(code=row.code), *words], 0, environment(**row.env), pictures=False)
     printed = done.stdout + done.stderr
     assert done.returncode == row.exit_code, printed
-    assert all(words in printed for words in row.says), printed
-    assert not any(words in printed for words in row.silent), printed
+    assert all(words in printed for words in row.expected), printed
+    assert not any(words in printed for words in row.forbidden), printed
     if row.exit_code == 75:
         status = json.loads((runs / "run" / "status.json").read_text())
         assert status["state"] == "preempted"
@@ -170,7 +164,7 @@ def test_unusual_machine_works_or_is_reported(name, runs, tmp_path):
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """A run with a name that no plain screen can show."""
+    """A run with a name that is not ASCII."""
     out_dir = tmp_path_factory.mktemp("foreign")
     train(*ONE_STEP, "--evaluation.every", "2", "--out_dir", out_dir, "--name", "Müll")
     return out_dir / "Müll"
@@ -195,7 +189,7 @@ def test_scripts_work_on_ascii_terminal(words, foreign, tmp_path):
 
 @pytest.mark.slow
 def test_pythonioencoding_ascii_works(runs):
-    """As a user sets it, and not as the tests above do it."""
+    """Set by the environment variable, not by replacing the streams."""
     done = train(*ONE_STEP, "--out_dir", runs, "--name", "Müll", cwd=Path(ROOT, "."), PYTHONIOENCODING="ascii")
     assert "Training finished." in done.stdout
 
@@ -217,7 +211,7 @@ def test_control_characters_in_names_are_escaped(foreign, tmp_path):
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no commit to be known")
 def test_git_commit_of_foreign_clone_is_recorded(runs):
-    """As in a container, where Git fears it."""
+    """Git refuses such a clone by default, for example in a container."""
     train(*ONE_STEP, "--out_dir", runs, "--name", "run", GIT_TEST_ASSUME_DIFFERENT_OWNER="1")
     start = json.loads((runs / "run" / "sessions.jsonl").read_text())
     assert len(start["git_commit"].removesuffix("-dirty")) == 40

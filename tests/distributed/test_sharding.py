@@ -34,8 +34,8 @@ RUN = [*TINY_STORIES, *WORDS.split()]
 
 def launcher_environment(kind, *flags):
     """Return the variables that `accelerate launch` with this file and these flags sets."""
-    told = what_is_started("--config_file", str(LAUNCH_FILES / f"{kind}.yaml"), *flags)
-    return {name: told[name] for name in told if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
+    started = what_is_started("--config_file", str(LAUNCH_FILES / f"{kind}.yaml"), *flags)
+    return {name: started[name] for name in started if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
 
 
 def sharded(kind, processes, *arguments, precision="no", **options):

@@ -291,8 +291,8 @@ def test_signal_stops_nested_training(words, processes, short, tmp_path):
     for process in launch.processes:
         process.join(WAIT_SECONDS)
     assert {process.exitcode for process in launch.processes} == {75}, launch.output()
-    said, errors = launch.output()
-    assert "FAIL" not in said and "holds" not in said and "is what its settings give" not in said
+    output, errors = launch.output()
+    assert "FAIL" not in output and "holds" not in output and "is what its settings give" not in output
     assert "stopped by a signal before the end\n" in errors and "Traceback" not in errors
     assert not list(tmp_path.iterdir()) and not list(short.glob("verified/*"))
 

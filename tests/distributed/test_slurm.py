@@ -1,4 +1,4 @@
-"""The Slurm script starts the launchers, and requeues the job if and only if status.json says preempted."""
+"""The Slurm script starts the launchers, and requeues the job if and only if the state in status.json is preempted."""
 
 import json
 import os

@@ -20,7 +20,7 @@ from run.reader import RunReader
 from tests.conftest import ROOT
 
 # Replaces train.py, without torch: locks its run, writes its start, environment and end to a file shared by all runs,
-# and ends as its argument says. It stops on SIGTERM.
+# and ends as its argument names. It stops on SIGTERM.
 FAKE = """
 import fcntl, json, os, signal, sys, time
 run, how, starts = sys.argv[1:]
@@ -140,10 +140,10 @@ def test_train_failed_run_stops_the_others(how, message, run):
 
 def test_train_without_until_failure_continues(run):
     found = JobRunner(2)
-    found.train([run("bad", "fails"), run("asked", "fails under a launcher"), run("good")], until_failure=False)
+    found.train([run("bad", "fails"), run("signalled", "fails under a launcher"), run("good")], until_failure=False)
     assert {training.directory.name: outcome for training, outcome in found.outcomes.items()} == {
         "bad": "failed",
-        "asked": "stopped",
+        "signalled": "stopped",
         "good": "finished",
     }
 
@@ -195,7 +195,7 @@ def test_train_waits_for_locked_run_then_trains_it(run):
     other.start()
     JobRunner(1).train([run("theirs"), run("ours")])
     other.join()
-    assert started == [False], "it was started while it was locked"
+    assert started == [False], "the run was started while it was locked"
     assert [name for what, name, *_ in run.notes() if what == "start"] == ["ours", "theirs"]
 
 

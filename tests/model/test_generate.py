@@ -33,7 +33,7 @@ def test_kv_cache_changes_no_token_beyond_max_position(settings, temperature):
         expected = torch.cat((expected, chosen), dim=1)
     generated = model.generate(tokens, 16, temperature, generator=torch.Generator().manual_seed(3))
     assert torch.equal(generated, expected)
-    assert len(expected[:, 5:].unique()) > 3, "a model that repeats itself would prove little"
+    assert len(expected[:, 5:].unique()) > 3, "a model that repeats itself would test little"
 
 
 @every_kind
@@ -51,7 +51,9 @@ def test_each_token_is_computed_once():
     model, lengths = make_lively_model(), []
     model.token_embedding.register_forward_hook(lambda module, inputs, output: lengths.append(inputs[0].shape[1]))
     model.generate(make_tokens(length=11), 8, temperature=0)
-    assert lengths == [11, 1, 1, 1, 1, 1, 16, 16], "and beyond the last position, where positions move, all anew"
+    assert lengths == [11, 1, 1, 1, 1, 1, 16, 16], (
+        "beyond the last position, positions shift and every token is recomputed"
+    )
 
 
 def test_top_k_and_top_p_match_transformers():

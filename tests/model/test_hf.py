@@ -202,7 +202,7 @@ def test_trained_model_reloads_from_folder(config, tmp_path):
     to_transformers(model).save_pretrained(tmp_path)
     reopened, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
-    assert reopened.config.bos_token_id is None and reopened.config.eos_token_id is None, "the tokenizer's affair"
+    assert reopened.config.bos_token_id is None and reopened.config.eos_token_id is None, "it belongs to the tokenizer"
     assert torch.equal(reopened.eval()(input_ids).logits, to_transformers(model)(input_ids).logits)
     torch.testing.assert_close(reopened(input_ids).logits, model.eval()(input_ids)[0], rtol=1e-4, atol=1e-4)
 
@@ -235,13 +235,13 @@ def test_to_transformers_names_settings_outside_each_family():
 
 @dataclass(frozen=True)
 class ForkedConfig(GPTConfig):
-    """A setting that the mapping has never heard of."""
+    """A config with a setting that the mapping does not have."""
 
     parallel: bool = False
 
 
 def test_to_transformers_refuses_unknown_settings_and_tensors():
-    assert to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE))), "at its default, the model is what it was"
+    assert to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE))), "at its default the setting changes nothing"
     with pytest.raises(
         ValueError, match="model.logit_softcap is 30.0, not None\nqwen3: .*model.logit_softcap is 30.0, not None"
     ):

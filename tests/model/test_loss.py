@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import model.loss
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.loss import NextTokenLoss, differentiate_loss, loss_of_logits, soft_cap
+from model.loss import NextTokenLoss, differentiate_loss, loss_of_logits, rows_per_chunk, soft_cap
 from tests.model.test_kernels import leaf
 
 CAPS = pytest.mark.parametrize("softcap", [None, 2.0])
@@ -84,10 +84,18 @@ def test_closed_form_is_for_cross_entropy_alone(softcap, fork, expected, monkeyp
 def test_small_chunks_accumulate_in_place_unless_exact(exact, rows, monkeypatch):
     """An exact run must have the same bits on every processor."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: exact)
-    monkeypatch.setattr(model.loss, "CHUNK_BYTES", {"cpu": 4 * 37 * rows})
     with torch.profiler.profile() as trace:
-        NextTokenLoss(GPTConfig(), chunked=True)(leaf(2, 9, 16), leaf(37, 16, seed=1), make_labels(2))
+        NextTokenLoss(GPTConfig(), chunked=True)(leaf(1, rows, 16), leaf(37, 16, seed=1), make_labels(1, rows))
     assert ("aten::addmm_" in [event.name for event in trace.events()]) == (rows < 512 and not exact)
+
+
+def test_chunks_are_equal_and_whole_tiles():
+    assert rows_per_chunk(16 * 1024, 50_257, "cuda") == 4096
+    assert rows_per_chunk(1000, 50_257, "cpu") == 143, "seven chunks of at most 166 rows"
+    for num_rows in (1, 127, 128, 5_337, 100_000):
+        rows = rows_per_chunk(num_rows, 50_257, "cuda")
+        assert rows % 128 == 0
+        assert 128 <= rows <= max(128, 2**30 / (4 * 50_257))
 
 
 def test_chunked_loss_under_autocast_is_as_accurate():

@@ -1,4 +1,4 @@
-"""What the model promises by itself; tests/model/test_hf.py holds it against transformers."""
+"""Guarantees of the model on its own; tests/model/test_hf.py compares it with transformers."""
 
 import math
 
@@ -137,7 +137,7 @@ def test_every_variant_trains_all_its_parameters(settings):
     assert abs(loss.item() - math.log(61)) < 0.1
     for name, parameter in model.named_parameters():
         if name.endswith("k_proj.bias") and model.config.position == "learned" and not model.config.qk_norm:
-            # It adds the same to all scores of a query, and the softmax does not see that.
+            # It adds a constant to all scores of a query, which the softmax cancels.
             assert parameter.grad.abs().max() < 1e-8
         else:
             assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-7, name
@@ -163,8 +163,8 @@ def documented_init(name: str, n_layers: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("settings", SWITCHES, ids=str)
 def test_shared_modules_have_identical_initial_weights(settings):
-    """A layer more, in whatever order modules are built, moves the start of no other one."""
-    depth = {"n_layers": settings.get("n_layers", SHAPE["n_layers"])}  # which scales what writes to the residual stream
+    """An added layer does not change the initial weights of the others."""
+    depth = {"n_layers": settings.get("n_layers", SHAPE["n_layers"])}  # the init of residual projections depends on it
     models = make_model(**depth), make_model(**settings), make_model(**depth, seed=1)
     plain, other, another = (model.state_dict() for model in models)
     shared, drawn = 0, set()
@@ -176,7 +176,9 @@ def test_shared_modules_have_identical_initial_weights(settings):
             assert not torch.equal(weight, another[name]), f"{name} does not depend on the seed"
             drawn.add(weight.flatten()[0].item())
     assert shared >= len(plain) / 4
-    assert len(drawn) == sum("norm" not in name and not name.endswith("bias") for name in plain), "all draw alike"
+    assert len(drawn) == sum("norm" not in name and not name.endswith("bias") for name in plain), (
+        "two parameters have the same initial values"
+    )
 
 
 @pytest.mark.parametrize("start", ["constructed", "from the meta device"])
@@ -260,7 +262,7 @@ def test_zero_init_blocks_are_the_identity():
 def test_flops_per_token_match_counted_operations(settings):
     model = make_model(max_position_embeddings=256, d_model=64, d_ff=128, **settings).double()
     tokens = make_tokens(rows=2, length=256)
-    # The math kernel is made of products that the counter knows. It computes the scores once.
+    # The counter has formulas for the products of the math kernel, which computes the scores once.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, labels=tokens)[1].backward()
     assert counter.get_total_flops() / tokens.numel() == pytest.approx(model.flops_per_token(256), rel=0.02)
@@ -285,7 +287,7 @@ def loss_by_hand(model: GPTModel, tokens: torch.Tensor, labels: torch.Tensor) ->
 def test_loss_predicts_next_label_at_each_position():
     model, tokens = make_lively_model(), make_tokens()
     labels = make_tokens(seed=2)
-    labels[0, 3:5], labels[1] = -100, -100  # the second row has no target at all
+    labels[0, 3:5], labels[1] = -100, -100  # the second row has no target
     total, targets = loss_by_hand(model, tokens, labels)
     assert targets == 10 - 2 + 10
     torch.testing.assert_close(model(tokens, labels=labels)[1], total / targets)
@@ -371,7 +373,7 @@ def test_padding_does_not_influence_other_tokens():
 def test_fully_masked_rows_give_no_nan(dtype):
     model, tokens = make_model(**QWEN3).to(dtype), make_tokens()
     mask = torch.ones_like(tokens)
-    mask[0, :3], mask[1] = 0, 0  # padding on the left, and a row of nothing else
+    mask[0, :3], mask[1] = 0, 0  # left padding, and a row of padding alone
     logits, loss = model(tokens, mask, labels=tokens, logits_to_keep=0)[:2]
     loss.backward()
     assert logits.isfinite().all() and loss.isfinite()

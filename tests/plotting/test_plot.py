@@ -1,4 +1,4 @@
-"""Pictures: readable by everybody, on axes with round numbers, and never the end of what they only show."""
+"""Figures are readable, have round ticks, and never end the program that draws them."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def drawn(monkeypatch):
 
 
 def luminance(color):
-    """Relative, of WCAG 2.1."""
+    """Relative luminance as defined by WCAG 2.1."""
     parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
@@ -91,7 +91,7 @@ def test_run_styles_are_distinct_for_twenty_runs():
 def test_logarithmic_axis_has_round_ticks(low, high, ticks):
     found = [style.format_number(tick) for tick in style.round_ticks(low, high)]
     assert set(ticks) <= set(found)
-    assert not [number for number in found if len(number.strip("0.")) > 4], "3.981 is no round number"
+    assert not [number for number in found if len(number.strip("0.")) > 4], "3.981 is not a round number"
 
 
 def test_loss_curve_has_legend_and_axis_labels(run, drawn):
@@ -108,7 +108,7 @@ def test_loss_curve_has_legend_and_axis_labels(run, drawn):
 
 
 def test_picture_and_page_draw_recipes_alike(tmp_path, monkeypatch):
-    """One of three seeds and two of one, of which one has a metric that needs no floor."""
+    """One recipe of three seeds and two of one seed; only the first has an excess loss."""
     figures = []
     monkeypatch.setattr(report, "new_figure", lambda *size: figures.append(style.new_figure(*size)) or figures[-1])
     recipes = [Curves(f"run {n}", {"val/loss": [[(1, 5.0 + n), (2, 1.0 + n)]]}) for n in range(2)]
@@ -198,7 +198,7 @@ def test_plot_ignores_backend_of_a_notebook(run):
 
 
 def test_only_new_figure_imports_matplotlib_first():
-    """As the test before: whatever imports matplotlib first must be new_figure."""
+    """The backend is chosen at the first import of matplotlib, which must be the one in new_figure."""
     files = {file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern)}
     files -= {file for folder in ("tests", "examples") for file in (ROOT / folder).glob("*.py")}
     at_once = re.compile(

@@ -1,4 +1,4 @@
-"""The picture of what is learnt when, from the metrics of a run."""
+"""The figure of the excess loss by kind of token."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_excess_loss_figure_needs_kinds(tmp_path):
 
 
 def test_excess_loss_figure_omits_null_and_negative_values(tmp_path):
-    """A small validation set may lie below what is expected of it; a run may end without a number."""
+    """The loss on a small validation set may be below its expectation, and a run may end with NaN."""
     run = rows_of(
         tmp_path / "run", [row(1, 0.4, names=-0.1, facts_from_1=0.0), row(2, None, names=None, facts_from_1=None)]
     )

@@ -26,7 +26,7 @@ def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
-# In this order: later ones use the run of `make train`. The rest of debugging.md is run by tests/test_debugging.py.
+# In this order: later ones use the run of `make train`. tests/test_debugging.py runs the rest of debugging.md.
 COMMANDS = [*commands(README), *commands(page("launching")), *commands(page("runs")), *commands(page("debugging"))[:1]]
 SHORT_STORIES = (
     "--steps 3 --schedule.warmup_steps 1 --schedule.decay_steps null --data.num_samples 50 --evaluation.num_samples 20 "
@@ -40,7 +40,7 @@ def out_dir(tmp_path_factory):
 
 
 def shortened(command, out_dir):
-    """The command as a test can run it: small, into `out_dir`, with two processes where it says so many GPUs."""
+    """Shorten a command for a test: a small run in `out_dir`, with two processes instead of several GPUs."""
     if command == "make train":
         return f'make train ARGS="{SHORT_STORIES} --out_dir {out_dir}"'
     if command == "make verify":
@@ -53,7 +53,7 @@ def shortened(command, out_dir):
 
 
 def marked(command):
-    """A real launcher is that of `make train`; what starts others is slow."""
+    """Mark commands that start real launchers, other than `make train`, as slow."""
     slow = "torchrun" in command or "multi_gpu.yaml" in command or command == "make verify"
     return pytest.param(command, marks=pytest.mark.slow if slow else ())
 
@@ -67,7 +67,7 @@ def test_command_of_first_pages(command, out_dir):
         processes = 1 if command.startswith("python") else 2
         assert f"processes: {processes} x" in done.stdout
     if "replay.py" in command:
-        assert done.stdout.count("reproduced bitwise (1 digest(s))") == 2, "it is started like the run"
+        assert done.stdout.count("reproduced bitwise (1 digest(s))") == 2, "replay must be launched like the run"
     if command == "make verify":
         assert done.stdout.count("\nPASS  ") == 12 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
@@ -77,7 +77,7 @@ def test_command_of_first_pages(command, out_dir):
 
 
 def test_python_that_loads_a_run(out_dir):
-    """After the commands, which train it."""
+    """Runs after the commands, which train the run."""
     [code] = re.findall(r"```python\n(.*?)```", page("using"), re.DOTALL)
     names = {}
     exec(code.replace("runs/", f"{out_dir}/"), names)
@@ -87,13 +87,13 @@ def test_python_that_loads_a_run(out_dir):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="then it starts")
 def test_multi_gpu_launch_fails_without_gpu():
-    """As docs/launching.md says, which says what to type instead."""
+    """docs/launching.md names the command to use instead."""
     done = shell("! accelerate launch --multi_gpu train.py")
     assert done.stderr.endswith("\nAssertionError\n") and "loading torch" not in done.stderr
 
 
 def test_chinese_readme_matches_english():
-    """As far as a machine can tell: commands and output, sections, tables, links and code, in their order."""
+    """Commands, output, sections, tables, links and code are the same, in the same order."""
     chinese = (ROOT / "README.zh-CN.md").read_text()
     for kind in (r"(?s)```\w*\n.*?```", r"(?m)^#+ ", r"(?m)^\|", r"(?<=\]\()(?!README)[^)]+"):
         ours, theirs = (re.findall(kind, text) for text in (README, chinese))
@@ -104,7 +104,7 @@ def test_chinese_readme_matches_english():
 
 
 def test_auxiliary_loss_of_forking_page():
-    """In training, and for whoever calls a model without the number of targets."""
+    """In training, and in calls without the number of targets."""
     [code] = re.findall(r"```python\n(.*?)```", page("forking"), re.DOTALL)
     labels, x_BTC = torch.ones(2, 5, dtype=torch.int64), torch.randn(2, 5, 128)
     for number, share in ((None, 1), (8, 1), (32, 1 / 4)):
@@ -122,7 +122,7 @@ def test_commands_of_first_pages_are_found():
 
 
 def anchors(file):
-    """What a link to a heading of the page may end in, as GitHub has it."""
+    """Anchors of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-").lower() for heading in headings}
 
@@ -147,20 +147,15 @@ def test_code_names_of_page_exist(name):
 
 
 def test_examples_page_matches_scripts():
-    files = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"mnist"}
+    files = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"common"}
     text = (ROOT / "examples" / "README.md").read_text()
-    rows = re.findall(r"^\| \[(\w+)\.py\]\((\w+)\.py\) \|.*\| (.*) \|$", text, re.MULTILINE)
-    assert [name for name, *_ in rows] == [link for _, link, _ in rows] == SCRIPTS and files == set(SCRIPTS)
-    sources = [ROOT / "train.py", ROOT / "training" / "step.py"]
-    lines = {line.strip() for source in sources for line in source.read_text().splitlines()}
-    for name, _, where in rows:
-        assert where.strip("`") in lines or name == "model_parallel", where
+    rows = re.findall(r"^\| \[(\w+)\.py\]\((\w+)\.py\) \|", text, re.MULTILINE)
+    assert [name for name, _ in rows] == [link for _, link in rows] == SCRIPTS and files == set(SCRIPTS)
     tested = {f"python -m examples.{name}" for name in SCRIPTS if name != "ring_allreduce"}
     tested |= {"python -m examples.ring_allreduce --ranks 3"}
     tested |= {"torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp"}
     [last] = set(commands(text)) - tested
     assert last in COMMANDS and tested < set(commands(text))
-    assert "examples/README.md" in README
 
 
 def test_readme_links_to_every_page():

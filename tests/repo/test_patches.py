@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT, environment
 
-# Of docs/forking.md, (name, lines, settings) of every experiment.
+# (name, lines, settings) of every patch in docs/forking.md.
 EXPERIMENTS = re.findall(
     r"^\| \[\w+\]\(patches/(\w+)\.patch\).*? \| (\d+) \| `(.*)` \|$", (ROOT / "docs/forking.md").read_text(), re.M
 )
@@ -70,7 +70,7 @@ def test_patches_apply_alone_and_together(tool, tmp_path):
     ids=lambda them: f"{len(them)}_{them[0][0]}",
 )
 def test_patched_repository_trains_resumes_and_is_verified(experiments, tmp_path):
-    """The work is tests/fork_trial.py's, in the copy."""
+    """By tests/fork_trial.py, in the copy."""
     copy = copy_of_the_repository(tmp_path / "copy")
     for index, (name, *_) in enumerate(experiments):
         apply(name, list(APPLY)[index % 2], copy)

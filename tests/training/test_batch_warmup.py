@@ -1,7 +1,4 @@
-"""A run whose batch grows is as any other: resumed, audited, opened, planned, verified and told of by its tokens.
-
-That it is exact on any number of processes is in test_exact.py.
-"""
+"""A run with batch warmup is resumed, audited, replayed, planned and verified like any other."""
 
 import re
 
@@ -19,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """On two processes, saved after every step."""
+    """Run on two processes, saved after every step."""
     out_dir = tmp_path_factory.mktemp("runs")
     train(*RECIPE, "--out_dir", out_dir, processes=2)
     return out_dir / "run"
@@ -42,7 +39,7 @@ def test_batch_warmup_is_fixed_and_must_divide(run):
 
 
 def test_branch_may_change_batch_warmup(run, runs):
-    """From 1 by 1, at steps 2, 4, 5, 7 and 8."""
+    """The batch grows from 1, by 1 at steps 2, 4, 5, 7 and 8."""
     begin = ["--branch_from", run / "checkpoints" / "step-00000003", "--schedule.batch_warmup_from", 1]
     train(*RECIPE, *begin, "--schedule.batch_warmup_steps", 8, "--steps", 8, "--out_dir", runs)
     tokens = [row["train/tokens"] for row in metrics(runs / "run")]
@@ -65,7 +62,7 @@ def test_batch_warmup_run_is_audited_and_replayed(runs):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_verify_passes_with_batch_warmup(processes, runs):
-    """Against a loop by hand, which counts the tokens of each batch."""
+    """The reference loop counts the tokens of each batch."""
     done = forked.run("verify.py", [*map(str, RECIPE), "--out_dir", str(runs)], processes, environment())
     assert done.returncode == 0 and done.stdout.count("PASS") >= 9, done.stdout + done.stderr
 
@@ -80,7 +77,7 @@ def test_plan_counts_tokens_of_batch_warmup(runs):
     assert (of_step, in_all) == (f"{flops * 6 * 128:.3g}", f"{flops * tokens:.3g}")
 
 
-TELLING_OF_RECOMPILES = """
+LOG_RECOMPILES = """
 import torch
 torch._logging.set_logs(recompiles=True)
 from cli import scripts
@@ -90,7 +87,7 @@ scripts.run_and_exit("train")
 
 def test_batch_warmup_does_not_recompile(runs):
     words = "--compile true --evaluation.every 0 --steps 5 --check_replicas_every 0 --model.n_layers 1".split()
-    command = [TELLING_OF_RECOMPILES, *map(str, RECIPE), *words, "--out_dir", str(runs)]
+    command = [LOG_RECOMPILES, *map(str, RECIPE), *words, "--out_dir", str(runs)]
     done = forked.run("-c", command, 0, environment())
     assert done.returncode == 0 and "compiled" in done.stdout
     assert "ecompil" not in done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""tracking.block_stats: what it logs is true of the checkpoints, and no bit of the run changes."""
+"""tracking.block_stats: logged statistics match the checkpoints, and no bit of the run changes."""
 
 import json
 
@@ -92,11 +92,11 @@ def test_figure_shows_single_block_or_step(steps, blocks, tmp_path):
     rows = [{"step": step, **{f"layers/update_ratio/{block}": 0.1 for block in range(blocks)}} for step in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     image = imread(save_block_stats(tmp_path))
-    assert image[len(image) // 2, len(image[0]) // 3, :3].min() < 0.9, "white in the middle"
+    assert image[len(image) // 2, len(image[0]) // 3, :3].min() < 0.9, "the middle of the figure is empty"
 
 
 def test_block_output_is_first_of_a_tuple():
-    """As one with a term of the loss of its own does."""
+    """A block with an auxiliary loss returns a tuple."""
     block = torch.nn.Identity()
     statistics = BlockStatistics([block], None)
     for statistics.recording in (False, True):  # not in steps that are not logged
@@ -105,7 +105,7 @@ def test_block_output_is_first_of_a_tuple():
 
 
 def test_block_statistics_handle_shared_and_skipped_blocks():
-    """As where blocks share weights, and under stochastic depth."""
+    """Blocks that share weights, and stochastic depth."""
     shared, left_out = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     statistics = BlockStatistics([shared, left_out, shared], Accelerator(cpu=True))
     statistics.recording = True

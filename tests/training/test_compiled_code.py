@@ -1,4 +1,4 @@
-"""What torch.compile makes for one kind of processor is not taken by another."""
+"""Code compiled for one kind of processor is not used on another."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from training.prepare_model import separate_compilation_caches
 
 @pytest.fixture
 def folder_of(tmp_path, monkeypatch):
-    """The folder of compiled code of a process with these variables, started by one of the last."""
+    """Return a function: the cache folder of a process with these variables, started by the process before."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
 
     def folder(**environment):
@@ -43,8 +43,10 @@ def test_number_of_cores_changes_no_folder(folder_of, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a processor without wider registers")
 def test_narrow_and_wide_vector_code_is_separate(tmp_path):
-    """Without a folder each, the second start aborts ("double free or corruption") where the first was the narrow one.
-    verify.py is such a narrow one: it computes as any processor does."""
+    """With a shared folder, a wide start after a narrow one aborts ("double free or corruption").
+
+    verify.py is a narrow start: it restricts itself to instructions that every processor has.
+    """
 
     def digest(cache, name, **environment):
         words = "--steps 6 --compile true --resume never --tracking.wandb disabled".split()

@@ -1,4 +1,4 @@
-"""An average of the weights is what is evaluated, exported and written with, and the training is what it was."""
+"""The EMA of the weights is evaluated, exported and sampled from, and does not change training."""
 
 import json
 
@@ -9,13 +9,13 @@ from run.load import load_run
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, python, tensors, train
 from tests.distributed.test_sharding import sharded
 
-AVERAGE = 0.7  # the first seven averages keep less
+AVERAGE = 0.7  # the first seven steps use a smaller decay
 RUN = [*TINY_STORIES, "--name", "run", "--evaluation.every", "2"]
 
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory):
-    """A run of 8 steps with an average, saved at each."""
+    """Run of 8 steps with an EMA, saved at each step."""
     out_dir = tmp_path_factory.mktemp("averaged")
     train(*RUN, "--evaluation.ema_decay", AVERAGE, "--out_dir", out_dir)
     return out_dir / "run"
@@ -23,14 +23,14 @@ def averaged(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The same without."""
+    """The same run without an EMA."""
     out_dir = tmp_path_factory.mktemp("plain")
     train(*RUN, "--out_dir", out_dir)
     return out_dir / "run"
 
 
 def average_by_hand(run, step):
-    """From the weights that the checkpoints have, in float64: step s, from 0, keeps (1 + s) / (10 + s)."""
+    """EMA computed in float64 from the checkpoints; the decay of step s, from 0, is at most (1 + s) / (10 + s)."""
     mean = None
     for s in range(step):
         kept = min(AVERAGE, (1 + s) / (10 + s)) if s else 0
@@ -50,7 +50,7 @@ def test_load_run_returns_the_ema_weights(step, averaged):
 
 
 def test_ema_does_not_change_training(averaged, plain):
-    """Though the weights were exchanged at every evaluation."""
+    """Every evaluation swaps the weights and restores them."""
     for step in (2, 8):
         kept = {name: tensor for name, tensor in tensors(averaged, step).items() if not name.endswith(".ema")}
         assert_same_bits(kept, tensors(plain, step))
@@ -71,8 +71,8 @@ def test_export_and_sample_use_the_ema_weights(averaged, plain, tmp_path):
         folder = tmp_path / f"export{words}".replace(" ", "")
         python(f"python export.py {averaged} {folder} {words}")
         assert_same_bits(load_run(folder).model.state_dict(), load_run(run).model.state_dict())
-        says = (folder / "README.md").read_text()
-        assert ("an exponential moving average (EMA) of the trained weights" in says) == (words == "")
+        card = (folder / "README.md").read_text()
+        assert ("an exponential moving average (EMA) of the trained weights" in card) == (words == "")
     texts = [python(f"python sample.py {averaged} --seed 3 {words}").stdout for words in ("", "--weights trained")]
     assert texts[1] == python(f"python sample.py {plain} --seed 3").stdout != texts[0]
 
@@ -97,7 +97,7 @@ def test_resume_refuses_changed_ema_decay(words, averaged, tmp_path):
 
 
 def test_ema_weights_restores_weights_after_error(tmp_path):
-    """What is saved then, or looked at, is what was trained."""
+    """A checkpoint that is saved afterwards holds the trained weights."""
     from training.ema import ema_weights, track_ema
 
     layer = torch.nn.Linear(3, 3)
@@ -131,5 +131,5 @@ def test_sharded_ema_matches_up_to_rounding(kind, averaged, tmp_path):
 
 @pytest.mark.slow
 def test_verify_passes_with_ema_and_muon():
-    said = python("python verify.py --evaluation.ema_decay 0.9 --optimizer.name muon").stdout
-    assert "Everything holds" in said
+    output = python("python verify.py --evaluation.ema_decay 0.9 --optimizer.name muon").stdout
+    assert "Everything holds" in output

@@ -1,4 +1,4 @@
-"""A model may use other parameters in every batch and process: gradients are the sums, bit for bit the same."""
+"""Batches and processes may use different parameters; gradients are summed, bitwise the same on all processes."""
 
 import os
 
@@ -117,7 +117,7 @@ def test_missing_gradients_become_zero():
 
 
 def test_sparse_and_frozen_model_trains_on_any_processes(runs):
-    """As a mixture of experts does. MLPs see normalised vectors, so the sign of a sum is as good as random."""
+    """As in a mixture of experts. MLP inputs are normalised, so the sign of their sum is effectively random."""
     words = [*TINY_STORIES, *"--steps 4 --evaluation.every 0 --model.dropout 0 --check_replicas_every 1".split()]
     for processes in (0, 2):
         own = ["--out_dir", str(runs), "--name", str(processes)]

@@ -1,4 +1,4 @@
-"""Muon on the matrices inside the blocks and AdamW on the rest, as one optimizer, are each what they are alone."""
+"""Muon on the matrices inside the blocks and AdamW on the rest, as one optimizer, equal the separate ones."""
 
 import copy
 import shutil
@@ -33,7 +33,7 @@ def backward(model, step):
 
 
 def orthogonal(matrix):
-    """What the polynomials do, to the singular values themselves."""
+    """Apply the polynomials to the singular values."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     s = s / s.norm().clamp(min=1e-9)
     for a, b, c in POLAR_EXPRESS:
@@ -63,7 +63,7 @@ class NorMuon:
 
 
 def test_muon_updates_linear_matrices_only():
-    """A table of embeddings in a block has two dimensions as well, and its rows are not turned together."""
+    """An embedding table in a block is also a matrix, but its rows must not be orthogonalised."""
     model = new_model()
     model.blocks[0].values, model.blocks[0].scales = nn.Embedding(20, 16), nn.Parameter(torch.ones(2, 16))
     muon, matrices, _ = build_optimizer(model, CONFIG).param_groups
@@ -95,7 +95,7 @@ def test_muon_and_adamw_match_separate_optimizers():
             group["lr"] = muon.lr
         for each in (optimizer, muon, adamw):
             each.step()
-        if step == 2:  # another optimizer takes the moments over
+        if step == 2:  # the moments can be loaded into another optimizer
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = build_optimizer(together, CONFIG)
             optimizer.load_state_dict(state)

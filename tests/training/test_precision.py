@@ -33,7 +33,7 @@ def test_fp16_gradients_vanish_without_loss_scale():
 
 
 def test_fp16_trains_skips_and_resumes_bitwise(runs):
-    """An overflow in step 3, before the stop; on the CPU, whose autocast has float16 too."""
+    """Overflow in step 3, before the stop; autocast on the CPU supports float16, too."""
     done = train(*RUN, "--out_dir", runs, processes=2, faults="nan:1:3", **FP16)
     assert "precision: fp16, weights and sums of gradients in fp32\n" in done.stdout
     rows = metrics(runs / "run")
@@ -48,7 +48,7 @@ def test_fp16_trains_skips_and_resumes_bitwise(runs):
     for mine, other in zip(rows, metrics(runs / "fp32" / "run"), strict=True):
         if mine["step"] != 3:
             assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=2e-3)
-    assert mine["train/loss"] != other["train/loss"], "it was not in fp16"
+    assert mine["train/loss"] != other["train/loss"], "the run was not in fp16"
 
 
 def test_fp16_without_skipping_is_refused(runs):

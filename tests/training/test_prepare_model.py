@@ -1,4 +1,4 @@
-"""Compiling, recomputing and chunking change how a network is computed, not what."""
+"""Compilation, activation checkpointing and the chunked loss do not change results."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_compile_includes_the_loss_and_chunks_it(setting, chunked):
 
 
 def test_activation_checkpointing_changes_no_bit(tmp_path):
-    """Dropout included: the second forward draws what the first one drew."""
+    """Dropout included: the recomputed forward draws the same masks."""
     for name, recomputed in (("kept", "false"), ("recomputed", "true")):
         settings = ["--name", name, "--model.dropout", "0.2", "--activation_checkpointing", recomputed]
         done = train(*TINY, *settings, "--out_dir", tmp_path)

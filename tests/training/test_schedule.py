@@ -1,4 +1,4 @@
-"""What changes with the step is a function of it: the shapes of the learning rate, and that every place has them."""
+"""Schedules are functions of the step, and training, replay and verification use the same ones."""
 
 import math
 import re
@@ -60,7 +60,7 @@ def test_weight_decay_applies_to_matrices_only():
 
 
 def test_schedule_scales_learning_rate_of_every_group():
-    """A fork may give each its own, as torch's optimizers let it."""
+    """A fork may give each parameter group its own learning rate."""
     network = torch.nn.Linear(2, 2)
     optimizer = build_optimizer(network, OptimizerConfig(lr=1.0))
     optimizer.param_groups[1]["lr"] = 0.5
@@ -72,7 +72,7 @@ def test_schedule_scales_learning_rate_of_every_group():
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_added_schedule_is_one_function(name, monkeypatch):
-    """As a fork adds it; what does not decay goes on not to."""
+    """A fork adds a function; parameters without weight decay stay without."""
     monkeypatch.setitem(SCHEDULES, "weight_decay", lambda built_with, config, step: built_with * step / config.steps)
     monkeypatch.setitem(SCHEDULES, "betas", lambda built_with, config, step: (0.1 * step, built_with[1]))
     monkeypatch.setitem(SCHEDULES, "dropout", lambda built_with, config, step: built_with * step)
@@ -107,14 +107,14 @@ scripts.run_and_exit(script, settings, module={"replay": "audit.replay", "verify
 
 @pytest.mark.slow
 def test_forked_schedule_is_trained_verified_and_replayed(runs):
-    """The loop by hand clips and drops out as train.py does, and a step that is opened has its rate."""
+    """The reference loop uses the scheduled clipping and dropout, and a replayed step its learning rate."""
     recipe = [*TINY_STORIES, "--optimizer.grad_clip", "0.3", "--out_dir", str(runs), "--name", "run"]
     scripts = [["train", *recipe], ["replay", str(runs / "run"), "4"], ["verify", *recipe]]
-    said = [forked.run("-c", [FORK, *words], 0, environment(CXX="/nonexistent")) for words in scripts]
-    assert all(done.returncode == 0 for done in said), said
+    done = [forked.run("-c", [FORK, *words], 0, environment(CXX="/nonexistent")) for words in scripts]
+    assert all(each.returncode == 0 for each in done), done
     row = metrics(runs / "run")[3]
-    assert "step 4: reproduced bitwise (1 digest(s))" in said[1].stdout
-    fp32 = [float(figure) for figure in re.search(r"fp32 +([\d.]+) +([\d.]+)$", said[1].stdout, re.MULTILINE).groups()]
+    assert "step 4: reproduced bitwise (1 digest(s))" in done[1].stdout
+    fp32 = [float(figure) for figure in re.search(r"fp32 +([\d.]+) +([\d.]+)$", done[1].stdout, re.MULTILINE).groups()]
     assert fp32 == pytest.approx([row["train/loss"], row["train/grad_norm"]], abs=1e-6)
     train(*recipe, "--name", "other")
     assert metrics(runs / "other")[3]["train/loss"] != pytest.approx(row["train/loss"], abs=1e-4)

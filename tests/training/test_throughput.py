@@ -1,4 +1,4 @@
-"""What a log line says of speed and memory is of this card and this device."""
+"""Logged throughput and memory are those of this device."""
 
 import psutil
 import pytest
@@ -23,7 +23,7 @@ def test_peak_bf16_flops_matches_exact_card(card, peak, monkeypatch):
 
 
 def test_peak_memory_on_cpu_ignores_initialised_cuda(monkeypatch):
-    """As torch.compile brings it up on a machine that has a GPU."""
+    """torch.compile initialises CUDA on a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     now = psutil.Process().memory_info().rss
     assert 0.9 * now < peak_memory_bytes() < 100 * now

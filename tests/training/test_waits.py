@@ -1,5 +1,5 @@
-"""Nothing that training waits for takes longer than `timeout_seconds`, and no signal to stop waits for it: loaders,
-saves, trackers, the verification of a corpus. What was done is saved, and the message says what was waited for."""
+"""Training waits at most `timeout_seconds` for loaders, saves, trackers and the verification of a corpus, and a stop
+signal ends the wait. Completed steps are saved, and the message names what was waited for."""
 
 import os
 import re
@@ -26,7 +26,7 @@ from cli import scripts
 {}
 scripts.run_and_exit("train")
 """
-# Both remember a folder that the process which was forked has chosen.
+# Both cache the folder that the forked process has chosen.
 FORGETS_TMPDIR = "import multiprocessing; multiprocessing.current_process()._config.pop('tempdir', None)"
 LOOKS_FOR_TMPDIR = IN_A_FORK.format(f"tempfile.tempdir = None; {FORGETS_TMPDIR}")
 HANGING_SAVE = IN_A_FORK.format("from checkpoint import storage; storage.write = lambda *_: time.sleep(600)")
@@ -77,7 +77,7 @@ def test_hanging_data_worker_obeys_signal_and_timeout(ending, runs):
 
 
 def is_asleep(pid, samples=5):
-    """Whether it used no processor time for half a second: it waits for its loader."""
+    """Return whether a process used no CPU time for half a second, as while it waits for its loader."""
     seconds = []
     for _ in range(samples):
         with open(f"/proc/{pid}/stat") as file:
@@ -104,7 +104,7 @@ def test_signal_before_first_batch_stops_at_once(runs):
 @pytest.mark.skipif(not shutil.which("unshare"), reason="a file system of one's own is of Linux")
 @pytest.mark.parametrize(("size", "code"), [("8k", 1), ("120k", 0)])
 def test_full_shared_memory_is_reported(size, code, runs):
-    """As /dev/shm is in a container: without room for the semaphores of the queues, and with room for nothing else."""
+    """/dev/shm as in a container: too small for the semaphores of the queues, or just large enough for them."""
     command = train_command(*LONG, "--steps", "8", "--out_dir", runs, "--name", "run")
     mounted = f'mount -t tmpfs -o size={size} none /dev/shm || exit 99; exec "$@"'
     words = ["unshare", "--mount", "bash", "-c", mounted, "bash", *command]
@@ -148,7 +148,7 @@ def test_hanging_tracker_does_not_delay_finished_run(runs, tmp_path):
 
 @pytest.mark.parametrize(("stopping", "rounds"), [(True, 1), (False, 3)])
 def test_stalled_corpus_verification_ends_the_run(stopping, rounds):
-    """It reads on in the first two rounds, and then no more."""
+    """Reading advances in the first two rounds, then stalls."""
     reading = iter((5, 7, 7, 7, 7))
     verification = SimpleNamespace(problem=None, num_bytes=10, num_bytes_read=0, start=lambda: None)
 
