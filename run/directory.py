@@ -1,4 +1,4 @@
-"""The directory of a run, `<out_dir>/<name>/`, while train.py writes into it."""
+"""The directory of a run, `<out_dir>/<name>/`, as train.py writes it."""
 
 import json
 import tempfile
@@ -36,7 +36,7 @@ from run.status import Status, write_outcome, write_status
 
 
 class RunDirectory:
-    """Config, status, metrics and checkpoints of one run. Only the main process writes."""
+    """Config, status, metrics and checkpoints of one run, written by the main process alone."""
 
     def __init__(self, out_dir: str, name: str):
         self.path = Path(out_dir).expanduser() / name
@@ -48,12 +48,9 @@ class RunDirectory:
         self._checked_config: TrainConfig | None = None
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse a config that does not fit the directory; nothing is written.
+        """Raise ConfigError if the directory cannot be written, or has a run whose weights these settings would change.
 
-        Every process calls it before anything is allocated.
-
-        Raises:
-            ConfigError: the directory cannot be written, or holds a run whose trajectory these settings would change.
+        Every process calls it before anything is allocated; nothing is written.
         """
         existing = self.path
         try:
@@ -71,9 +68,8 @@ class RunDirectory:
     def open(self, config: TrainConfig, accelerator: Accelerator) -> Start:
         """Choose the checkpoint to start from and write the resolved config; called by all processes together.
 
-        Raises:
-            ConfigError: on all processes, if no valid checkpoint is left or it does not fit the settings.
-            RunError: on all processes, if the directory cannot be read or written.
+        On all processes, raise ConfigError if no valid checkpoint is left or it does not fit the settings, and RunError
+        if the directory cannot be read or written.
         """
         answer: list[Start | Exception] = [Start()]
         if accelerator.is_main_process:
@@ -81,7 +77,7 @@ class RunDirectory:
                 answer = [self._prepare(config, arrangement(accelerator) | provenance())]
             except OSError as error:
                 answer = [RunError(f"{self.path} cannot be prepared: {error}")]
-            except Exception as error:  # sent to the other processes, which would wait for ever
+            except Exception as error:  # sent to the other processes, which would otherwise wait forever
                 answer = [error]
         start = broadcast_object_list(answer)[0]
         if isinstance(start, Exception):
@@ -92,10 +88,10 @@ class RunDirectory:
 
     @contextmanager
     def record_outcome(self, config: TrainConfig) -> Iterator[None]:
-        """Write into status.json how this start ended: finished, preempted or failed.
+        """Write the outcome of this start into status.json: finished, preempted or failed.
 
-        A start that is refused is recorded too if the directory holds the run of these settings, so that a program that
-        starts it again does not see how an earlier start ended. The status of another run is left alone.
+        That includes a refused start if the directory has the run of these settings, so that a program that restarts
+        runs does not read the outcome of an earlier start. The status of another run is not changed.
         """
         try:
             yield
@@ -114,12 +110,12 @@ class RunDirectory:
             self.lock.release()
 
     def record_progress(self, step: int) -> None:
-        """Write into status.json that the run is running and has completed so many steps."""
+        """Write into status.json that the run is running and has completed `step` steps."""
         if is_main_process():
             write_status(self.status_file, Status("running", step))
 
     def _prepare(self, config: TrainConfig, now: dict[str, Any]) -> Start:
-        """Lock the directory, move an old run aside if asked, choose the start and write what belongs to it."""
+        """Lock the directory, move an old run aside with `resume: never`, choose the start and write its files."""
         self.lock.acquire()
         if starts_afresh(config) and any(entry.name != LOCK_FILE for entry in self.path.iterdir()):
             print(f"The existing run was moved to {move_aside(self.path)}.")
@@ -130,11 +126,11 @@ class RunDirectory:
         last_kept = start.step if start.checkpoint else -1  # else the evaluation at step 0 would be logged twice
         truncate_after_step(self.metrics_file, last_kept, one_per_step=True)
         truncate_after_step(self.generations_file, start.step)
-        truncate_after_step(self.sessions_file, config.steps)  # removes only a half line that a full disk left
+        truncate_after_step(self.sessions_file, config.steps)  # removes only an incomplete line, as by a full disk
         write_atomically(self.path / "config.yaml", yaml.safe_dump(settings_to_store(config), sort_keys=False))
         now |= network_size(config)
         if config.data.source == "text":
-            from data.integrity import validation_text  # needs pyarrow, which other sources do not
+            from data.integrity import validation_text  # imports pyarrow, which other sources do not need
 
             corpora = [Path(corpus).expanduser() for corpus in config.data.corpora]
             now["validation_text"] = validation_text(corpora)
@@ -145,13 +141,13 @@ class RunDirectory:
         return start
 
     def _record_session(self, start: Start, now: dict[str, Any]) -> None:
-        """Append a row to sessions.jsonl, and write the uncommitted changes of the code beside it."""
+        """Append a row to sessions.jsonl, and write the uncommitted changes of the code into a file beside it."""
         changes = uncommitted_changes()
         name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff" if changes else None
         if changes and name:
             write_atomically(self.path / name, changes + "\n")
         row = {"step": start.step, **now, "uncommitted_changes": name}
-        if start.checkpoint and start.checkpoint.parent != self.checkpoints:  # a branch, whose parent may be moved
+        if start.checkpoint and start.checkpoint.parent != self.checkpoints:  # the run is a branch
             parent = str(start.checkpoint.resolve().parent.parent)
             row["branched_from"] = {"run": parent, "step": start.step, "digest": start.metrics.get("state/digest")}
         with open(self.sessions_file, "a") as file:
@@ -174,9 +170,6 @@ class RunDirectory:
 
 
 def settings_to_store(config: TrainConfig) -> dict[str, Any]:
-    """Return the nested settings as YAML and JSON have them, with lists for tuples.
-
-    `resume: never` is of one start alone, and is stored as auto.
-    """
+    """Return the nested settings for YAML and JSON, with lists for tuples; `resume: never` becomes auto."""
     settings = json.loads(json.dumps(asdict(config)))
     return settings | ({"resume": "auto"} if config.resume == "never" else {})

@@ -12,24 +12,19 @@ from run.load import Loaded
 
 
 def copy_initial_weights(network: GPTModel, initial: Loaded) -> None:
-    """Copy the weights of `initial` into a new network.
+    """Copy the weights of `initial` into a new network; raise ConfigError if that has no place for some of them.
 
-    Tensors that `initial` lacks, such as those of a LoRA fork, keep their random initial values; their number is
-    printed.
-
-    Raises:
-        ConfigError: the network lacks some of the tensors of `initial`.
+    Parameters that `initial` lacks, such as those that a fork adds, keep their random initial values.
     """
     lacking, unexpected = network.load_state_dict(initial.model.state_dict(), strict=False)
     if unexpected:
-        place = f"the model has no place for {len(unexpected)} of its tensors, such as {unexpected[0]}"
-        raise ConfigError(f"init_from: {place}")
+        raise ConfigError(f"init_from: the model lacks {len(unexpected)} of its tensors, such as {unexpected[0]}")
     if lacking and is_main_process():
         print(f"init_from: {len(lacking)} tensors are not in it and are initialised at random, such as {lacking[0]}")
 
 
 def hash_weights(weights: dict[str, Tensor]) -> str:
-    """Return a hash of the weights and their names, in 32 hexadecimal digits, whatever files they come from."""
+    """Return a hash of the weights and their names, in 32 hexadecimal digits, independent of the files' format."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(weights.items()):
         digest.update(name.encode())

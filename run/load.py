@@ -1,9 +1,7 @@
 """Load a trained model: of a run, one of its checkpoints, a folder in transformers' format or a name on the Hub.
 
-    from run.load import load_run
-    config, model, tokenizer = load_run("runs/stories")
-
-sample.py, evaluate.py, export.py and `init_from` use it.
+from run.load import load_run
+config, model, tokenizer = load_run("runs/stories")
 """
 
 import os
@@ -42,7 +40,7 @@ Weights = Literal["evaluated", "trained"]
 
 
 class Loaded(NamedTuple):
-    """A model and what belongs to it."""
+    """A model with its settings and tokenizer."""
 
     config: TrainConfig | None
     """Settings of the run; None for a model that is not from a run."""
@@ -55,16 +53,10 @@ class Loaded(NamedTuple):
 def load_run(
     path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: Weights = "evaluated"
 ) -> Loaded:
-    """Load the model of a run, of one of its checkpoints, of a folder in transformers' format, or of a Hub name.
+    """Load the model at `path`: a run, a checkpoint, a folder in transformers' format, or a name on the Hub.
 
-    Args:
-        path: the directory of a run or of a checkpoint; else a folder or a name that transformers can open.
-        checkpoint: of a run: latest, best (lowest validation loss), or a step.
-        setting: the name of the path in error messages.
-        weights: evaluated (the EMA with `evaluation.ema_decay`, else as trained) or trained.
-
-    Raises:
-        ConfigError: there is no such model, it cannot be read, or it has settings that this code does not have.
+    `checkpoint` of a run is latest, best (lowest validation loss), or a step. Raise ConfigError, which names `setting`,
+    if there is no such model, it cannot be read, or it has settings that this code does not have.
     """
     return load_with_source(path, checkpoint, setting, weights)[0]
 
@@ -72,14 +64,8 @@ def load_run(
 def load_with_source(
     path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: Weights = "evaluated"
 ) -> tuple[Loaded, tuple[Path, Manifest] | None]:
-    """Load a model as load_run does.
-
-    Returns:
-        The model, and the directory and manifest of its checkpoint; None instead of these if it is not from a run.
-    """
+    """Load a model as load_run does, with the directory and manifest of its checkpoint if it is from a run."""
     path = expand_user_path(setting, path)
-    if str(path).encode(errors="replace").decode() != str(path):
-        raise ConfigError(f"{setting}: {str(path)!r} is not UTF-8, and safetensors opens nothing else; rename it")
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         raise ConfigError(f"{setting}: {str(path)!r} is a directory that this user may not read")
     if not is_run(path):
@@ -93,17 +79,11 @@ def load_with_source(
         except (ConfigError, OSError, SafetensorError):
             if directory.exists():
                 raise
-        if directory == path or checkpoint not in ("latest", "best"):
-            raise _removed(directory)
-        report_skipped([f"{directory}: removed while it was read"])
+        report_skipped([f"{directory}: removed while it was read"])  # by a training that keeps only the newest
 
 
 def load_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "evaluated") -> Loaded:
-    """Load the model of a checkpoint that find_checkpoint returned.
-
-    Raises:
-        ConfigError: its model has settings that this code does not have, or other tensors.
-    """
+    """Load the model of a checkpoint that find_checkpoint returned."""
     try:
         config = config_of(manifest.config)
     except ConfigError as error:
@@ -126,13 +106,8 @@ def is_run(path: Path) -> bool:
 def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path, Manifest]:
     """Find a checkpoint of the run at `path`, or the one at `path` itself, and validate it.
 
-    The main process prints which damaged ones are skipped.
-
-    Returns:
-        Its directory and manifest. A training that rotates its checkpoints may remove it afterwards.
-
-    Raises:
-        ConfigError: there is none, or it is damaged.
+    Return its directory and manifest; a running training may remove it afterwards. The main process prints which
+    damaged ones are skipped. Raise ConfigError if none is left.
     """
     if (path / MANIFEST).exists():
         if checkpoint != "latest":
@@ -149,22 +124,17 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
     try:
         return directory, validate(directory)
     except InvalidCheckpoint as invalid:
-        if directory.exists():
-            raise ConfigError(str(invalid)) from None
-    if checkpoint != "best":
-        raise _removed(directory)
-    report_skipped([f"{directory}: removed while it was read"])
-    return find_checkpoint(path, checkpoint)
+        raise ConfigError(str(invalid)) from None
 
 
-def report_skipped(reasons: Iterable[str], what: str = "Checkpoint") -> None:
-    """Print what is skipped, and why; on the main process."""
+def report_skipped(reasons: Iterable[str]) -> None:
+    """Print on the main process why checkpoints are skipped; each reason begins with the checkpoint."""
     for reason in reasons if is_main_process() else ():
-        print(f"{what} skipped: {reason}", file=sys.stderr)
+        print(f"Checkpoint skipped: {reason}", file=sys.stderr)
 
 
 def _choose(path: Path, checkpoint: str | int) -> Path:
-    """Return the best checkpoint of a run, or that of a step, by the manifests alone."""
+    """Return the best checkpoint of a run, or the one of a step, by their manifests alone."""
     manifests = readable_checkpoints(path / "checkpoints")
     damaged = [found for found in checkpoints_in(path / "checkpoints") if found not in manifests and found.exists()]
     report_skipped(f"{found}: its manifest is missing or damaged" for found in damaged)
@@ -179,8 +149,3 @@ def _choose(path: Path, checkpoint: str | int) -> Path:
         found = f"{path} has those of steps {steps}" + ("" if best else ", none with a validation loss")
         raise ConfigError(f"checkpoint: {checkpoint!r}: {found}; use one of these, latest or best")
     return chosen[0]
-
-
-def _removed(directory: Path) -> ConfigError:
-    by = "by a training that keeps only its newest (checkpoint.keep)"
-    return ConfigError(f"checkpoint: {directory} was removed while it was read, perhaps {by}; use a newer one")

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from a folder in transformers' format or from the Hub; no code of theirs is run."""
+"""Load a model and its tokenizer from a folder in transformers' format or from the Hub, without running their code."""
 
 from contextlib import suppress
 from difflib import get_close_matches
@@ -16,19 +16,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ACCEPTED = "the directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub"
-# A folder with a tokenizer has at least one of these; old copies of GPT-2 have no tokenizer.json.
+# A folder with a tokenizer has at least one of these; old folders of GPT-2 have no tokenizer.json.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
 
 
 def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTrainedTokenizerBase | None]":
-    """Load a model in eval mode, in float32, on the CPU, and its tokenizer.
+    """Load a model in eval mode, in float32, on the CPU, and its tokenizer, from a folder or from the Hub.
 
-    Args:
-        name: a folder, or a name on the Hub.
-        setting: the name of the argument in error messages.
-
-    Raises:
-        ConfigError: there is no such model, or it is not one that GPTModel can be.
+    Raise ConfigError, which names `setting`, if there is no such model or GPTModel cannot represent it.
     """
     local = Path(name).is_dir()
     if (Path(name) / "adapter_config.json").exists():
@@ -38,13 +33,13 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
             ".save_pretrained(FOLDER), with its tokenizer in FOLDER too (docs/using.md), and name FOLDER"
         )
     absent = f"{name!r} has no model" if local and not (Path(name) / "config.json").exists() else reason_absent(name)
-    if absent:  # no need to ask the Hub
+    if absent:  # without a request to the Hub
         raise ConfigError(f"{setting}: {absent}; name {ACCEPTED}{describe_similar(Path(name))}")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # slow to import
 
     found = local
     try:
-        # The config first: the weights of a model that cannot be opened need not be downloaded.
+        # The config first, so that the weights of an unsupported model are not downloaded.
         hf_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         found = True
         config_from_transformers(hf_config)
@@ -56,7 +51,7 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model = from_transformers(hf_model)
     except Exception as error:  # a download fails with many types of exception
-        where = "" if found else "; it is no directory here, and no name on the Hub that could be read"
+        where = "" if found else "; it is neither a directory nor a readable name on the Hub"
         raise ConfigError(f"{setting}: {name!r} cannot be opened{where}: {error}") from None
     if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
         raise ConfigError(f"{setting}: {name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")
@@ -64,7 +59,7 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
 
 
 def describe_similar(path: Path) -> str:
-    """Return, in brackets, the names most like `path` of what can be opened in it or, if it is no folder, beside it."""
+    """Return, in brackets, the names most similar to `path` of models in it or, if it is not a folder, beside it."""
     folder = path if path.is_dir() else path.parent
     can_be_opened = ("config.yaml", "checkpoints", "manifest.json", "config.json")
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The lock of a run directory: at most one training at a time writes into it."""
+"""The lock of a run directory: only one training at a time writes into it."""
 
 import os
 from contextlib import suppress
@@ -13,23 +13,14 @@ IN_USE = "is in use: another training is running in it"
 
 
 class RunLock:
-    """Holds the lock file of a run directory. It is inside the directory, which may be reached by several paths."""
+    """Holds the lock file of a run directory; the file is inside it, because several paths may name the directory."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._file: TextIO | None = None
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this process holds the lock."""
-        return self._file is not None
-
     def acquire(self) -> None:
-        """Take the lock, making the directory if it is absent.
-
-        Raises:
-            ConfigError: another process holds it.
-        """
+        """Take the lock, and create the directory if it is absent; raise ConfigError if another process holds it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         file = self._file = open(self.directory / LOCK_FILE, "w")  # noqa: SIM115 - open while it is locked
         os.register_at_fork(after_in_child=file.close)  # data loader processes may outlive a killed run by seconds
@@ -46,7 +37,7 @@ class RunLock:
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process, on whichever machine, is training in the directory."""
+    """Return whether a process, on any machine, is training in the directory."""
     if not (file := directory / LOCK_FILE).exists():
         return False
     with open(file, "a") as opened:

@@ -15,21 +15,15 @@ from data.json_objects import parse_object
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of the file, oldest first.
 
-    A line that is not a JSON object with a step is skipped, such as the half line of a process that was killed.
-
-    Raises:
-        OSError: the file cannot be read.
+    A line that is not a JSON object with a step, such as the half line of a killed process, is skipped.
     """
     yield from filter(None, map(_parse_row, path.read_bytes().splitlines()))
 
 
 def truncate_after_step(path: Path, step: int, one_per_step: bool = False) -> None:
-    """Remove the rows after `step`, which will be logged again, and lines that are not rows.
+    """Remove the rows after `step`, which will be logged again, and lines that are not rows; the file may be absent.
 
-    Args:
-        path: the file; it may be absent.
-        step: the last step whose rows are kept.
-        one_per_step: also remove rows whose step does not exceed that of the row before, which damage leaves.
+    With `one_per_step`, also remove rows whose step is not greater than that of the previous row.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept, newest = [], -1
@@ -43,7 +37,7 @@ def truncate_after_step(path: Path, step: int, one_per_step: bool = False) -> No
 
 
 class RowReader:
-    """Reads a file of rows again and again, and parses each line once."""
+    """Reads a growing file of rows repeatedly, and parses each line once."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -54,17 +48,14 @@ class RowReader:
         """Return all rows, oldest first; [] if the file is absent.
 
         A last line without a line break is parsed again at each call, because it may still be growing.
-
-        Raises:
-            OSError: the file cannot be read.
         """
         try:
             file = open(self.path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
             return []
         with file:
-            # A file that was rewritten, as by truncate_after_step, is another inode; one edited in place differs in the
-            # last line parsed.
+            # A file that was replaced, as by truncate_after_step, has another inode; one that was edited in place
+            # differs in the last line that was parsed.
             is_same = os.fstat(file.fileno()).st_ino == self._inode
             file.seek(self._num_bytes - len(self._last_line))
             if not is_same or file.read(len(self._last_line)) != self._last_line:
@@ -82,7 +73,7 @@ class RowReader:
 
 
 class RowWriter:
-    """Appends rows to a file. Rows for which the disk has no room are kept in memory, and written when it has."""
+    """Appends rows to a file. Rows for which the disk has no room are kept in memory and written later."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -91,21 +82,13 @@ class RowWriter:
         self._lock = threading.Lock()  # rows are logged while a checkpoint is written in the background
 
     def append(self, *rows: dict[str, Any]) -> None:
-        """Write rows, after those that are still unwritten.
-
-        Raises:
-            OSError: the disk has no room for them now.
-        """
+        """Write rows, after those that are still unwritten; raise OSError if the disk has no room."""
         with self._lock:
             self._unwritten += b"".join(json.dumps(row).encode() + b"\n" for row in rows)
             self._write()
 
     def sync(self) -> None:
-        """Return once all rows are on the disk.
-
-        Raises:
-            OSError: they cannot be written, or the file was deleted.
-        """
+        """Return once all rows are on the disk; raise OSError if they cannot be written or the file was deleted."""
         self._path.stat()
         with self._lock:
             self._write()

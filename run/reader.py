@@ -1,4 +1,4 @@
-"""Read a run directory: its settings, rows, sessions, checkpoints and status. Nothing here needs torch."""
+"""Read a run directory: its settings, rows, sessions, checkpoints and status; importable without torch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +16,9 @@ from run.stored_settings import read_settings
 
 @dataclass(frozen=True)
 class Branch:
-    """The checkpoint that a branch was started from."""
+    """The checkpoint that a branch was started from; `run` is the absolute path of its run directory at that time."""
 
     run: str
-    """Absolute path of its run directory at that time."""
     step: int
     digest: str | None = None
     """`state/digest` of that step."""
@@ -27,7 +26,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Session:
-    """A row of sessions.jsonl: what one start of train.py computes, and with what. None where it does not say."""
+    """A row of sessions.jsonl: the settings, code and launch of one start of train.py. None: not recorded."""
 
     step: int
     """Completed steps at the start."""
@@ -56,9 +55,10 @@ class Session:
 
 
 class RunReader:
-    """A run directory, read when asked; a file that is absent reads as empty, except config.yaml.
+    """Reads a run directory; an absent file counts as empty, except config.yaml.
 
-    Methods read the disk at each call, so that a run can be watched while it trains. `settings` is read once.
+    Methods read the disk at each call, so that a run can be watched while it trains, and raise ConfigError if a file
+    cannot be read. `settings` is read once.
     """
 
     def __init__(self, path: Path):
@@ -70,45 +70,29 @@ class RunReader:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings of config.yaml as `section.name: value`.
-
-        Raises:
-            ConfigError: there is no config.yaml, or it is damaged.
-        """
+        """The flat settings (`section.name: value`) of config.yaml."""
         settings = read_settings(self.path / "config.yaml", remedy="")
         if settings is None:
             raise ConfigError(f"run: {str(self.path)!r} is not the directory of a run: it has no config.yaml")
         return settings
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, oldest first; a repeated call parses only what was appended since.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
+        """Return the rows of metrics.jsonl, oldest first; a repeated call parses only the lines appended since."""
         return self._rows(self._metrics)
 
     def generations(self) -> list[dict[str, Any]]:
-        """Return the rows of generations.jsonl, oldest first.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
+        """Return the rows of generations.jsonl, oldest first."""
         return self._rows(self._generations)
 
     def sessions(self) -> list[Session]:
-        """Return the rows of sessions.jsonl, oldest first.
-
-        Raises:
-            ConfigError: the file cannot be read, or a value in it is of another type.
-        """
+        """Return the rows of sessions.jsonl, oldest first."""
         try:
             return [typed(row, Session, "session") for row in self._rows(self._sessions)]
         except ValueError as error:
             raise ConfigError(f"run: {self._sessions.path} is damaged: {error}") from None
 
     def manifests(self) -> dict[Path, Manifest]:
-        """Return each checkpoint whose manifest can be read, newest first; its tensors are not looked at."""
+        """Return the checkpoints whose manifest is valid, newest first; their other files are not read."""
         return readable_checkpoints(self.checkpoints)
 
     def status(self) -> Status | None:
@@ -116,7 +100,7 @@ class RunReader:
         return read_status(self.path / "status.json")
 
     def is_locked(self) -> bool:
-        """Return whether a process, on whichever machine, is training in this directory."""
+        """Return whether a process, on any machine, is training in this directory."""
         return is_locked(self.path)
 
     def _rows(self, reader: RowReader) -> list[dict[str, Any]]:
@@ -127,9 +111,9 @@ class RunReader:
 
 
 def surviving_sessions(sessions: list[Session], step: int) -> list[Session]:
-    """Return the sessions that trained the steps a run with `step` completed steps consists of.
+    """Return the sessions that trained the `step` steps of a run.
 
-    The steps after the start of a later session were trained again, and a start of a complete run trains none.
+    A later session repeats the steps after its start, and a session that starts a complete run trains none.
     """
     surviving: list[Session] = []
     for session in sessions:

@@ -17,14 +17,13 @@ NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # prefixes of the metrics on the line of a training step
 # Prefixes of metrics that are not on the line of an evaluation: digests, and metrics that plot.py draws.
 NOT_SHOWN = (*TRAINING, "state/", "layers/", "val/excess_loss", "val/bytes")
-# Formats of metrics that are not printed like a loss.
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
 SHORT_NAMES = {"perf/tokens_per_second": "tokens/s"}
 
 
-def shown(name: str, value: float) -> str:
-    """Format the value of a metric for the screen."""
+def format_metric(name: str, value: float) -> str:
+    """Format the value of a metric for the screen: as in FORMATS, else as a loss."""
     return format(value, FORMATS.get(name, ".4f" if value == 0 or abs(value) >= 0.01 else ".3g"))
 
 
@@ -32,6 +31,7 @@ class Reporter(AbstractContextManager):
     """Logs metrics and prints, on the main process; on every other process its methods do nothing.
 
     On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
+    `export_newest` exports the newest checkpoint, for `tracking.log_model`.
     """
 
     def __init__(
@@ -42,15 +42,6 @@ class Reporter(AbstractContextManager):
         accelerator: Accelerator,
         export_newest: ExportNewest | None = None,
     ):
-        """Open metrics.jsonl, the progress bar and the tracker.
-
-        Args:
-            config: the resolved config.
-            run: the directory of the run.
-            step: completed steps.
-            accelerator: tells whether this is the main process.
-            export_newest: exports the newest checkpoint, for `tracking.log_model`.
-        """
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
         if not self.is_main_process:
             return
@@ -76,12 +67,16 @@ class Reporter(AbstractContextManager):
         try:
             self.metrics_file.append({"step": step, **finite_or_null(dict(metrics))})
         except OSError as error:
-            self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept for later.")
+            self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept in memory.")
         if self.remote is not None:
             self.remote.log(step, metrics)
         if training := {name: value for name, value in metrics.items() if name.startswith(TRAINING)}:
             self._show_training(step, training)
-        words = [f"{name} = {shown(name, value)}" for name, value in metrics.items() if not name.startswith(NOT_SHOWN)]
+        words = [
+            f"{name} = {format_metric(name, value)}"
+            for name, value in metrics.items()
+            if not name.startswith(NOT_SHOWN)
+        ]
         if words:
             if (excess := metrics.get("val/excess_loss")) is not None:
                 entropy = metrics["val/entropy"]
@@ -90,11 +85,7 @@ class Reporter(AbstractContextManager):
             self.say(f"[step {step} / {self.steps}] " + " ".join(words))
 
     def sync(self) -> None:
-        """Return once all logged rows are on the disk.
-
-        Raises:
-            OSError: metrics.jsonl cannot be written.
-        """
+        """Return once all rows of metrics.jsonl are on the disk; raise OSError if they cannot be written."""
         if self.is_main_process:
             self.metrics_file.sync()
 
@@ -113,7 +104,7 @@ class Reporter(AbstractContextManager):
             self.remote.log_texts(step, name, texts)
 
     def say(self, text: str) -> None:
-        """Print for the user, without tearing the progress bar."""
+        """Print above the progress bar."""
         if self.is_main_process:
             self.bar.write(text, file=sys.stdout)
             sys.stdout.flush()
@@ -127,13 +118,13 @@ class Reporter(AbstractContextManager):
             self.remote.finish(exception)
 
     def _show_training(self, step: int, metrics: dict[str, float]) -> None:
-        left_out = {"train/tokens", "perf/peak_memory_bytes"}
-        if not metrics.get("train/skipped"):
-            left_out.add("train/skipped")
+        omitted = {"train/tokens", "perf/peak_memory_bytes"} | (
+            set() if metrics.get("train/skipped") else {"train/skipped"}
+        )
         short = {
-            SHORT_NAMES.get(name, name.partition("/")[2]): shown(name, value)
+            SHORT_NAMES.get(name, name.partition("/")[2]): format_metric(name, value)
             for name, value in metrics.items()
-            if name not in left_out
+            if name not in omitted
         }
         if self.bar.disable:
             self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in short.items()))

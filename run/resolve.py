@@ -1,4 +1,4 @@
-"""Resolve the config of a training: one order for train.py, `--plan` and verify.py."""
+"""Resolve the config of a training, for train.py, `--plan` and verify.py."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from run.tokenizer import check_tokenizer
 
 
 class Resolved(NamedTuple):
-    """A config without open settings, and what had to be loaded to resolve it."""
+    """A config without open settings, and the data and model that were loaded to resolve it."""
 
     config: TrainConfig
     corpus: Corpus
@@ -24,12 +24,10 @@ class Resolved(NamedTuple):
 
 
 def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
-    """Resolve a config from the run directory (if it is the start of a run), the initial model, corpus and launch.
+    """Resolve a config from the run directory (if it starts a run), the initial model, the corpus and the launch.
 
-    Called by every process, before the process group exists. Nothing is written.
-
-    Raises:
-        ConfigError: the settings contradict each other, the run, the initial model or the corpus.
+    Called by every process, before the process group exists; nothing is written. Raise ConfigError if the settings
+    contradict each other, the run, the initial model or the corpus.
     """
     initial, needs_initial = None, config.init_from is not None
     if run is not None and (stored := resumed_settings(run.path, config)) is not None:
@@ -50,10 +48,9 @@ def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
 
 
 def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, Loaded]:
-    """Load the model that `init_from` names; return the config with its settings and the hash of its weights, too.
+    """Load the model that `init_from` names, and return the config with its settings and the hash of its weights, too.
 
-    Raises:
-        ConfigError: there is no such model, or it contradicts a setting that the user gave.
+    Raise ConfigError if there is no such model, or it contradicts a setting that the user gave.
     """
     if config.exact:  # must precede any computation
         use_portable_arithmetic()

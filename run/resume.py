@@ -1,4 +1,4 @@
-"""Decide where a start of train.py begins, and refuse settings that would change a run half-way."""
+"""Choose the checkpoint that a start of train.py resumes from, and refuse settings that would change the run."""
 
 import os
 from contextlib import suppress
@@ -24,18 +24,17 @@ from run.status import read_status
 from run.stored_settings import complete_settings, read_settings
 from training.schedule import SCHEDULES, scheduled_value
 
-# A resumed run may change these, since they move the trajectory by no more than rounding. Three kinds are compared in
-# another way: schedules by the values that they gave so far; data.path and the paths of data.mix by data.hash, if there
-# is one; init_from by init_hash.
+# A resumed run may change these, because they change its weights by rounding at most. Three kinds are compared in
+# another way: schedules by their values until now; data.path and the paths of data.mix by data.hash, if there is one;
+# init_from by init_hash.
 OF_SCHEDULES = {"steps", *(f"schedule.{name}" for name in ("name", "warmup_steps", "decay_steps", "min_lr_ratio"))}
 FREE_SETTINGS = OF_SCHEDULES | {
     *("name", "out_dir", "resume", "branch_from", "compile", "on_nonfinite"),
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
     *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
-# Except this one: the optimizer has the moving average in its state.
-FIXED_SETTINGS = {"evaluation.ema_decay"}
-# Filled in at the first start where they are null.
+FIXED_SETTINGS = {"evaluation.ema_decay"}  # exceptions: the EMA is a part of the optimizer's state
+# Filled in at the first start if they are null.
 RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
 
 NONE_LEFT = "no valid checkpoint is left"
@@ -55,19 +54,12 @@ class Start:
 
 
 def starts_afresh(config: TrainConfig) -> bool:
-    """Return whether an existing run is to be moved aside.
-
-    A launcher that restarts the job after a crash repeats the command: then `resume: never` resumes.
-    """
+    """Return whether an existing run must be moved aside: with `resume: never`, except when a launcher restarts it."""
     return config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
 
 
 def resumed_settings(run: Path, config: TrainConfig) -> dict[str, Any] | None:
-    """Return the flat settings of the run that this start resumes; None if it starts afresh.
-
-    Raises:
-        ConfigError: config.yaml is damaged.
-    """
+    """Return the flat settings of the run that this start resumes; None if it starts afresh."""
     return None if starts_afresh(config) else read_settings(run / "config.yaml")
 
 
@@ -80,23 +72,23 @@ def data_seed_of_branch(config: TrainConfig) -> int:
 
 
 def has_replaced_initial_model(run: Path, config: TrainConfig, stored: dict[str, Any]) -> bool:
-    """Return whether the run, initialised from the same `init_from`, has a checkpoint to resume from.
+    """Return whether the run, with the same `init_from`, has a checkpoint, so that the initial model is not needed.
 
-    Then the initial model is not read: it may have been trained since, or deleted.
+    It may have been trained further since, or deleted.
     """
     is_same = stored["init_from"] == config.init_from and stored["init_hash"] is not None
     return is_same and bool(readable_checkpoints(run / "checkpoints"))
 
 
 def differing_settings(before: dict[str, Any], config: TrainConfig) -> list[str]:
-    """Return a line for each setting by which `config` would change the trajectory of a run with settings `before`."""
+    """Return a line for each setting of `config` that would change the weights of a run with the settings `before`."""
     now = flat_settings(asdict(config))
     unresolved = {key for key in RESOLVED_AT_START if now[key] is None}
     if config.init_from is None:
         unresolved.discard("init_hash")  # it will stay null
     free = set(FREE_SETTINGS)
     if before["data.hash"] is None:
-        free.discard("data.path")  # the only name of data without a hash, as those of a fork's source may be
+        free.discard("data.path")  # only the path identifies data without a hash, such as those of a fork's source
     elif _have_same_weights(before["data.mix"], now["data.mix"]):
         free.add("data.mix")  # its keys are paths
     lines = []
@@ -112,34 +104,25 @@ def differing_settings(before: dict[str, Any], config: TrainConfig) -> list[str]
 
 
 def _have_same_weights(one: Any, other: Any) -> bool:
-    """Return whether both are mixtures of corpora with the same weights in the same order."""
+    """Return whether both are mixtures with the same weights in the same order."""
     return isinstance(one, dict) and isinstance(other, dict) and [*one.values()] == [*other.values()]
 
 
 def check_existing_run(run: Path, config: TrainConfig, before: dict[str, Any]) -> None:
-    """Refuse to resume the run in the directory `run`, which has the settings `before`, as another run.
-
-    Raises:
-        ConfigError: `branch_from` or a setting that changes the trajectory differs.
-    """
+    """Raise ConfigError if `config` differs from the settings `before` of the run in a way that changes the weights."""
     if config.branch_from != before["branch_from"]:
         problem = f"branch_from: {config.branch_from!r} starts a new run, but {run} already holds one"
         raise ConfigError(f"{problem}; choose another name, or --resume never moves that run aside")
     if different := differing_settings(before, config):
         raise ConfigError(
-            f"{run} holds a run with other settings, and resuming would change it half-way:\n  "
+            f"{run} has a run with other settings, which resuming would change:\n  "
             + "\n  ".join(different)
             + "\nchoose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
         )
 
 
 def check_new_run(run: Path, config: TrainConfig) -> None:
-    """Refuse to start a run from something that is not there, or will not be once its directory `run` is made.
-
-    Raises:
-        ConfigError: `branch_from` is not a directory; a path is in the run that is moved aside; or `init_from` is the
-            run itself.
-    """
+    """Raise ConfigError if `branch_from` is absent, or an input is in the run that this start makes or moves aside."""
     if config.branch_from is not None and not os.path.isdir(config.branch_from):
         raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
     inputs = [("branch_from", config.branch_from), ("init_from", config.init_from), ("data.path", config.data.path)]
@@ -148,22 +131,17 @@ def check_new_run(run: Path, config: TrainConfig) -> None:
     for setting, value in inputs:
         place = expand_user_path(setting, value).resolve() if value else Path("/")
         if starts_afresh(config) and place.exists() and run in (place, *place.parents):
-            problem = f"{setting}: {value!r} is of the run that --resume never would move aside"
+            problem = f"{setting}: {value!r} is in the run that --resume never would move aside"
             raise ConfigError(f"{problem}; choose another name")
         if setting == "init_from" and place == run and place.exists():
             raise ConfigError(f"init_from: {value!r} is the directory of this run itself; choose another name")
 
 
 def choose_start(run: Path, config: TrainConfig, now: dict[str, Any]) -> Start:
-    """Choose the newest valid checkpoint of the run, else that of `branch_from`, else step 0; print what differs.
+    """Choose the newest valid checkpoint of the run, else `branch_from`, else step 0; print how code and launch differ.
 
-    Args:
-        run: the directory of the run.
-        config: the resolved config.
-        now: `provenance` and `arrangement` of this start.
-
-    Raises:
-        ConfigError: all checkpoints of the run are damaged, or the checkpoint does not fit the config or the launch.
+    `now` is the `provenance` and `arrangement` of this start. Raise ConfigError if all checkpoints of the run are
+    damaged, or the chosen one does not fit the config or the launch.
     """
     checkpoints = run / "checkpoints"
     path, manifest, rejected = newest_valid(checkpoints)
@@ -197,15 +175,13 @@ def choose_start(run: Path, config: TrainConfig, now: dict[str, Any]) -> Start:
 
 
 def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
-    """Refuse a config with which the steps until the run's own checkpoint at `path` would have been computed otherwise.
+    """Raise ConfigError if the steps until the run's own checkpoint `path` would have been different with this config.
 
-    Raises:
-        ConfigError: a setting differs, a schedule gives another value for a completed step, or more steps are
-            completed than the config has.
+    A setting differs, a schedule has another value for a completed step, or `steps` is less than the completed steps.
     """
     before = complete_settings(manifest.config)
     if different := differing_settings(before, config):  # config.yaml was deleted or edited
-        raise ConfigError("\n  ".join([f"{path} is of other settings, and resuming would change them:", *different]))
+        raise ConfigError("\n  ".join([f"{path} has other settings, which resuming would change:", *different]))
     old_schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
     is_unchanged = old_schedule == config.schedule and before["steps"] == config.steps
     num_compared = 0 if is_unchanged else min(manifest.step, config.steps)  # comparing millions of steps takes seconds
@@ -216,32 +192,27 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
         if old != new:
             what = "learning rate" if name == "lr" else name
             raise ConfigError(
-                f"steps: {config.steps} (before: {before['steps']}) and schedule: {asdict(config.schedule)} would have "
-                f"given step {step} of this run the {what} {new}, but it had {old}; a run can be extended only until "
-                "its decay begins (schedule.name: constant or wsd), or be continued as a new one: --name NEW "
-                f"--branch_from {path}"
+                f"steps: {config.steps} (before: {before['steps']}) and schedule: {asdict(config.schedule)} make the "
+                f"{what} of step {step} of this run {new}, but it was {old}; extend a run before its decay begins "
+                f"(schedule.name: constant or wsd), or branch: --name NEW --branch_from {path}"
             )
     if config.steps < manifest.step:
-        raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} that {path} has already done")
+        raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} completed steps of {path}")
 
 
 def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
-    """Refuse to start a new run with the weights and moments of a checkpoint that do not fit it.
-
-    Raises:
-        ConfigError: it is of another model or optimizer, or no step is left to train.
-    """
+    """Raise ConfigError if a branch from `path` has another model or optimizer, or no step left to train."""
     fixed = ("model.", "optimizer.name:", *(f"{name}:" for name in FIXED_SETTINGS))
     lines = differing_settings(complete_settings(manifest.config), config)
     if different := [line for line in lines if line.startswith(fixed)]:
         settings = "\n  ".join(different)
         raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {settings}")
     if config.steps <= manifest.step:
-        raise ConfigError(f"steps: {config.steps} leaves nothing to do after the {manifest.step} of {path}")
+        raise ConfigError(f"steps: {config.steps} leaves no step to train after the {manifest.step} of {path}")
 
 
 def _had_checkpoint(run: Path) -> bool:
-    """Return whether the run certainly had a checkpoint; one that was killed may have been writing its first."""
+    """Return whether the run certainly had a checkpoint; a killed run may have been writing its first one."""
     sessions, status = run / "sessions.jsonl", read_status(run / "status.json")
     starts = {row["step"] for row in read_rows(sessions)} if sessions.exists() else set()
     if len(starts) > 1:

@@ -1,17 +1,31 @@
 """Settings of sample.py, evaluate.py and export.py; importable without torch."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from model.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveUnitInterval
 
 
 @dataclass
-class SampleConfig:
-    """Generates text with a trained model."""
+class TrainedModelConfig:
+    """Settings of all three scripts: the model to load."""
 
     run: str
     """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
+
+    _: KW_ONLY  # so that a subclass may have other fields without a default
+
+    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
+    """The checkpoint of a run: latest, best (by validation loss), or a step."""
+
+    weights: Literal["evaluated", "trained"] = "evaluated"
+    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
+    weights that the optimizer updates). Without it both are the same."""
+
+
+@dataclass
+class SampleConfig(TrainedModelConfig):
+    """Generates text with a trained model."""
 
     prompt: str | None = None
     """The prompt. Default null: read prompts from the terminal; without a terminal, generate from an empty prompt or,
@@ -26,13 +40,6 @@ class SampleConfig:
 
     system: str | None = None
     """With chat: the system message, which is never dropped from the context. null: none."""
-
-    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
-    """The checkpoint of a run: latest, best (by validation loss), or a step."""
-
-    weights: Literal["evaluated", "trained"] = "evaluated"
-    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
-    weights that the optimizer updates). Without it both are the same."""
 
     num_samples: PositiveInt = 1
     """Samples for each prompt."""
@@ -54,55 +61,35 @@ class SampleConfig:
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(TrainedModelConfig):
     """Measures a trained model on the validation split of a corpus."""
-
-    run: str
-    """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
 
     data: str | None = None
     """A corpus made by data.prepare, with the model's tokenizer. null: what the run was trained on."""
 
-    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
-    """The checkpoint of a run: latest, best (by validation loss), or a step."""
-
-    weights: Literal["evaluated", "trained"] = "evaluated"
-    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
-    weights that the optimizer updates). Without it both are the same."""
-
     seq_len: PositiveInt | None = None
-    """Tokens in a window. null: the run's; of a model that is none, all positions that it has, but 1,024 at most."""
+    """Tokens in a window. null: as in the run; for other models, their context length, but 1,024 at most."""
 
     num_samples: PositiveInt | None = None
-    """Windows, evenly spread. null: of a text all; of a generated source, as many as in training."""
+    """Windows, evenly spread. null: all of a text; as many as in training of a generated source."""
 
     micro_batch_size: PositiveInt | None = None
-    """Windows in a forward pass. null: as many as have 256 MiB of logits."""
+    """Windows in a forward pass. null: as many as produce 256 MiB of logits."""
 
     out: str | None = None
-    """Folder of evaluation.json and evaluation.png. null: into the run's directory; of a folder, into NAME.evaluation
-    beside it; of a model of the Hub, into such a folder here."""
+    """Folder of evaluation.json and evaluation.png. null: the run's directory; for a folder NAME, NAME.evaluation
+    beside it; for a model of the Hub, such a folder in the current directory."""
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(TrainedModelConfig):
     """Writes a trained model as a folder in transformers' format."""
-
-    run: str
-    """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
 
     out: str
     """The folder to write. It must not exist yet."""
 
-    checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
-    """The checkpoint of a run: latest, best (by validation loss), or a step."""
-
-    weights: Literal["evaluated", "trained"] = "evaluated"
-    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
-    weights that the optimizer updates). Without it both are the same."""
-
     average: PositiveInt = 1
-    """The mean of the weights of so many checkpoints, the newest ones, in place of one."""
+    """Average the weights of this many of the newest checkpoints."""
 
     push: str | None = None
-    """Also upload the folder to this repository of the Hub, as NAME/REPOSITORY; `hf auth login` comes before."""
+    """Also upload the folder to this repository of the Hub, NAME/REPOSITORY; needs `hf auth login`."""

@@ -1,4 +1,4 @@
-"""status.json: the state of a run, for programs that decide whether to start it again."""
+"""status.json: the state of a run, for programs that decide whether to restart it."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from data.files import write_atomically
 from data.json_objects import parse_object, typed
 
-MAX_REASON_CHARACTERS = 1000  # so that the file fits into one block of the disk
+MAX_REASON_CHARACTERS = 1000  # so that the file fits into one block of the disk, see write_status
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def read_status(path: Path) -> Status | None:
 
 
 def write_status(path: Path, status: Status) -> None:
-    """Replace the file. An error is only printed: it must not hide how the run ended."""
+    """Replace the file. An OSError is only printed: it must not hide the error that ended the run."""
     text = json.dumps(asdict(status) | {"reason": status.reason[:MAX_REASON_CHARACTERS]}) + "\n"
     try:
         try:

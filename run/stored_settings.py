@@ -1,4 +1,4 @@
-"""Read the settings of a run back, from its config.yaml or the manifest of a checkpoint."""
+"""Read the settings of a run, from its config.yaml or the manifest of a checkpoint."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,19 +17,14 @@ USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl 
 
 
 def complete_settings(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run as `section.name: value`; a setting added since, as by a fork, has its default."""
+    """Return the flat settings (`section.name: value`) of a run, with the default of each setting added since."""
     return flat_settings(asdict(TrainConfig())) | flat_settings(stored)
 
 
 def read_settings(file: Path, remedy: str = "; --resume never moves that run aside") -> dict[str, Any] | None:
     """Return the flat settings of the run whose config.yaml is `file`; None if there is no such file.
 
-    Args:
-        file: the config.yaml of a run.
-        remedy: what the error message recommends, by default to a training that would resume the run.
-
-    Raises:
-        ConfigError: the file is damaged.
+    Raise ConfigError, which ends in `remedy`, if it is damaged.
     """
     try:
         if not isinstance(stored := read_yaml(file.read_text()), dict):
@@ -49,19 +44,15 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
 
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:
-    """Return the settings of a run, nested or flat, as a TrainConfig.
+    """Return the nested or flat settings of a run as a TrainConfig, without settings that this code does not have.
 
-    A setting that this code does not have is left out, except one of `model`: without it the network computes something
-    else, even where all tensors fit.
-
-    Raises:
-        ConfigError: `model` has a setting, or a value of one, that this code does not have.
+    Raise ConfigError for such a setting in `model`, since without it the network might compute something else.
     """
     unknown = unknown_settings(settings)
     known = {key: value for key, value in complete_settings(settings).items() if key not in unknown}
     config = replace_settings(TrainConfig(), known)
     problems = [line for key, line in unknown.items() if key.startswith("model.")] or config.model.problems()
-    # load_corpus explains a source that this code lacks better.
+    # load_corpus has a better message for a data source that this code lacks.
     problems = problems or [problem for problem in invalid_values(config) if not problem.startswith("data.")]
     if problems:
         raise ConfigError(f"{'; '.join(problems)}; {USE_ITS_CODE}")
@@ -69,7 +60,7 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
 
 
 def unknown_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the settings of a run that this code does not have, each with a line that says so."""
+    """Return the settings of a run that this code does not have, each with a message."""
     known = flat_settings(asdict(TrainConfig()))
     unknown = {key: value for key, value in complete_settings(settings).items() if key not in known}
     return {key: f"{key}: {value} there, and no setting any more" for key, value in unknown.items()}

@@ -41,17 +41,7 @@ def summary(
     corpus: str | None,
     conversations: str,
 ) -> str:
-    """Describe the run that starts, a line for each fact.
-
-    Args:
-        config: the resolved config.
-        accelerator: its device, processes and precision are printed.
-        model: the network before it was prepared.
-        directory: of the run.
-        start: step and checkpoint of this start.
-        corpus: description of the verified files.
-        conversations: description of how conversations became samples.
-    """
+    """Describe a run in lines of the form `name: fact`; `corpus` and `conversations` are already described."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
@@ -60,7 +50,7 @@ def summary(
     replicas = f", {accelerator.num_processes // shards} replica(s) x {shards} shards" if shards > 1 else ""
     precision = accelerator.mixed_precision
     dtypes = "fp32" if precision == "no" else f"{precision}, weights and sums of gradients in fp32"
-    if shards > 1:  # under autocast a weight is cast where it is multiplied, a sharded one before it is sent
+    if shards > 1:  # autocast casts a weight when it is multiplied, FSDP before it is gathered
         dtypes = dtypes.replace("weights", f"weights gathered in {precision}, kept")
     arithmetic = [dtypes]
     if config.compile:
@@ -84,6 +74,6 @@ def summary(
         "tokens": tokens_of_run(config),
     }
     if device.type == "cuda" and config.data.packing == "isolated" and not HAS_TRITON:
-        facts["documents"] = "isolated by a mask of all pairs of positions, for there is no Triton"
+        facts["documents"] = "isolated by a mask of all pairs of positions, because Triton is not installed"
     facts |= {"corpus": corpus, "conversations": conversations}
     return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items() if fact)

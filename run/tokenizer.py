@@ -1,4 +1,4 @@
-"""The tokenizer of a run, and whether it is that of a corpus."""
+"""Load the tokenizer of a run, and compare it with the tokenizer of a corpus."""
 
 import sys
 from pathlib import Path
@@ -18,22 +18,16 @@ if TYPE_CHECKING:
 
     from run.load import Loaded
 
-# Tokenizers whose vocabularies agree but whose rules differ almost always split this text differently.
+# Tokenizers with equal vocabularies but different rules almost always split this text differently.
 PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 
 
 def load_run_tokenizer(
     directory: Path, config: TrainConfig, expected: dict[str, str] | None
 ) -> "PreTrainedTokenizerBase | None":
-    """Load the tokenizer of the run that a checkpoint is in, or of its corpus if the run's is gone or damaged.
+    """Load the tokenizer of the run of the checkpoint `directory`, or of its corpus if the run's is gone or damaged.
 
-    Args:
-        directory: the checkpoint.
-        config: the settings of the run.
-        expected: SHA-256 of each file of the tokenizer, from the manifest.
-
-    Raises:
-        ConfigError: there is none, or only another one.
+    `expected` has the SHA-256 of each file of the tokenizer. Raise ConfigError if there is no such tokenizer.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
@@ -41,9 +35,8 @@ def load_run_tokenizer(
         try:
             data = load_corpus(config)
         except ConfigError as error:  # such as a data source of a fork
-            remedy = "" if Path(config.data.path or "").exists() else ", or put its data back where they were"
-            problem = f"the tokenizer of {directory} is not known here: {error}"
-            raise ConfigError(f"{problem}; {USE_ITS_CODE}{remedy}") from None
+            remedy = "" if Path(config.data.path or "").exists() else ", or restore its data"
+            raise ConfigError(f"{directory} has no tokenizer here: {error}; {USE_ITS_CODE}{remedy}") from None
         if data.tokenizer is None:
             return None
         end = END_OF_TEXT if data.end_of_text is None else data.tokenizer.id_to_token(data.end_of_text)
@@ -65,17 +58,13 @@ def load_run_tokenizer(
             return tokenizer
         problems.append(f"{place} is not what it was trained with ({changed})")
     if problems:
-        remedy = "started again, the run restores its tokenizer from the corpus"
-        raise ConfigError("\n  ".join([f"{directory} has no tokenizer any more; {remedy}", *problems]))
+        remedy = "when restarted, the run restores its tokenizer from the corpus"
+        raise ConfigError("\n  ".join([f"{directory} has no usable tokenizer; {remedy}", *problems]))
     raise ConfigError(f"the tokenizer of {directory} is neither in {places[0]} nor in {places[1]}")
 
 
 def check_tokenizer(name: str, loaded: "Loaded", corpus: Corpus) -> None:
-    """Refuse a corpus whose token ids mean something else to the model called `name`.
-
-    Raises:
-        ConfigError: the tokenizer of the corpus is not that of the model, or has more tokens than the model.
-    """
+    """Raise ConfigError if the corpus has another tokenizer than the model `name`, or a larger vocabulary."""
     problem, size = "", loaded.model.config.vocab_size
     if loaded.tokenizer is not None and corpus.tokenizer is not None:
         ours: Tokenizer = corpus.tokenizer
@@ -84,19 +73,17 @@ def check_tokenizer(name: str, loaded: "Loaded", corpus: Corpus) -> None:
             problem = f"{len(different)} entries differ, such as {min(different, key=lambda entry: entry[1])}"
         elif _encode_probe(ours) != _encode_probe(theirs):
             problem = f"they split {PROBE!r} differently"
-    if (
-        not problem and size is not None and corpus.vocab_size > size
-    ):  # tokens were added, and the embedding was not resized
+    if not problem and size is not None and corpus.vocab_size > size:  # tokens added without resizing the embedding
         problem = f"it has {corpus.vocab_size} tokens, and the model {size}"
     if problem:
         raise ConfigError(
-            f"data: the tokenizer of the corpus is not that of {name}: {problem}; prepare the corpus with the model's, "
-            "--tokenizer and the name or folder"
+            f"data: the tokenizer of the corpus is not that of {name}: {problem}; prepare the corpus with the model's: "
+            "--tokenizer NAME_OR_FOLDER"
         )
 
 
 def _encode_probe(tokenizer: "Tokenizer") -> list[int]:
-    """Return the token ids of PROBE; [] if it has none, as a word-level tokenizer has none for unknown words."""
+    """Return the token ids of PROBE; [] for a tokenizer that cannot encode it, such as a word-level one."""
     try:
         return tokenizer.encode(PROBE, add_special_tokens=False).ids
     except Exception:  # tokenizers raises nothing more specific

@@ -1,4 +1,4 @@
-"""Log a run to W&B, TensorBoard or Trackio, beside the screen and the run directory."""
+"""Log a run to W&B, TensorBoard or Trackio, in addition to the run directory."""
 
 import json
 import os
@@ -28,16 +28,15 @@ from run.directory import RunDirectory, settings_to_store
 from run.metrics_log import read_rows
 from training.metrics import NonFiniteError
 
-STOPPING_SECONDS = 10  # how long a run that was asked to stop waits for its tracker
+STOPPING_SECONDS = 10  # how long a run that a signal stops waits for its tracker
 ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # exports a run's newest checkpoint
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse tracking settings that would fail later, before anything is allocated.
+    """Raise ConfigError for tracking settings that would fail later.
 
-    Raises:
-        ConfigError: the tracker is not installed, W&B would ask for an API key at the terminal, or the model that is to
-            be logged cannot be exported to transformers.
+    The tracker is not installed, W&B would ask for an API key at the terminal, or the model to be logged cannot be
+    exported to transformers.
     """
     tracking = config.tracking
     if kind_of(tracking.tracker) is TrackerRun:
@@ -47,14 +46,13 @@ def check(config: TrainConfig) -> None:
         with suppress(ImportError):
             if not import_module("wandb").api.api_key:
                 raise ConfigError(
-                    "tracking.wandb: online needs an API key: run `wandb login`, or set WANDB_API_KEY; offline needs "
-                    "none"
+                    "tracking.wandb: online needs an API key: run `wandb login`, set WANDB_API_KEY, or use offline"
                 )
     if tracking.log_model:
         try:
             get_family(config.model)
         except ValueError as error:
-            raise ConfigError(f"tracking.log_model: true is an export, but {error}") from None
+            raise ConfigError(f"tracking.log_model: true exports the model, but {error}") from None
 
 
 def start_tracker(
@@ -64,20 +62,12 @@ def start_tracker(
     say: Callable[[str], None],
     export_newest: ExportNewest | None,
 ) -> "TrackerRun | None":
-    """Start the tracker of the config; None if it is off.
-
-    Args:
-        config: the resolved config.
-        run: the directory of the run.
-        step: completed steps at this start.
-        say: prints a line.
-        export_newest: exports the newest checkpoint, for `tracking.log_model`.
-    """
+    """Start the tracker of the config after `step` completed steps; None if it is off. `say` prints a line."""
     tracking = config.tracking
     if tracking.tracker == "wandb" and tracking.wandb == "disabled":
         return None
     if tracking.tracker == "wandb" and (variable := disabled_by_environment()):
-        say(f"W&B is off, as the environment variable {variable} asks: metrics go to metrics.jsonl only.")
+        say(f"W&B is off by the environment variable {variable}: metrics go to metrics.jsonl only.")
         return None
     return kind_of(tracking.tracker)(config, run, step, say, export_newest)
 
@@ -132,11 +122,11 @@ class TrackerRun:
                 self._try(lambda: self.run.log({name: import_module("trackio").Table(["text"], rows)}, step=step))
 
     def finish(self, failure: BaseException | None) -> None:
-        """Return when everything is written; `failure` is the exception that ended the run, if one did."""
+        """Return when everything is written; `failure` is the exception that ended the run, if any."""
         self._finish_in_time(lambda: self._try(lambda: self.run.finish()), failure)
 
     def _finish_in_time(self, action: Callable[[], object], failure: BaseException | None) -> None:
-        """Give up after some time: the other processes, and a scheduler that stops the run, wait for this one."""
+        """Run `action`, but return after a timeout: other processes, or a scheduler that stops the run, are waiting."""
         seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
         thread = Thread(target=action, daemon=True, name="tracker")
         thread.start()
@@ -168,7 +158,7 @@ class TrackerRun:
         # A branch starts after a step too, but must not resume the tracker run of a directory that was moved aside.
         is_resumed = step and len(list(read_rows(self.directory / "sessions.jsonl"))) > 1
         options = {
-            # hides what an earlier start logged of the steps that are trained again
+            # purge_step hides the points that an earlier start logged of steps that are trained again.
             "tensorboard": {"logging_dir": self.directory, "purge_step": step + 1},
             "trackio": {
                 "name": self.config.name,
@@ -189,9 +179,9 @@ def as_code(*texts: str) -> str:
 
 
 class WandbRun(TrackerRun):
-    """A W&B run, the same for all starts of a run, with a table of texts, the code, an alert and the model.
+    """A W&B run, which all starts of a run continue, with a table of texts, the code, an alert and the model.
 
-    All calls run in order in one thread, so that training does not wait the seconds that W&B takes to start.
+    All calls run in order in one thread, so that training does not wait for W&B to start.
     """
 
     def __init__(self, config: TrainConfig, run: RunDirectory, *others):
@@ -206,16 +196,16 @@ class WandbRun(TrackerRun):
         self._try(lambda: self.run.log({"step": step, **metrics}))
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Add rows to the table of texts and log it whole: an incremental table starts over after an offline resume.
+        """Add rows to the table of texts and log the whole table: W&B restarts incremental ones on an offline resume.
 
-        Since W&B keeps every version, a long table is logged only after growing by 2%, and at the end.
+        W&B keeps every version, so a long table is logged only after growing by 2%, and at the end.
         """
         self.samples += [{"step": step, name: text} for text in texts]
         if len(self.samples) >= 1.02 * self.num_logged:
             self._log_samples()
 
     def finish(self, failure: BaseException | None) -> None:
-        """Return when everything is written; send an alert if the loss was not finite, else log the model if asked."""
+        """Return when everything is written; send an alert if the loss was not finite, else log the model."""
         if len(self.samples) > self.num_logged:
             self._log_samples()
         if isinstance(failure, NonFiniteError):
@@ -241,7 +231,7 @@ class WandbRun(TrackerRun):
         try:
             assert self.export_newest is not None, "no function to export with"
             folder, manifest = self.export_newest(self.directory)
-        except Exception as error:  # the run has finished all the same
+        except Exception as error:  # the run has finished nevertheless
             self.say(f"The model is not logged: {error}")
             return
         metadata = {"step": manifest.step, **finite_or_null(manifest.metrics), **manifest.provenance}
@@ -275,9 +265,9 @@ class WandbRun(TrackerRun):
         id_file = self.directory / "wandb" / "run_id"
         if not id_file.exists():
             id_file.write_text(uuid4().hex)
-        # By default W&B stages later uploads, such as code and tables, below the user's home.
-        own = str(id_file.parent.resolve())
-        self.environment.enter_context(patch_environment(wandb_data_dir=os.environ.get("WANDB_DATA_DIR", own)))
+        # By default W&B stages uploads, such as code and tables, in the user's home directory.
+        data_dir = os.environ.get("WANDB_DATA_DIR", str(id_file.parent.resolve()))
+        self.environment.enter_context(patch_environment(wandb_data_dir=data_dir))
         run = wandb.init(
             project=tracking.project,
             name=self.config.name,
@@ -292,12 +282,12 @@ class WandbRun(TrackerRun):
                 silent=True,
                 console="off",
                 git_root=str(ROOT),
-                # Without a network it would wait for ever, and the other processes wait for this one.
+                # By default it waits forever without a network, while the other processes wait for this one.
                 finish_timeout=self.config.timeout_seconds / 2,
                 finish_timeout_raises=True,
             ),
         )
-        # W&B's own step can only grow, so after a rewind it would drop the points that are done again.
+        # W&B's own step cannot decrease, so it would drop the points of steps that are trained again after a resume.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         if run.settings.save_code is not False:  # WANDB_DISABLE_CODE

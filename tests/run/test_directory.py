@@ -27,6 +27,7 @@ from data.files import sha256
 from plotting.run_plots import save_loss_curve
 from run import resume
 from run.directory import RunDirectory
+from run.lock import LOCK_FILE
 from run.metrics_log import RowWriter, read_rows, truncate_after_step
 from run.status import Status, read_status, write_status
 from run.stored_settings import complete_settings, read_settings
@@ -102,7 +103,9 @@ def test_resume_refuses_changed_scheduled_values(monkeypatch):
     changes = {"schedule.name": "constant", "schedule.warmup_steps": 0, "steps": 8, "optimizer.weight_decay": 0.5}
     config = replace_settings(config, changes)
     settings |= {"schedule": asdict(config.schedule), "steps": 4}
-    with pytest.raises(ConfigError, match="given step 1 of this run the weight_decay 0.4375, but it had 0.375; a run"):
+    with pytest.raises(
+        ConfigError, match="make the weight_decay of step 1 of this run 0.4375, but it was 0.375; extend"
+    ):
         resume.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}, 1, 1, 1, {}, None))
 
 
@@ -198,9 +201,9 @@ def test_branch_resumes_and_refuses_another_parent(run):
 def test_resume_refuses_changed_learning_rates(run):
     arguments = [*RECIPE, "--out_dir", run.parent, "--steps"]
     done = train(*arguments, 6, "--schedule.name", "linear", exit_code=2)
-    assert "would have given step 1 of this run" in done.stderr and "--name NEW --branch_from" in done.stderr
+    assert "of step 1 of this run" in done.stderr and "--name NEW --branch_from" in done.stderr
     done = train(*arguments, 3, exit_code=2)
-    assert f"steps: 3 is less than the 4 that {run / 'checkpoints' / 'step-00000004'} has already done" in done.stderr
+    assert f"steps: 3 is less than the 4 completed steps of {run / 'checkpoints' / 'step-00000004'}" in done.stderr
 
 
 def test_unchanged_resume_compares_no_learning_rates(monkeypatch):
@@ -214,7 +217,7 @@ def test_unchanged_resume_compares_no_learning_rates(monkeypatch):
 def test_branch_refuses_zero_remaining_steps(run):
     begin = run / "checkpoints" / "step-00000004"
     done = train(*RECIPE, "--out_dir", run.parent, "--name", "new", "--branch_from", begin, "--steps", 4, exit_code=2)
-    assert f"steps: 4 leaves nothing to do after the 4 of {begin}" in done.stderr
+    assert f"steps: 4 leaves no step to train after the 4 of {begin}" in done.stderr
 
 
 def test_resume_never_without_run_moves_nothing(runs):
@@ -232,7 +235,7 @@ def test_resume_never_refuses_branch_from_itself(run):
     done = train(
         *RECIPE, "--out_dir", run.parent, "--resume", "never", "--branch_from", start, "--steps", 6, exit_code=2
     )
-    assert "is of the run that --resume never would move aside; choose another name" in done.stderr
+    assert "is in the run that --resume never would move aside; choose another name" in done.stderr
     assert start.exists() and [*run.parent.iterdir()] == [run]
 
 
@@ -242,13 +245,13 @@ def test_resume_never_refuses_inputs_inside_run(run):
     (run.parent / "link").symlink_to("run")
     for place in (run, run / "checkpoints" / "step-00000004", run.parent / "link"):
         done = train(*afresh, "--init_from", place, exit_code=2)
-        assert f"init_from: '{place}' is of the run that --resume never would move aside" in done.stderr
+        assert f"init_from: '{place}' is in the run that --resume never would move aside" in done.stderr
     directory = RunDirectory(str(run.parent), "run")
     for setting, value in (("path", str(run / "corpus")), ("mix", {str(run / "corpus"): 1.0})):
         (run / "corpus").mkdir(exist_ok=True)
         config = parse_config([*map(str, RECIPE), "--resume", "never"])
         config = replace_settings(config, {f"data.{setting}": value})
-        with pytest.raises(ConfigError, match=rf"data.{setting}: '.*corpus' is of the run that --resume never"):
+        with pytest.raises(ConfigError, match=rf"data.{setting}: '.*corpus' is in the run that --resume never"):
             directory.check(config)
     (run / "corpus").rmdir()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path != run} == {
@@ -297,7 +300,7 @@ def test_resume_without_config_uses_checkpoint_settings(deleted, run):
     if not deleted:
         (run / "config.yaml").write_text(settings.replace("\nseed: 0", "\nseed: 5"))
     done = train(*RECIPE, "--out_dir", run.parent, "--steps", 6, "--seed", 5, exit_code=2)
-    assert "step-00000004 is of other settings" in done.stderr and "seed: 0 there, 5 now" in done.stderr
+    assert "step-00000004 has other settings" in done.stderr and "seed: 0 there, 5 now" in done.stderr
     (run / "config.yaml").unlink(missing_ok=True)
     train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
 
@@ -323,10 +326,11 @@ def test_only_main_process_locks_to_record_refusal(run, monkeypatch):
     """Otherwise the main process, refused at the same time, would find the directory in use and record nothing."""
     config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
     monkeypatch.setenv("RANK", "1")
+    (run / LOCK_FILE).unlink()
     with pytest.raises(ConfigError, match="^refused$"):
-        with (directory := RunDirectory(config.out_dir, config.name)).record_outcome(config):
+        with RunDirectory(config.out_dir, config.name).record_outcome(config):
             raise ConfigError("refused")
-    assert not directory.lock.is_held
+    assert not (run / LOCK_FILE).exists()
 
 
 @pytest.mark.parametrize("arguments", [["--seed", 5], ["--resume", "never"], ["--branch_from", "elsewhere"]], ids=str)

@@ -167,7 +167,7 @@ def test_copy_initial_weights_keeps_added_parameters(made, capsys):
     assert torch.equal(network.adapter.weight, begun)
     assert all(torch.equal(network.state_dict()[name], weight) for name, weight in weights.items())
     del network.final_norm
-    with pytest.raises(ConfigError, match=r"no place for 2 of its tensors, such as final_norm\."):
+    with pytest.raises(ConfigError, match=r"the model lacks 2 of its tensors, such as final_norm\."):
         copy_initial_weights(network, initial)
 
 

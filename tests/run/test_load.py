@@ -144,9 +144,6 @@ def test_load_run_names_missing_run_or_checkpoint(run, tmp_path, monkeypatch):
             ConfigError, match=f"run: '{name}' {what}; name the .* on the Hub .in runs .* such as run.$"
         ):
             load_run(name)
-    (tmp_path / "\udcff").symlink_to(run)
-    with pytest.raises(ConfigError, match="run: '.*udcff' is not UTF-8"):
-        load_run(tmp_path / "\udcff")
     with pytest.raises(ConfigError, match="init_from: 'runs/runn' is no"):
         load_run("runs/runn", setting="init_from")
     (tmp_path / "checkpoints").mkdir()
@@ -185,10 +182,10 @@ def test_load_run_skips_checkpoint_removed_while_read(run, tmp_path, monkeypatch
 def test_load_run_names_requested_checkpoint_removed_meanwhile(run, tmp_path, monkeypatch):
     path = shutil.copytree(run, tmp_path / "run")
     remove_when_read(monkeypatch, 7)
-    with pytest.raises(ConfigError, match="checkpoint: .*step-00000007 was removed while it was read"):
+    with pytest.raises(ConfigError, match="checkpoint: 7: .* has those of steps 8, 6, 5, 4, 3, 2, 1; use one of these"):
         load_run(path, 7)
     remove_when_read(monkeypatch, 8)
-    with pytest.raises(ConfigError, match="checkpoint: .*step-00000008 was removed while it was read"):
+    with pytest.raises(ConfigError, match="step-00000008 has no valid checkpoint"):
         load_run(path / "checkpoints" / "step-00000008")
 
 
@@ -381,7 +378,7 @@ def test_load_run_refuses_unknown_data_source(copy):
     directory, manifest, weights = copy
     manifest.config["data"]["source"] = "chars"
     write(directory, manifest, [(weights, {})])
-    with pytest.raises(ConfigError, match="tokenizer of .* is not known here: data.source: 'chars' .*; use the code"):
+    with pytest.raises(ConfigError, match="has no tokenizer here: data.source: 'chars' .*; use the code"):
         load_run(directory)
 
 
@@ -395,7 +392,7 @@ def test_load_run_names_moved_data(copy, monkeypatch):
         raise ConfigError(f"data.path: {config.data.path} is not there")
 
     monkeypatch.setattr("run.tokenizer.load_corpus", moved)
-    with pytest.raises(ConfigError, match="/no/such/folder is not there; use .*, or put its data back where they were"):
+    with pytest.raises(ConfigError, match="/no/such/folder is not there; use .*, or restore its data"):
         load_run(directory)
 
 
