@@ -1,12 +1,7 @@
 """The commands `try` and `combine`: test an idea against the head of the chain."""
 
-import json
 import math
-import resource
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +9,24 @@ from scipy import optimize
 
 from chain.code import Idea, apply_ideas, parse_idea
 from chain.ledger import Row, make_row
-from chain.report import print_result
-from chain.settings import ChainConfig, CombineConfig, TryConfig
+from chain.report import Stopwatch, format_effect, print_result, training
+from chain.settings import CombineConfig, TryConfig
 from chain.state import Chain, locked_chain
-from config.errors import ConfigError, RunError
+from config.errors import ConfigError
 from experiments import change, log
 from experiments.arm import Arm
 from experiments.change import Change
 from experiments.experiment import Experiment
 from experiments.sequential_test import MIN_SEEDS, estimate_difference
 from experiments.settings import ExperimentConfig
-from jobs.runner import Failed, JobRunner, Stopped
+from jobs.runner import JobRunner
 
 UNDECIDED = ("unknown", "futile")
 SMALLEST_P = 1e-9
-EXIT_UNDECIDED, EXIT_FAILED, EXIT_STOPPED = 10, 11, 75
+EXIT_UNDECIDED, EXIT_FAILED = 10, 11
 
 
-def main(config: TryConfig | CombineConfig) -> None:
+def main(config: TryConfig) -> None:
     """Test an idea, add it to the ledger and print the result.
 
     Raises:
@@ -48,12 +43,13 @@ def main(config: TryConfig | CombineConfig) -> None:
         raise SystemExit(EXIT_FAILED)
 
 
-def find_out(config: TryConfig | CombineConfig) -> tuple[Row, bool]:
+def find_out(config: TryConfig) -> tuple[Row, bool]:
     """Return the row of an idea, and whether it was tested now or before."""
     with locked_chain(config.lab) as (_, chain):
         if isinstance(config, CombineConfig):
-            parts = [chain.load(chain.idea(number)) for number in map(parse_number, config.ids)]
-            kind, idea = "combine", Idea(" + ".join(config.ids))
+            rows = [chain.idea(number) for number in map(parse_number, config.idea)]
+            parts = [chain.load(row) for row in rows]
+            kind, idea = "combine", Idea(" + ".join(f"#{row['id']}" for row in rows))
         else:
             if len(config.idea) > 1:
                 raise ConfigError(f"idea: {' '.join(config.idea)!r} has several words; quote it as one argument")
@@ -80,7 +76,7 @@ def find_out(config: TryConfig | CombineConfig) -> tuple[Row, bool]:
 class Attempt(Experiment):
     """The test of an idea, at the level and on the seeds that are its due in the chain."""
 
-    def __init__(self, config: TryConfig | CombineConfig, chain: Chain, cells: dict[str, Any]):
+    def __init__(self, config: TryConfig, chain: Chain, cells: dict[str, Any]):
         self.lab_setting, self.cells = config.lab, cells
         experiment = ExperimentConfig(
             [cells["idea"], "--config", str(change.ROOT / chain.recipe)],
@@ -99,15 +95,14 @@ class Attempt(Experiment):
         Raises:
             TriedBefore: it was tested.
         """
-        begin = time.monotonic(), cpu_seconds()
+        stopwatch = Stopwatch()
         try:
             found = self.run(changed)
         except ConfigError as error:
             self.finish(status="refused", message=str(error))
             raise
         log.append(self.lab, found)
-        spent = {"seconds": time.monotonic() - begin[0], "cpu_seconds": cpu_seconds() - begin[1]}
-        return self.finish(status=found["verdict"], **spent, **self.results(found))
+        return self.finish(status=found["verdict"], **stopwatch.cells(), **self.results(found))
 
     def resolve_candidate(self, baseline: Arm, code: Path, changed: Change) -> Arm:
         """Return the candidate, which has a number and a level in the ledger from here on.
@@ -219,9 +214,8 @@ def describe(row: Row) -> Iterator[str]:
     if not row["difference"]:
         yield f"#{number} {status}: {row['idea']}" + (f": {row['message']}" if row["message"] else "")
     else:
-        effect = f"{float(row['difference']):+.1f}% ({float(row['low']):+.1f} to {float(row['high']):+.1f})"
         seeds = f"{row['seeds_candidate']} seeds against {row['seeds_baseline']}"
-        yield f"#{number} {status}: {row['idea']} changes the loss by {effect}, {seeds}"
+        yield f"#{number} {status}: {row['idea']} changes the loss by {format_effect(row)}, {seeds}"
         costs = ", ".join(f"{name} x{float(row[name]):.3g}" for name in ("parameters", "flops", "speed") if row[name])
         yield f"level {row['level']}, p {row['p']}, wealth {row['wealth']}; {costs}"
     if row["log"]:
@@ -232,31 +226,3 @@ def describe(row: Row) -> Iterator[str]:
         yield f"accept it with `python research.py keep {number}`; only `confirm` gives a result to quote"
     elif status == "unknown":
         yield "more seeds may decide: repeat the command with a larger --max_seeds, or drop it"
-
-
-def cpu_seconds() -> float:
-    """Return the CPU time of the processes that this one has started and that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-@contextmanager
-def training(config: ChainConfig, lab: Path) -> Iterator[None]:
-    """Write progress to LAB/progress.log unless a terminal shows it; turn a stop or a full disk into an exit.
-
-    Raises:
-        SystemExit: with code 75 after a signal.
-        RunError: a file cannot be written.
-    """
-    with nullcontext() if sys.stderr.isatty() else open(lab / "progress.log", "a") as file:
-        try:
-            with redirect_stderr(file) if file else nullcontext():
-                yield
-        except Stopped:
-            message = "stopped by a signal; rerun the same command to resume"
-            print(json.dumps({"status": "stopped", "message": message}) if config.json else message)
-            raise SystemExit(EXIT_STOPPED) from None
-        except Failed as failed:
-            raise RunError(f"{failed.training.directory}: {failed}; see {failed.training.output}") from None
-        except OSError as error:
-            raise RunError(f"{error}; mend that, then rerun the same command to resume") from None

@@ -2,13 +2,12 @@
 
 import math
 import statistics
-import time
 from collections.abc import Iterator
 
 from scipy import stats
 
-from chain.attempt import cpu_seconds
 from chain.ledger import Row
+from chain.report import Stopwatch
 from chain.settings import ChainConfig
 from chain.state import Chain, locked_chain
 from experiments import change
@@ -31,7 +30,7 @@ def measure_baseline(config: ChainConfig, chain: Chain) -> Row:
     """
     if chain.baseline:
         return chain.baseline
-    begin, num_seeds = (time.monotonic(), cpu_seconds()), int(chain.start["seeds_baseline"])
+    stopwatch, num_seeds = Stopwatch(), int(chain.start["seeds_baseline"])
     arguments = ["baseline", "--config", str(change.ROOT / chain.recipe)]
     experiment = Experiment(ExperimentConfig(arguments, first_seed=chain.first_seed), chain.lab, JobRunner(config.jobs))
     with checked_out(Change((), chain.head, chain.head)) as (code, _):
@@ -49,9 +48,8 @@ def measure_baseline(config: ChainConfig, chain: Chain) -> Row:
             loss=mean,
             difference=100 * (mean / before[-1] - 1) if before else None,
             seeds_baseline=num_seeds,
-            seconds=time.monotonic() - begin[0],
-            cpu_seconds=cpu_seconds() - begin[1],
             message=f"detects {100 * detectable_effect(deviation / mean, chain.next_level):.3g}%",
+            **stopwatch.cells(),
         )
 
 

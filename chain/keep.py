@@ -1,9 +1,8 @@
 """The command `keep`: accept an idea."""
 
-from chain.attempt import training
 from chain.baseline import describe_baseline, measure_baseline
 from chain.code import edited_files, move_branch, write_commit
-from chain.report import print_result
+from chain.report import print_result, training
 from chain.settings import KeepConfig
 from chain.state import Chain, locked_chain
 from config.errors import ConfigError

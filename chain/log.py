@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from chain.report import print_result
+from chain.report import format_effect, print_result
 from chain.settings import LogConfig
 from chain.staircase import draw
 from chain.state import Chain, locked_chain
@@ -20,17 +20,12 @@ def main(config: LogConfig) -> None:
 def lines(chain: Chain) -> Iterator[str]:
     """Yield the table and the state of the chain."""
     numbers = {chain.start["commit"]: "start"} | {row["commit"]: f"#{row['id']}" for row in chain.kept}
-    table = [["time", "#", "on", "status", "decision", "difference (%)", "seeds", "p", "CPU s", "idea"]]
+    table = [["time", "#", "on", "status", "decision", "difference", "seeds", "p", "CPU s", "idea"]]
     for row in [*chain.ideas.values(), *(row for row in chain.rows if row["kind"] == "confirm")]:
-        effect = (
-            f"{float(row['difference']):+.1f} ({float(row['low']):+.1f} to {float(row['high']):+.1f})"
-            if row["low"]
-            else ""
-        )
         number = row["id"] if row["kind"] != "confirm" else "confirm"
         cpu = f"{float(row['cpu_seconds']):.0f}" if row["cpu_seconds"] else ""
         cells = [row["time"], number, numbers.get(row["parent"], row["parent"][:8]), row["status"], row["decision"]]
-        table.append([*cells, effect, row["seeds_candidate"], row["p"], cpu, row["idea"]])
+        table.append([*cells, format_effect(row), row["seeds_candidate"], row["p"], cpu, row["idea"]])
     yield from aligned(table)
     yield ""
     counts = f"{len(chain.ideas)} ideas, {len(chain.discoveries)} better, {len(chain.kept)} accepted"

@@ -49,7 +49,8 @@ class TryConfig(ChainConfig):
     """Tests an idea against the head of the chain."""
 
     idea: list[str] = field(metadata=PASSED_ON)
-    """In one argument: settings, or a git branch or commit, a patch file, or . for the working tree, then settings."""
+    """In one argument: settings, or a git branch or commit, a patch file, or . for the working tree, then settings. Of
+    `combine`: numbers of ideas."""
 
     note: str | None = None
     """Text for the ledger, as the reason for the idea."""
@@ -62,31 +63,8 @@ class TryConfig(ChainConfig):
 
 
 @dataclass
-class CombineConfig(ChainConfig):
-    """Tests several ideas together against the head of the chain."""
-
-    ids: list[str]
-    """Numbers of the ideas."""
-
-    note: str | None = None
-    """Text for the ledger."""
-
-    max_seeds: PositiveInt = 12
-    """Most runs of the candidate."""
-
-    budget_minutes: PositiveFloat | None = None
-    """Minutes after which no run is started. null: only max_seeds limits the runs."""
-
-
-@dataclass
-class KeepConfig(ChainConfig):
-    """Accepts an idea: commits it to the branch, and trains the new baseline on seeds that no selection has seen."""
-
-    id: NonNegativeInt
-    """Number of the idea."""
-
-    unproven: bool = False
-    """Accept it although it is not better; the ledger says so."""
+class CombineConfig(TryConfig):
+    """Tests several ideas together, named by their numbers, against the head of the chain."""
 
 
 @dataclass
@@ -95,6 +73,14 @@ class DropConfig(ChainConfig):
 
     id: NonNegativeInt
     """Number of the idea."""
+
+
+@dataclass
+class KeepConfig(DropConfig):
+    """Accepts an idea: commits it to the branch, and trains the new baseline on seeds that no selection has seen."""
+
+    unproven: bool = False
+    """Accept it although it is not better; the ledger says so."""
 
 
 @dataclass

@@ -3,11 +3,10 @@
 import os
 from pathlib import Path
 
-from chain.attempt import training
 from chain.baseline import describe_baseline, measure_baseline
 from chain.code import current_branch, require_clean_tree, tip
 from chain.ledger import locked_ledger
-from chain.report import print_result
+from chain.report import print_result, training
 from chain.settings import StartConfig
 from chain.state import Chain
 from config.errors import ConfigError

@@ -38,7 +38,9 @@ def research(run_experiment, monkeypatch):  # noqa: F811
     """Return a function that runs research.py in a repository; it returns the exit code and what is printed."""
     root = run_experiment.root
     assert READ_JSON in FAKE
-    (root / "train.py").write_text(FAKE.replace(READ_JSON, READ_RECIPE.strip()))
+    (root / "train.py").write_text(
+        FAKE.replace(READ_JSON, READ_RECIPE.strip()).replace('"data.path"', '"data.seed": 0, "data.path"')
+    )
     (root / "configs" / "lab.yaml").write_text(RECIPE)
     for name, value in change.AUTHOR.items():
         monkeypatch.setenv(name, value)

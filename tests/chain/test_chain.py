@@ -161,7 +161,7 @@ def test_combined_ideas_are_one_candidate(decided, research):
     decided(". --model.mlp relu2")
     assert research("combine", "1", "2").code == 0
     row = research.rows()[-1]
-    assert (row["kind"], row["idea"]) == ("combine", "1 + 2")
+    assert (row["kind"], row["idea"]) == ("combine", "#1 + #2")
     combined = research.git("show", f"{row['commit']}:train.py")
     assert combined.startswith("# above\n") and combined.endswith("\n# below")
     assert "lr: 2\nmodel:\n  mlp: relu2" in research.git("show", f"{row['commit']}:configs/lab.yaml")
@@ -241,3 +241,21 @@ def test_ledger_is_locked_while_it_is_open(tmp_path):
         file.append(idea="first")
     thread.join()
     assert entered.is_set()
+
+
+def test_confirm_uses_reserved_seeds_once(decided, research):
+    assert "no idea is accepted" in research("confirm").text
+    research("keep", str(decided("--model.mlp relu2")))
+    research("keep", str(decided("--optimizer.lr 1.5")))
+    found = research("confirm", "--seeds=3", "--jobs=2", "--data_seed=1", "--json")
+    assert found.code == 0, found.text
+    rows = json.loads(found.text)["rows"]
+    assert [row["status"] for row in rows] == ["better", "better", "better", "worse"]
+    assert all(int(name.rpartition("-")[2]) >= 10**9 for name in research.started())
+    assert float(rows[0]["low"]) < -8 < float(rows[0]["high"])
+    assert research("confirm", "--seeds=3", "--data_seed=1").code == 0 and not research.started(), "the same answer"
+    assert "usable once" in research("confirm", "--seeds=4").text
+    research("keep", str(decided("--optimizer.lr 1.2")))
+    assert research("confirm", "--seeds=3", "--jobs=2", "--leave_one_out=false").code == 0
+    assert all(int(name.rpartition("-")[2]) >= 10**9 + 10**4 for name in research.started())
+    assert research("log").code == 0

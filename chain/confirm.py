@@ -1,0 +1,161 @@
+"""The command `confirm`: what the accepted ideas are worth, on seeds that no selection has seen."""
+
+import math
+import shlex
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from scipy import stats
+
+from chain.code import apply_ideas
+from chain.ledger import Row
+from chain.report import Stopwatch, format_effect, print_result, training
+from chain.settings import ConfirmConfig
+from chain.state import HEAD_AGAINST_START, RESERVED_SEEDS, SEEDS_PER_HEAD, Chain, locked_chain
+from cli.output import aligned
+from config.errors import ConfigError
+from experiments import change
+from experiments.arm import ArmFailed
+from experiments.change import Change, checked_out
+from experiments.experiment import Experiment, parse_sizes
+from experiments.score import choose_metric
+from experiments.sequential_test import welch_p_value
+from experiments.settings import ExperimentConfig
+from jobs.runner import Failed, JobRunner
+
+LEVEL = 0.05  # of the intervals: each is one test of a number of seeds that was fixed before
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Two commits to compare, under settings that both have."""
+
+    name: str
+    base: str
+    commit: str
+    settings: str = ""
+    size: float = 1.0
+    claimed: float = math.nan
+    """Difference at selection (%)."""
+
+
+def main(config: ConfirmConfig) -> None:
+    """Compare head and start, and leave out each accepted idea; again after a stop, resume.
+
+    Raises:
+        ConfigError: no idea is accepted, or this head was confirmed on another number of seeds.
+        RunError: an arm does not train.
+        SystemExit: with code 75 after a signal.
+    """
+    with locked_chain(config.lab) as (_, chain):
+        if not chain.kept:
+            raise ConfigError("confirm: no idea is accepted yet; nothing can be confirmed")
+        rows = [row for row in chain.rows if row["kind"] == "confirm"]
+        if seeds := {row["seeds_candidate"] for row in rows if row["commit"] == chain.head} - {str(config.seeds)}:
+            raise ConfigError(f"seeds: this head is confirmed on {seeds.pop()} reserved seeds, which are usable once")
+        heads = [*dict.fromkeys([*(row["commit"] for row in rows), chain.head])]
+    first_seed = RESERVED_SEEDS + SEEDS_PER_HEAD * heads.index(chain.head)
+    jobs, table = JobRunner(config.jobs), []
+    with training(config, chain.lab):
+        for contrast in contrasts(config, chain):
+            table.append((contrast, confirm(config, chain, contrast, first_seed, jobs)))
+    facts = {"rows": [row for _, row in table], "claimed": claimed(chain)}
+    print_result(config, chain.summary() | facts, [*describe(table, config.seeds)])
+
+
+def contrasts(config: ConfirmConfig, chain: Chain) -> Iterator[Contrast]:
+    """Yield what is compared.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    start, head = chain.start["commit"], chain.head
+    yield Contrast(HEAD_AGAINST_START, start, head, claimed=claimed(chain))
+    for size in parse_sizes(config.sizes):
+        if size != 1:
+            yield Contrast(f"{HEAD_AGAINST_START}, {size:g} times the parameters", start, head, size=size)
+    if config.data_seed is not None:
+        settings = f"--data.seed {config.data_seed}"
+        yield Contrast(f"{HEAD_AGAINST_START}, {settings}", start, head, settings)
+    if config.corpus:
+        yield Contrast(f"{HEAD_AGAINST_START}, {config.corpus}", start, head, config.corpus)
+    if config.leave_one_out and len(chain.kept) > 1:
+        for step in chain.kept:
+            others = [chain.load(row) for row in chain.kept if row is not step]
+            name = f"head against head without #{step['id']} {step['idea']}"
+            try:
+                without, _ = apply_ideas(others, start, chain.recipe)
+                yield Contrast(name, without.commit or start, head, claimed=float(step["difference"] or "nan"))
+            except ConfigError as error:  # a later idea builds on it
+                yield Contrast(f"{name}: {error}", head, head)
+
+
+def confirm(config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed: int, jobs: JobRunner) -> Row:
+    """Return the row of a comparison, which is trained unless it is in the ledger.
+
+    Raises:
+        ConfigError: its settings are refused.
+        Failed: a run of head or start fails.
+    """
+    cells = {"kind": "confirm", "parent": contrast.base, "commit": contrast.commit, "idea": contrast.name}
+    cells |= {"seeds_baseline": config.seeds, "seeds_candidate": config.seeds}
+    same = [row for row in chain.rows if all(row[name] == str(cell) for name, cell in cells.items())]
+    if same and same[-1]["status"] != "running":
+        return same[-1]
+    with locked_chain(config.lab) as (ledger, _):
+        if not same:
+            ledger.append(**cells, status="running")
+    stopwatch = Stopwatch()
+    results = compare(config, chain, contrast, first_seed, jobs)
+    with locked_chain(config.lab) as (ledger, _):
+        return ledger.append(**cells, **results, **stopwatch.cells())
+
+
+def compare(
+    config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed: int, jobs: JobRunner
+) -> dict[str, Any]:
+    """Train all seeds of both commits, and return the cells of the result.
+
+    Raises:
+        ConfigError, Failed: as `confirm`.
+    """
+    if contrast.base == contrast.commit:
+        return {"status": "not separable"}
+    words = [contrast.name, "--config", str(change.ROOT / chain.recipe), *shlex.split(contrast.settings)]
+    experiment = Experiment(ExperimentConfig(words, first_seed=first_seed), chain.lab, jobs)
+    changed = Change((), contrast.base, contrast.commit, "code")
+    with checked_out(changed) as (base, head):
+        try:
+            baseline = experiment.resolve_baseline(base)
+            candidate = experiment.resolve_candidate(baseline, head, changed)
+            arms = experiment.scale_both(baseline, candidate, contrast.size)
+            experiment.train([arm.run(seed) for seed in range(config.seeds) for arm in arms])
+            metric = choose_metric(*arms)
+        except (ArmFailed, Failed) as failed:
+            if contrast.base == chain.start["commit"]:
+                raise
+            return {"status": "failed", "message": str(failed)}
+        losses = [arm.losses(config.seeds, metric) for arm in arms]
+    ours, theirs = map(statistics.fmean, losses)
+    interval = stats.ttest_ind(losses[1], losses[0], equal_var=False).confidence_interval(1 - LEVEL)
+    status = "better" if interval.high < 0 else "worse" if interval.low > 0 else "unknown"
+    percent = {"difference": theirs - ours, "low": interval.low, "high": interval.high}
+    cells = {name: 100 * float(value) / ours for name, value in percent.items()}
+    return cells | {"status": status, "loss": theirs, "p": welch_p_value(*losses), "level": LEVEL}
+
+
+def claimed(chain: Chain) -> float:
+    """Return the difference of the whole chain at selection (%)."""
+    return 100 * (math.prod(1 + float(row["difference"] or 0) / 100 for row in chain.kept) - 1)
+
+
+def describe(table: list[tuple[Contrast, Row]], num_seeds: int) -> Iterator[str]:
+    """Yield the comparisons as a table."""
+    lines = [["", "confirmed, 95% interval", "status", "claimed at selection"]]
+    for contrast, row in table:
+        selection = "" if math.isnan(contrast.claimed) else f"{contrast.claimed:+.1f}%"
+        lines.append([contrast.name, format_effect(row), row["status"], selection])
+    yield from aligned(lines)
+    yield f"{num_seeds} seeds of each arm, reserved for this; only these differences are a result"
