@@ -169,7 +169,7 @@ def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[in
 def generate_sample(
     loaded: Loaded, prompt: str, tokens: list[int], index: int, config: SampleConfig, ends: Collection[int] = ()
 ) -> str:
-    """Generate and print sample `index` of a prompt; for stories, also the grammar's verdict and log-probabilities.
+    """Generate and print sample `index` of a prompt; for stories, also its log-probabilities.
 
     Control characters are escaped, because a terminal would execute them.
 
@@ -209,12 +209,12 @@ def generate_sample(
     text = "".join(pieces)
     print()
     if loaded.config is not None and (data := loaded.config.data).source == "stories":
-        verdict = get_story_generator(data.facts, data.zipf, data.seed or 0).verdict
+        describe = get_story_generator(data.facts, data.zipf, data.seed or 0).describe_text
         limit = model.config.max_position_embeddings
         ids_1T = torch.tensor([ids[:limit]], device=device)
         _, loss, *sums = model(ids_1T, labels=ids_1T, num_items_in_batch=1)
         # A model with auxiliary losses returns the cross-entropy separately.
         nats, _ = dict(*sums).get("loss", (loss, 1))
         of = f", of its first {limit} tokens" if len(ids) > limit else ""
-        print(f"  ({verdict(text)}; the model's {-float(nats):.2f}{of})")
+        print(f"  ({describe(text)}; the model's {-float(nats):.2f}{of})")
     return text

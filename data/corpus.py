@@ -23,28 +23,21 @@ Sums = dict[str, tuple[Tensor | float, Tensor | float]]
 
 
 class SampleDataset(Protocol):
-    """A map-style dataset of samples, each a dict of tensors [T]."""
+    """A map-style dataset: sample i is `{"input_ids": int64 [T], "labels": int64 [T]}`."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return sample `index`."""
-        ...
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
 
 
 @dataclass
 class Corpus:
-    """A training and a validation set of the same kind, and the tokenizer that made them, if any.
-
-    Both are map-style: sample i is `{"input_ids": int64 [T], "labels": int64 [T]}`, a function of i and the seed.
-    The validation set may have `entropy_nats` (the lowest loss that any model can expect on it, in nats summed over its
-    targets) and `num_bytes` (of its text, for bits per byte).
-    """
+    """A training and a validation set, their tokenizer, and what is measured on their texts."""
 
     train: SampleDataset
     validation: SampleDataset
+    """May have `entropy_nats` (the lowest expected loss of any model, in nats summed over all targets) and `num_bytes`
+    (of its text, for bits per byte)."""
     tokenizer: Tokenizer | None
     vocab_size: int
     quotas: list[int] | None = None
@@ -52,18 +45,18 @@ class Corpus:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of a run that the corpus determines, such as the hash of its files: {"data.hash": ...}."""
     verification: "Verification | None" = None
-    """Check of the files of the corpus, to be started."""
+    """Verification of the files, not started."""
     score: Callable[[Tensor, dict[str, Tensor]], Sums] | None = None
     """Computes further validation metrics, logged as val/NAME, from the logits [B, T, V] (position t predicts
     label t + 1) and the batch."""
     end_of_text: int | None = None
-    """The token that texts begin and end with; None: the tokenizer's <|endoftext|>."""
-    verdict: Callable[[str], str] | None = None
-    """Describes a generated text for a reader: whether it is valid, and its log-probability."""
+    """The token between texts; None: the tokenizer's <|endoftext|>."""
+    describe_text: Callable[[str], str] | None = None
+    """Describes a generated text: whether it is valid, and its log-probability."""
     conversations: str = ""
     """Description of how conversations became training samples, printed at the start of a run."""
     score_texts: Callable[[list[str]], Sums] | None = None
-    """Scores the texts that the trained model generates between two end-of-text tokens, logged as generation/NAME."""
+    """Scores generated texts, logged as generation/NAME at the end of a run."""
 
     def complete(self, config: TrainConfig) -> TrainConfig:
         """Fill in the settings of a run that the corpus determines."""
@@ -84,7 +77,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
     """Load the corpus that `config.data` names, in sequences of `config.seq_len` tokens.
 
     Raises:
-        ConfigError: the settings do not fit the corpus, or it is not as it was prepared; says which and what would.
+        ConfigError: the settings do not fit the corpus, or the corpus is damaged.
     """
     seed = config.data.seed or 0
     sizes = {"train": config.data.num_samples, "validation": config.evaluation.num_samples}
@@ -100,16 +93,19 @@ def load_corpus(config: TrainConfig) -> Corpus:
     generator = get_story_generator(config.data.facts, config.data.zipf, seed)
     train, validation = (StoriesDataset(split, size, seed, config.seq_len, generator) for split, size in sizes.items())
     tokenizer = generator.build_tokenizer()
-    judges: dict[str, Any] = {
-        "score": build_excess_loss_score(generator),
-        "score_texts": generator.score_texts,
-        "verdict": generator.verdict,
-    }
-    return Corpus(train, validation, tokenizer, _checked_vocab_size(config, tokenizer.get_vocab_size()), **judges)
+    return Corpus(
+        train,
+        validation,
+        tokenizer,
+        vocab_size=_checked_vocab_size(config, tokenizer.get_vocab_size()),
+        score=build_excess_loss_score(generator),
+        score_texts=generator.score_texts,
+        describe_text=generator.describe_text,
+    )
 
 
 def _validation_samples(config: TrainConfig, quotas: list[int]) -> Sequence[int | None]:
-    """Return the number of validation samples of each corpus, None for all; [] if nothing is evaluated."""
+    """Return the number of validation samples of each corpus, None for all; [] without evaluations."""
     if not config.evaluation.every:
         return []
     if config.evaluation.num_samples is None:
@@ -121,7 +117,7 @@ def _validation_samples(config: TrainConfig, quotas: list[int]) -> Sequence[int 
 
 
 def _load_text(config: TrainConfig) -> Corpus:
-    # These need pyarrow, which is slow to import and no other source needs.
+    # These import pyarrow, which is slow and needed by no other source.
     from data.integrity import Verification
     from data.text import MixedDataset, TextCorpus, open_dataset
 
@@ -143,16 +139,20 @@ def _load_text(config: TrainConfig) -> Corpus:
         open_dataset(corpus, "validation", config.seq_len, packing, number)
         for corpus, number in zip(corpora, num_samples, strict=False)
     ]
-    vocab_size = _checked_vocab_size(config, corpora[0].vocab_size)
-    facts: dict[str, Any] = {"settings": {"data.hash": content_hash, "data.packing": packing}}
-    facts |= {"verification": Verification(corpora), "end_of_text": corpora[0].end_of_text}
-    facts["conversations"] = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
+    conversations = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
     if data.mix:
         train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
-        facts["quotas"] = quotas
-    without_evaluation: Any = None
-    held_out = validation[0] if validation else without_evaluation
-    return Corpus(train[0], held_out, corpora[0].tokenizer, vocab_size, **facts)
+    return Corpus(
+        train[0],
+        validation[0] if validation else cast(Any, None),
+        corpora[0].tokenizer,
+        vocab_size=_checked_vocab_size(config, corpora[0].vocab_size),
+        quotas=quotas if data.mix else None,
+        settings={"data.hash": content_hash, "data.packing": packing},
+        verification=Verification(corpora),
+        end_of_text=corpora[0].end_of_text,
+        conversations=conversations,
+    )
 
 
 def _checked_vocab_size(config: TrainConfig, num_tokens: int) -> int:

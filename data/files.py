@@ -14,7 +14,7 @@ from typing import TextIO
 
 from config.errors import ConfigError
 
-# What file systems answer that have no locks, or cannot make the names in a folder durable, as some on a network.
+# Errors of file systems without locks, or that cannot fsync a folder, such as some on a network.
 NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}
 WITHOUT_LOCKS = "MINI_GPT_WITHOUT_LOCKS"
 LOCK_OF_FOLDER = "lock"
@@ -37,7 +37,7 @@ def write_atomically(path: Path, content: str | bytes, by_several: bool = False)
 
 @contextmanager
 def folder_written_atomically(path: Path) -> Iterator[Path]:
-    """Yield the name of a folder to create and fill, which is renamed to `path` at the end."""
+    """Yield the path of a folder to create and fill, which is renamed to `path` at the end."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     yield temporary
@@ -48,7 +48,7 @@ def folder_written_atomically(path: Path) -> Iterator[Path]:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename what is there to the first free name of the form NAME.old-1, and return that."""
+    """Rename a file or folder to the first free name of NAME.old-1, NAME.old-2, ..., and return that."""
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
@@ -57,7 +57,7 @@ def move_aside(path: Path) -> Path:
 
 
 def copy_folder(source: Path, path: Path) -> None:
-    """Make `path` a copy of a folder of files, whole or not at all; one that is there is left alone."""
+    """Copy a folder of files to `path`, whole or not at all, unless `path` exists."""
     if not path.exists():
         with folder_written_atomically(path) as folder:
             shutil.copytree(source, folder)
@@ -72,7 +72,7 @@ def reason_absent(name: str) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Make a file, or the names in a directory, survive a power failure; names only where the file system can."""
+    """Make a file, or if the file system can, the names in a folder survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,15 +85,15 @@ def fsync(path: Path) -> None:
 
 def copy_folder_permissions(path: Path) -> None:
     """Make a file readable by those who can read its folder; safetensors creates files only for their owner."""
-    with suppress(OSError):  # of a file system without such modes
+    with suppress(OSError):  # a file system without such modes
         path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def lock(file: TextIO) -> bool:
-    """Take an open file for this process until it is closed; False where another one has it.
+    """Lock an open file until it is closed; return False if another process has locked it.
 
     Raises:
-        ConfigError: its file system has no locks, and the environment does not say to go on without.
+        ConfigError: its file system has no locks, and MINI_GPT_WITHOUT_LOCKS is not set.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +106,7 @@ def lock(file: TextIO) -> bool:
             raise ConfigError(
                 f"{Path(file.name).parent}: its file system has no locks ({error.strerror}), which keep two programs "
                 "from writing there at once. Mount it with locks (Lustre: -o flock), name a folder elsewhere, or set "
-                f"{WITHOUT_LOCKS}=1 in the environment, and see to it yourself that each is started only once"
+                f"{WITHOUT_LOCKS}=1 in the environment and make sure yourself that each is started only once"
             ) from None
     return True
 
@@ -115,7 +115,7 @@ def lock(file: TextIO) -> bool:
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Create a folder in `parent`, and remove it afterwards; first remove those of processes that were killed."""
     for left in parent.glob(f"{prefix}*/{LOCK_OF_FOLDER}"):
-        with suppress(OSError), open(left, "a") as file:  # somebody else's, or just removed
+        with suppress(OSError), open(left, "a") as file:  # another user's, or just removed
             if lock(file) and os.environ.get(WITHOUT_LOCKS) != "1":
                 shutil.rmtree(left.parent, ignore_errors=True)
     with (

@@ -12,20 +12,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from config.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-MAX_VOCAB_SIZE = (
-    10**6
-)  # of one that is learnt: tokenizers takes memory for all of them first, and aborts if there is none
-NAMES = (
-    f"byte, train:VOCAB (257 to {MAX_VOCAB_SIZE:,}, as in train:8192), a folder with a tokenizer or a name on the Hub"
-)
+MAX_VOCAB_SIZE = 10**6  # to train: tokenizers allocates memory for all tokens first, and aborts the process if it fails
+NAMES = f"byte, train:VOCAB (257 to {MAX_VOCAB_SIZE:,}; train:8192), a folder with a tokenizer or a name on the Hub"
 
 
 @contextmanager
 def wrap_tokenizer_errors(problem: str) -> Iterator[None]:
-    """Convert whatever tokenizers raises to a ConfigError that begins with `problem`.
-
-    Its panics, such as for a regular expression that gives up, are no Exception.
-    """
+    """Convert errors of tokenizers, including panics, which are no Exception, to a ConfigError."""
     try:
         yield
     except BaseException as error:
@@ -35,10 +28,10 @@ def wrap_tokenizer_errors(problem: str) -> Iterator[None]:
 
 
 def parse_trained_vocab_size(name: str) -> int | None:
-    """Return the vocabulary size to train for `name`, such as train:8192; None for a tokenizer that exists.
+    """Return the vocabulary size that `name` asks to train, as train:8192 does; None for an existing tokenizer.
 
     Raises:
-        ConfigError: it cannot have so many.
+        ConfigError: the size is out of range.
     """
     if not name.startswith("train:"):
         return None
@@ -49,10 +42,10 @@ def parse_trained_vocab_size(name: str) -> int | None:
 
 
 def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
-    """Save the tokenizer called `name`, trained on `texts` if it is to be trained.
+    """Save the tokenizer called `name`, after training it on `texts` if its name says so.
 
     Raises:
-        ConfigError: there is no such tokenizer, it cannot be learnt, or it has no end-of-text token.
+        ConfigError: there is no such tokenizer, it cannot be trained, or it has no end-of-text token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -61,7 +54,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
     if name != "byte" and num_tokens is None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # as many kinds as there are ways to fail at a download
+        except Exception as error:  # a download may raise anything
             raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\nUse {NAMES}") from None
         if not tokenizer.is_fast or tokenizer.eos_token is None:
             raise ConfigError(f"tokenizer: {name!r} is not a fast one with an end-of-text (eos) token")
@@ -82,10 +75,10 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
 def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
     """Load a saved tokenizer, and its `hash`, `vocab_size` (largest token + 1) and `end_of_text` token.
 
-    A special token in a text is the characters that it is written with, so no text can end a document.
+    It encodes special tokens that are spelled in a text as ordinary characters, so no text can end a document.
 
     Raises:
-        ConfigError: there is no such tokenizer in the folder, or it has no end-of-text token.
+        ConfigError: the folder has no tokenizer, or the tokenizer has no end-of-text token.
     """
     try:
         content = (folder / "tokenizer.json").read_bytes()
@@ -93,7 +86,7 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
         end_of_text = json.loads((folder / "tokenizer_config.json").read_bytes())["eos_token"]
         end_of_text = tokenizer.token_to_id(end_of_text["content"] if isinstance(end_of_text, dict) else end_of_text)
         vocab_size = max(tokenizer.get_vocab().values()) + 1
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise ConfigError(f"tokenizer: '{folder}' cannot be read: {type(error).__name__}: {error}") from None
     if end_of_text is None:
         raise ConfigError(f"tokenizer: '{folder}' names an end-of-text (eos) token that is not in its vocabulary")
@@ -105,21 +98,18 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
 
 
 def token_bytes(tokenizer: Tokenizer, end_of_text: int) -> dict[int, bytes] | None:
-    """Return the bytes that each token of a byte-level tokenizer stands for; none for special tokens.
+    """Return the bytes of each token of a byte-level tokenizer, b"" for special tokens; None for other tokenizers.
 
-    None for another tokenizer, whose tokens may stand for no bytes of their own.
-
-    A byte-level tokenizer makes bytes into letters of an alphabet of 256 before it looks for tokens (GPT-2's
-    bytes_to_unicode), in its normalizer or pre-tokenizer; its decoder makes bytes of them again, if it has one.
+    A byte-level tokenizer writes each byte as one of 256 characters (GPT-2's bytes_to_unicode), in its normalizer or
+    pre-tokenizer, and its decoder, if any, reverses this.
     """
     parts = json.loads(tokenizer.to_str())
-    steps = json.dumps([parts[name] for name in ("normalizer", "pre_tokenizer", "decoder")])
-    if not re.search(r'"type": "ByteLevel"', steps):
+    if '"ByteLevel"' not in json.dumps([parts[name] for name in ("normalizer", "pre_tokenizer", "decoder")]):
         return None
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {byte: byte for byte in printable} | {256 + index: byte for index, byte in enumerate(others)}
-    added = tokenizer.get_added_tokens_decoder()  # written as they are, not in that alphabet
+    added = tokenizer.get_added_tokens_decoder()  # written as they are, not in these characters
     special = {end_of_text, *(index for index, token in added.items() if token.special)}
     of_token = {i: token.translate(alphabet).encode("latin-1", "replace") for token, i in tokenizer.get_vocab().items()}
     of_token |= {index: token.content.encode() for index, token in added.items()}

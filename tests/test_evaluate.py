@@ -182,11 +182,11 @@ def test_text_run_prints_samples_at_every_evaluation(made, tmp_path):
     assert between == ["\n".join(expected[:2]), "\n".join(expected[2:])]
 
 
-def test_verdict_gives_log_probability_of_story():
+def test_describe_text_gives_log_probability_of_story():
     story = StoriesDataset("train", 1, 0, 128).text(0)
     corpus = load_corpus(TrainConfig(seq_len=128))
-    assert corpus.verdict(story) == f"accepted, log-probability {log_prob(story):.2f} nats"
-    assert corpus.verdict(story[:-1]) == "not accepted by the grammar"
+    assert corpus.describe_text(story) == f"accepted, log-probability {log_prob(story):.2f} nats"
+    assert corpus.describe_text(story[:-1]) == "not accepted by the grammar"
 
 
 class DeviceWithoutFloat64(TorchFunctionMode):

@@ -66,7 +66,7 @@ def sample_texts(
         numbered += enumerate(tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
     network.train()
     texts = [text for _, text in sorted(gather_object(numbered))]
-    shown = [f"{text} ({corpus.verdict(text)})" for text in texts] if corpus.verdict else texts
+    shown = [f"{text} ({corpus.describe_text(text)})" for text in texts] if corpus.describe_text else texts
     log_texts(step, f"generation/{config.data.source}", shown)
     if not scored or corpus.score_texts is None:
         return {}

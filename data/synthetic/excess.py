@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
@@ -10,30 +11,30 @@ from torch import Tensor
 
 from data.synthetic.stories import StoryGenerator
 
-ROWS_KEPT = 2**14  # an evaluation reads the same ones again
+NUM_CACHED_ROWS = 2**14  # every evaluation has the same rows
 
 
 def build_excess_loss_score(
     generator: StoryGenerator,
-) -> Callable[[Tensor, dict[str, Tensor]], dict[str, tuple[float, float]]]:
-    """Return a score of validation batches (see Corpus): `excess_loss/KIND`, in nats per target token of any kind.
+) -> Callable[[Tensor, dict[str, Tensor]], dict[str, tuple[Any, Any]]]:
+    """Return a score of validation batches (Corpus.score): `excess_loss/KIND`, in nats per target token of all kinds.
 
-    So the excess losses of all kinds add up to the excess loss.
+    So the values of all kinds add up to the excess loss.
     """
     tokens, kinds = list(generator.vocabulary), generator.kinds
 
-    @functools.lru_cache(ROWS_KEPT)
+    @functools.lru_cache(NUM_CACHED_ROWS)
     def explain(story: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Return -log P by the grammar in nats and the index of the kind, for each token of a story and its end."""
         explained = generator.grammar.explain("".join(tokens[token] for token in story))
-        if explained is None:  # a row of a fork that is not one whole story has no known entropy
+        if explained is None:  # a fork's row that is not one whole story has no known entropy
             return np.full(len(story) + 1, math.nan), np.zeros(len(story) + 1, dtype=np.int64)
-        # The end of a story costs nothing: no other story begins like this one.
+        # The end of a story has probability 1: no other story begins with this one.
         nats = [*(token.nats for token in explained), 0.0]
         numbers = [*(kinds.index(generator.kind(token)) for token in explained), kinds.index("endings")]
         return np.array(nats), np.array(numbers)
 
-    def score(logits_BTV: Tensor, batch: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    def score(logits_BTV: Tensor, batch: dict[str, Tensor]) -> dict[str, tuple[Any, Any]]:
         targets_BT = batch["labels"][:, 1:]
         losses = F.cross_entropy(logits_BTV[:, :-1].float().transpose(1, 2), targets_BT, reduction="none").cpu()
         is_target, targets = (targets_BT != -100).cpu(), targets_BT.tolist()

@@ -1,18 +1,19 @@
-"""A probabilistic grammar that writes texts and, run the other way, scores them exactly.
+"""A probabilistic grammar that generates texts and computes their exact probabilities.
 
 A grammar is data. A rule lists templates, all equally likely; a template is plain text and, in braces:
 
-    {RULE}        one template of another rule, which must stand further down
-    {slot:TABLE}  an entry of a table, as likely as its weight says; it is written, and remembered in the slot
-    {slot}        the entry in the slot once more
+    {RULE}        one template of another rule, which must be defined further down
+    {slot:TABLE}  an entry of a table, drawn in proportion to its weight; it is written, and stored in the slot
+    {slot}        the entry in the slot again
     {slot.form}   another form of it: a pronoun, a plural, whatever the table lists
     {slot=other}  nothing; from here on the slot holds what `other` holds
 
 Slots last to the end of a text, so words can agree over any distance.
 
-A reader must never guess. So the templates of one rule differ in plain text before either draws or expands anything,
-and no entry of a table begins with another. At each choice then at most one option fits the text to come: no text has
-two derivations, and its probability is the product of its choices. All of this is checked when a grammar is built.
+The grammar is unambiguous: the templates of a rule differ in plain text before either draws or expands anything, and no
+entry of a table begins with another. So at most one option of each choice fits a given text, no text has two
+derivations, and its probability is the product of the probabilities of its choices. All of this is checked when a
+grammar is built.
 """
 
 import functools
@@ -21,12 +22,12 @@ import os.path
 import random
 import re
 from bisect import bisect
-from collections import Counter, defaultdict, namedtuple
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
-# A token is a word or a punctuation mark, with the space before it: tokens put end to end are the text.
+# A token is a word or a punctuation mark, with the space before it; the tokens of a text, concatenated, are the text.
 TOKEN = re.compile(r" ?[A-Za-z]+| ?[^A-Za-z ]")
 
 _PIECE = re.compile(r"(?P<space> ?)\{(?:(?P<rule>[A-Z_]+)|(?P<slot>[a-z]+)"
@@ -35,22 +36,31 @@ _PIECE = re.compile(r"(?P<space> ?)\{(?:(?P<rule>[A-Z_]+)|(?P<slot>[a-z]+)"
 
 Entry = Mapping[str, str]  # the forms of a table's entry; the form "" is the entry itself
 
-Piece = namedtuple("Piece", _PIECE.groupindex)
-"""A piece of a template: plain text, or a reference in braces with the space before it; absent parts are ""."""
+
+class Piece(NamedTuple):
+    """A piece of a template: plain text, or a reference in braces; absent parts are ""."""
+
+    text: str
+    rule: str
+    slot: str
+    form: str
+    """The form of the slot's entry, after the space before it, if any."""
+    table: str
+    other: str
 
 
-class Rejected(Exception):
-    """The grammar cannot derive the text."""
+Slots = dict[str, tuple[str, int]]
+"""The table and the index of the entry in each slot."""
 
 
 class Token(NamedTuple):
-    """A token of a text with its information content, given the grammar and the text before it."""
+    """A token of a text with its information content, given the text before it."""
 
     text: str
     nats: float
     """-log P, exactly; over a text they add up to that of the text."""
     table: str = ""
-    """The table whose entry it is of; "" for plain text of a template."""
+    """The table that the token comes from; "" for plain text of a template."""
     index: int = 0
     """Index of the entry in its table."""
     form: str = ""
@@ -63,9 +73,11 @@ class Grammar:
     """A grammar of `rules` (the first is the start), lists of templates, over `tables`.
 
     An entry of a table with integer `weights` is drawn in proportion to its weight; without weights, uniformly.
-    `tokens` are all that texts are made of, sorted; no text has more of them than `max_tokens`.
-    Raises ValueError, naming the place, where a text could have two derivations, a slot could be empty or lack a
-    form, or a rule stands above one that expands it.
+    `tokens` are all that occur in texts, sorted; no text has more than `max_tokens`.
+
+    Raises:
+        ValueError: a text could have two derivations, a slot could be empty or lack a form, or a rule is defined above
+            one that expands it; names the place.
     """
 
     def __init__(
@@ -74,86 +86,71 @@ class Grammar:
         tables: Mapping[str, Sequence[Entry]],
         weights: Mapping[str, Sequence[int]] | None = None,
     ):
-        self.tables, self.start, self.weights = tables, next(iter(rules)), weights or {}
-        for name, entries in tables.items():
-            for word, following in pairwise(sorted(entry[""] for entry in entries)):
-                if following.startswith(word):
-                    raise ValueError(f"table {name}: {following!r} begins with {word!r}: a reader would have to guess")
+        self.start = next(iter(rules))
+        self.tables = {name: _Table(name, entries, (weights or {}).get(name)) for name, entries in tables.items()}
         self.rules: dict[str, list[list[Piece]]] = {}
         for name, templates in reversed(list(rules.items())):
             _check_templates(name, templates, is_start=name == self.start)
-            options = [[Piece(*match.groups("")) for match in _PIECE.finditer(template)] for template in templates]
+            options = [[_piece(**match.groupdict("")) for match in _PIECE.finditer(template)] for template in templates]
             if unknown := {piece.rule for pieces in options for piece in pieces} - {"", *self.rules}:
-                raise ValueError(f"rule {name} expands {unknown}, which does not stand further down")
+                raise ValueError(f"rule {name} expands {unknown}, which is not defined further down")
             self.rules[name] = options
         tokens: set[str] = set()
         self.max_tokens, _ = self._survey(self.start, {}, tokens)
         self.tokens = sorted(tokens)
 
     def write(self, rng: random.Random) -> tuple[list[str], list[float]]:
-        """Draw a text; return it in pieces of whole tokens, and 1 / probability of each choice."""
-        words, odds = [], []
-        # Of all of Random's methods the only one with the same numbers in every version of Python.
-        self._write(rng.random, words, odds.append, {})
-        return words, odds
+        """Draw a text; return it in pieces of whole tokens, and the odds (1 / probability) of each choice."""
+        words, odds, slots = [], [], {}
+        rules, tables = self.rules, self.tables
+        draw = rng.random  # the only method of Random with the same numbers in every version of Python
 
-    @functools.cached_property
-    def _write(self) -> Callable[..., None]:
-        """The rules as one function of Python each: less than a third of the time of a loop over their pieces."""
-        lines = []
-        for name, options in self.rules.items():
-            size = len(options)
-            lines += [f"def {name}(draw, words, count, slots):", f" count({size}); option = int(draw() * {size})"]
-            for number, pieces in enumerate(options):
-                lines += [f" if option == {number}:", "  pass"]
-                for space, inner, slot, form, table, other, text in pieces:
-                    if table in self.weights:
-                        total = sum(self.weights[table])
-                        lines.append(f"  index = bisect(ends[{table!r}], int(draw() * {total}))")
-                        lines.append(f"  count(odds[{table!r}][index]); slots[{slot!r}] = tables[{table!r}][index]")
-                    elif table:
-                        size = len(self.tables[table])
-                        lines.append(f"  count({size}); slots[{slot!r}] = tables[{table!r}][int(draw() * {size})]")
-                    if inner:
-                        lines.append(f"  {inner}(draw, words, count, slots)")
-                    elif other:
-                        lines.append(f"  slots[{slot!r}] = slots[{other!r}]")
-                    else:
-                        if not lines[-1].startswith("  words += "):
-                            lines.append("  words += ")
-                        lines[-1] += f"{text!r}, " if text else f"slots[{slot!r}][{space + form!r}], "
-        # With the space before it each word is one object, made and hashed once.
-        spaced = {name: [_spaced(entry) for entry in table] for name, table in self.tables.items()}
-        ends = {table: [*accumulate(weights)] for table, weights in self.weights.items()}
-        functions = {"tables": spaced, "bisect": bisect, "ends": ends, "odds": self._odds}
-        exec("\n".join(lines), functions)
-        return functions[self.start]
+        def expand(rule: str) -> None:
+            options = rules[rule]
+            odds.append(len(options))
+            for text, inner, slot, form, table, other in options[int(draw() * len(options))]:
+                if text:
+                    words.append(text)
+                elif inner:
+                    expand(inner)
+                elif other:
+                    slots[slot] = slots[other]
+                else:
+                    if table:
+                        entries = tables[table]
+                        index = bisect(entries.ends, int(draw() * entries.total))
+                        odds.append(entries.odds[index])
+                        slots[slot] = entries.spaced[index]
+                    words.append(slots[slot][form])
+
+        expand(self.start)
+        return words, odds
 
     def log_probability(self, text: str) -> float | None:
         """Return the exact log-probability in nats; None for a text that the grammar does not generate."""
-        reading = self._read(text)
-        return reading and log_probability([choice.odds for choice in reading.choices])
+        derivation = self._parse(text)
+        return derivation and log_probability([choice.odds for choice in derivation.choices])
 
     def explain(self, text: str) -> list[Token] | None:
-        """Return the tokens of a text with what the grammar knows of each; None if it does not generate the text."""
-        if (reading := self._read(text)) is None:
+        """Return the tokens of a text; None if the grammar does not generate it."""
+        if (derivation := self._parse(text)) is None:
             return None
-        nats: dict[int, float] = defaultdict(float)  # by where a token ends
-        for start, words, odds, masses_of_options in reading.choices:
+        nats: dict[int, float] = defaultdict(float)  # by the end of the token
+        for start, words, odds, weights_of_options in derivation.choices:
             if odds == 1:
                 continue
-            masses = masses_of_options()
-            prefix, mass, least = "", masses[""], round(masses[""] / odds)
-            # A choice is generated token by token; the options that start with the tokens so far remain.
+            weights = weights_of_options()
+            prefix, weight, chosen = "", weights[""], round(weights[""] / odds)
+            # A choice is made token by token; the options that start with the tokens so far remain.
             for token in TOKEN.findall(words):
                 prefix += token
-                nats[start + len(prefix)] += math.log(mass / masses[prefix])
-                mass = masses[prefix]
-            if mass > least:  # "Ann ran" is not "Ann, the cat" because no comma comes next
+                nats[start + len(prefix)] += math.log(weight / weights[prefix])
+                weight = weights[prefix]
+            if weight > chosen:  # "Ann ran" is not "Ann, the cat" because no comma comes next
                 following = TOKEN.match(text, start + len(prefix))
                 assert following is not None, "the text continues"
-                nats[following.end()] += math.log(mass / least)
-        tokens, pieces = [], iter(reading.pieces)
+                nats[following.end()] += math.log(weight / chosen)
+        tokens, pieces = [], iter(derivation.pieces)
         end, source = 0, ()
         for match in TOKEN.finditer(text):
             if match.end() > end:
@@ -161,113 +158,77 @@ class Grammar:
             tokens.append(Token(match[0], nats.get(match.end(), 0.0), *source))
         return tokens
 
-    def _read(self, text: str) -> "_Reading | None":
+    def _parse(self, text: str) -> "_Derivation | None":
         """Find the only derivation of a text; None if there is none."""
-        position, slots, reading = 0, {}, _Reading([], [])
-
-        def word(slot: str, form: str) -> str:
-            table, index = slots[slot]
-            return self.tables[table][index][form]
+        position, slots, derivation = 0, {}, _Derivation([], [])
 
         def choose_template(rule: str) -> list[Piece]:
             options, known = self.rules[rule], dict(slots)
             for option in options:
-                words = self._beginning(option, slots)
+                words = self._first_words(option, slots)
                 if text.startswith(words, position):
-                    masses = functools.partial(self._masses_of_templates, rule, known)
-                    reading.choices.append(_Choice(position, words, len(options), masses))
+                    weights = functools.partial(self._weights_of_templates, rule, known)
+                    derivation.choices.append(_Choice(position, words, len(options), weights))
                     return option
-            raise Rejected
+            raise _NoDerivation
 
         def choose_entry(table: str, start: int) -> int:
-            for length in self._lengths[table]:
+            entries = self.tables[table]
+            for length in entries.lengths:
                 words = text[start : start + length]
-                if (index := self._places[table].get(words)) is not None:
-                    masses = functools.partial(self._masses_of_entries.__getitem__, table)
-                    reading.choices.append(_Choice(start, words, self._odds[table][index], masses))
+                if (index := entries.index.get(words)) is not None:
+                    derivation.choices.append(_Choice(start, words, entries.odds[index], entries.weights_of_prefixes))
                     return index
-            raise Rejected
+            raise _NoDerivation
 
         def follow(rule: str) -> None:
             nonlocal position
-            for space, inner, slot, form, table, other, words in choose_template(rule):
-                if table:
-                    slots[slot] = table, choose_entry(table, position + len(space))
-                if inner:
-                    follow(inner)
-                elif other:
-                    slots[slot] = slots[other]
-                elif text.startswith(words or (words := space + word(slot, form)), position):
-                    position += len(words)
-                    source = (*slots[slot], form, bool(table)) if slot else ()
-                    reading.pieces.append((position, source))
+            for piece in choose_template(rule):
+                if piece.table:
+                    slots[piece.slot] = piece.table, choose_entry(piece.table, position + len(piece.form))
+                if piece.rule:
+                    follow(piece.rule)
+                elif piece.other:
+                    slots[piece.slot] = slots[piece.other]
                 else:
-                    raise Rejected
+                    words = piece.text or self._word(piece, slots)
+                    if not text.startswith(words, position):
+                        raise _NoDerivation
+                    position += len(words)
+                    source = (*slots[piece.slot], piece.form.strip(), bool(piece.table)) if piece.slot else ()
+                    derivation.pieces.append((position, source))
 
         try:
             follow(self.start)
-        except Rejected:
+        except _NoDerivation:
             return None
-        return reading if position == len(text) else None
+        return derivation if position == len(text) else None
 
-    def _beginning(self, pieces: Sequence[Piece], slots: Mapping[str, tuple[str, int]]) -> str:
-        """Return what a template writes up to its first open choice."""
-        known = ""
+    def _word(self, piece: Piece, slots: Slots) -> str:
+        table, index = slots[piece.slot]
+        return self.tables[table].spaced[index][piece.form]
+
+    def _first_words(self, pieces: Sequence[Piece], slots: Slots) -> str:
+        """Return what a template writes before its first choice."""
+        words = ""
         for piece in pieces:
-            known += piece.text or piece.space
             if piece.rule or piece.table or piece.other:
-                break
-            if piece.slot:
-                table, index = slots[piece.slot]
-                known += self.tables[table][index][piece.form]
-        return known
+                return words + piece.form
+            words += piece.text or self._word(piece, slots)
+        return words
 
-    def _masses_of_templates(self, rule: str, slots: Mapping[str, tuple[str, int]]) -> Counter[str]:
-        return _masses((self._beginning(pieces, slots), 1) for pieces in self.rules[rule])
-
-    @functools.cached_property
-    def _masses_of_entries(self) -> dict[str, Counter[str]]:
-        return {
-            table: _masses(zip((entry[""] for entry in entries), self._weights_of(table), strict=True))
-            for table, entries in self.tables.items()
-        }
-
-    def _weights_of(self, table: str) -> Sequence[int]:
-        return self.weights.get(table) or [1] * len(self.tables[table])
-
-    @functools.cached_property
-    def _odds(self) -> dict[str, list[float]]:
-        """Odds, 1 / probability, of each entry by table."""
-        return {
-            table: [sum(weights) / weight for weight in weights]
-            for table, weights in ((table, self._weights_of(table)) for table in self.tables)
-        }
-
-    @functools.cached_property
-    def _places(self) -> dict[str, dict[str, int]]:
-        """Index of an entry by table and words."""
-        return {t: {entry[""]: index for index, entry in enumerate(entries)} for t, entries in self.tables.items()}
-
-    @functools.cached_property
-    def _lengths(self) -> dict[str, list[int]]:
-        """Possible lengths of an entry in characters, by table."""
-        return {table: sorted(set(map(len, places))) for table, places in self._places.items()}
-
-    @functools.cache  # noqa: B019 (it is asked while the grammar is built)
-    def _tokens_of(self, table: str, form: str, space: str) -> tuple[set[str], int]:
-        """All tokens of a form of a table's entries, and the most that one has."""
-        tokens = [TOKEN.findall(space + entry[form]) for entry in self.tables[table]]
-        return set().union(*tokens), max(map(len, tokens))
+    def _weights_of_templates(self, rule: str, slots: Slots) -> Counter[str]:
+        return _weights_of_prefixes((self._first_words(pieces, slots), 1) for pieces in self.rules[rule])
 
     def _survey(self, rule: str, before: dict[str, set[str]], found: set[str]) -> tuple[int, dict[str, set[str]]]:
-        """Add the tokens of all derivations of a rule to `found`; return the most that one has, and the slots after it.
+        """Add the tokens of all derivations of a rule to `found`; return the most in one, and the slots after the rule.
 
         Slots map to the tables that may have filled them.
         """
         most, afters = 0, []
         for pieces in self.rules[rule]:
             count, slots = 0, dict(before)
-            for space, inner, slot, form, table, other, text in pieces:
+            for text, inner, slot, form, table, other in pieces:
                 if table:
                     slots[slot] = {table}
                 if inner:
@@ -279,9 +240,9 @@ class Grammar:
                     slots[slot] = slots[other]
                 elif slot:
                     try:
-                        tokens = [self._tokens_of(table, form, space) for table in slots[slot]]
+                        tokens = [self.tables[table].tokens(form) for table in slots[slot]]
                     except KeyError:
-                        problem = f"{slots[slot]} may fill {{{slot}}}, not all with .{form}"
+                        problem = f"{slots[slot]} may fill {{{slot}}}, not all with .{form.strip()}"
                         raise ValueError(f"rule {rule}: {problem}") from None
                     found.update(*(words for words, _ in tokens))
                     count += max(most for _, most in tokens)
@@ -295,13 +256,44 @@ class Grammar:
         return most, {slot: set().union(*(after[slot] for after in afters)) for slot in filled}
 
 
-def _spaced(entry: Entry) -> Entry:
-    return {space + form: space + word for space in ("", " ") for form, word in entry.items()}
-
-
 def log_probability(odds: Sequence[float]) -> float:
     """Return the log-probability, in nats, of a derivation whose choices had these odds (1 / probability)."""
     return math.fsum(math.log(1 / each) for each in odds)
+
+
+class _Table:
+    """Entries with their weights, the odds to draw them, and an index to find them in a text."""
+
+    def __init__(self, name: str, entries: Sequence[Entry], weights: Sequence[int] | None):
+        for word, following in pairwise(sorted(entry[""] for entry in entries)):
+            if following.startswith(word):
+                raise ValueError(f"table {name}: {following!r} begins with {word!r}, so a text would be ambiguous")
+        self.weights = weights or [1] * len(entries)
+        self.ends, self.total = [*accumulate(self.weights)], sum(self.weights)
+        self.odds = [self.total / weight for weight in self.weights]
+        self.index = {entry[""]: index for index, entry in enumerate(entries)}
+        self.lengths = sorted(set(map(len, self.index)))  # of entries, in characters
+        # Each form also with the space before it: " " + form.
+        self.spaced = [{s + form: s + word for s in ("", " ") for form, word in entry.items()} for entry in entries]
+
+    @functools.cache  # noqa: B019 (tables live as long as their grammar)
+    def weights_of_prefixes(self) -> Counter[str]:
+        return _weights_of_prefixes(zip(self.index, self.weights, strict=True))
+
+    @functools.cache  # noqa: B019
+    def tokens(self, form: str) -> tuple[set[str], int]:
+        """Return all tokens of a form of the entries, and the largest number in one."""
+        tokens = [TOKEN.findall(entry[form]) for entry in self.spaced]
+        return set().union(*tokens), max(map(len, tokens))
+
+
+def _weights_of_prefixes(options: Iterable[tuple[str, int]]) -> Counter[str]:
+    """Return the total weight of the options (words, weight) that start with given tokens."""
+    weights: Counter[str] = Counter()
+    for words, weight in options:
+        for prefix in accumulate(["", *TOKEN.findall(words)]):
+            weights[prefix] += weight
+    return weights
 
 
 class _Choice(NamedTuple):
@@ -311,33 +303,30 @@ class _Choice(NamedTuple):
     words: str
     """Words that identify the choice, from `start` on."""
     odds: float
-    masses: Callable[[], Mapping[str, int]]
+    weights_of_options: Callable[[], Mapping[str, int]]
     """Total weight of the options that start with given tokens."""
 
 
-class _Reading(NamedTuple):
-    """A derivation of a text by the grammar."""
+class _Derivation(NamedTuple):
+    """The choices by which the grammar generates a text."""
 
     choices: list[_Choice]
     pieces: list[tuple[int, tuple]]
-    """End of the words of each piece, with (table, entry, form, whether it was drawn there)."""
+    """End of the words of each piece, with the fields of Token from `table` on."""
 
 
-def _masses(options: Iterable[tuple[str, int]]) -> Counter[str]:
-    masses: Counter[str] = Counter()
-    for words, weight in options:
-        prefix = ""
-        masses[prefix] += weight
-        for token in TOKEN.findall(words):
-            prefix += token
-            masses[prefix] += weight
-    return masses
+class _NoDerivation(Exception):
+    pass
+
+
+def _piece(space: str, form: str, **parts: str) -> Piece:
+    return Piece(form=space + form, **parts)
 
 
 def _check_templates(name: str, templates: Sequence[str], is_start: bool) -> None:
     for template in templates:
         if "".join(match[0] for match in _PIECE.finditer(template)) != template:
-            raise ValueError(f"rule {name}: cannot read the braces of {template!r}")
+            raise ValueError(f"rule {name}: cannot parse the braces of {template!r}")
         # Every piece must be whole tokens, or the tokens of a text would not be those of its pieces.
         written = re.sub(r"\{[a-z]+=[a-z]+\}", "", template)
         if re.search(r"[\w}]\{[a-z]| \{[A-Z]| $", written) or re.search(r"\}\w| \{\w+=", template):
@@ -350,4 +339,5 @@ def _check_templates(name: str, templates: Sequence[str], is_start: bool) -> Non
         one, other = one[len(same) :], other[len(same) :]
         inside = same.count("{") > same.count("}") or re.search(r"\{([A-Z]|\w+[:=])", same)
         if inside or not one or not other or "{" in (one[0], other[0]):
-            raise ValueError(f"rule {name}: no plain text tells {same + one!r} from {same + other!r} soon enough")
+            both = f"{same + one!r} from {same + other!r}"
+            raise ValueError(f"rule {name}: no plain text distinguishes {both} soon enough")

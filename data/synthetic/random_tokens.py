@@ -1,7 +1,4 @@
-"""Random tokens, the data of the field's tutorials: there is nothing to learn but the samples that return.
-
-On others the loss can only fall to ln(V).
-"""
+"""Random tokens, as in the field's tutorials: a model can only memorise samples, and its loss on others is ln(V)."""
 
 import math
 

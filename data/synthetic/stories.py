@@ -1,14 +1,14 @@
 """Tiny English stories, any number of them, whose exact probability is known.
 
-A grammar writes them: who is in a story, what they own and how they feel is drawn early and must stay true to the end.
-With a world (data/synthetic/world.py) there is less of a plot: two children tell each other eight of its facts.
+A grammar generates them: the characters, their belongings and feelings are drawn early and must stay consistent to the
+end. With a world (data/synthetic/world.py) there is less of a plot: two children tell each other eight of its facts.
 """
 
 import functools
 import hashlib
-import itertools
 import math
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ TABLES = {
     "GLAD": _entries("happy glad proud thankful cheerful pleased"),
 }
 
-# A line is a template of the rule that it names, or of the one above.
+# A line is a template of the rule that it names, or of the one named last.
 RULES = """
 STORY          |There was a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}
                |Meet a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}
@@ -116,7 +116,7 @@ MORAL          | Then {hero.his} {elder} called {hero.him} a {trait} {hero.kid}.
                | And {friend} and {hero} stayed friends forever.
 """
 
-# No longer than the longest of the others, so that the same recipes have room for both.
+# These stories are no longer than the longest of the others, so that the same seq_len fits both.
 RULES_OF_A_WORLD = """
 STORY          |There was a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
                |Meet a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
@@ -138,7 +138,7 @@ def _rules(lines: str) -> dict[str, list[str]]:
 
 
 class StoryGenerator:
-    """The grammar of the stories, those that speak of a `world` if there is one, and what it knows of their tokens."""
+    """The grammar of the stories, or of stories about the facts of a `world`, and their tokenizer and scores."""
 
     def __init__(self, world: World | None = None):
         self.world, rules = world, _rules(RULES)
@@ -154,8 +154,7 @@ class StoryGenerator:
     def build_tokenizer(self) -> Tokenizer:
         """Build a word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
 
-        Encoding a word that no story has raises an Exception: an unknown token would make texts of no known
-        probability.
+        Encoding a word that no story has raises an Exception, because such a text has no known probability.
         """
         tokenizer = Tokenizer(models.WordLevel(self.vocabulary))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN.pattern), behavior="isolated")
@@ -163,31 +162,31 @@ class StoryGenerator:
         tokenizer.add_special_tokens([END_OF_TEXT])
         return tokenizer
 
-    def verdict(self, text: str) -> str:
-        """Say whether the grammar accepts a text, with its log-probability, or which facts in it are false."""
+    def describe_text(self, text: str) -> str:
+        """Describe a text: its log-probability if the grammar accepts it, else which facts in it are false."""
         if (nats := self.grammar.log_probability(text)) is not None:
             return f"accepted, log-probability {nats:.2f} nats"
-        false = [(told, truth) for told, truth in (self.world.find_facts(text) if self.world else []) if told != truth]
         reasons = [
-            f"{told}, which is false: {truth}" if truth else f"{told}, of whom nothing is known"
-            for told, truth in false
+            f"{stated}, which is false: {true}" if true else f"{stated}, of whom nothing is known"
+            for stated, true in (self.world.find_facts(text) if self.world else [])
+            if stated != true
         ]
         return "; ".join(["not accepted by the grammar", *reasons])
 
-    def score_texts(self, texts: list[str]) -> dict[str, tuple[int, int]]:
+    def score_texts(self, texts: list[str]) -> dict[str, tuple[Any, Any]]:
         """Count the valid stories and the true facts in generated texts.
 
-        `valid`: (stories that the grammar accepts, texts); `true_facts`: (true facts, facts told).
+        `valid`: (stories that the grammar accepts, texts); `true_facts`: (true facts, stated facts).
         """
         scores = {"valid": (sum(self.grammar.log_probability(text) is not None for text in texts), len(texts))}
         if self.world:
-            told = [fact for text in texts for fact in self.world.find_facts(text)]
-            scores["true_facts"] = (sum(words == truth for words, truth in told), len(told))
+            facts = [fact for text in texts for fact in self.world.find_facts(text)]
+            scores["true_facts"] = (sum(stated == true for stated, true in facts), len(facts))
         return scores
 
     @functools.cached_property
     def kinds(self) -> list[str]:
-        """Kinds of tokens by which the excess loss is broken down."""
+        """Kinds of tokens for which the excess loss is reported."""
         decades = range(len(str(len(self.world.facts)))) if self.world else ()
         of_world = ["fact_keys", *map(_decade, decades)] if self.world else []
         return ["names", "agreement", "plot", "endings", *of_world]
@@ -195,8 +194,8 @@ class StoryGenerator:
     def kind(self, token: Token) -> str:
         """Return which of the `kinds` a token is.
 
-        names: drawn here; agreement: repeats something drawn before; endings: of sentences; plot: all other words;
-        fact_keys: the subject of a fact; the answer of a fact is named by its rank.
+        names: drawn here; agreement: an entry drawn before; endings: of sentences; plot: all other words; fact_keys:
+        the subject of a fact; facts_from_10: the answer of a fact of rank 10 to 99, and so on.
         """
         if token.table == "FACT":
             return "fact_keys" if token.drawn else _decade(len(str(token.index + 1)) - 1)
@@ -211,7 +210,7 @@ def _decade(power: int) -> str:
 
 @functools.cache
 def get_story_generator(facts: int = 0, zipf: float = 0.0, seed: int = 0) -> StoryGenerator:
-    """Return the generator of the stories of a world with that many facts; without facts, of plain stories."""
+    """Return the generator of stories about a world of so many facts; without facts, of plain stories."""
     return StoryGenerator(World(facts, zipf, seed)) if facts else STORIES
 
 
@@ -235,19 +234,18 @@ log_prob = GRAMMAR.log_probability
 
 
 class StoriesDataset(Dataset):
-    """`num_stories` stories, one a row, framed by end-of-text tokens and padded to `seq_len`.
+    """`num_stories` stories, one a row, each between two end-of-text tokens and padded to `seq_len`.
 
-    Story i is a function of (seed, split, i), written when asked for. A hash of its text says which split a story
-    belongs to, so no story is in both, whatever the sizes and seeds. The hash is nothing that a model could learn, so
-    the best possible model of either split is the grammar itself, and its loss is the entropy.
+    Story i is a function of (seed, split, i), generated when it is read. A hash of its text decides which split a story
+    belongs to, so no story is in both, whatever the sizes and seeds. The hash cannot be learned, so the best model of
+    either split is the grammar itself, and its loss is the entropy.
 
-    Raises ValueError where `split` is not "train" or "validation", ConfigError where `seq_len` is too short for the
-    longest story.
+    Raises:
+        ConfigError: `seq_len` is too short for the longest story.
     """
 
     def __init__(self, split: str, num_stories: int, seed: int, seq_len: int, generator: StoryGenerator = STORIES):
-        if split not in ("train", "validation"):
-            raise ValueError(f'split must be "train" or "validation", not {split!r}')
+        assert split in ("train", "validation"), split
         shortest = generator.grammar.max_tokens + 2
         if seq_len < shortest:
             wanted = f"at least {shortest}, the longest story and two end-of-text tokens"
@@ -269,7 +267,7 @@ class StoriesDataset(Dataset):
     def arrays(self, indices: list[int]) -> dict[str, np.ndarray]:
         """Generate the rows of these stories, each array int64 [B, seq_len]."""
         stories = [b"".join(map(self.encode, self._draw(index)[0])) for index in indices]
-        # End-of-text is token 0: rows are made of bytes, which is faster than filling each through numpy.
+        # End-of-text is token 0. Joining bytes is faster than filling each row through numpy.
         rows = bytearray().join([(bytes(8) + story).ljust(8 * self.seq_len, b"\0") for story in stories])
         input_ids = np.frombuffer(rows, np.int64).reshape(len(indices), self.seq_len)
         lengths = np.array([len(story) // 8 + 2 for story in stories])
@@ -282,7 +280,7 @@ class StoriesDataset(Dataset):
 
     @functools.cached_property
     def entropy_nats(self) -> float:
-        """The loss of the grammar itself on these stories: the sum of -log P over them, in nats."""
+        """The sum of -log P of these stories in nats: the summed loss of the grammar itself."""
         return -math.fsum(log_probability(self._draw(index)[1]) for index in range(self.num_stories))
 
     @functools.cached_property
@@ -292,13 +290,14 @@ class StoriesDataset(Dataset):
 
     def _draw(self, index: int) -> tuple[list[str], list[float]]:
         index = range(self.num_stories)[index]
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             words, odds = self.grammar.write(random.Random(f"{self.seed} {self.split} {index} {attempt}"))
             if is_validation("".join(words)) == (self.split == "validation"):
                 return words, odds
-        raise AssertionError("unreachable: itertools.count does not end")
+            attempt += 1
 
 
 def is_validation(text: str) -> bool:
-    """Return whether a story belongs to the eighth that is for validation only."""
+    """Return whether a story belongs to the eighth that is reserved for validation."""
     return hashlib.blake2b(text.encode()).digest()[0] % 8 == 0

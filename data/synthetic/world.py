@@ -1,10 +1,10 @@
-"""A world that stories may speak of: facts that a reader can only know by having read them before.
+"""A world that stories may be about: facts that a model can only memorise.
 
-Each is an animal and what it does, as "Coco the red fox likes | kites". How often a fact is told falls with its rank by
-Zipf's law; its answer is a fixed function of the seed, which nothing in the words gives away. So the probability of a
-text stays exact for a reader who knows the world, and a model approaches the entropy as fast as it learns facts. With
-probabilities i ** -z the excess that is left after reading D of them falls as D ** -((z - 1) / z) (Hutter 2021,
-arXiv:2102.04074), and that of a model with room for N as N ** -(z - 1) (Michaud et al. 2023, arXiv:2303.13506).
+A fact is an animal and what it does, such as "Coco the red fox likes | kites". Its frequency falls with its rank by
+Zipf's law; its answer is a fixed function of the seed, independent of its words. So the probability of a text, given
+the world, stays exact, and a model approaches the entropy as it learns facts. If the fact of rank i has the probability
+i ** -z, up to a factor, the excess loss after D facts falls as D ** -((z - 1) / z) (Hutter 2021, arXiv:2102.04074), and
+that of a model with the capacity for N facts as N ** -(z - 1) (Michaud et al. 2023, arXiv:2303.13506).
 """
 
 import re
@@ -38,7 +38,7 @@ _STATED_FACT = re.compile(r"\b([A-Z][a-z]+ the [a-z]+ [a-z]+ (?:%s)) ([a-z]+)" %
 
 
 class World:
-    """The first `num_facts` facts of a seed, by their ranks: those of a larger world begin with the same ones.
+    """The `num_facts` most frequent facts of a seed, by rank; a larger world of the same seed begins with them.
 
     `facts` are entries of a grammar's table, whose form "answer" must be memorised, and `weights` their frequencies.
     """
@@ -55,9 +55,10 @@ class World:
         self._answers = {fact[""]: fact["answer"] for fact in self.facts}
 
     def find_facts(self, text: str) -> list[tuple[str, str | None]]:
-        """Find the phrases of a text that have the form of a fact, each with its true version; None if unknown.
+        """Find the statements of a text that have the form of a fact.
 
-        Each is (stated, true), equal where the statement is a fact.
+        Returns:
+            Pairs (stated, true), which are equal if the statement is a fact; true is None if there is no such animal.
         """
         return [
             (f"{key} {answer}", f"{key} {self._answers[key]}" if key in self._answers else None)

@@ -135,19 +135,19 @@ def test_larger_world_extends_smaller_world():
     assert small.weights[0] / small.weights[99] == pytest.approx(10, rel=1e-6)
 
 
-def test_verdict_names_false_fact(generator, validation):
+def test_describe_text_names_false_fact(generator, validation):
     story, grammar = validation.text(0), generator.grammar
     fact = next(token for token in grammar.explain(story) if token.form == "answer")
     key, answer = (generator.world.facts[fact.index][form] for form in ("", "answer"))
     wrong = next(thing for thing in THINGS if thing != answer)
     false = story.replace(f"{key} {answer}", f"{key} {wrong}")
     assert grammar.log_probability(story) and grammar.log_probability(false) is None
-    assert generator.verdict(story).startswith("accepted, log-probability ")
+    assert generator.describe_text(story).startswith("accepted, log-probability ")
     reason = f"{key} {wrong}, which is false: {key} {answer}"
-    assert generator.verdict(false).startswith(f"not accepted by the grammar; {reason}")
+    assert generator.describe_text(false).startswith(f"not accepted by the grammar; {reason}")
     unknown = story.replace(key, "Coco the red fox hides")
     assert "Coco the red fox hides" not in {fact[""] for fact in generator.world.facts}
-    assert f"Coco the red fox hides {answer}, of whom nothing is known" in generator.verdict(unknown)
+    assert f"Coco the red fox hides {answer}, of whom nothing is known" in generator.describe_text(unknown)
     num_facts = len(generator.world.find_facts(story))
     assert num_facts == 8 and generator.score_texts([story, "Coco the red fox hides hats"]) == {
         "valid": (1, 2),
