@@ -160,7 +160,7 @@ def train(
                 digests = state_digests(state.network, state.optimizer)
                 metrics["state/digest"] = str(digests)
                 if compare_now:
-                    digests.check_replicas(accelerator, completed)
+                    digests.check_replicas(completed)
             if log_now and result is not None:
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}

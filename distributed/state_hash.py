@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from config.errors import RunError
+from distributed.collectives import all_gather
 from distributed.sharding import is_sharded
 from model.seeds import mix_bits
 
@@ -48,12 +48,12 @@ class StateDigests:
         if saved != str(self):
             raise RunError(f"{checkpoint}: the loaded state has the digest {self}, but the manifest says {saved}")
 
-    def check_replicas(self, accelerator: Accelerator, step: int) -> None:
+    def check_replicas(self, step: int) -> None:
         """Raise ReplicasDiffer on all processes if their digests differ, with the first tensor and the ranks of each.
 
         All processes call this together; it sends 8 bytes per tensor.
         """
-        table = accelerator.gather(self.values[None])  # [processes, tensors]
+        table = all_gather(self.values)  # [processes, tensors]
         differs = (table != table[0]).any(dim=0).tolist()
         if True in differs:
             first = differs.index(True)

@@ -104,6 +104,10 @@ def become(
     os.environ.update(environment)
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in environment else []
     os.chdir(cwd)
+    if "FAKE_CUDA" in environment:
+        from tests.fake_cuda import device
+
+        device.install()
     if not pictures:
         import train
 

@@ -1,0 +1,101 @@
+"""Training by launch file on the fake devices of README.md: one GPU, DDP of two, FSDP2 of two.
+
+Losses are those of the CPU, the host waits for nothing but the result of the step before, and nothing is copied from
+pageable memory.
+"""
+
+import shutil
+
+import pytest
+
+from tests.conftest import TINY_STORIES, train
+from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
+from tests.fake_cuda import device
+from tests.fake_cuda.launch import SETTINGS, STEPS, Trained, train_on_gpus
+
+LAUNCHES = [("one_gpu", 1), ("multi_gpu", 2), ("fsdp2", 2)]
+READ_OF_STEP_BEFORE = ("event", "training/metrics.py")
+
+
+def train_on_cpu(*arguments, out_dir):
+    done = train(*TINY_STORIES, *SETTINGS, *arguments, "--out_dir", out_dir)
+    return Trained(out_dir / "run", done.stdout, done.stderr, {})
+
+
+def assert_steady(run: Trained, processes: int, *kernels: str):
+    """In three steps the host waits twice, for the result of the step before; attention takes these kernels."""
+    problems = {event: count for event, count in run.events.items() if event[0] in ("sync", "copy", "hazard")}
+    assert run.of_kind("sync", "copy", "hazard") == {READ_OF_STEP_BEFORE}, problems
+    assert sum(problems.values()) == 2 * processes, problems
+    assert {kernel for kernel, _ in run.of_kind("attention")} == {*kernels}, run.events
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    try:
+        device.build()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return tmp_path_factory.mktemp("fake_cuda")
+
+
+@pytest.fixture(scope="module")
+def cpu(folder):
+    return train_on_cpu(out_dir=folder / "cpu")
+
+
+@pytest.fixture(scope="module")
+def on_gpus(folder):
+    """{launch file: its run in float32}."""
+    return {name: train_on_gpus(name, processes, out_dir=folder / name) for name, processes in LAUNCHES}
+
+
+@pytest.mark.parametrize("launch_file, processes", LAUNCHES)
+def test_losses_equal_cpu(launch_file, processes, cpu, on_gpus):
+    """With dropout: each micro-batch has its own seed, so the number of processes changes no mask."""
+    run = on_gpus[launch_file]
+    assert f"{processes} x NVIDIA H100" in run.stdout
+    assert "arning" not in run.stderr, run.stderr
+    assert run.losses == pytest.approx(cpu.losses, rel=1e-6)
+    assert_steady(run, processes, "efficient")
+
+
+def test_bf16_takes_flash_attention(on_gpus, folder):
+    run = train_on_gpus("fsdp2", 2, out_dir=folder / "bf16", precision="bf16")
+    assert run.losses == pytest.approx(on_gpus["fsdp2"].losses, rel=1e-3)
+    assert run.losses != on_gpus["fsdp2"].losses
+    assert_steady(run, 2, "flash")
+
+
+def test_resume_with_dropout_gives_same_digest(on_gpus, folder):
+    shutil.copytree(on_gpus["multi_gpu"].directory, folder / "resumed" / "run")
+    shutil.rmtree(folder / "resumed" / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    run = train_on_gpus("multi_gpu", 2, out_dir=folder / "resumed")
+    assert "resumed at step 4 from" in run.stdout
+    assert run.digest == on_gpus["multi_gpu"].digest
+
+
+def test_exact_digest_ignores_number_of_gpus(folder):
+    one, two = (
+        train_on_gpus(name, processes, "--exact", "true", out_dir=folder / "exact" / name, precision="bf16")
+        for name, processes in LAUNCHES[:2]
+    )
+    assert one.digest == two.digest
+    assert one.losses == two.losses
+
+
+@pytest.fixture(scope="module")
+def corpus(folder):
+    source = write_jsonl(folder / "documents.jsonl", make_documents(60))
+    make(source, folder / "corpus", validation="hash:0.2")
+    return folder / "corpus"
+
+
+@pytest.mark.parametrize(
+    "packing, kernel", [("concat", "efficient"), ("padded", "efficient"), ("isolated", "efficient, dense mask")]
+)
+def test_text_with_workers_trains_as_on_cpu(packing, kernel, corpus, folder):
+    settings = ["--data.source", "text", "--data.path", corpus, "--data.packing", packing, "--data.num_samples", 20]
+    run = train_on_gpus("one_gpu", 1, *settings, "--data.num_workers", 1, out_dir=folder / packing)
+    assert run.losses == pytest.approx(train_on_cpu(*settings, out_dir=folder / f"{packing}_cpu").losses, rel=1e-6)
+    assert_steady(run, 1, kernel)
