@@ -265,7 +265,7 @@ class Experiment:
             (factor, loss) for factor, arm in arms.items() for loss in arm.losses(BUDGET_SEEDS, comparison.metric)
         ]
         points += [(1.0, loss) for loss in comparison.baseline]
-        return estimate_compute_multiplier(points, statistics.fmean(comparison.baseline), comparison.difference)
+        return estimate_compute_multiplier(points, comparison.baseline, comparison.candidate)
 
     def costs(self, baseline: Arm, candidate: Arm, num_lines: int) -> Costs:
         """Return the resources that both arms need."""

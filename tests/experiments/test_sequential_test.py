@@ -141,23 +141,38 @@ def test_compute_multiplier_recovers_known_ratio():
         noise = iter(np.exp(draw.normal(0, 0.01, 30)))
         budgets = [(share, loss(share) * next(noise)) for share in shares]
         baseline, candidate = ([loss(share) * next(noise) for _ in range(4)] for share in (1.0, 1.13))
-        found = estimate_compute_multiplier(budgets, float(np.mean(baseline)), estimate_difference(baseline, candidate))
+        found = estimate_compute_multiplier(budgets, baseline, candidate)
         held += found.low < 1.13 < found.high
         ratios.append(found.ratio)
-    assert np.median(ratios) == pytest.approx(1.13, abs=0.01) and held >= 190
+    assert np.median(ratios) == pytest.approx(1.13, abs=0.01) and 190 <= held <= 198
+
+
+@pytest.mark.parametrize("noise", [(0.01, 1e-4), (1e-4, 0.01)], ids=["curve", "difference"])
+def test_compute_multiplier_includes_each_error(noise):
+    """The noise of the budgets' runs and that of both arms widen the interval about as much as they move the ratio."""
+    draw = np.random.default_rng(7)
+    shares = [share for share in (0.5, 0.7, 1.4, 2.0) for _ in range(3)]
+    logs, widths = [], []
+    for _ in range(100):
+        budgets = [(share, share**-0.9 * math.exp(draw.normal(0, noise[0]))) for share in shares]
+        baseline, candidate = (list(np.exp(draw.normal(mean, noise[1], 6))) for mean in (0, -0.1))
+        found = estimate_compute_multiplier(budgets, baseline, candidate)
+        logs.append(math.log(found.ratio))
+        widths.append(math.log(found.high / found.low))
+    assert 3.5 < np.median(widths) / np.std(logs) < 6
 
 
 def test_compute_multiplier_clips_to_budgets():
     budgets = [(share, 1 / share) for share in (0.5, 0.7, 1.0, 1.4, 2.0)]
-    assert estimate_compute_multiplier(budgets, 1.0, Difference(-0.9, -0.95, -0.85, 0.01, 3)).ratio == pytest.approx(
-        2.0
-    )
-    assert estimate_compute_multiplier(budgets, 1.0, Difference(9.0, 8.0, 10.0, 0.01, 3)).ratio == pytest.approx(0.5)
-    assert (
-        estimate_compute_multiplier([(share, share) for share, _ in budgets], 1.0, Difference(-0.1, -0.2, 0.0, 0.01, 3))
-        is None
-    )
-    assert estimate_compute_multiplier(budgets[:2], 1.0, Difference(-0.1, -0.2, 0.0, 0.01, 3)) is None
+
+    def ratio(budgets, loss):
+        found = estimate_compute_multiplier(budgets, [1.0, 1.0], [loss, loss])
+        return found and found.ratio
+
+    assert ratio(budgets, 0.1) == pytest.approx(2.0)
+    assert ratio(budgets, 10.0) == pytest.approx(0.5)
+    assert ratio([(share, share) for share, _ in budgets], 0.9) is None
+    assert ratio(budgets[:2], 0.9) is None
 
 
 def test_geometric_mean_has_student_interval():
