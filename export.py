@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 
 from checkpoint.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
 from config.errors import ConfigError, RunError
@@ -27,7 +28,16 @@ from data.integrity import read_metadata
 from model.hf import to_transformers
 from plotting.run_plots import save_loss_curve
 from plotting.style import report_plot_errors
-from run.load import Loaded, Weights, find_checkpoint, is_run, load_checkpoint, load_with_source, uses_ema
+from run.load import (
+    Loaded,
+    Weights,
+    find_checkpoint,
+    is_run,
+    load_checkpoint,
+    load_with_source,
+    report_skipped,
+    uses_ema,
+)
 from run.settings import ExportConfig
 
 if TYPE_CHECKING:
@@ -68,8 +78,7 @@ def main(config: ExportConfig) -> None:
     loaded, source = load_with_source(config.run, config.checkpoint, weights=config.weights)
     sources = [source] if source else []
     if config.average > 1:
-        sources = newest_checkpoints(config)
-        average_checkpoints(loaded, sources, config.weights)
+        sources = average_newest(loaded, config)
     try:
         if not out.parent.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +129,24 @@ def newest_checkpoints(config: ExportConfig) -> list[tuple[Path, Manifest]]:
             f"{len(found)}; use a smaller number, or train with a larger checkpoint.keep"
         )
     return found[: config.average]
+
+
+def average_newest(loaded: Loaded, config: ExportConfig) -> list[tuple[Path, Manifest]]:
+    """Average the newest checkpoints into `loaded`, even while a training removes some; return those averaged.
+
+    Raises:
+        ConfigError: the run has too few, or one cannot be read.
+    """
+    while True:
+        sources = newest_checkpoints(config)
+        try:
+            average_checkpoints(loaded, sources, config.weights)
+            return sources
+        except (ConfigError, OSError, SafetensorError):
+            removed = [directory for directory, _ in sources if not directory.exists()]
+            if not removed:
+                raise
+        report_skipped(f"{directory}: removed while it was read" for directory in removed)
 
 
 @torch.no_grad()

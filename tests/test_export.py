@@ -114,6 +114,28 @@ def test_average_exports_mean_of_newest_checkpoints(runs, tmp_path):
             exported(runs / "gpt2", tmp_path / "other", **settings)
 
 
+def test_average_skips_checkpoint_removed_while_read(runs, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(runs / "gpt2", tmp_path / "run")
+    for step in (1, 2, 3, 4):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    load = export.load_checkpoint
+
+    def load_one(directory, *others):
+        if directory.name == "step-00000007":
+            shutil.rmtree(directory)
+        return load(directory, *others)
+
+    monkeypatch.setattr(export, "load_checkpoint", load_one)
+    state = load_run(exported(run, tmp_path / "out", average=3)).model.state_dict()
+    assert f"{run / 'checkpoints' / 'step-00000007'}: removed while it was read" in capsys.readouterr().err
+    states = [load_run(run / "checkpoints" / f"step-{step:08d}").model.state_dict() for step in (8, 6, 5)]
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, torch.stack([other[name] for other in states]).mean(0))
+    shutil.rmtree(run / "checkpoints" / "step-00000005")
+    with pytest.raises(ConfigError, match="average: 3 needs .* has 2; use"):
+        exported(run, tmp_path / "too_few", average=3)
+
+
 def test_average_skips_damaged_checkpoint(runs, tmp_path):
     run = shutil.copytree(runs / "gpt2", tmp_path / "run")
     next((run / "checkpoints" / "step-00000008").glob("*.safetensors")).write_bytes(b"")
