@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -132,6 +133,10 @@ def run_script(
         if is_memory_error(error):
             print(f"{script}.py: error: {explain_full_memory(error)}", file=sys.stderr)
             return 1
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            let_main_process_fail_first()
+            print(f"{script}.py: error: {explain_failed_compilation(error)}", file=sys.stderr)
+            return 1
         traceback.print_exc()
         print(explain_lost_process(error), file=sys.stderr)
         return 1
@@ -192,6 +197,18 @@ def explain_full_memory(error: Exception) -> str:
         "Less memory is needed with a smaller micro_batch_size, evaluation.micro_batch_size, seq_len or model, with "
         "activation_checkpointing, or on more processes with accelerate_configs/fsdp2.yaml. Rerun the same command to "
         "resume from the newest checkpoint."
+    )
+
+
+def explain_failed_compilation(error: Exception) -> str:
+    """Write the traceback of torch.compile's error to a file and return what to print instead."""
+    # torch adds two lines about its own logs.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "TORCH" not in line]
+    with tempfile.NamedTemporaryFile("w", prefix="torch-compile-", suffix=".log", delete=False) as log:
+        traceback.print_exc(file=log)
+    return (
+        f"compile: torch.compile failed: {lines[-1] if lines else type(error).__name__}\n"
+        f"All of its output is in {log.name}. Train without it, more slowly, with --compile false."
     )
 
 

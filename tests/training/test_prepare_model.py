@@ -1,10 +1,14 @@
 """Compilation, activation checkpointing and the chunked loss do not change results."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.exc import CppCompileError
 
+from cli.scripts import run_script
 from config.schema import TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
@@ -43,6 +47,21 @@ def test_missing_compiler_names_path_the_linker_cannot_take(folder, monkeypatch)
     assert missing_compiler(torch.device("cpu")) == ""
     monkeypatch.setattr(torch, "__file__", f"/home/me/{folder}/.venv/torch/__init__.py")
     assert "torch is installed in" in missing_compiler(torch.device("cpu"))
+
+
+def refuse_to_compile(config):
+    raise CppCompileError(["c++"], "a.cpp: note: first\na.cpp:7: error: no such instruction\n\nSet TORCH_LOGS=1\n")
+
+
+def test_failed_compilation_prints_last_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py", *TINY])
+    monkeypatch.setattr("train.main", refuse_to_compile)
+    assert run_script("train") == 1
+    message = capsys.readouterr().err
+    error = r"train.py: error: compile: torch.compile failed: a.cpp:7: error: no such instruction\n"
+    [log] = re.findall(error + r"All of its output is in (\S+)\. .*--compile false\.\n$", message)
+    assert "Traceback" not in message and "in refuse_to_compile" in Path(log).read_text()
+    Path(log).unlink()
 
 
 def test_profile_traces_the_given_steps(tmp_path):
