@@ -1,4 +1,4 @@
-"""Measures a trained model on a corpus: python evaluate.py RUN --data CORPUS, also under accelerate launch.
+"""Evaluate a trained model on a corpus: python evaluate.py RUN --data CORPUS, also under accelerate launch.
 
 Every window of the validation split is evaluated, and the metrics are the same on any number of processes.
 """
@@ -42,8 +42,7 @@ LOGIT_BYTES = 2**28
 def main(config: EvaluateConfig) -> None:
     """Evaluate, print the metrics, and save them with the loss at each position.
 
-    Raises:
-        ConfigError: the model or the corpus does not exist, they do not fit, or the metrics cannot be saved.
+    Raise ConfigError if the model and the corpus do not exist or fit, or the metrics cannot be saved.
     """
     loaded, found = load_with_source(config.run, config.checkpoint, weights=config.weights)
     if found and config.data is None:
@@ -79,11 +78,7 @@ def main(config: EvaluateConfig) -> None:
 
 
 def check_data(directory: Path, manifest: Manifest) -> None:
-    """Refuse data that would differ from the training data of the run.
-
-    Raises:
-        ConfigError: they depend on a setting that this version lacks.
-    """
+    """Raise ConfigError if the data of the run depend on a setting that this code does not have."""
     unknown = unknown_settings(manifest.config)
     if lines := [line for key, line in unknown.items() if key.startswith("data.")]:
         raise ConfigError(f"{directory}: {'; '.join(lines)}; {USE_ITS_CODE}, or name a corpus with --data")

@@ -1,4 +1,4 @@
-"""Writes a trained model as a folder that transformers opens without remote code: python export.py RUN OUT.
+"""Write a trained model as a folder that transformers opens without remote code: python export.py RUN OUT.
 
 The folder has config.json, model.safetensors, generation_config.json, the tokenizer's files and a model card.
 """
@@ -67,10 +67,8 @@ CHAT_FORMAT = "Training conversations were formatted by the tokenizer's chat tem
 def main(config: ExportConfig) -> None:
     """Load the model, write the folder and, with `push`, upload it.
 
-    Raises:
-        ConfigError: the model does not exist or has no counterpart in transformers, or `out` exists or is not
-            writable.
-        RunError: the upload failed.
+    Raise ConfigError if the model does not exist or has no counterpart in transformers, or `out` exists or is not
+    writable; and RunError if the upload fails.
     """
     out = expand_user_path("out", config.out)
     if out.exists():
@@ -87,7 +85,7 @@ def main(config: ExportConfig) -> None:
             partial = Path(folder, out.name)
             partial.mkdir()
             write_model(partial, loaded)
-            # An absolute path is of no use to others. Without ./ transformers would take it for a name on the Hub.
+            # Others cannot use an absolute path. Without ./ transformers would look for the name on the Hub.
             path = out.name if Path(config.out).expanduser().is_absolute() else os.path.normpath(config.out)
             names = config.push or out.name, config.push or f"./{path}"
             (partial / "README.md").write_text(model_card(*names, loaded, sources, partial, config.weights))
@@ -100,11 +98,7 @@ def main(config: ExportConfig) -> None:
 
 
 def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
-    """Export the newest checkpoint of a run into its directory, if it is not there yet; return the folder and manifest.
-
-    Raises:
-        ConfigError: the same as `main`.
-    """
+    """Export the newest checkpoint of a run into its directory, unless that exists; return the folder and manifest."""
     checkpoint, manifest = find_checkpoint(run_directory)
     folder = run_directory / "exports" / checkpoint.name
     if not folder.exists():
@@ -113,11 +107,7 @@ def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
 
 
 def newest_checkpoints(config: ExportConfig) -> list[tuple[Path, Manifest]]:
-    """Return the checkpoints to average, newest first.
-
-    Raises:
-        ConfigError: the run has too few, or `checkpoint` is not latest.
-    """
+    """Return the checkpoints to average, newest first; raise ConfigError if there are too few."""
     path = Path(config.run).expanduser()
     found = []
     for directory in readable_checkpoints(path / "checkpoints") if is_run(path) else ():
@@ -162,12 +152,7 @@ def average_checkpoints(loaded: Loaded, sources: list[tuple[Path, Manifest]], we
 
 
 def write_model(folder: Path, loaded: Loaded) -> None:
-    """Write the weights, the configs and the tokenizer.
-
-    Raises:
-        ConfigError: the model has no counterpart in transformers; the message names the settings that prevent it.
-        OSError: the folder cannot be written.
-    """
+    """Write the weights, the configs and the tokenizer; raise ConfigError if transformers has no such model."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -191,16 +176,13 @@ def write_model(folder: Path, loaded: Loaded) -> None:
         hf_model.save_pretrained(folder)
         for file in folder.glob("*.safetensors"):
             copy_folder_permissions(file)
-    except Exception as error:  # on a full disk tokenizers and safetensors raise their own types
+    except Exception as error:  # on a full disk tokenizers and safetensors raise types of their own
         raise OSError(str(error)) from None
 
 
 def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> None:
-    """Make a tokenizer encode as in training.
-
-    It truncates at the model's context length and, without a chat template, begins every text with end-of-text.
-    """
-    for name in ("is_local", "local_files_only"):  # how it was loaded, not a property of the tokenizer
+    """Make a tokenizer truncate at the model's context length and, without a chat template, prepend end-of-text."""
+    for name in ("is_local", "local_files_only"):  # arguments of its loading, not properties
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.model_max_length = loaded.model.config.max_position_embeddings
     # By default transformers 4 returns token_type_ids, which its GPT-2 adds to the embeddings.
@@ -215,7 +197,7 @@ def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> N
 def model_card(
     name: str, place: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights
 ) -> str:
-    """Save the figure of the model card in `folder` and return the card; its example loads the model from `place`."""
+    """Return the model card, whose example loads the model from `place`, and save its figure in `folder`."""
     tokenizer = loaded.tokenizer
     usage = (USAGE if tokenizer else USAGE_WITHOUT_TOKENIZER).format(name=place, prompt=example_prompt(loaded))
     steps = " and ".join(str(manifest.step) for _, manifest in sources)
@@ -280,17 +262,13 @@ def data_facts(loaded: Loaded) -> str:
             facts.append(
                 f"- `{Path(path).name}`: {train['documents']:,} {kind}, {train['tokens']:,} tokens by `{tokenizer}`"
             )
-        except (ConfigError, KeyError):  # moved or replaced since; the export does not need it
+        except (ConfigError, KeyError):  # the corpus was moved or replaced; the export does not need it
             facts.append(f"- `{Path(path).name}`")
     return "\n".join(facts)
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload the folder to the Hub.
-
-    Raises:
-        RunError: the upload failed; the folder is kept.
-    """
+    """Upload the folder to the Hub; raise RunError, and keep the folder, if that fails."""
     from huggingface_hub import HfApi
 
     try:

@@ -1,6 +1,6 @@
-"""Plots runs from their metrics.jsonl: python plot.py RUN... [--x tokens].
+"""Plot runs from their metrics.jsonl: python plot.py RUN... [--x tokens].
 
-Writes into each run `loss.png`; `excess.png` if the run logged `val/excess_loss/KIND`; and `layers.png` if it logged
+It writes loss.png into each run, excess.png if the run logged `val/excess_loss/KIND`, and layers.png if it logged
 `tracking.block_stats`. compare.py plots several runs in one figure.
 """
 
@@ -17,11 +17,7 @@ from plotting.settings import PlotConfig
 
 
 def main(config: PlotConfig) -> None:
-    """Plot each run and print the paths of the figures.
-
-    Raises:
-        ConfigError: A path is not a run directory, or its figures cannot be written.
-    """
+    """Plot each run and print the paths of the figures; raise ConfigError if a run cannot be plotted."""
     from plotting.run_plots import save_block_stats, save_excess_loss, save_loss_curve
 
     for run in config.runs:

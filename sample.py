@@ -1,4 +1,4 @@
-"""Generates text with a trained model: python sample.py RUN [--prompt TEXT | --chat] [--temperature 0.8] ...
+"""Generate text with a trained model: python sample.py RUN [--prompt TEXT | --chat] [--temperature 0.8] ...
 
 RUN is the directory of a run, a folder in transformers' format, or a name on the Hub.
 """
@@ -31,11 +31,7 @@ from run.settings import SampleConfig
 
 
 def main(config: SampleConfig) -> None:
-    """Load the model and stream generated text to the terminal.
-
-    Raises:
-        ConfigError: There is no such model, or a setting or a prompt does not fit it.
-    """
+    """Load the model and stream generated text to the terminal; raise ConfigError for settings that do not fit it."""
     if config.chat and config.special_tokens:
         raise ConfigError("special_tokens: true, but in a chat only the chat template inserts them; leave it out")
     if config.system is not None and not config.chat:
@@ -64,11 +60,7 @@ def main(config: SampleConfig) -> None:
 
 
 def converse(loaded: Loaded, config: SampleConfig) -> None:
-    """Answer user messages, one a line. Drop the oldest exchanges when the context is full.
-
-    Raises:
-        ConfigError: The tokenizer has no chat template, or a setting does not fit.
-    """
+    """Answer user messages, one per line; drop the oldest exchanges when the context is full."""
     assert loaded.tokenizer is not None, "main checks it"
     if loaded.tokenizer.chat_template is None:
         raise ConfigError(
@@ -102,27 +94,18 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
 
 
 def check_system(system: list[Message], template: ChatTemplate, room: int) -> None:
-    """Refuse a system message that the model would not see.
-
-    Args:
-        system: The system message.
-        template: The chat template.
-        room: The number of tokens that a conversation may have.
-
-    Raises:
-        ConfigError: The template ignores system messages, or it has more than `room` tokens.
-    """
+    """Raise ConfigError if the template ignores the system message, or if it has more than `room` tokens."""
     line = [{"role": "user", "content": ""}]
     tokens = template.prompt(system + line)
     if tokens == template.prompt(line):
         raise ConfigError("system: the chat template of this tokenizer ignores system messages; leave it out")
     if len(tokens) > room:
-        raise ConfigError(f"system: it takes {len(tokens)} tokens, and a conversation has room for {room}; shorten it")
+        raise ConfigError(f"system: it has {len(tokens)} tokens, and a conversation has room for {room}; shorten it")
 
 
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
-    """Yield the given prompt; without one, prompts from the terminal; without that, "" or, for chat, lines of stdin."""
-    with suppress(AttributeError):  # stdin may not be a byte stream; if it is, invalid UTF-8 must not end the chat
+    """Yield the given prompt, else prompts from the terminal, else "" or, for chat, the lines of stdin."""
+    with suppress(AttributeError):  # invalid UTF-8 must not end the chat; stdin may be no byte stream, as in a notebook
         sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue] suppressed
     typed = sys.stdin is not None and sys.stdin.isatty()  # None: stdin is closed
     if given is not None or not (chat or typed):
@@ -142,19 +125,7 @@ def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
 
 
 def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[int]:
-    """Encode a prompt after an end-of-text token, which begins every document in training.
-
-    Args:
-        loaded: The model and its tokenizer.
-        prompt: The text.
-        special_tokens: Encode special tokens in the prompt as these tokens.
-
-    Returns:
-        The token ids, at least one.
-
-    Raises:
-        ConfigError: The tokenizer cannot encode it.
-    """
+    """Return the token ids of an end-of-text token, which begins every document in training, and the prompt."""
     tokenizer: Any = loaded.tokenizer  # transformers declares unions that its fast tokenizers never are
     begin = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     settings = {"add_special_tokens": False, "split_special_tokens": not special_tokens}
@@ -169,20 +140,10 @@ def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[in
 def generate_sample(
     loaded: Loaded, prompt: str, tokens: list[int], index: int, config: SampleConfig, ends: Collection[int] = ()
 ) -> str:
-    """Generate and print sample `index` of a prompt; for stories, also its log-probabilities.
+    """Print the prompt and a continuation of `tokens`; for stories, also log-probabilities.
 
-    Control characters are escaped, because a terminal would execute them.
-
-    Args:
-        loaded: The model and its tokenizer.
-        prompt: The text to print first.
-        tokens: The tokens to continue.
-        index: Index of the sample, which seeds its random draws.
-        config: The sampling settings.
-        ends: Stop tokens in addition to end-of-text.
-
-    Returns:
-        The prompt and the generated text.
+    `index` seeds the random draws, and `ends` are stop tokens in addition to end-of-text. Control characters are
+    escaped, because a terminal would execute them. Return the printed text.
     """
     model, tokenizer = loaded.model, cast(Any, loaded.tokenizer)
     device, vocab_size = model.token_embedding.weight.device, model.config.vocab_size

@@ -1,4 +1,4 @@
-"""Printing: streams whose failed writes do not end a training, escaped control characters, and aligned tables."""
+"""Printing: escaped control characters, aligned tables, and streams whose failed writes do not end a training."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from typing import Any, TextIO, cast
 
 
 def printable(text: str) -> str:
-    r"""Escape the characters of a line, such as the name of a directory, that would control a terminal (`\x1b`)."""
+    r"""Escape the characters of a line that would control a terminal, such as `\x1b` in the name of a directory."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 def escape_controls(text: str) -> str:
     r"""Escape the control characters of generated text, such as `\x1b`, except line breaks and tabs.
 
-    A terminal would obey them: move the cursor, change the title, or answer with input.
+    A terminal would execute them: move the cursor, change the title, or send input.
     """
     return "".join(
         character.encode("unicode_escape").decode()
@@ -33,7 +33,7 @@ def printable_lines(error: Exception) -> str:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Format rows as lines of aligned columns: the first column to the left, the others to the right."""
+    """Format rows as lines of aligned columns, the first one to the left, the others to the right."""
     if not rows:
         return []
     num_columns = max(map(len, rows))
@@ -47,10 +47,10 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 
 class LossyStream:
-    """A text stream that drops what it cannot write.
+    """A text stream that drops text that it cannot write.
 
-    A training does not depend on its log: it continues after the reader of a pipe has exited, and when the disk of a
-    log file is full. Characters that the encoding of the stream lacks are escaped.
+    So a training continues after the reader of a pipe has exited, and when the disk of a log file is full. Characters
+    that the encoding of the stream lacks are escaped.
     """
 
     def __init__(self, stream: TextIO | None):
@@ -60,7 +60,7 @@ class LossyStream:
             with suppress(OSError):  # a terminal that was opened for reading too cannot be reconfigured
                 self._stream.reconfigure(errors="backslashreplace")
         self.failure: OSError | None = None
-        """The last error other than a broken pipe: nobody misses what a reader such as `head` did not read."""
+        """The last error other than a broken pipe, which is no loss: a reader such as `head` did not want the rest."""
 
     def write(self, text: str) -> int:
         """Write the text, or drop it; return its length."""
@@ -71,7 +71,7 @@ class LossyStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or drop what is buffered."""
+        """Flush the buffer, or drop it."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -92,6 +92,6 @@ def ignore_failed_prints() -> None:
 
 
 def failed_print() -> OSError | None:
-    """Return the error because of which output to stdout was lost, if any was."""
+    """Return the error by which output to stdout was lost; None if all of it was written."""
     sys.stdout.flush()
     return sys.stdout.failure if isinstance(sys.stdout, LossyStream) else None

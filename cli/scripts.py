@@ -1,7 +1,7 @@
 """Run a script of the repository root: parse its command line before importing torch, print errors, return exit codes.
 
-torch takes seconds to import. So a script calls `run_and_exit` before it imports anything else, and --help or a wrong
-setting is answered at once. This module imports nothing that imports torch.
+torch takes seconds to import. Therefore a script calls `run_and_exit` before it imports anything else, so that --help
+and wrong settings are reported at once. This module imports nothing that imports torch.
 """
 
 import atexit
@@ -30,32 +30,22 @@ from distributed.environment import normalize_environment
 from distributed.signals import Preempted, ignore_stop_signals
 from distributed.world import is_main_process, num_processes
 
-# Scripts that print a log, without which they still do their work. The output of the others is their result.
+# Scripts that print a log, and succeed without it. The output of the others is their result.
 PRINT_A_LOG = ("train", "sweep")
 ROOT = Path(__file__).parent.parent
 SOURCE_DIRS = {path.parent for pattern in ("*.py", "*/*.py", "data/*/*.py") for path in ROOT.glob(pattern)}
 
-# The dataclass of a script's settings, or what parses its command line.
+# The dataclass of a script's settings, or a function that parses its command line.
 Settings = type | Callable[[list[str]], Any]
 
 
-def run_and_exit(
-    script: str,
-    settings: Settings | None = None,
-    needs_torch: bool = True,
-    module: str | None = None,
-    commands: Mapping[str, tuple[Settings, str]] | None = None,
-) -> NoReturn:
-    """End this process with the exit code that `run_script` returns."""
-    exit_without_teardown(run_script(script, settings, needs_torch, module, commands))
+def run_and_exit(*arguments: Any, **named: Any) -> NoReturn:
+    """Call `run_script` with these arguments, and end this process with the exit code that it returns."""
+    exit_without_teardown(run_script(*arguments, **named))
 
 
 def run_in_notebook(script: str, *args: str) -> None:
-    """Run `python SCRIPT.py ARGS` in a cell, or by notebook_launcher, which drops the value its function returns.
-
-    Raises:
-        SystemExit: the script failed or was stopped; with its exit code, after its message was printed.
-    """
+    """Run `python SCRIPT.py ARGS` in a cell or by notebook_launcher; raise SystemExit unless it succeeds."""
     sys.argv = [f"{script}.py", *args]
     if exit_code := run_script(script):
         raise SystemExit(exit_code)
@@ -68,27 +58,27 @@ def run_script(
     module: str | None = None,
     commands: Mapping[str, tuple[Settings, str]] | None = None,
 ) -> int:
-    """Parse the command line, call `main` of a module with the settings, and print what went wrong.
+    """Parse the command line, call `main` of a module with the settings, and print errors.
 
     Args:
         script: name of the script, without `.py`.
-        settings: the dataclass of its settings, or what parses its command line; by default that of train.py.
-        needs_torch: whether the module imports torch; the user then sees a message that this takes time.
-        module: the module whose `main` is called; by default the script itself.
-        commands: for each word that may come first on the command line, the settings and the module for it.
+        settings: default: the settings of train.py.
+        needs_torch: whether the module imports torch, which is then reported because it takes seconds.
+        module: the module whose `main` is called; default: the script.
+        commands: settings and module for each subcommand, the first word of the command line.
 
     Returns:
         The exit code: 0 done, 2 wrong settings or input, 75 stopped by a signal or stop_after after saving, 130 stopped
         at once by Ctrl-C outside of a training, 1 anything else.
     """
-    # By default Python collects garbage after every 700 new objects. Importing torch creates many, none of which is
-    # garbage, and collecting took a tenth of the start.
+    # By default Python collects garbage after every 700 new objects, which took a tenth of the start: importing torch
+    # creates many objects, and none is garbage.
     gc.set_threshold(50_000)
     ignore_failed_prints()
     is_log = False
     try:
         normalize_environment(os.environ)
-    except ConfigError as error:  # printed by every process: which of them is the main one is unknown
+    except ConfigError as error:  # printed by every process, because the main one is unknown
         print(f"{script}.py: error: {error}", file=sys.stderr)
         return 2
     try:
@@ -105,7 +95,7 @@ def run_script(
             config = settings(args)
         if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
-        is_log = script in PRINT_A_LOG and not plans  # --help and --print_config are printed to be read
+        is_log = script in PRINT_A_LOG and not plans  # not before, for --help and --print_config
         import_module(module or script).main(config)
     except SystemExit as exit_:  # --help and --print_config
         if exit_.code:
@@ -117,8 +107,8 @@ def run_script(
     except Preempted as preempted:
         from accelerate import PartialState
 
-        # A launcher that sees one process end stops the others: none ends before all are done and ignore its signal,
-        # which would change their exit code.
+        # When one process ends, a launcher stops the others with a signal, which would change their exit codes. So no
+        # process ends before all of them are done and ignore signals.
         PartialState().wait_for_everyone()
         ignore_stop_signals()
         PartialState().wait_for_everyone()
@@ -148,7 +138,7 @@ def run_script(
 
 
 def exit_without_teardown(exit_code: int) -> NoReturn:
-    """End the process without tearing the process group down: threads of gloo may then hang or change the exit code."""
+    """End the process without destroying the process group: its gloo threads might hang or change the exit code."""
     atexit._run_exitfuncs()
     ignore_failed_prints()
     sys.stdout.flush()
@@ -157,10 +147,10 @@ def exit_without_teardown(exit_code: int) -> NoReturn:
 
 
 def let_main_process_fail_first() -> None:
-    """Wait in the other processes, so that an error that all processes find is printed once, by the main process.
+    """Wait in the other processes, so that an error of all processes is printed once, by the main process.
 
-    A launcher stops all processes as soon as one fails. A process that is still running after the wait is the only one
-    with the error, as on a machine that cannot see `out_dir`.
+    A launcher stops all processes as soon as one fails. A process that still runs after the wait is the only one with
+    the error, such as one whose machine lacks `out_dir`.
     """
     if not is_main_process():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -168,18 +158,18 @@ def let_main_process_fail_first() -> None:
 
 
 def explain_lost_process(error: Exception) -> str:
-    """Return what to print below the traceback of a failed collective operation; "" for other errors."""
+    """Return the message below the traceback of a failed collective operation; "" for other errors."""
     from torch.distributed import DistError
 
-    # gloo's errors name its source file. Of two operations under way, the second only says that its pair was closed.
+    # Errors of gloo contain the name of its source file, or "pair closure" if another operation had failed before.
     is_from_gloo = any(words in str(error) for words in ("gloo", "pair closure"))
     if not isinstance(error, DistError) and not is_from_gloo:
         return ""
     return (
         f"train.py: error: process {os.environ.get('RANK', 0)} lost the others in {own_line(error)}: "
         f"{str(error).splitlines()[0]}\n"
-        "A process died or hangs, or a network link is down (timeout_seconds is how long to wait). Rerun the same "
-        "command to resume from the newest checkpoint."
+        "A process died or hangs, or a network link is down (timeout_seconds limits the wait). Rerun the same command "
+        "to resume from the newest checkpoint."
     )
 
 
@@ -190,7 +180,7 @@ def is_memory_error(error: Exception) -> bool:
 
 
 def explain_full_memory(error: Exception) -> str:
-    """Return what to print instead of the traceback of an out-of-memory error."""
+    """Return the message instead of the traceback of an out-of-memory error."""
     reason = f": {str(error).splitlines()[0]}" if str(error) else ""
     return (
         f"out of memory in process {os.environ.get('RANK', 0)}, in {own_line(error)}{reason}\n"
@@ -213,7 +203,7 @@ def explain_failed_compilation(error: Exception) -> str:
 
 
 def own_line(error: Exception) -> str:
-    """Return the innermost line of this repository in the traceback of an error, and its place."""
+    """Return the innermost line of this repository in the traceback of an error, with its file and number."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     here = next(frame for frame in frames if Path(frame.filename).parent in SOURCE_DIRS)
     return f"`{here.line}` ({Path(here.filename).name}, line {here.lineno})"

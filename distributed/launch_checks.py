@@ -4,6 +4,7 @@ import glob
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 import accelerate
 import torch
@@ -13,7 +14,7 @@ from accelerate.utils import gather_object
 from config.errors import ConfigError
 from config.schema import TrainConfig, flat_settings
 from distributed.launch import env_flag
-from distributed.launch_file import LaunchCommand, find_launch_command, unknown_section_keys
+from distributed.launch_file import launch_settings, unknown_section_keys
 
 # Paths, and settings that change no result: each machine may have its own.
 MAY_DIFFER_BY_MACHINE = {"out_dir", "resume", "branch_from", "init_from", "data.path", "data.num_workers"}
@@ -40,16 +41,16 @@ SUPPORTED_BY_FSDP = [
 
 def check_launch(config: TrainConfig) -> None:
     """Raise ConfigError with every launch setting that a run does not support or that was ignored, and the remedies."""
-    if problems := unusable_devices(os.environ) + launch_problems(find_launch_command(), os.environ, config):
+    if problems := unusable_devices(os.environ) + launch_problems(launch_settings(), os.environ, config):
         raise ConfigError("\n".join(problems))
 
 
-def launch_problems(launch: LaunchCommand | None, environment: Mapping[str, str], config: TrainConfig) -> list[str]:
+def launch_problems(launch: dict[str, Any] | None, environment: Mapping[str, str], config: TrainConfig) -> list[str]:
     """Return a problem for each launch setting that is unknown, was ignored, or is not supported by a run."""
     if launch is None:
         return unsupported_settings(environment, config)
     # `accelerate launch` ignores this option, except for DeepSpeed.
-    accumulation = {ACCUMULATION: str(launch.options.get("gradient_accumulation_steps", 1))}
+    accumulation = {ACCUMULATION: str(launch.get("gradient_accumulation_steps", 1))}
     return [
         *unknown_section_keys(launch),
         *missing_processes(launch, int(environment.get("WORLD_SIZE", 1))),
@@ -57,10 +58,10 @@ def launch_problems(launch: LaunchCommand | None, environment: Mapping[str, str]
     ]
 
 
-def missing_processes(launch: LaunchCommand, started: int) -> list[str]:
+def missing_processes(launch: dict[str, Any], started: int) -> list[str]:
     """Return a problem if `accelerate launch` started fewer processes than requested, as it does without a message."""
-    machines = launch.settings.get("num_machines") or 1
-    requested = max(launch.settings.get("num_processes") or 1, machines)
+    machines = launch.get("num_machines") or 1
+    requested = max(launch.get("num_processes") or 1, machines)
     if requested <= started:
         return []
     return [

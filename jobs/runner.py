@@ -323,5 +323,4 @@ def accelerate_settings(launcher: list[str]) -> dict[str, Any] | None:
         return None
     from distributed.launch_file import parse_launch_command  # imports torch
 
-    command = parse_launch_command(launcher, os.getcwd())
-    return command.settings if command else None
+    return parse_launch_command(launcher, os.getcwd())

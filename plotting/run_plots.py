@@ -30,19 +30,10 @@ BLOCK_STAT_TITLES = {
 
 
 def save_loss_curve(run_directory: Path, picture: Path | None = None, x: str = "steps") -> Path:
-    """Plot the training and the validation loss, and the entropy of the data where it is known.
+    """Plot the training and validation loss, and the entropy of the data if it is known; return the file.
 
-    Args:
-        run_directory: The run, which needs a metrics.jsonl.
-        picture: The file to write; by default `<run_directory>/loss.png`.
-        x: The x axis, a key of X_AXES.
-
-    Returns:
-        The file written.
-
-    Raises:
-        OSError: There is no metrics.jsonl, or the picture cannot be written.
-        ConfigError: The run logged too little to compute the x axis.
+    The file is `picture`, by default `<run_directory>/loss.png`; `x` is a key of X_AXES. Raise OSError if there is no
+    metrics.jsonl, and ConfigError if the run logged too little for the x axis.
     """
     rows, to_x = list(read_rows(run_directory / "metrics.jsonl")), step_to_x(x, run_directory)
 
@@ -69,16 +60,9 @@ def save_loss_curve(run_directory: Path, picture: Path | None = None, x: str = "
 
 
 def save_loss_by_position(losses: list[float], metrics: dict[str, Any], name: str, picture: Path) -> None:
-    """Plot the loss at each position of a sequence.
+    """Plot the loss (nats/token) of each target of a sequence, the first of which has one token of context.
 
-    Args:
-        losses: Loss of each target in nats; the first one has one token of context.
-        metrics: The mean as `val/loss` and, if it is known, `val/entropy`.
-        name: The title.
-        picture: The file to write.
-
-    Raises:
-        OSError: The picture cannot be written.
+    `metrics` has the mean as `val/loss` and, if it is known, `val/entropy`; `name` is the title.
     """
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot(xscale="log", xlabel="context length (tokens)", ylabel="validation loss (nats/token)")
@@ -94,21 +78,14 @@ def save_loss_by_position(losses: list[float], metrics: dict[str, Any], name: st
 
 
 def save_block_stats(run_directory: Path) -> Path | None:
-    """Plot a heat map over steps and depth for each `layers/NAME` metric.
-
-    Returns:
-        `<run_directory>/layers.png`, or None if the run logged no block statistics.
-
-    Raises:
-        OSError: There is no metrics.jsonl, or the picture cannot be written.
-    """
+    """Plot a heat map over steps and blocks for each `layers/NAME` metric; return the file, or None without metrics."""
     rows = [row for row in read_rows(run_directory / "metrics.jsonl") if any(key.startswith("layers/") for key in row)]
     if not rows:
         return None
     names = list(dict.fromkeys(key.split("/")[1] for key in rows[0] if key.startswith("layers/")))
     steps = [row["step"] for row in rows]
     midpoints = [(one + other) / 2 for one, other in pairwise(steps)]
-    # The outer cells are symmetric about their step; the cell of a single step is one step wide.
+    # The first and last cells are symmetric about their steps; the cell of a single step is one step wide.
     first, last = (midpoints[0], midpoints[-1]) if midpoints else (steps[0] + 0.5, steps[0] - 0.5)
     edges = [2 * steps[0] - first, *midpoints, 2 * steps[-1] - last]
     figure = new_figure(7, 0.4 + 1.8 * len(names))
@@ -133,14 +110,7 @@ def save_block_stats(run_directory: Path) -> Path | None:
 
 
 def save_excess_loss(run_directory: Path) -> Path | None:
-    """Plot the excess validation loss by kind of token, which shows when each kind is learnt.
-
-    Returns:
-        `<run_directory>/excess.png`, or None if the run logged no `val/excess_loss/KIND` or no positive value.
-
-    Raises:
-        OSError: There is no metrics.jsonl, or the picture cannot be written.
-    """
+    """Plot the excess validation loss by kind of token; return the file, or None without a positive value to plot."""
     rows = [row for row in read_rows(run_directory / "metrics.jsonl") if "val/excess_loss" in row]
     names = [name for name in (rows[-1] if rows else ()) if name.startswith("val/excess_loss/")]
     labels = {"all": "val/excess_loss"} | {name.rpartition("/")[2].replace("_", " "): name for name in names}

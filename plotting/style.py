@@ -24,9 +24,8 @@ X_AXES = {
     "flops": "training FLOPs",
     "seconds": "training time (seconds, without evaluations and checkpoints)",
 }
-# From the palette of Okabe and Ito (2008, "Color Universal Design"), the colours with a contrast of at least 3 against
-# white and against a dark page, where black becomes white. Colours and dashes together tell 20 runs apart, with markers
-# 140.
+# The colours of Okabe and Ito (2008, "Color Universal Design") with a contrast of at least 3 against white and against
+# a dark page, where black becomes white. Colours and dashes distinguish 20 runs, with markers 140.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")
 DASHES = ((), (5, 1.5), (1.5, 1), (6, 1.5, 1.5, 1.5))  # lengths of dashes and gaps, in line widths
 MARKERS = "os^DvPX"  # a single point shows no dashes, so the numbers of markers and colours are coprime
@@ -41,12 +40,7 @@ warnings.filterwarnings("ignore", "Glyph .* missing from font")  # run names in 
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Create an empty figure that can only be written to a file, so that no display or notebook is needed.
-
-    Args:
-        width: In inches.
-        height: In inches.
-    """
+    """Create an empty figure of this size in inches, which can only be written to a file and needs no display."""
     # matplotlib fails to import if MPLBACKEND names a backend that is not installed, as in a shell started from a
     # notebook.
     backend = os.environ.pop("MPLBACKEND", None) if "matplotlib" not in sys.modules else None
@@ -62,7 +56,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 @contextmanager
 def report_plot_errors(figure_name: str, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Turn an error while plotting into a message: a figure must not fail the training that it shows."""
+    """Print an error while plotting instead of raising it, so that a figure cannot fail a training."""
     try:
         yield
     except Exception as error:
@@ -133,9 +127,7 @@ def fit_label(name: str, max_length: int = MAX_LABEL_LENGTH) -> str:
 def step_to_x(x: str, run_directory: Path) -> Callable[[float], float]:
     """Return the function that maps a step of a run to its position on the axis `x`, a key of X_AXES.
 
-    Raises:
-        ConfigError: The run logged too little to know.
-        OSError: Its files cannot be read.
+    Raise ConfigError if the run logged too little for it.
     """
     if x == "steps":
         return lambda step: step
@@ -159,15 +151,10 @@ def step_to_x(x: str, run_directory: Path) -> Callable[[float], float]:
 
 
 def flops_per_token(run_directory: Path) -> int:
-    """Return the training FLOPs/token of a run, as recorded in its sessions.jsonl.
-
-    Raises:
-        ConfigError: No session recorded it.
-    """
+    """Return the training FLOPs/token in the sessions.jsonl of a run; raise ConfigError if it has none."""
     sessions = run_directory / "sessions.jsonl"
-    recorded = (
-        [row["flops_per_token"] for row in read_rows(sessions) if "flops_per_token" in row] if sessions.exists() else []
-    )
+    rows = read_rows(sessions) if sessions.exists() else ()
+    recorded = [row["flops_per_token"] for row in rows if "flops_per_token" in row]
     if not recorded:
         raise ConfigError(f"x: flops: {sessions} has no flops_per_token; use --x tokens")
     return recorded[-1]

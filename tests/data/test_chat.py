@@ -747,7 +747,7 @@ def test_chat_keeps_system_message_first(runs, monkeypatch, capsys):
 
 
 def test_chat_refuses_unusable_system_message(runs, monkeypatch, capsys):
-    with pytest.raises(ConfigError, match="system: it takes [0-9]+ tokens, and a conversation has room for 64"):
+    with pytest.raises(ConfigError, match="system: it has [0-9]+ tokens, and a conversation has room for 64"):
         run_chat(monkeypatch, capsys, runs / "run", "a\n", system="the cat's " * 99)
     with pytest.raises(ConfigError, match="system: 'a' is a message of a chat"):
         sample.main(SampleConfig(str(runs / "run"), system="a"))
