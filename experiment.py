@@ -10,11 +10,11 @@ same command to resume. docs/experiments.md explains the method.
 
 if __name__ == "__main__":
     from cli.scripts import run_and_exit
-    from experiments.settings import ExperimentConfig, ReportConfig
+    from experiments.settings import ReportConfig, parse_experiment
 
     run_and_exit(
         "experiment",
-        ExperimentConfig,
+        parse_experiment,
         needs_torch=False,
         module="experiments.experiment",
         commands={"report": (ReportConfig, "experiments.report")},

@@ -144,11 +144,10 @@ class Verification:
             raise ConfigError(f"out_dir: {str(out_dir)!r}: cannot write there")
         return directory
 
-    def checks(self) -> dict[str, Callable[[], tuple[bool | None, str]]]:
-        """Return the check of each guarantee; all processes call them together, in this order."""
+    def model_checks(self) -> dict[str, Callable[[], tuple[bool | None, str]]]:
+        """Return the checks of the model alone, which train nothing and take seconds."""
         model = self.config.model
         return {
-            "order is a permutation in every epoch": self.order_is_a_permutation,
             **{
                 f"logits = transformers' {family}": partial(check_transformers_logits, family, model)
                 for family in FAMILIES
@@ -158,6 +157,13 @@ class Verification:
             "masks of both kernels = their definition": partial(check_masks, model, self.config.seq_len),
             "FLOPs per token = products that torch counts": partial(check_flops, model, self.config.seq_len),
             "constant initial weights stay constant": partial(check_constant_init, model),
+        }
+
+    def checks(self) -> dict[str, Callable[[], tuple[bool | None, str]]]:
+        """Return the check of each guarantee; all processes call them together, in this order."""
+        return {
+            "order is a permutation in every epoch": self.order_is_a_permutation,
+            **self.model_checks(),
             "gradient = autograd of plain operations": self.equals_autograd,
             "replicas are equal after every step": self.replicas_are_equal,
             "gradient = hand-written all-reduce": partial(self.equals_loop_by_hand, all_reduce=True),

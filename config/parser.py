@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +52,8 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     args = own_args if has_config else ["--config", str(DEFAULT_CONFIG), *own_args]
     parser = _train_parser()
     try:
+        if "--print_config" in args:  # the parser prints before it refuses words that it does not know
+            _parse(parser, [arg for arg in args if arg != "--print_config"])
         settings = _parse(parser, args)
     except ConfigError as error:
         raise _with_file_name(parser, args, error) from None
@@ -187,8 +190,12 @@ def _explain(message: str, settings_class: type) -> str:
     if message.startswith("Unexpected config:"):
         return "there are no lines of the form `setting: value` in it"
     unknown = re.match(r"Option '(.*)' is not accepted|Group '(.*)' does not accept option '(.*)'", message)
-    if unknown:
-        return f"{unknown[1] or f'{unknown[2]}.{unknown[3]}'} is not a setting; --help lists all"
+    if unknown or (unknown := re.match(r"unrecognized arguments: --([^\s=]+)", message)):
+        name = unknown[1] or f"{unknown[2]}.{unknown[3]}"
+        names = _setting_names(settings_class)
+        in_section = [other for other in names if other.endswith(f".{name}")]
+        nearest = in_section or get_close_matches(name, names, n=1, cutoff=0.8)
+        return f"{name} is not a setting; {f'did you mean {nearest[0]}? ' if nearest else ''}--help lists all"
     message = re.sub(r'^Parser key "(.+?)":\s+', r"\1: ", message)
     setting = message.partition(":")[0]
     annotation = _annotation(setting, settings_class)
@@ -196,6 +203,14 @@ def _explain(message: str, settings_class: type) -> str:
     if annotation is None or value is None:
         return message
     return f"{setting}: {value[1] or value[2] or value[3] or ''} must be {describe(annotation)}"
+
+
+def _setting_names(settings_class: Any) -> list[str]:
+    """Return the names of all settings, as `steps` or `optimizer.lr`."""
+    names = [field.name for field in fields(settings_class) if not is_dataclass(field.type)]
+    for section in (field for field in fields(settings_class) if is_dataclass(field.type)):
+        names += [f"{section.name}.{name}" for name in _setting_names(section.type)]
+    return names
 
 
 def _annotation(setting: str, settings_class: Any) -> Any:

@@ -104,7 +104,9 @@ class Arm:
         if done.returncode:
             message = done.stderr.strip().removeprefix("train.py: error: ") or f"exit code {done.returncode}"
             message = re.sub(rf"{re.escape(str(copies))}/[0-9a-f]+/", "", message)
-            raise (ConfigError if done.returncode == EXIT_REFUSED else ArmFailed)(message)
+            if done.returncode == EXIT_REFUSED:
+                raise ConfigError(message)
+            raise ArmFailed(f"does not start: {message.splitlines()[-1]}{last_frame(message, code)}")
         settings = flat_settings(yaml.safe_load(done.stdout))
         if "name" not in settings:
             raise ConfigError(f"{shlex.join(words)} has words that are no settings; quote a change of several words")
@@ -214,6 +216,14 @@ class Arm:
     def peak_memory_bytes(self) -> float:
         """Return the peak memory of its first run; NaN if unknown."""
         return self.run(0).last_row().get("perf/peak_memory_bytes", math.nan)
+
+
+def last_frame(text: str, code: Path) -> str:
+    """Return the innermost line of the code in a traceback, as " (model/gpt.py:12)"; "" if there is none."""
+    frames = re.findall(r'File "(.+?)", line (\d+)', text)
+    own = [(Path(file), line) for file, line in frames if Path(file).is_relative_to(code)]
+    own = [(file.relative_to(code), line) for file, line in own if "site-packages" not in file.parts]
+    return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
 
 
 def is_of_arm(name: str) -> bool:

@@ -1,6 +1,6 @@
 """The change under test, as given on the command line: settings, code, or both.
 
-Code is trained from separate git worktrees, in a temporary folder that is always removed, so that edits of the
+Both arms are trained from separate git worktrees, in a temporary folder that is always removed, so that edits of the
 working tree during an experiment reach neither arm. Worktrees of a killed experiment are removed by the next one. The
 working tree and patches become commits that no branch contains, which git deletes after some weeks; the diff is kept.
 """
@@ -29,6 +29,8 @@ AUTHOR = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") f
 # repository must not remove the worktrees of another.
 FOLDER, WORKTREES = f"mini-gpt-experiment-{socket.gethostname()}_", ("baseline", "candidate")
 NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
+# Files that define what is learned and measured; in other files, lines with a seed do.
+DATA_FILES = ("data/", "training/evaluation.py")
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class Change:
     settings: tuple[str, ...] = ()
     """Words of a command line."""
     base: str | None = None
-    """Commit that trains the baseline; None: both arms are trained by this code as it is."""
+    """Commit that trains the baseline; None outside of a git repository, where this code trains both arms as it is."""
     commit: str | None = None
-    """Commit that trains the candidate."""
+    """Commit that trains the candidate; that of the baseline if only settings change."""
     diff: str = ""
     """From base to commit."""
     commits_behind: int = 0
@@ -50,6 +52,17 @@ class Change:
     def num_lines(self) -> int:
         """Lines that the diff adds or removes."""
         return len(re.findall(r"^(?:\+(?!\+\+ )|-(?!-- ))", self.diff, re.MULTILINE))
+
+    @property
+    def data_files(self) -> list[str]:
+        """Changed files that define the data, the evaluation or the seeding, and so what the losses mean."""
+        changed = []
+        for part in re.split(r"^diff --git ", self.diff, flags=re.MULTILINE)[1:]:
+            name = part.split("\n", 1)[0].rpartition(" b/")[2]
+            seeds = name.endswith(".py") and re.search(r"^[+-](?!\+\+ |-- ).*seed", part, re.MULTILINE)
+            if not name.startswith("tests/") and (name.startswith(DATA_FILES) or seeds):
+                changed.append(name)
+        return changed
 
     def save_diff(self, folder: Path) -> Path | None:
         """Write the diff into a folder under a name derived from its content; return its path, None without code."""
@@ -82,7 +95,8 @@ def parse_change(text: str, onto: str | None = None) -> Change:
     if words[0].startswith("--"):
         if onto:
             raise ConfigError(f"onto: {onto!r} applies to code, and {text!r} has settings only; leave it out")
-        return Change(tuple(words))
+        head = git("rev-parse", "HEAD") if is_repository() else None
+        return Change(tuple(words), head, head)
     base, commit = resolve_commits(words[0])
     if onto:
         base, commit = rebase(base, commit, onto)
@@ -94,6 +108,14 @@ def parse_change(text: str, onto: str | None = None) -> Change:
     return Change(tuple(words[1:]), base, commit, diff_of(base, commit), behind)
 
 
+def is_repository() -> bool:
+    """Return whether this folder is the root of a git repository with a commit, and git is installed."""
+    try:
+        return bool(git("rev-parse", "HEAD")) and Path(git("rev-parse", "--show-toplevel")).samefile(ROOT)
+    except ConfigError:
+        return False
+
+
 def diff_of(base: str, commit: str) -> str:
     """Return the diff between two commits as a patch that git can apply."""
     return git("diff", "--binary", "--no-ext-diff", "--no-color", base, commit) + "\n"
@@ -102,6 +124,9 @@ def diff_of(base: str, commit: str) -> str:
 def resolve_commits(code: str) -> tuple[str, str]:
     """Return the commit on which a piece of code is based, and the commit of the code itself."""
     head = git("rev-parse", "HEAD")
+    if not is_repository():
+        top = git("rev-parse", "--show-toplevel")
+        raise ConfigError(f"idea: {code!r} is code, but {ROOT} is inside the git repository {top}, not its root")
     if code == ".":
         return head, commit_on(head, "add", "--update", "--", ".")
     if (patch := expand_user_path("idea", code)).is_file():
@@ -159,12 +184,13 @@ def checked_out(change: Change) -> Iterator[tuple[Path, Path]]:
     with temporary_folder(Path(tempfile.gettempdir()), FOLDER) as folder:
         remove_abandoned_worktrees()
         baseline, candidate = (folder / name for name in WORKTREES)
+        commits = {baseline: change.base} | ({candidate: change.commit} if change.commit != change.base else {})
         try:
-            for path, commit in ((baseline, change.base), (candidate, change.commit)):
+            for path, commit in commits.items():
                 git("worktree", "add", "--quiet", "--detach", str(path), commit)
-            yield baseline, candidate
+            yield baseline, [*commits][-1]
         finally:
-            remove_worktrees(baseline, candidate)
+            remove_worktrees(*commits)
 
 
 def use_config_files_of(code: Path, words: list[str]) -> list[str]:

@@ -2,10 +2,12 @@
 
 import json
 import math
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,29 @@ from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
 from data.files import temporary_folder
 from experiments import log, settings
-from experiments.arm import Arm, ArmFailed, Launch
+from experiments.arm import Arm, ArmFailed, Launch, last_frame
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
 from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
 from experiments.result import Comparison, Costs, format_report, make_row
 from experiments.score import BITS, check_targets, choose_metric, score_arm, score_file
 from experiments.sequential_test import MIN_SEEDS, TOTAL_ALPHA, additional_seeds, decide, estimate_difference
-from experiments.settings import ExperimentConfig
-from experiments.variants import budget_arms, match_width, scale_parameters, shorten
+from experiments.settings import ExperimentConfig, print_error
+from experiments.variants import (
+    PREVIEW_STEPS,
+    budget_arms,
+    match_width,
+    preview_arm,
+    scale_parameters,
+    shorten,
+    steps_in,
+)
 from jobs.runner import Failed, JobRunner, OutOfTime, Stopped, Training
 
 BUDGET_SEEDS = 2  # of each of BUDGETS
 SEPARATE_SEEDS = 1000  # first seed of runs that must not share seeds with the comparison
 LOSS_MARGIN, EXCESS_MARGIN = 0.003, 0.03  # default equivalence margins
+SAME_LOSS = 1e-5  # relative; another order of sums changes less
+MAX_LEAKED = 0.01  # fraction of validation rows among the training rows, beyond that of the baseline
 THROUGHPUT_ROUNDS, THROUGHPUT_SECONDS = 3, 4.0
 TUNING_FACTORS, TUNING_SEEDS = (0.25, 0.5, 1.0, 2.0, 4.0), 2
 RUNNER_WORDS = ("--seed", "--out_dir", "--resume")  # set for each run
@@ -36,34 +48,49 @@ RUNNER_WORDS = ("--seed", "--out_dir", "--resume")  # set for each run
 def main(config: ExperimentConfig) -> None:
     """Run an experiment, append it to the log and print it.
 
+    With --json, one object is printed whatever happens; without a verdict it has a `message` and an `exit_code`.
+
     Raises:
         ConfigError: the change or the settings are wrong, or the arms are not comparable.
         RunError: the baseline cannot be trained, or the environment failed, as with a full disk.
         SystemExit: with code 75 after a signal; rerun the same command to resume.
     """
-    lab = expand_user_path("lab", config.lab)
     try:
-        row = Experiment(config, lab, JobRunner(config.jobs or (1 if config.launch else None))).run()
-        log.append(lab, row)
-        row["candidates_tried"] = log.count_candidates(lab, row["untuned_baseline"])
-    except Stopped:
-        print_error(config, "stopped by a signal; rerun the same command to resume")
-        print("stopped by a signal; rerun the same command to resume", file=sys.stderr)
-        raise SystemExit(75) from None
-    except (ConfigError, RunError) as error:
-        print_error(config, str(error))
+        row = run_experiment(config)
+    except BaseException as error:
+        if config.json:
+            print_error(config.arguments[0], str(error) or type(error).__name__, exit_code_of(error))
+        if isinstance(error, Stopped):
+            print(error, file=sys.stderr)
+            raise SystemExit(75) from None
+        if isinstance(error, OSError):
+            raise RunError(f"{error}; mend that, then rerun the same command to resume") from None
         raise
-    except OSError as error:
-        print_error(config, str(error))
-        raise RunError(f"{error}; mend that, then rerun the same command to resume") from None
     print(json.dumps(row) if config.json else "\n".join(format_report(row)))
 
 
-def print_error(config: ExperimentConfig, message: str) -> None:
-    """Print the one JSON object of an experiment without a result, if JSON is asked for."""
-    if config.json:
-        idea = next(iter(config.arguments), "")
-        print(json.dumps({"idea": idea, "verdict": "unknown", "seeds": 0, "message": message}))
+def run_experiment(config: ExperimentConfig) -> dict[str, Any]:
+    """Run an experiment and append it to the log; return its row.
+
+    Raises:
+        ConfigError, RunError, OSError: as main.
+        Stopped: by a signal.
+    """
+    lab = expand_user_path("lab", config.lab)
+    row = Experiment(config, lab, JobRunner(config.jobs or (1 if config.launch else None))).run()
+    log.append(lab, row)
+    row["candidates_tried"] = log.count_candidates(lab, row["untuned_baseline"])
+    return row
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code with which an error ends experiment.py."""
+    codes: dict[type[BaseException], int] = {ConfigError: 2, Stopped: 75, KeyboardInterrupt: 130}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+
+
+class Identical(Exception):
+    """Both arms train the same weights; the message says after how many steps."""
 
 
 class Experiment:
@@ -78,9 +105,12 @@ class Experiment:
         self.text, *self.common = config.arguments
         if not any(word.split("=")[0] == "--config" for word in self.common):
             self.common = ["--config", str(settings.DEFAULT_CONFIG), *self.common]
-        self.jobs.deadline = time.monotonic() + 60 * (config.budget_minutes or math.inf)
+        self.start_time, self.cpu_seconds = time.monotonic(), cpu_seconds_of_children()
+        self.jobs.deadline = self.start_time + 60 * (config.budget_minutes or math.inf)
         self.launch = Launch.parse(config.launch)
         self.total_alpha = TOTAL_ALPHA
+        self.facts: dict[str, Any] = {"note": config.note} if config.note else {}
+        """What was compared, for the row of the log."""
 
     def run(self, change: Change | None = None) -> dict[str, Any]:
         """Return the row for the log.
@@ -96,46 +126,103 @@ class Experiment:
         refuse_runner_settings([*self.common, *change.settings])
         diff = change.save_diff(self.lab / "diffs")
         self.jobs.code = None if change.commit else code_hash()  # nobody edits a worktree
+        self.facts |= {"idea": self.text, "settings": self.common, "base": change.base, "commit": change.commit}
+        self.facts |= {"commits_behind": change.commits_behind, "diff": diff and str(diff)}
+        self.facts |= {"data_changes": self.allowed_data_changes(change)}
         comparisons: dict[float, Comparison] = {}
         pairs: list[tuple[Arm, Arm]] = []
         message, verdict = "", "unknown"
         with checked_out(change) as (base_code, changed_code):
-            baseline = self.resolve_baseline(base_code)
-            names: dict[str, Any] = {name: baseline.name for name in ("untuned_baseline", "baseline")}
-            names["candidate"] = f"{self.text} (not resolved)"
+            baseline = self.resolve_baseline(base_code, change)
+            self.facts |= {"uncommitted": bool(change.commit) and not change.diff and code_hash() != baseline.code_hash}
+            self.facts |= {name: baseline.name for name in ("untuned_baseline", "baseline")}
+            self.facts["candidate"] = f"{self.text} (not resolved)"
             try:
-                candidate = self.resolve_candidate(baseline, changed_code, change)
-                check_targets(baseline, candidate)
-                names["candidate"] = candidate.name
-                if self.config.tune:
-                    baseline, candidate = self.tune_both(baseline, candidate)
-                    names["tuned"] = [arm.settings[self.config.tune] for arm in (baseline, candidate)]
-                candidate = use_separate_seeds_if_equal(candidate, baseline)
-                names |= {"baseline": baseline.name, "candidate": candidate.name}
-                names["changed_settings"] = changed_settings(baseline, candidate)
+                baseline, candidate = self.resolve_arms(baseline, changed_code, change)
                 for size in sizes:
                     pairs.append(self.scale_both(baseline, candidate, size))
-                    if comparison := self.compare(*pairs[-1]):
-                        comparisons[size] = comparison
-                    else:
-                        verdict = "identical"
-                        break
+                    comparison = comparisons[size] = self.compare(*pairs[-1])
                     if self.config.speedup and comparison.verdict in ("better", "worse"):
                         comparison.multiplier = self.compute_multiplier(pairs[-1][0], comparison)
+            except Identical as same:
+                message, verdict = str(same), "identical"
             except ArmFailed as failed:
                 message, verdict = str(failed), "failed"
             except OutOfTime as error:
-                message = str(error) if comparisons else ""
+                message = str(error)
             except Failed as failed:
                 if not comparisons:
                     reference = pairs[-1][0] if pairs else separate(baseline)
                     self.check_candidate_at_fault(failed, reference.run(0))
-                message, verdict = f"does not train: {failed.training.directory}: {failed}", "failed"
+                message, verdict = describe_failure(failed), "failed"
             costs = self.costs(*pairs[0], change.num_lines) if comparisons else None
-        facts: dict[str, Any] = {"note": self.config.note} if self.config.note else {}
-        facts |= {"idea": self.text, "settings": self.common, "base": change.base, "commit": change.commit}
-        facts |= {"commits_behind": change.commits_behind, "diff": diff and str(diff)}
-        return make_row(facts | names, comparisons, costs, message, verdict)
+        self.facts["seconds"] = round(time.monotonic() - self.start_time, 1)
+        self.facts["cpu_seconds"] = round(cpu_seconds_of_children() - self.cpu_seconds, 1)
+        return make_row(self.facts, comparisons, costs, message, verdict)
+
+    def allowed_data_changes(self, change: Change) -> list[str]:
+        """Return the files of the change that define what the losses mean.
+
+        Raises:
+            ConfigError: there are some, and `--allow_data_changes` is not given.
+        """
+        if change.data_files and not self.config.allow_data_changes:
+            raise ConfigError(
+                f"idea: {self.text!r} changes {', '.join(change.data_files)}, which define the data, the evaluation or "
+                "the seeds, so losses may mean something else in the two arms; --allow_data_changes compares them "
+                "nevertheless"
+            )
+        return change.data_files
+
+    def resolve_arms(self, baseline: Arm, code: Path, change: Change) -> tuple[Arm, Arm]:
+        """Return both arms, tuned if asked for, after the checks that need no whole run.
+
+        Raises:
+            ConfigError: the arms are not comparable.
+            ArmFailed: the candidate is broken.
+            Identical: both arms train the same weights.
+            Failed, OutOfTime: in the tuning.
+        """
+        untuned, candidate = baseline, self.resolve_candidate(baseline, code, change)
+        self.facts |= {"candidate": candidate.name, "changed_settings": changed_settings(untuned, candidate)}
+        check_targets(baseline, candidate)
+        candidate = use_separate_seeds_if_equal(candidate, baseline)
+        is_same = candidate.first_seed != baseline.first_seed
+        if not (self.config.launch or is_same or candidate.settings["branch_from"]):
+            self.preview(baseline, candidate, bool(change.diff))
+        if self.config.tune:
+            baseline, candidate = self.tune_both(baseline, candidate)
+            self.facts["tuned"] = [arm.settings[self.config.tune] for arm in (baseline, candidate)]
+            candidate = use_separate_seeds_if_equal(candidate, baseline)
+        self.facts |= {"baseline": baseline.name, "candidate": candidate.name}
+        self.facts["changed_settings"] = changed_settings(untuned, candidate)
+        return baseline, candidate
+
+    def preview(self, baseline: Arm, candidate: Arm, has_code: bool) -> None:
+        """Train a few steps of both arms, and with code check what verify.py checks in seconds.
+
+        A setting of a fork may need more steps, so a preview that fails decides nothing.
+
+        Raises:
+            ArmFailed: the candidate trains on the validation set.
+            Identical: both arms have the same weights and loss after these steps.
+        """
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                ours, theirs = pool.map(preview_arm, (baseline, candidate), ("", "verify" * has_code))
+        except RunError as error:
+            print(f"nothing is checked before the first seed: {error}", file=sys.stderr)
+            return
+        self.facts["broken_guarantees"] = theirs["broken"] if has_code else None
+        leaked, expected = (score["validation_rows"] / max(1, score["rows"]) for score in (theirs, ours))
+        if leaked > expected + MAX_LEAKED:
+            raise ArmFailed(
+                f"it trains on the validation set: {theirs['validation_rows']} of the {theirs['rows']} rows of its "
+                f"first {PREVIEW_STEPS} steps are in it"
+            )
+        same = ours["digest"] is not None and ours["digest"] == theirs["digest"]
+        if same and math.isclose(ours["loss"], theirs["loss"], rel_tol=SAME_LOSS) and self.config.stop_early:
+            raise Identical(f"after {PREVIEW_STEPS} steps with a schedule of the same shape")
 
     def train(self, wanted: Iterable[Training], until_failure: bool = True) -> None:
         """Train runs, as JobRunner.train.
@@ -164,7 +251,7 @@ class Experiment:
         except Failed as error:
             raise RunError(f"{error.training.directory}: the baseline does not train: {error}") from None
 
-    def resolve_baseline(self, code: Path) -> Arm:
+    def resolve_baseline(self, code: Path, change: Change) -> Arm:
         """Return the baseline arm.
 
         Raises:
@@ -172,7 +259,8 @@ class Experiment:
             RunError: its code crashes.
         """
         try:
-            arm = Arm.resolve(code, self.launch, use_config_files_of(code, self.common), self.lab / "runs")
+            words = use_config_files_of(code, self.common) if change.diff else self.common
+            arm = Arm.resolve(code, self.launch, words, self.lab / "runs")
         except ArmFailed as failed:
             raise RunError(f"the baseline does not start: {failed}") from None
         if not arm.settings["evaluation.every"]:
@@ -186,9 +274,10 @@ class Experiment:
             ConfigError: its settings are refused, or it has neither other code nor other settings.
             ArmFailed: its code crashes, or no width matches.
         """
-        words = use_config_files_of(code, [*self.common, *change.settings])
+        words = [*self.common, *change.settings]
+        words = use_config_files_of(code, words) if change.diff else words
         arm = self.match(Arm.resolve(code, self.launch, words, baseline.runs), baseline)
-        if change.commit and arm.digest == baseline.digest:
+        if change.diff and arm.digest == baseline.digest:
             raise ConfigError(f"idea: {self.text!r} changes neither code that trains nor a setting")
         return replace(arm, first_seed=baseline.first_seed)
 
@@ -207,17 +296,16 @@ class Experiment:
         ours, theirs = scale_parameters(baseline, factor), scale_parameters(candidate, factor)
         return ours, theirs if factor == 1 else self.match(theirs, ours)
 
-    def compare(self, baseline: Arm, candidate: Arm) -> Comparison | None:
+    def compare(self, baseline: Arm, candidate: Arm) -> Comparison:
         """Train seeds of both arms until the sequential test decides.
 
-        Returns:
-            None if both arms train the same weights.
-
         Raises:
+            Identical: both arms train the same weights.
             Failed: a run has failed.
             ArmFailed, ConfigError: the arms are not comparable.
             OutOfTime: there is no result yet.
         """
+        most = max(self.config.max_seeds, MIN_SEEDS)
 
         def runs(n: int) -> list[Training]:
             return [arm.run(seed) for seed in range(n) for arm in (baseline, candidate)]
@@ -225,31 +313,43 @@ class Experiment:
         def num_unfinished(n: int) -> int:
             return sum(not run.is_finished() for run in runs(n))
 
-        at_once, most = self.jobs.max_running, max(self.config.max_seeds, MIN_SEEDS)
-        self.train(runs(1 if at_once <= 2 else MIN_SEEDS))
-        if is_identical(baseline, candidate):
-            return None
-        metric = choose_metric(baseline, candidate)
-        entropy = None if metric == BITS else score_arm(baseline)["entropy"]
-        fraction = self.config.margin or (LOSS_MARGIN if entropy is None else EXCESS_MARGIN)
-        comparison = None
-        for n in range(MIN_SEEDS, most + 1):
+        def train(n: int) -> None:
             ahead = n
-            while ahead < most and num_unfinished(n) > 0 and num_unfinished(ahead) < at_once:
+            while ahead < most and num_unfinished(ahead + 1) <= self.jobs.max_running:
                 ahead += 1  # keeps every core busy; the analyses do not depend on it
             try:
                 self.train(runs(ahead) if num_unfinished(n) else [])
             except OutOfTime:
-                break
-            losses = baseline.losses(n, metric), candidate.losses(n, metric)
-            check_losses(*losses, entropy)
-            difference, margin = estimate_difference(*losses, self.total_alpha), fraction * statistics.fmean(losses[0])
-            comparison = Comparison(decide(difference, margin), difference, *losses, entropy, fraction, metric)
-            if comparison.verdict != "unknown":
-                return comparison
-            comparison.more_seeds = additional_seeds(difference, margin, self.total_alpha)
-        if comparison is None:
-            raise OutOfTime
+                if num_unfinished(n):
+                    raise
+
+        comparison = None
+        try:
+            train(1)
+            if is_identical(baseline, candidate):
+                raise Identical("after all steps")
+            metric = choose_metric(baseline, candidate)
+            entropy = None if metric == BITS else score_arm(baseline)["entropy"]
+            fraction = self.config.margin or (LOSS_MARGIN if entropy is None else EXCESS_MARGIN)
+            for n in range(MIN_SEEDS, most + 1):
+                train(n)
+                losses = baseline.losses(n, metric), candidate.losses(n, metric)
+                check_losses(*losses, entropy)
+                difference, margin = (
+                    estimate_difference(*losses, self.total_alpha),
+                    fraction * statistics.fmean(losses[0]),
+                )
+                comparison = Comparison(decide(difference, margin), difference, *losses, entropy, fraction, metric)
+                if comparison.verdict != "unknown":
+                    return comparison
+                comparison.more_seeds = additional_seeds(difference, margin, self.total_alpha)
+        except OutOfTime:
+            if comparison is None:
+                self.facts["finished_runs"] = [
+                    sum(arm.run(seed).is_finished() for seed in range(most)) for arm in (baseline, candidate)
+                ]
+                raise
+        assert comparison is not None, "there are MIN_SEEDS seeds"
         return comparison
 
     def compute_multiplier(self, baseline: Arm, comparison: Comparison) -> ComputeMultiplier | None:
@@ -287,7 +387,7 @@ class Experiment:
         for turn in range(THROUGHPUT_ROUNDS):
             with temporary_folder(self.lab, "speed-") as folder:
                 for arm, measured in [*zip(arms, speeds, strict=True)][:: 1 if turn % 2 else -1]:
-                    run = shorten(arm, THROUGHPUT_SECONDS, folder).run(0)
+                    run = shorten(arm, steps_in(arm, THROUGHPUT_SECONDS), folder).run(0)
                     self.train([run])
                     measured.append(run.tokens_per_second())
         return speeds
@@ -332,6 +432,20 @@ def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
     ours, theirs = baseline.compared_settings, candidate.compared_settings
     names = sorted(ours.keys() | theirs.keys())
     return {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
+
+
+def cpu_seconds_of_children() -> float:
+    """Return the CPU time of the child processes that have ended, in seconds."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def describe_failure(failed: Failed) -> str:
+    """Return why a run failed, the innermost line of the repository in its traceback, and the path of its output."""
+    run = failed.training
+    code = next(Path(word).parent for word in run.command if Path(word).name == "train.py")
+    frame = last_frame(run.output.read_text(errors="replace"), code) if run.output.exists() else ""
+    return f"does not train: {failed}{frame}; log: {run.output}"
 
 
 def use_separate_seeds_if_equal(candidate: Arm, baseline: Arm) -> Arm:

@@ -12,15 +12,13 @@ from plotting.style import new_figure
 MARKERS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D"}
 MAX_LABEL_CHARACTERS = 50
 # Keys whose values differ whenever the same runs are analysed again.
-VOLATILE = ("time", "cost", "time_multiplier")
+VOLATILE = ("time", "cost", "time_multiplier", "seconds", "cpu_seconds")
 REQUIRED = {"idea", "baseline", "candidate", "verdict", "seeds"}
 LOCK_SECONDS = 0.05  # between two attempts to lock the file
 
 
 def append(lab: Path, row: dict[str, Any]) -> None:
-    """Append an experiment that has a result, unless the same row is there: machines may share an experiment."""
-    if row["verdict"] == "unknown" and "difference" not in row:
-        return
+    """Append an experiment unless the same row is there: machines may share an experiment."""
     lab.mkdir(parents=True, exist_ok=True)
     with open(lab / "log.jsonl", "a+") as file:
         while not lock(file):
@@ -71,7 +69,9 @@ def count_candidates(lab: Path, baseline: str) -> int:
         {
             row["candidate"]
             for row in read_log(lab)
-            if row.get("untuned_baseline", row["baseline"]) == baseline and row["verdict"] != "identical"
+            if row.get("untuned_baseline", row["baseline"]) == baseline
+            and row["verdict"] != "identical"
+            and (row["seeds"] or row["verdict"] == "failed")
         }
     )
 

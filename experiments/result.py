@@ -10,7 +10,7 @@ from typing import Any
 from cli.output import aligned
 from experiments.compute_multiplier import BUDGETS, ComputeMultiplier
 from experiments.score import EXCESS_LOSS
-from experiments.sequential_test import MIN_SEEDS, TOTAL_ALPHA, Difference
+from experiments.sequential_test import MAX_MORE_SEEDS, MIN_SEEDS, TOTAL_ALPHA, Difference
 
 CONFIDENCE = "95%"
 FALSE_BETTER_RATE = TOTAL_ALPHA / 2  # of candidates without effect
@@ -30,8 +30,8 @@ class Comparison:
     margin: float
     """Equivalence margin, as a fraction of the baseline's mean."""
     metric: str
-    more_seeds: int | None = 0
-    """Estimated further seeds of each arm for a verdict; None if above the limit."""
+    more_seeds: int = 0
+    """Estimated further seeds of each arm for a verdict, at most MAX_MORE_SEEDS."""
     multiplier: ComputeMultiplier | None = None
 
 
@@ -65,7 +65,7 @@ def make_row(
         verdict: of an experiment without a comparison.
     """
     sizes = [{"size": size, **comparison_facts(comparison, costs)} for size, comparison in comparisons.items()]
-    first = sizes[0] if sizes else {"seeds": 0, "verdict": verdict}
+    first = sizes[0] if sizes else {"seeds": 0, "more_seeds": None, "verdict": verdict}
     row = {**facts, **first, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     if message:
         row["message"] = message
@@ -160,13 +160,23 @@ def format_multiplier(steps: list[float], time: list[float] | None = None) -> st
 
 def summarize(row: dict[str, Any]) -> str:
     """Return the result in one sentence."""
-    idea, verdict = row["idea"], row["verdict"]
-    if verdict == "failed":
-        return f"Failed: {idea}: {row['message']}"
+    if "difference" in row:
+        return "; ".join(parts_of_comparison(row)) + "."
+    idea, verdict, message = row["idea"], row["verdict"], row["message"]
     if verdict == "identical":
-        return f"Identical: {idea} trains the same weights as the baseline, bit for bit; is the setting in effect?"
-    if "difference" not in row:
-        return f"Unknown: the budget ended before {idea} had {MIN_SEEDS} seeds."
+        return (
+            f"Identical: {idea} trains the same weights as the baseline, bit for bit, {message}; is the setting in "
+            "effect? --stop_early false trains whole runs."
+        )
+    if verdict == "unknown":
+        ours, theirs = row.get("finished_runs", (0, 0))
+        message += f"; {ours} runs of the baseline and {theirs} of the candidate are finished, {MIN_SEEDS} are needed"
+    return f"{verdict.capitalize()}: {idea}: {message}"
+
+
+def parts_of_comparison(row: dict[str, Any]) -> list[str]:
+    """Return the verdict with the difference, and what is known of its worth and its limits."""
+    idea, verdict = row["idea"], row["verdict"]
     percent = format_interval([row[name] for name in ("difference", "low", "high")], "+.1f").replace(" (", "% (", 1)
     begin = {
         "better": "Better",
@@ -181,14 +191,18 @@ def summarize(row: dict[str, Any]) -> str:
         parts.append(f"time multiplier {format_multiplier(row['compute_multiplier'], row['time_multiplier'])}")
     if verdict == "unknown":
         more = row["more_seeds"]
-        parts.append(f"{f'about {more}' if more else 'more than 200'} more seeds of each arm would decide")
+        parts.append(f"{'about' if more < MAX_MORE_SEEDS else 'at least'} {more} more seeds of each arm would decide")
     if unequal := unequal_costs(row):
         parts.append(f"unequal: {unequal}")
     if "trend" in row:
         parts.append(f"the gain {row['trend']} with size")
+    if row.get("broken_guarantees"):
+        parts.append(f"the candidate breaks what verify.py checks: {', '.join(row['broken_guarantees'])}")
+    if row.get("data_changes"):
+        parts.append(f"its losses may mean something else, as it changes {', '.join(row['data_changes'])}")
     if "message" in row:
         parts.append(f"no result for a larger model: {row['message']}")
-    return "; ".join(parts) + "."
+    return parts
 
 
 def unequal_costs(row: dict[str, Any]) -> str:
@@ -234,6 +248,8 @@ def format_report(row: dict[str, Any]) -> Iterator[str]:
         yield f"{arm}: {row[arm]}" + (f", commit {commit[:12]}" if commit else "")
     if row.get("commits_behind"):
         yield f"the baseline is {row['commits_behind']} commit(s) behind HEAD; --onto HEAD applies the change to HEAD"
+    if row.get("uncommitted"):
+        yield "uncommitted changes of the working tree are in neither arm"
     if "tuned" in row:
         yield f"tuned: {row['tuned'][0]:g} for the baseline, {row['tuned'][1]:g} for the candidate"
     elif row["verdict"] in ("better", "worse"):

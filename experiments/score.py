@@ -13,7 +13,7 @@ from config.errors import ConfigError, RunError
 from data.files import write_atomically
 from data.json_objects import parse_object
 from data.validation_bytes import measure_same_text
-from experiments.arm import Arm, ArmFailed, file_hash
+from experiments.arm import Arm, ArmFailed, file_hash, last_frame
 from jobs.runner import Training
 
 SCORER = Path(__file__).with_name("scorer.py")
@@ -104,7 +104,8 @@ def run_scorer(arm: Arm, command: str, *words: str) -> dict[str, Any]:
     )
     if done.returncode:
         last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
-        raise RunError(f"{arm.code}: {SCORER.name} {command} fails with this code: {last}")
+        frame = last_frame(done.stderr, arm.code)
+        raise RunError(f"{arm.code}: {SCORER.name} {command} fails with this code: {last}{frame}")
     return parse_object(done.stdout.splitlines()[-1])
 
 

@@ -3,17 +3,22 @@
     python experiments/scorer.py CODE measure RUN
     python experiments/scorer.py CODE targets SETTINGS...
     python experiments/scorer.py CODE shape SETTINGS...
+    python experiments/scorer.py CODE preview CHECKS SETTINGS...
 
 It imports the modules of the folder CODE, which trains the arm, and takes from them the validation set and the logits
 alone. The loss and the bytes are computed here, so they are the same measure for both arms.
 """
 
+import functools
 import json
 import sys
 from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 LOGIT_BYTES = 2**28  # of a batch, in float64
+PREVIEW_SAMPLES = 64  # validation samples that a preview evaluates
 
 
 def measure(run: str) -> dict[str, object]:
@@ -121,6 +126,77 @@ def shape(*settings: str) -> dict[str, int]:
     return network_size(load_corpus(config).complete(config))
 
 
+def preview(checks: str, *settings: str) -> dict[str, object]:
+    """Train the few steps that settings of train.py ask for, in a temporary folder.
+
+    One thread trains, so that equal code and settings give equal bits.
+
+    Args:
+        checks: "verify" to run the checks of verify.py that train nothing; "" for none.
+        settings: of a short run.
+
+    Returns:
+        digest, loss: fingerprint of weights and moments, and val/loss, after the last step; None if the loss is NaN.
+        rows: number of different rows that the model was trained on.
+        validation_rows: those of them that are in the validation set.
+        broken: the checks that failed.
+    """
+    import torch
+
+    import train
+    from checks.short_run import parse_short_run
+    from config.parser import parse_config
+    from config.resolve import replace_settings
+    from data.corpus import load_corpus
+    from data.loader import load_batch
+    from model.gpt import GPTModel
+    from run.metrics_log import read_rows
+    from training.metrics import NonFiniteError
+
+    torch.set_num_threads(1)
+    rows: set[bytes] = set()
+    forward = GPTModel.forward
+
+    @functools.wraps(forward)
+    def record_rows(self: GPTModel, input_ids: torch.Tensor, *others: Any, **inputs: Any) -> Any:
+        if self.training and torch.is_grad_enabled():
+            rows.update(row.numpy().tobytes() for row in input_ids.cpu())
+        return forward(self, input_ids, *others, **inputs)
+
+    broken, last = [], {}
+    with TemporaryDirectory() as folder:
+        words = [*settings, "--name", "preview", "--out_dir", folder]
+        if checks:
+            from checks.verification import Verification
+
+            verification = Verification(parse_short_run(words))
+            for name, check in verification.model_checks().items():
+                result, figure = verification.run(check)
+                broken += [f"{name}: {figure}"] if result == "FAIL" else []
+        config = parse_config(words)
+        corpus = load_corpus(config)
+        num_rows = len(corpus.validation)
+        GPTModel.forward, train.plot_run = record_rows, lambda *_: None
+        try:
+            train.main(replace_settings(config, {"evaluation.num_samples": min(num_rows, PREVIEW_SAMPLES)}))
+            last = [*read_rows(Path(folder, "preview", "metrics.jsonl"))][-1]
+        except NonFiniteError:
+            pass
+    held_out = {
+        row.numpy().tobytes()
+        for start in range(0, num_rows, 256)
+        for row in load_batch(corpus.validation, range(start, min(start + 256, num_rows)))["input_ids"]
+    }
+    return {
+        "digest": last.get("state/digest"),
+        "loss": last.get("val/loss"),
+        "rows": len(rows),
+        "validation_rows": len(rows & held_out),
+        "broken": broken,
+    }
+
+
 if __name__ == "__main__":
-    sys.path[0], command = sys.argv[1], {"measure": measure, "targets": targets, "shape": shape}[sys.argv[2]]
+    commands = {"measure": measure, "targets": targets, "shape": shape, "preview": preview}
+    sys.path[0], command = sys.argv[1], commands[sys.argv[2]]
     print(json.dumps(command(*sys.argv[3:])))

@@ -28,6 +28,7 @@ MIN_SEEDS = 3  # runs of each arm at the first analysis: two estimate a variance
 # Two-sided type I error that all analyses together spend. Student's t with Welch's degrees of freedom adds up to half a
 # point where there are few runs and one arm varies several times as much as the other: 5% in all.
 TOTAL_ALPHA = 0.04
+MAX_MORE_SEEDS = 200  # that are estimated
 NUM_NODES = 100  # of the quadrature over the region where no analysis has stopped
 
 
@@ -126,13 +127,11 @@ def decide(difference: Difference, margin: float) -> str:
     return "better" if difference.high < 0 else "worse" if difference.low > 0 else "unknown"
 
 
-def additional_seeds(
-    difference: Difference, margin: float, total_alpha: float = TOTAL_ALPHA, limit: int = 200
-) -> int | None:
-    """Estimate how many more seeds of each arm would decide if mean and variances stayed; None above the limit."""
+def additional_seeds(difference: Difference, margin: float, total_alpha: float = TOTAL_ALPHA) -> int:
+    """Estimate how many more seeds of each arm would decide if mean and variances stayed; at most MAX_MORE_SEEDS."""
     deviation = difference.standard_error * math.sqrt(difference.seeds)
     required = max(abs(difference.mean), margin - abs(difference.mean))  # half-width that excludes zero or the margin
-    for n, level in enumerate(nominal_alphas(limit, total_alpha), start=MIN_SEEDS):
+    for n, level in enumerate(nominal_alphas(MAX_MORE_SEEDS, total_alpha), start=MIN_SEEDS):
         if n > difference.seeds and stats.t.isf(level / 2, 2 * n - 2) * deviation / math.sqrt(n) < required:
             return n - difference.seeds
-    return None
+    return MAX_MORE_SEEDS

@@ -1,10 +1,12 @@
 """Settings of experiment.py; importable without torch."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from config.parser import PASSED_ON
+from config.errors import ConfigError
+from config.parser import PASSED_ON, parse_tool
 from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "lab.yaml"
@@ -24,7 +26,7 @@ class ExperimentConfig:
     """Seed of the first run of each arm. Another one repeats an experiment on other seeds."""
 
     budget_minutes: PositiveFloat | None = None
-    """Minutes after which no run is started. null: only max_seeds limits the runs."""
+    """Minutes after which the runs in progress save and stop. null: only max_seeds limits the runs."""
 
     margin: PositiveFloat | None = None
     """Equivalence margin, as a fraction of the baseline's excess loss, or of its loss where the entropy of the data is
@@ -58,8 +60,33 @@ class ExperimentConfig:
     launch: str | None = None
     """Command that starts a run, as "accelerate launch --config_file X". null: python."""
 
+    stop_early: bool = True
+    """Whether to stop before max_seeds if the candidate trains the same weights in a preview of a few steps."""
+
+    allow_data_changes: bool = False
+    """Whether the code may change the data, the evaluation or the seeding; the losses may then mean something else."""
+
     json: bool = False
     """Print one JSON object instead of text."""
+
+
+def parse_experiment(args: list[str]) -> ExperimentConfig:
+    """Parse the command line of experiment.py; with --json, its errors are one JSON object as well.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+    try:
+        return parse_tool(ExperimentConfig, "experiment.py", args)
+    except ConfigError as error:
+        if "--json" in args or "--json=true" in args:
+            print_error("", str(error), 2)
+        raise
+
+
+def print_error(idea: str, message: str, exit_code: int) -> None:
+    """Print the one JSON object of an experiment without a result."""
+    print(json.dumps({"idea": idea, "verdict": None, "exit_code": exit_code, "message": message}))
 
 
 @dataclass

@@ -4,13 +4,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from experiments import score
 from experiments.arm import Arm, ArmFailed
 from experiments.score import network_shape
 from scaling.recipe import LR_POWER
 
 WIDTH_STEP = 8
 SHORT_RUN_LOGS = 8
+PREVIEW_STEPS = 8
 
 
 def scale_steps(arm: Arm, factor: float) -> Arm:
@@ -120,15 +123,9 @@ def match_width(arm: Arm, other: Arm, quantity: str) -> Arm:
     return arm.changed({"model.d_ff": matching})
 
 
-def shorten(arm: Arm, seconds: float, runs: Path) -> Arm:
-    """Return the arm trained for some seconds, by the throughput of its first run, with minimal evaluation."""
-    throughput = arm.run(0).tokens_per_second()
-    steps = round(seconds * throughput * arm.settings["steps"] / arm.train_tokens) if math.isfinite(throughput) else 0
-    steps = min(arm.settings["steps"], max(SHORT_RUN_LOGS, steps))
+def shorten(arm: Arm, steps: int, runs: Path) -> Arm:
+    """Return the arm on so many steps, with a schedule of the same shape and minimal evaluation."""
     changes = {
-        "steps": steps,
-        "schedule.warmup_steps": min(arm.settings["schedule.warmup_steps"], steps),
-        "schedule.decay_steps": None,
         "evaluation.every": steps,
         "evaluation.num_samples": max(2, len(arm.corpora)),
         "evaluation.num_scored_generations": 0,
@@ -136,6 +133,22 @@ def shorten(arm: Arm, seconds: float, runs: Path) -> Arm:
         "tracking.log_every": max(1, steps // SHORT_RUN_LOGS),
         "tracking.wandb": "disabled",
     }
-    if "schedule.batch_warmup_from" in arm.settings:
-        changes |= {"schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None}
-    return replace(arm.changed(changes), runs=runs)
+    return replace(scale_steps(arm, steps / arm.settings["steps"]).changed(changes), runs=runs)
+
+
+def steps_in(arm: Arm, seconds: float) -> int:
+    """Return how many steps the arm takes in some seconds, by the throughput of its first run, and at most all."""
+    throughput, steps = arm.run(0).tokens_per_second(), arm.settings["steps"]
+    fitting = round(seconds * throughput * steps / arm.train_tokens) if math.isfinite(throughput) else 0
+    return min(steps, max(SHORT_RUN_LOGS, fitting))
+
+
+def preview_arm(arm: Arm, checks: str) -> dict[str, Any]:
+    """Return what experiments/scorer.py finds in a few steps of the arm's training.
+
+    Raises:
+        RunError: they fail.
+    """
+    short = shorten(arm, min(PREVIEW_STEPS, arm.settings["steps"]), arm.runs)
+    short = short.changed({"evaluation.num_samples": arm.settings["evaluation.num_samples"]})  # to compare rows with
+    return score.run_scorer(short, "preview", checks, *short.words)

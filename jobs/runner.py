@@ -110,9 +110,12 @@ class Failed(Exception):
 class Stopped(Exception):
     """A signal stopped the runs; they have saved."""
 
+    def __init__(self):
+        super().__init__("stopped by a signal; rerun the same command to resume")
+
 
 class OutOfTime(Exception):
-    """The deadline has passed, and some runs were not started."""
+    """The deadline has passed, and some runs are not finished; those in progress have saved."""
 
     def __init__(self):
         super().__init__("the budget of minutes is spent")
@@ -137,7 +140,7 @@ class JobRunner:
         max_running: By default the number of GPUs, else the number of cores, at most 8.
         show_output: Let runs print to the terminal instead of a log file.
         code: Hash of the sources; if given, no run starts once they have changed.
-        deadline: No run starts after this time of time.monotonic().
+        deadline: Time of time.monotonic() at which runs are stopped, after saving.
         outcomes: "finished", "stopped" or "failed" of each run that was started.
         failures: The error of each run that failed.
         signal: The last stop signal received; 0 if none.
@@ -167,7 +170,7 @@ class JobRunner:
         Raises:
             Failed: A run failed; with `until_failure` only.
             Stopped: A signal was received; or, with `until_failure`, a run was stopped from elsewhere.
-            OutOfTime: The deadline has passed; the runs that were started are finished.
+            OutOfTime: The deadline has passed; the runs in progress have saved.
             RunError: A disk is full, or the code changed before all runs were started.
         """
         self.raise_if_stopped()
@@ -183,7 +186,7 @@ class JobRunner:
                 self._collect_ended(waiting, until_failure)
                 if time.monotonic() < self.deadline:
                     self._start_waiting(waiting)
-                elif waiting and not self._running:
+                elif waiting or self._running:
                     raise OutOfTime
                 bar.update(sum(training.last_row()["step"] for training in missing) - bar.n)
                 for training in missing:

@@ -64,7 +64,9 @@ def test_refusal_names_setting_value_and_remedy(words, message):
         "": "there are no lines of the form `setting: value` in it",
         "# nothing yet": "there are no lines of the form `setting: value` in it",
         "steps: many": "steps: many must be a positive integer",
-        "stepz: 3": "stepz is not a setting; --help lists all",
+        "stepz: 3": "stepz is not a setting; did you mean steps? --help lists all",
+        "model: {mpl: relu2}": "model.mpl is not a setting; did you mean model.mlp? --help lists all",
+        "qk_norm: true": "qk_norm is not a setting; did you mean model.qk_norm? --help lists all",
         "optimizer: {learning_rate: 3}": "optimizer.learning_rate is not a setting; --help lists all",
     }.items(),
 )
@@ -74,7 +76,13 @@ def test_refusal_names_the_config_file(content, message, tmp_path):
     assert refusal("--config", str(file), "--steps", "9") == refusal(f"--config={file}") == f"{file}: {message}"
 
 
-def test_default_config_file_is_stories():
+@pytest.mark.parametrize("print_config", [(), ("--print_config",)])
+def test_unknown_option_names_the_nearest_setting(print_config):
+    message = "model.mpl is not a setting; did you mean model.mlp? --help lists all"
+    assert refusal("--model.mpl", "relu2", *print_config) == refusal("--model.mpl=relu2", *print_config) == message
+
+
+def test_without_a_config_file_it_is_stories():
     config = parse_config([])
     assert (config.name, config.data.source) == ("stories", "stories")
 

@@ -49,6 +49,41 @@ def test_parse_change_settings_need_no_git(monkeypatch, tmp_path):
         assert folders == (tmp_path, tmp_path)
 
 
+def test_settings_are_trained_by_head(repository):
+    (repository.root / "train.py").write_text("print('edited')\n")
+    with checked_out(parse_change("--x 1")) as (code, changed):
+        assert code == changed and (code / "train.py").read_text() == "print(2)\n"
+    assert repository("worktree", "list").count("\n") == 1
+
+
+def test_code_inside_a_larger_repository_is_refused(repository, monkeypatch):
+    (repository.root / "sub").mkdir()
+    monkeypatch.setattr(change, "ROOT", repository.root / "sub")
+    assert parse_change("--x 1").commit is None
+    with pytest.raises(ConfigError, match="is inside the git repository"):
+        parse_change("other")
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "listed"),
+    [
+        ("data/text.py", "x = 1", True),
+        ("training/evaluation.py", "x = 1", True),
+        ("train.py", "torch.manual_seed(0)", True),
+        ("model/gpt.py", "x = 1", False),
+        ("docs/seeds.md", "seed", False),
+        ("tests/data/test_x.py", "seed = 1", False),
+    ],
+)
+def test_data_files_of_change(file, line, listed, repository):
+    path = repository.root / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(line + "\n")
+    repository("add", ".")
+    repository("commit", "--quiet", "--message", "x")
+    assert parse_change("HEAD").data_files == ([file] if listed else [])
+
+
 def test_parse_change_branch_uses_merge_base(repository):
     found = parse_change("other --seed 3")
     assert found.base == repository("rev-parse", "main~1").strip() and found.settings == ("--seed", "3")

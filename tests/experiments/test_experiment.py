@@ -58,7 +58,7 @@ def test_baseline_is_trained_once_for_all_candidates(run_experiment):
     assert found["candidates_tried"] == 2
     assert all(name.startswith(found["candidate"]) for name in run_experiment.started())
     again = run_experiment("--optimizer.lr 2.0")
-    assert again == found | {"time": again["time"]} and not run_experiment.started()
+    assert log.without_volatile(again) == log.without_volatile(found) and not run_experiment.started()
 
 
 def test_equal_arms_train_separate_seeds(run_experiment):
@@ -95,6 +95,7 @@ def test_result_does_not_depend_on_concurrent_runs(run_experiment):
 def test_diverging_candidate_is_failed_and_costs_one_run(run_experiment):
     found = run_experiment("--optimizer.lr 0", jobs=1)
     assert found["verdict"] == "failed" and "the loss is nan" in found["message"]
+    assert f"; log: {run_experiment.lab}/runs/logs/{found['candidate']}-0.log" in found["message"]
     assert len(run_experiment.started()) == 2, "one of the baseline and one of the candidate"
     assert summarize(found).startswith("Failed: --optimizer.lr 0: does not train: ")
     assert [row["verdict"] for row in log.read_log(run_experiment.lab)] == ["failed"]
@@ -195,16 +196,21 @@ def test_non_causal_candidate_fails(run_experiment, monkeypatch):
     assert found["verdict"] == "failed" and "later tokens" in found["message"]
 
 
-def test_branch_is_trained_by_its_own_code(run_experiment):
+def git_in(root):
+    """Commit all files of a folder into a new repository; return a function that runs git there."""
+
     def git(*words):
-        return subprocess.run(
-            ["git", *words], cwd=run_experiment.root, check=True, capture_output=True, text=True
-        ).stdout
+        return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout
 
     os.environ |= change.AUTHOR
     git("init", "--quiet", "--initial-branch=main")
     git("add", ".")
     git("commit", "--quiet", "--message", "base")
+    return git
+
+
+def test_branch_is_trained_by_its_own_code(run_experiment):
+    git = git_in(run_experiment.root)
     git("checkout", "--quiet", "-b", "better")
     (run_experiment.root / "train.py").write_text(FAKE.replace("EFFECT = 40", "EFFECT = 30"))
     found = run_experiment(".")
@@ -218,16 +224,48 @@ def test_branch_is_trained_by_its_own_code(run_experiment):
     assert run_experiment("better --optimizer.lr 9.0")["verdict"] == "worse", "settings of the candidate alone"
 
 
-def test_code_candidate_must_change_config_or_code(run_experiment):
-    def git(*words):
-        subprocess.run(["git", *words], cwd=run_experiment.root, check=True, capture_output=True)
+def test_data_changes_need_consent(run_experiment):
+    git_in(run_experiment.root)
+    (run_experiment.root / "train.py").write_text(FAKE.replace('settings["name"]).gauss', 'settings["seed"]).gauss'))
+    assert "changes train.py, which define the data" in run_experiment(".", error=ConfigError)
+    assert not run_experiment.started()
+    found = run_experiment(".", allow_data_changes=True)
+    assert found["data_changes"] == ["train.py"] and "its losses may mean something else" in summarize(found)
 
-    os.environ |= change.AUTHOR
+
+def test_broken_guarantees_are_in_the_answer(run_experiment, monkeypatch):
+    def broken(arm, command, *words):
+        if command != "preview":
+            return fake_scorer(arm, command, *words)
+        failed = ["generation with a cache = without: 3.7e-02"] if words[0] == "verify" else []
+        return {
+            "digest": str(arm.settings) + arm.code_hash,
+            "loss": 1.0,
+            "rows": 1,
+            "validation_rows": 0,
+            "broken": failed,
+        }
+
+    monkeypatch.setattr(score, "run_scorer", broken)
+    git_in(run_experiment.root)
+    (run_experiment.root / "train.py").write_text(FAKE.replace("EFFECT = 40", "EFFECT = 30"))
+    found = run_experiment(".")
+    assert found["verdict"] == "better" and "breaks what verify.py checks: generation with a cache" in summarize(found)
+    assert run_experiment("--model.mlp relu2")["broken_guarantees"] is None
+
+
+def test_uncommitted_changes_are_in_neither_arm(run_experiment, monkeypatch):
+    git_in(run_experiment.root)
+    monkeypatch.setattr(experiment, "code_hash", lambda: "other")
+    (run_experiment.root / "train.py").write_text("1 / 0")
+    found = run_experiment("--model.mlp relu2")
+    assert found["verdict"] == "better" and found["uncommitted"]
+
+
+def test_code_candidate_must_change_config_or_code(run_experiment):
     config, page = run_experiment.root / "configs" / "lab.yaml", run_experiment.root / "README.md"
     page.write_text("before")
-    git("init", "--quiet", "--initial-branch=main")
-    git("add", ".")
-    git("commit", "--quiet", "--message", "base")
+    git = git_in(run_experiment.root)
     config.write_text('{"model.mlp": "relu2"}')
     for words in ((), ("--config", str(config)), (f"--config={config}",)):
         found = run_experiment(".", *words)
@@ -239,8 +277,9 @@ def test_code_candidate_must_change_config_or_code(run_experiment):
 
 def test_budget_minutes_limits_started_runs(run_experiment, monkeypatch):
     found = run_experiment("--model.mlp relu2", budget_minutes=1e-9)
-    assert found["verdict"] == "unknown" and not run_experiment.started() and "before" in summarize(found)
-    assert not log.read_log(run_experiment.lab), "an experiment without a result is logged"
+    assert found["verdict"] == "unknown" and not run_experiment.started() and found["finished_runs"] == [0, 0]
+    assert "the budget of minutes is spent; 0 runs of the baseline" in summarize(found)
+    assert len(log.read_log(run_experiment.lab)) == 1 and found["candidates_tried"] == 0
     begun = []
     monkeypatch.setattr(runner, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: len(begun)}))
     monkeypatch.setattr(experiment, "time", SimpleNamespace(monotonic=lambda: 0))

@@ -8,6 +8,7 @@ from scipy import stats
 
 from experiments.compute_multiplier import estimate_compute_multiplier, geometric_mean
 from experiments.sequential_test import (
+    MAX_MORE_SEEDS,
     MIN_SEEDS,
     TOTAL_ALPHA,
     Difference,
@@ -127,7 +128,7 @@ def test_additional_seeds_shrink_interval_as_required():
     scale = np.std(baseline, ddof=1) / np.std(spread, ddof=1)
     later = estimate_difference([scale * x for x in spread], [scale * x - 0.004 for x in spread])
     assert 1.0 < (later.high - later.low) / 2 / 0.004 * 1.2 < 1.5
-    assert additional_seeds(estimate_difference([1.0, 2.0, 3.0], [1.0, 2.0, 3.1]), margin=1e-4) is None
+    assert additional_seeds(estimate_difference([1.0, 2.0, 3.0], [1.0, 2.0, 3.1]), margin=1e-4) == MAX_MORE_SEEDS
 
 
 def test_compute_multiplier_recovers_known_ratio():
