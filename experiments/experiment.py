@@ -187,8 +187,8 @@ class Experiment:
         self.facts |= {"candidate": candidate.name, "changed_settings": changed_settings(untuned, candidate)}
         check_targets(baseline, candidate)
         candidate = use_separate_seeds_if_equal(candidate, baseline)
-        is_same = candidate.first_seed != baseline.first_seed
-        if not (self.config.launch or is_same or candidate.settings["branch_from"]):
+        has_same_settings = candidate.first_seed != baseline.first_seed
+        if not (self.config.launch or has_same_settings or candidate.settings["branch_from"]):
             self.preview(baseline, candidate, bool(change.diff))
         if self.config.tune:
             baseline, candidate = self.tune_both(baseline, candidate)

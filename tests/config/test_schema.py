@@ -82,7 +82,7 @@ def test_unknown_option_names_the_nearest_setting(print_config):
     assert refusal("--model.mpl", "relu2", *print_config) == refusal("--model.mpl=relu2", *print_config) == message
 
 
-def test_without_a_config_file_it_is_stories():
+def test_default_config_file_is_stories():
     config = parse_config([])
     assert (config.name, config.data.source) == ("stories", "stories")
 
