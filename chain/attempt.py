@@ -21,9 +21,9 @@ from experiments.sequential_test import MIN_SEEDS, estimate_difference
 from experiments.settings import ExperimentConfig
 from jobs.runner import JobRunner
 
-UNDECIDED = ("unknown", "futile")
 SMALLEST_P = 1e-9
-EXIT_UNDECIDED, EXIT_FAILED = 10, 11
+# By status; 0 for the decided ones.
+EXIT_CODES = {"running": 10, "unknown": 10, "futile": 10, "failed": 11, "identical": 11, "refused": 2}
 
 
 def main(config: TryConfig) -> None:
@@ -37,10 +37,8 @@ def main(config: TryConfig) -> None:
     row, is_new = find_out(config)
     begin = [] if is_new else [f"tried as #{row['id']}:"]
     print_result(config, row | {"tried_before": not is_new}, [*begin, *describe(row)])
-    if row["status"] in (*UNDECIDED, "running"):
-        raise SystemExit(EXIT_UNDECIDED)
-    if row["status"] in ("failed", "identical"):
-        raise SystemExit(EXIT_FAILED)
+    if exit_code := EXIT_CODES.get(row["status"], 0):
+        raise SystemExit(exit_code)
 
 
 def find_out(config: TryConfig) -> tuple[Row, bool]:
