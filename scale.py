@@ -203,6 +203,5 @@ def find_law(config: ScaleConfig, widths: list[int], budgets: list[int], out_dir
     for report in reports:
         print("\n".join(report.outcome_lines(outcome)))
         print(plots.draw_law(report, outcome, out_dir / f"law_{report.scope}.png"))
-        print(plots.draw_irreducible_loss(report, outcome, out_dir / f"irreducible_loss_{report.scope}.png"))
     law = results | {report.scope: report.as_dict(outcome) for report in reports}
     write_atomically(out_dir / "law.json", json.dumps(law, indent=1))

@@ -1,4 +1,4 @@
-"""Figures of scale.py: the scaling law, the cost of not knowing the entropy, and the learning-rate search."""
+"""Figures of scale.py: the scaling law and the learning-rate search."""
 
 from itertools import cycle
 from pathlib import Path
@@ -9,7 +9,7 @@ from plotting.style import new_figure, set_round_log_ticks
 from scaling.ladder import Measurement, base_config, facts_read
 from scaling.law import unseen_fact_probability
 from scaling.recipe import learning_rate, shorten
-from scaling.report import FITTED, KNOWN, Report
+from scaling.report import KNOWN, Report
 
 MARKERS = "osD^vPX*"
 EXCESS_LABEL = "excess validation loss (nats/token)"
@@ -22,7 +22,7 @@ def shades(number: int) -> list:
     return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, number)))
 
 
-def draw_law(report: Report, outcome: Measurement | None, path: Path) -> Path:
+def draw_law(report: Report, outcome: Measurement, path: Path) -> Path:
     """Draw excess loss against FLOPs, tokens and parameters, with the law, its frontier and its prediction."""
     law, target = report.fits[KNOWN].law, report.target
     figure = new_figure(10, 3.9)
@@ -43,9 +43,8 @@ def draw_law(report: Report, outcome: Measurement | None, path: Path) -> Path:
         expected, low, high = report.predictions[KNOWN]
         interval = [[expected - low], [high - expected]]
         axes.errorbar([x], [expected], yerr=interval, color="black", marker="_", capsize=3, label="predicted")
-        if outcome:
-            star = {"color": "tab:red", "marker": "*", "markersize": 10, "linestyle": "none"}
-            axes.plot([x], [outcome.excess_loss(report.scope)], label="measured", **star)
+        star = {"color": "tab:red", "marker": "*", "markersize": 10, "linestyle": "none"}
+        axes.plot([x], [outcome.excess_loss(report.scope)], label="measured", **star)
         axes.set(xscale="log")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
@@ -93,34 +92,6 @@ def draw_budgets(report: Report, by_size) -> None:
 def dots_of(color, marker: str) -> dict:
     """Return the style of measured points."""
     return {"color": color, "marker": marker, "markersize": 4.5, "linestyle": "none"}
-
-
-def draw_irreducible_loss(report: Report, outcome: Measurement, path: Path) -> Path:
-    """Draw exponents, irreducible loss and prediction, with known and with fitted irreducible loss."""
-    figure = new_figure(8, 2.6)
-    panels = [
-        ("exponent of size", lambda law: law.alpha, report.theory["alpha"], "theory, in the limit"),
-        ("exponent of data", lambda law: law.beta, report.theory_beta_here, "theory, for so many facts"),
-        ("irreducible loss (nats/token)", lambda law: report.entropy + law.irreducible, report.entropy, "entropy"),
-        ("predicted excess loss (nats/token)", None, outcome.excess_loss(report.scope), "measured"),
-    ]
-    subplots = figure.subplots(1, len(panels), sharey=True)
-    for axes, (title, parameter, truth, label) in zip(subplots, panels, strict=True):
-        for y, (name, color) in enumerate(((FITTED, "0.55"), (KNOWN, "black"))):
-            fitted = report.fits[name]
-            if parameter is None:
-                value, low, high = report.predictions[name]
-            else:
-                value, (low, high) = parameter(fitted.law), fitted.interval(parameter)
-            error = [[max(0, value - low)], [max(0, high - value)]]
-            axes.errorbar([value], [y], xerr=error, color=color, marker="os"[y], capsize=4)
-        axes.axvline(truth, color="tab:red", linestyle="--", linewidth=1.2)
-        axes.set_title(f"{title}\n- - {label}", fontsize="small")
-        axes.set(yticks=(0, 1), yticklabels=(FITTED.replace(" ", "\n", 1), KNOWN), ylim=(-0.6, 1.6))
-        axes.tick_params(axis="x", labelsize="x-small")
-        axes.grid(alpha=0.3, axis="x")
-    figure.savefig(path, dpi=150)
-    return path
 
 
 def draw_learning_rates(curves: dict[int, list[tuple[float, float]]], path: Path) -> Path:

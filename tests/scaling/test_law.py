@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scaling import law
-from scaling.law import Law, fit, fit_with_uncertainty, power_law_exponent, unseen_fact_probability
+from scaling.law import Law, LawFit, fit, fit_with_uncertainty, power_law_exponent, unseen_fact_probability
 
 TRUE = Law(30.0, 0.5, 400.0, 0.4)
 ENTROPY = 0.45
@@ -77,13 +77,24 @@ def test_compute_optimal_of_badly_determined_law_is_finite(alpha, beta):
     assert tokens.min() >= 1
 
 
-def test_prediction_interval_includes_noise_of_the_run():
-    """With hundreds of runs the law is certain, and a single run is not."""
+@pytest.mark.parametrize("offset", [0.0, 2.0])
+def test_prediction_interval_includes_noise_of_the_run(offset):
+    """The law is certain, a single run is not; its noise is relative to the whole loss."""
+    expected, low, high = LawFit(TRUE, [TRUE] * 500, 0.1, offset).predict(*LARGER)
+    assert expected == TRUE(*LARGER) and low < expected < high
+    assert np.log((high + offset) / (low + offset)) == pytest.approx(2 * 1.96 * 0.1, rel=0.04)
+
+
+def test_interval_has_quantiles_of_resampled_laws():
+    resampled = [Law(1.0, alpha, 1.0, 1.0) for alpha in np.linspace(0, 1, 41)]
+    assert LawFit(TRUE, resampled, 0.0, 0.0).interval(lambda law: law.alpha) == pytest.approx((0.025, 0.975))
+
+
+def test_noise_includes_that_between_seeds():
+    """The law fits the means, and the seeds of each point differ."""
     repeated = np.tile(SIZES, 40), np.tile(DATA, 40)
     excess = TRUE(*repeated) * np.exp(np.random.default_rng(0).normal(0, 0.1, len(repeated[0])))
-    expected, low, high = fit_with_uncertainty(*repeated, excess).predict(*LARGER)
-    assert expected == pytest.approx(TRUE(*LARGER), rel=0.1)
-    assert np.log(high / low) == pytest.approx(4 * 0.1, rel=0.25)
+    assert fit_with_uncertainty(*repeated, excess).noise == pytest.approx(0.1, rel=0.1)
 
 
 @pytest.mark.parametrize(("hidden_entropy", "degrees_of_freedom"), [(None, 16 - 4), (ENTROPY, 16 - 5)])
