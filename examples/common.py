@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -24,17 +25,17 @@ BATCH_SIZE = 8  # sequences per rank
 class Parser(argparse.ArgumentParser):
     """The options of all examples. Wrong arguments end with one line and exit code 2."""
 
-    def __init__(self, name: str, description: str):
+    def __init__(self, name: str, description: str | None):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(f"python -m {name}", description=description, formatter_class=formatter)
         self.add_argument("--ranks", type=positive_int, default=2, help="number of processes (default 2)")
         self.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl if each rank has a GPU, else gloo")
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
-    def parse_args(self) -> argparse.Namespace:
-        args = super().parse_args()
+    def parse(self) -> argparse.Namespace:
+        args = self.parse_args()
         ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)), torch.cuda.device_count()
         args.backend = args.backend or ("nccl" if gpus >= ranks else "gloo")
         if args.backend == "nccl" and gpus < ranks:
@@ -129,13 +130,13 @@ def print_digests(rank: int, losses: list[float], model: nn.Module, optimizer: t
     print("Rank {} finished: losses {}, weights and moments {}\n".format(rank, *digests), end="", flush=True)
 
 
-def run_gpt(train: Callable, name: str, description: str) -> None:
+def run_gpt(train: Callable, name: str, description: str | None) -> None:
     """Parse the command line, and train, or start the ranks if torchrun has not."""
     parser = Parser(name, description)
     parser.add_argument("--steps", type=positive_int, default=50, help="an epoch has 63 with two ranks (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout (default 0)")
     parser.add_argument("--dropout", type=float, default=0.1, help="default 0.1")
-    args = parser.parse_args()
+    args = parser.parse()
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout {args.dropout} must be at least 0 and less than 1")
     if "RANK" in os.environ:

@@ -86,7 +86,7 @@ def main() -> None:
     parser = common.Parser(__spec__.name, __doc__)
     parser.add_argument("--epochs", type=common.positive_int, default=10, help="passes over the images (default 10)")
     parser.add_argument("--data", type=Path, help="folder with MNIST's files (default: download ylecun/mnist)")
-    args = parser.parse_args()
+    args = parser.parse()
     if args.ranks > GLOBAL_BATCH_SIZE:
         parser.error(f"--ranks {args.ranks} must be at most {GLOBAL_BATCH_SIZE}, the global batch size")
     common.spawn(train, args, *common.load_mnist(args.data, parser))

@@ -53,7 +53,7 @@ def main() -> None:
     parser = common.Parser(__spec__.name, __doc__)
     parser.add_argument("--epochs", type=common.positive_int, default=5, help="passes over the images (default 5)")
     parser.add_argument("--data", type=Path, help="folder with MNIST's files (default: download ylecun/mnist)")
-    args = parser.parse_args()
+    args = parser.parse()
     common.spawn(train, args, *common.load_mnist(args.data, parser))
 
 

@@ -92,7 +92,7 @@ def main() -> None:
     parser = common.Parser(__spec__.name, __doc__)
     parser.add_argument("--steps", type=common.positive_int, default=10, help="training steps (default 10)")
     parser.add_argument("--micro-batches", type=int, default=4, choices=(2, 4, 8, 16, 32), help="default 4")
-    args = parser.parse_args()
+    args = parser.parse()
     if args.ranks not in (2, 4, 8) or args.micro_batches < args.ranks:
         parser.error(f"--ranks {args.ranks} must be 2, 4 or 8, and at most --micro-batches {args.micro_batches}")
     devices = [torch.device("cuda", i) if args.backend == "nccl" else torch.device("cpu") for i in range(args.ranks)]
