@@ -19,7 +19,8 @@ from scaling import ladder, law
 from scaling.ladder import LadderRun, base_config, build_ladder, extrapolate, model_of_width
 from scaling.law import Law
 from scaling.recipe import as_yaml, find_best_learning_rate, make_recipe
-from tests.conftest import ROOT
+from tests import forked
+from tests.conftest import ROOT, environment
 
 SCALE = [sys.executable, "scale.py"]
 TRUE = Law(2.0, 0.5, 300.0, 0.45)
@@ -183,10 +184,10 @@ def test_main_refuses_bad_settings(settings, message):
 
 
 def test_command_line_prints_config_and_takes_bare_law():
-    printed = subprocess.run([*SCALE, "--depth", "2"], cwd=ROOT, capture_output=True, text=True)
+    printed = forked.run("scale.py", ["--depth", "2"], 0, environment())
     assert yaml.safe_load(printed.stdout)["model"]["n_layers"] == 2 and printed.returncode == 0
     for words in (["--law"], ["--law", "true"], ["--law=true"]):
-        refused = subprocess.run([*SCALE, *words, "--depth", "2"], cwd=ROOT, capture_output=True, text=True)
+        refused = forked.run("scale.py", [*words, "--depth", "2"], 0, environment())
         assert refused.returncode == 2 and "give one of" in refused.stderr, words
 
 

@@ -308,7 +308,9 @@ def verify_late_change(out_dir, file, *words):
     scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
-@pytest.mark.parametrize(("words", "result"), [((), "PASS"), (("--verify_steps", "12"), "FAIL")])
+@pytest.mark.parametrize(
+    ("words", "result"), [pytest.param((), "PASS", marks=pytest.mark.slow), (("--verify_steps", "12"), "FAIL")]
+)
 def test_verify_steps_finds_later_fault(words, result, runs, tmp_path):
     output, _ = in_a_fork(verify_late_change, runs, tmp_path / "out", *words)
     assert results(output) == {"resuming is bitwise": result}, output
