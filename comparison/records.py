@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,24 +33,9 @@ IGNORED_SETTINGS |= {
     f"evaluation.{name}"
     for name in ("every", "micro_batch_size", "num_scored_generations", "num_logged_generations", "temperature")
 }
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Facts shared by runs that differ in their seeds alone."""
-
-    settings: tuple[tuple[str, str], ...]
-    """Names and JSON values of the settings that matter, and of the FACTS in checkpoint/identity.py."""
-    branch_point: "tuple[int, Recipe | str] | None" = None
-    """For a branch, its first step and the recipe of its parent or, if that run is gone, the digest of its state."""
-
-    @classmethod
-    def from_settings(
-        cls, settings: dict[str, Any], branch_point: "tuple[int, Recipe | str] | None" = None
-    ) -> "Recipe":
-        """Create the recipe of flat settings that include `mixed_precision` and `code`."""
-        names = sorted(name for name in settings if belongs_to_recipe(name) and name not in SEEDS)
-        return cls(tuple((name, json.dumps(settings[name], sort_keys=True)) for name in names), branch_point)
+Recipe = tuple[Any, ...]
+"""What runs that differ in their seeds alone have in common: their other settings and facts and, for a branch, its
+first step and the recipe of its parent or, if that run is gone, the digest of its state."""
 
 
 @dataclass(eq=False)
@@ -71,6 +57,99 @@ class Record:
     """For a branch, its parent if that is compared or still on disk."""
     label: str = ""
 
+    @property
+    def fork_step(self) -> int:
+        """Last step that the run shares with `parent`; 0 without a parent."""
+        return self.branch.step if self.parent and self.branch else 0
+
+    @cached_property
+    def history(self) -> dict[int, dict[str, Any]]:
+        """Rows by step from the start: for a branch, its parent's until it left and its own."""
+        shared = self.parent.history if self.parent else {}
+        return {step: row for step, row in shared.items() if step <= self.fork_step} | self.rows
+
+    def curve(self, metric: str, from_start: bool = False) -> list[tuple[int, float]]:
+        """Return steps and finite values of a metric; `from_start` includes the parent's of a branch."""
+        rows = self.history if from_start else self.rows
+        return [(step, row[metric]) for step, row in sorted(rows.items()) if is_finite(row.get(metric))]
+
+    def last_value(self, metric: str) -> float | None:
+        """Return the newest finite value of a metric, or None."""
+        return next((value for _, value in reversed(self.curve(metric, from_start=True))), None)
+
+    def final(self, metric: str = "val/loss") -> float | None:
+        """Return a metric after the last step; None if the run is not there yet or the value is not finite."""
+        value = self.history.get(self.settings["steps"], {}).get(metric)
+        return value if is_finite(value) else None
+
+    def completed_steps(self) -> int:
+        """Return the newest logged step."""
+        return max(self.history, default=0)
+
+    def comparable_losses(self) -> list[tuple[int, float]]:
+        """Return steps and validation losses since the number of validation samples last changed."""
+        since = self.validation_unchanged_since()
+        return [(step, loss) for step, loss in self.curve("val/loss", from_start=True) if step > since]
+
+    def validation_unchanged_since(self) -> int:
+        """Return the step after which `evaluation.num_samples` has had its current value."""
+        name, since = "evaluation.num_samples", self.fork_step
+        current = self.settings[name]
+        if self.parent and self.parent.settings[name] == current:
+            since = min(since, self.parent.validation_unchanged_since())
+        for session, later in pairwise(self.sessions):
+            if flat_settings(session.config or {}).get(name, current) != current:
+                since = later.step
+        return since
+
+    def best_loss(self) -> float | None:
+        """Return the lowest comparable validation loss, or None."""
+        return min((loss for _, loss in self.comparable_losses()), default=None)
+
+    def tokens_to_loss(self, loss: float) -> int | None:
+        """Return the training tokens until the first comparable validation loss of at most `loss`, or None."""
+        steps = (step for step, value in self.comparable_losses() if value <= loss)
+        return next((self.tokens(step) for step in steps), None)
+
+    def tokens(self, step: int) -> int:
+        """Return the training tokens until a step; for a branch, its parent's until it left and its own."""
+        if self.parent is None:
+            return self.logged_tokens(step)
+        begin = min(step, self.fork_step)
+        return self.parent.tokens(begin) + self.logged_tokens(step) - self.logged_tokens(begin)
+
+    def logged_tokens(self, step: int) -> int:
+        """Return `train/tokens` at a step, interpolated by the number of sequences between logged steps."""
+        logged = [(0, 0.0), *self.curve("train/tokens")]
+        before, tokens = max(point for point in logged if point[0] <= step)
+        names = ("global_batch_size", "schedule.batch_warmup_from", "schedule.batch_warmup_steps")
+        sizes = BatchSizes(*(self.settings[name] for name in names))
+        tokens_per_sequence = self.settings["seq_len"]
+        num_before = sizes.sequences_before(before)
+        if later := [point for point in logged if point[0] > step]:
+            tokens_per_sequence = (later[0][1] - tokens) / (sizes.sequences_before(later[0][0]) - num_before)
+        return round(tokens + (sizes.sequences_before(step) - num_before) * tokens_per_sequence)
+
+    def step_to_x(self, x: str) -> Callable[[float], float] | None:
+        """Return the function from a step to its position on an axis of X_AXES; None if the run logged too little."""
+        with suppress(ConfigError, OSError):
+            own = step_to_x(x, self.path)
+            if self.parent is None or x == "steps":
+                return own
+            begin = self.fork_step
+            if before := self.parent.step_to_x(x):
+                return lambda step: before(min(step, begin)) + own(max(step, begin)) - own(begin)
+        return None
+
+    def cost(self, x: str) -> float | None:
+        """Return the tokens, FLOPs or seconds of training so far, by the name of the axis; None if unknown."""
+        to_x = self.step_to_x(x)
+        return to_x and to_x(self.completed_steps())
+
+    def session_fact(self, name: str) -> Any:
+        """Return a fact of the newest session, such as `parameters`; None without sessions."""
+        return getattr(self.sessions[-1], name) if self.sessions else None
+
     def code(self, after: int = 0) -> str | None:
         """Return the hash of the code that trained the steps after `after`; if it changed, with the steps."""
         pairs = pairwise([*self.sessions, None])
@@ -81,120 +160,11 @@ class Record:
         changes = [f"{code} from step {step + 1}" for (_, before), (step, code) in pairwise(codes) if code != before]
         return ", ".join([str(codes[0][1]), *changes])
 
-    def all_rows(self) -> dict[int, dict[str, Any]]:
-        """Return the rows by step from step 1: for a branch, its parent's until it left and its own."""
-        if self.parent is None or self.branch is None:
-            return self.rows
-        shared = {step: row for step, row in self.parent.all_rows().items() if step <= self.branch.step}
-        return shared | self.rows
-
-    def curve(self, metric: str, from_start: bool = False) -> list[tuple[int, float]]:
-        """Return steps and finite values of a metric; `from_start` includes the parent's of a branch."""
-        rows = self.all_rows() if from_start else self.rows
-        return [(step, row[metric]) for step, row in sorted(rows.items()) if is_finite(row.get(metric))]
-
-    def last_value(self, metric: str) -> float | None:
-        """Return the newest finite value of a metric, or None."""
-        return next((value for _, value in reversed(self.curve(metric, from_start=True))), None)
-
-    def best_loss(self) -> float | None:
-        """Return the lowest validation loss on the current validation samples, or None."""
-        return min((loss for _, loss in self.comparable_losses()), default=None)
-
-    def comparable_losses(self) -> list[tuple[int, float]]:
-        """Return steps and validation losses since the number of validation samples last changed."""
-        since = self.validation_unchanged_since()
-        return [(step, loss) for step, loss in self.curve("val/loss", from_start=True) if step > since]
-
-    def validation_unchanged_since(self) -> int:
-        """Return the step after which `evaluation.num_samples` has had its current value."""
-        name, since = "evaluation.num_samples", 0
-        current = self.settings[name]
-        if self.parent and self.branch:
-            unchanged = self.parent.settings[name] == current
-            since = min(self.branch.step, self.parent.validation_unchanged_since()) if unchanged else self.branch.step
-        for session, later in pairwise(self.sessions):
-            if flat_settings(session.config or {}).get(name, current) != current:
-                since = later.step
-        return since
-
-    def final(self, metric: str = "val/loss") -> float | None:
-        """Return a metric after the last step; None if the run is not there yet or the value is not finite."""
-        value = self.all_rows().get(self.settings["steps"], {}).get(metric)
-        return value if is_finite(value) else None
-
-    def tokens_to_loss(self, loss: float) -> int | None:
-        """Return the training tokens until the first evaluation of at most `loss`, or None."""
-        steps = (step for step, value in self.comparable_losses() if value <= loss)
-        return next((self.tokens(step) for step in steps), None)
-
-    def tokens(self, step: int) -> int:
-        """Return the training tokens until a step; for a branch, its parent's until it left and its own."""
-        if self.parent is None or self.branch is None:
-            return self.logged_tokens(step)
-        begin = min(step, self.branch.step)
-        return self.parent.tokens(begin) + self.logged_tokens(step) - self.logged_tokens(begin)
-
-    def logged_tokens(self, step: int) -> int:
-        """Return `train/tokens` at a step, interpolated by the number of sequences between logged steps."""
-        logged = [(0, 0.0), *self.curve("train/tokens")]
-        before, tokens = max(point for point in logged if point[0] <= step)
-        names = ("global_batch_size", "schedule.batch_warmup_from", "schedule.batch_warmup_steps")
-        sizes = BatchSizes(*(self.settings[name] for name in names))
-        tokens_per_sequence = self.settings["seq_len"]
-        if later := [point for point in logged if point[0] > step]:
-            tokens_per_sequence = (later[0][1] - tokens) / (
-                sizes.sequences_before(later[0][0]) - sizes.sequences_before(before)
-            )
-        return round(tokens + (sizes.sequences_before(step) - sizes.sequences_before(before)) * tokens_per_sequence)
-
-    def step_to_x(self, x: str) -> Callable[[float], float]:
-        """Return the function from a step to its position on an axis of plotting.style.X_AXES.
-
-        Raises:
-            ConfigError: The run logged too little to know.
-            OSError: Its files cannot be read.
-        """
-        own = step_to_x(x, self.path)
-        if self.parent is None or self.branch is None or x == "steps":
-            return own
-        begin, before = self.branch.step, self.parent.step_to_x(x)
-        return lambda step: before(min(step, begin)) + own(max(step, begin)) - own(begin)
-
-    def has_axis(self, x: str) -> bool:
-        """Return whether the run logged enough to be plotted over an axis of plotting.style.X_AXES."""
-        with suppress(ConfigError, OSError):
-            return self.step_to_x(x) is not None
-        return False
-
-    def cost(self, x: str) -> float | None:
-        """Return the tokens, FLOPs or seconds of training so far, by the name of the axis; None if unknown."""
-        with suppress(ConfigError, OSError):
-            return self.step_to_x(x)(self.completed_steps())
-        return None
-
-    def session_fact(self, name: str) -> Any:
-        """Return a fact of the newest session, such as `parameters`; None without sessions."""
-        return getattr(self.sessions[-1], name) if self.sessions else None
-
-    def completed_steps(self) -> int:
-        """Return the newest logged step."""
-        return max(self.all_rows(), default=0)
-
-    def peak_memory_bytes(self) -> float | None:
-        """Return the peak memory of the main process: of tensors on a GPU, resident on a CPU."""
-        return max((value for _, value in self.curve("perf/peak_memory_bytes")), default=None)
-
-    def tokens_per_second(self) -> float | None:
-        """Return the median over the logged intervals."""
-        speeds = [speed for _, speed in self.curve("perf/tokens_per_second")]
-        return statistics.median(speeds) if speeds else None
-
     def seeds(self) -> tuple[Any, ...]:
         """Return the sequence of seeds from step 1; runs of one recipe with equal sequences are the same run.
 
-        A branch adds its seeds to those of its parent unless they are equal; if the parent is gone, the digest of the
-        state that it started from stands for the parent's seeds.
+        A branch adds its seeds to its parent's unless they are equal; if the parent is gone, the digest of the state
+        that the branch started from stands for the parent's seeds.
         """
         own = tuple(self.settings[name] for name in SEEDS)
         if self.branch is None:
@@ -204,10 +174,12 @@ class Record:
 
     def recipe(self) -> Recipe:
         """Return what the run has in common with runs that differ by their seeds alone."""
+        names = sorted(name for name in self.settings if belongs_to_recipe(name) and name not in SEEDS)
+        settings = tuple((name, json.dumps(self.settings[name], sort_keys=True)) for name in names)
         if self.branch is None:
-            return Recipe.from_settings(self.settings)
+            return (settings,)
         parent = self.origin.recipe() if self.origin else self.branch.digest or self.branch.run
-        return Recipe.from_settings(self.settings, (self.branch.step, parent))
+        return settings, self.branch.step, parent
 
 
 def prediction_task(record: Record) -> tuple[Any, ...]:
@@ -249,11 +221,7 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(paths: list[Path]) -> tuple[list[Record], list[str]]:
-    """Read the runs among directories, with labels and parents.
-
-    Returns:
-        The runs; and for each directory that is not a run, the reason.
-    """
+    """Read the runs among directories, with labels and parents; return them, and why others are not runs."""
     records, skipped = [], []
     for path in dict.fromkeys(paths):
         try:
@@ -305,7 +273,7 @@ def find_parent(record: Record, candidates: Iterable[Record]) -> Record | None:
 
 def first_divergence(one: Record, other: Record, *metrics: str) -> int | None:
     """Return the first step where one of these metrics differs; NEVER if none does, None if no step has both values."""
-    ours, theirs = one.all_rows(), other.all_rows()
+    ours, theirs = one.history, other.history
     num_compared = 0
     for step in sorted(ours.keys() & theirs.keys()):
         both = [name for name in metrics if name in ours[step] and name in theirs[step]]
@@ -329,23 +297,21 @@ def differing_settings(records: list[Record]) -> list[str]:
 def changed_by_branch(branch: Record) -> list[str]:
     """Return the settings and facts in which a branch differs from the same steps of its parent."""
     assert branch.parent is not None
-    assert branch.branch is not None
     names = [name for name in differing_settings([branch.parent, branch]) if belongs_to_recipe(name)]
-    step = branch.branch.step
-    facts_then, facts_now = (record.settings | {"code": record.code(after=step)} for record in (branch.parent, branch))
+    runs = (branch.parent, branch)
+    facts_then, facts_now = (run.settings | {"code": run.code(after=branch.fork_step)} for run in runs)
     return [name for name in names if name not in FACTS] + compare_facts(facts_then, facts_now)
 
 
 def measure_effect(branch: Record, records: list[Record]) -> tuple[int, float, list[float]] | None:
-    """Compare the validation loss of a branch with its parent's.
+    """Compare the validation loss of a branch with its parent's, at the last step where both were evaluated.
 
     Returns:
-        The last step at which both were evaluated; the difference branch - parent; and the losses at that step of the
-        parent and of the branches from the same checkpoint that changed only a seed, one for each seed. None if there
-        is no such step, or if the two predict different data.
+        The step; the difference branch - parent; and the losses at that step of the parent and of the branches from the
+        same checkpoint that changed only a seed, one for each seed. None if there is no such step, or if the two
+        predict different data.
     """
     assert branch.parent is not None
-    assert branch.branch is not None
     ours, theirs = dict(branch.curve("val/loss")), dict(branch.parent.curve("val/loss", from_start=True))
     both = ours.keys() & theirs.keys()
     if not both or prediction_task(branch) != prediction_task(branch.parent):
@@ -353,7 +319,7 @@ def measure_effect(branch: Record, records: list[Record]) -> tuple[int, float, l
     step = max(both)
     repeats = [(branch.parent.seeds(), theirs[step])]
     for other in records:
-        if other.parent is branch.parent and other.branch and other.branch.step == branch.branch.step:
+        if other.parent is branch.parent and other.fork_step == branch.fork_step:
             loss = dict(other.curve("val/loss")).get(step)
             if loss is not None and set(changed_by_branch(other)) <= {*SEEDS}:
                 repeats.append((other.seeds(), loss))

@@ -60,15 +60,12 @@ class Curves:
 
 def make_curves(group: Group, x: str) -> list[Curves]:
     """Make the curves of each recipe over an axis of X_AXES; runs that logged too little for the axis are left out."""
-    num_seeds = {label: len({record.seeds() for record in records}) for label, records in group.recipes.items()}
-    if all(number == 1 for number in num_seeds.values()):
-        names = {label: records[0].label for label, records in group.recipes.items()}
-    else:
-        names = {label: f"{label} ({number} seeds)" if number > 1 else label for label, number in num_seeds.items()}
-    return [
-        Curves(names[label], make_lines([record for record in records if record.has_axis(x)], x))
-        for label, records in group.recipes.items()
-    ]
+    all_curves, have_one_seed = [], all(len({r.seeds() for r in records}) == 1 for records in group.recipes.values())
+    for label, records in group.recipes.items():
+        num_seeds = len({record.seeds() for record in records})
+        name = records[0].label if have_one_seed else f"{label} ({num_seeds} seeds)" if num_seeds > 1 else label
+        all_curves.append(Curves(name, make_lines([record for record in records if record.step_to_x(x)], x)))
+    return all_curves
 
 
 def make_lines(records: list[Record], x: str) -> dict[str, list[Line]]:
@@ -77,7 +74,7 @@ def make_lines(records: list[Record], x: str) -> dict[str, list[Line]]:
     unfinished = [record for record in records if record.final() is None]
     lines: dict[str, list[Line]] = {}
     for members in filter(None, [[*finished.values()], *([record] for record in unfinished)]):
-        curves, to_x = [read_curves(record) for record in members], [record.step_to_x(x) for record in members]
+        curves, to_x = [read_curves(each) for each in members], [each.step_to_x(x) or float for each in members]
         for metric in dict.fromkeys(metric for of_run in curves for metric in of_run):
             if line := average_curves([of_run.get(metric, {}) for of_run in curves], to_x, x):
                 lines.setdefault(metric, []).append(line)
@@ -90,9 +87,8 @@ def average_curves(curves: list[dict[int, float]], to_x: list[Callable[[float], 
     for step in sorted(set.intersection(*map(set, curves))):
         values = [curve[step] for curve in curves]
         position = step if x == "steps" else statistics.fmean(convert(step) for convert in to_x)
-        line.append(
-            (position, statistics.fmean(values), min(values), max(values)) if len(values) > 1 else (position, values[0])
-        )
+        means = [values[0]] if len(values) == 1 else [statistics.fmean(values), min(values), max(values)]
+        line.append((position, *means))
     return line
 
 
@@ -133,10 +129,7 @@ def save_picture(title: str, curves: list[Curves], path: Path, x: str = "steps")
     entropies = sorted({float(f"{value:.5g}") for each in curves for value in each.values("val/entropy")[-1:]})
     for entropy in entropies:
         legend.append(panels[0].axhline(entropy, **ENTROPY_LINE, label=f"entropy of the data = {entropy:.4f}"))
-    for metric, style, label in (
-        ("train/loss", THIN, "thin: training"),
-        ("val/loss", THICK, "thick: validation"),
-    ):
+    for metric, style, label in (("train/loss", THIN, "thin: training"), ("val/loss", THICK, "thick: validation")):
         if any(metric in each.metrics for each in curves):
             legend.append(Line2D([], [], color=ENTROPY_LINE["color"], **style, label=label))
     if any(len(point) > 2 for each in curves for line in each.metrics.get("val/loss", []) for point in line):
@@ -187,18 +180,13 @@ def save_page(groups: list[tuple[str, list[Curves], list[Table]]], path: Path, x
     Raises:
         OSError: The page cannot be written.
     """
-    data = [
-        {
-            "title": title,
-            "curves": [
-                (each.label, {metric: [*map(thin_out, lines)] for metric, lines in each.metrics.items()})
-                for each in curves
-            ],
-            "tables": [vars(table) for table in tables],
-        }
-        for title, curves, tables in groups
-    ]
-    # Without this, a run's name could close the script element.
+    data = []
+    for title, curves, tables in groups:
+        thinned = [
+            (each.label, {name: [*map(thin_out, lines)] for name, lines in each.metrics.items()}) for each in curves
+        ]
+        data.append({"title": title, "curves": thinned, "tables": [vars(table) for table in tables]})
+    # Without the replacement, a run's name could close the script element.
     encoded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = PAGE.read_text().replace("COLORS_OF_RUNS", json.dumps(COLORS)).replace("DASHES_OF_RUNS", json.dumps(DASHES))
     write_atomically(path, page.replace("X_OF_RUNS", json.dumps([x, X_AXES[x]])).replace("GROUPS_OF_RUNS", encoded))

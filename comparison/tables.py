@@ -133,10 +133,7 @@ def format_differing_settings(records: list[Record]) -> Iterator[str]:
 def loss_table(group: Group, target_loss: float | None) -> Table:
     """Create a row for each run, lowest validation loss first.
 
-    Args:
-        group: The runs.
-        target_loss: The validation loss to count training tokens to; by default the lowest that all finished runs
-            reached.
+    `target_loss` is the validation loss to count training tokens to; None: the lowest that all finished runs reached.
     """
     records = group.records
     if target_loss is None:
@@ -174,10 +171,14 @@ def cost_table(group: Group) -> Table:
     titles = ["run", "parameters", "tokens", "FLOPs", "seconds", "tokens/s", "peak memory"]
     table = Table([titles], notes=["seconds: of training, without evaluations and checkpoints"])
     for record in sorted(group.records, key=sort_key):
-        memory = record.peak_memory_bytes()
+        memory = max((value for _, value in record.curve("perf/peak_memory_bytes")), default=None)
+        speeds = [speed for _, speed in record.curve("perf/tokens_per_second")]
         row = [record.label, format_value(record.session_fact("parameters"), ",d")]
         row += [f"{record.tokens(record.completed_steps()):,d}", format_value(record.cost("flops"), ".3g")]
-        row += [format_value(record.cost("seconds"), ",.1f"), format_value(record.tokens_per_second(), ",.0f")]
+        row += [
+            format_value(record.cost("seconds"), ",.1f"),
+            format_value(statistics.median(speeds) if speeds else None, ",.0f"),
+        ]
         table.rows.append([*row, "-" if memory is None else f"{memory / 1e6:,.0f} MB"])
         table.recipes.append(group.recipe_index(record))
     return table
@@ -190,10 +191,7 @@ def sort_key(record: Record) -> tuple[bool, float, str]:
 
 
 def significance_table(group: Group) -> Table | None:
-    """Create a row for each recipe: mean and standard deviation over seeds, and whether the best is significantly so.
-
-    None if there is nothing to compare.
-    """
+    """Create a row for each recipe with its statistics over seeds; None if there is nothing to compare."""
     finished = [(records, values) for records in group.recipes.values() if (values := final_values(records))]
     if len(group.records) == 1 or not finished:
         return None
@@ -212,8 +210,8 @@ def significance_table(group: Group) -> Table | None:
 def tokenizer_tables(groups: list[Group]) -> list[Table]:
     """Create a table for each text that several tokenizers encode, by bits per byte.
 
-    Bits per byte are comparable if the same part of the text was evaluated: the whole of it, with the same number of
-    bytes within the tolerance of data/validation_bytes.py.
+    These are comparable if all of the text was evaluated, that is, the same number of bytes within the tolerance of
+    data/validation_bytes.py.
     """
     by_text: dict[str, list[Group]] = {}
     for group in groups:
@@ -227,19 +225,16 @@ def tokenizer_tables(groups: list[Group]) -> list[Table]:
             for group in members
             for label, records in group.recipes.items()
         }
-        num_bytes = max(record.final("val/bytes") or 0 for records in recipes.values() for record in records)
-        comparable = {
-            label: kept
-            for label, records in recipes.items()
-            if (kept := [record for record in records if measures_whole_text(record, num_bytes)])
-        }
-        table = rank_recipes(comparable, "val/bits_per_byte")
+        records = [record for records in recipes.values() for record in records]
+        num_bytes = max(record.final("val/bytes") or 0 for record in records)
+        kept = [record for record in records if measures_whole_text(record, num_bytes)]
+        comparable = {label: [r for r in records if r in kept] for label, records in recipes.items()}
+        table = rank_recipes({label: records for label, records in comparable.items() if records}, "val/bits_per_byte")
         if len(table.rows) < 3:  # fewer than two recipes have finished
             continue
         table.recipes = [None for _ in table.recipes]  # their indices differ between groups
-        kept_labels = {record.label for records in comparable.values() for record in records}
-        finished = [r for records in recipes.values() for r in records if r.final("val/bits_per_byte") is not None]
-        if left_out := [record.label for record in finished if record.label not in kept_labels]:
+        finished = [record for record in records if record.final("val/bits_per_byte") is not None]
+        if left_out := [record.label for record in finished if record not in kept]:
             table.notes.append(f"left out, evaluated on another part of the text: {', '.join(left_out)}")
         tables.append(table)
     return tables
@@ -260,39 +255,28 @@ def rank_recipes(recipes: Recipes, metric: str) -> Table:
     samples = [(label, values) for label, records in recipes.items() if (values := final_values(records, metric))]
     samples.sort(key=lambda sample: statistics.fmean(sample[1]))
     best, labels = samples[0][1] if samples else [], [*recipes]
-    p_values = {
-        label: welch_p_value(best, values) for label, values in samples[1:]
-    }  # None if both have one seed or fewer
+    p_values = {label: welch_p_value(best, values) for label, values in samples[1:]}  # None if a second seed is missing
     num_comparisons = sum(p is not None for p in p_values.values())
     table = Table([["recipe", "seeds", metric, "std", "above best", "p", "verdict"]])
     for label, values in samples:
         mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
         row = [label, str(len(values)), format_value(mean), format_value(deviation)]
         if values is not best:
-            p = p_values[label]
             row.append(format_value(mean - statistics.fmean(best)))
-            row += explain_untested(best, values) if p is None else judge(p * num_comparisons)
+            if (p := p_values[label]) is None:
+                missing = "this recipe" if len(best) > 1 else "the best" if len(values) > 1 else "both"
+                row += ["-", f"needs a second seed of {missing}"]
+            else:
+                p = min(1.0, p * num_comparisons)
+                row += [f"{p:.2g}", "significant" if p < SIGNIFICANCE_LEVEL else "not significant"]
         table.rows.append(row)
         table.recipes.append(labels.index(label))
     if unfinished := [one.label for records in recipes.values() for one in records if one.final(metric) is None]:
         table.notes.append(f"left out, without a validation loss after the last step: {', '.join(unfinished)}")
     if num_comparisons:
-        table.notes.append(
-            f"p: Welch's t-test against the best, Bonferroni-corrected for {num_comparisons} comparison(s)"
-        )
+        test = "Welch's t-test against the best, Bonferroni-corrected for"
+        table.notes.append(f"p: {test} {num_comparisons} comparison(s)")
     return table
-
-
-def judge(p: float) -> list[str]:
-    """Format a corrected p-value and the verdict."""
-    p = min(1.0, p)
-    return [f"{p:.2g}", "significant" if p < SIGNIFICANCE_LEVEL else "not significant"]
-
-
-def explain_untested(best: list[float], values: list[float]) -> list[str]:
-    """Format a missing p-value and which of the two recipes needs a second seed."""
-    missing = "this recipe" if len(best) > 1 else "the best" if len(values) > 1 else "both"
-    return ["-", f"needs a second seed of {missing}"]
 
 
 def format_setting(record: Record, name: str) -> str:
