@@ -54,6 +54,11 @@ class Change:
         return len(re.findall(r"^(?:\+(?!\+\+ )|-(?!-- ))", self.diff, re.MULTILINE))
 
     @property
+    def has_code(self) -> bool:
+        """Whether Python files change."""
+        return bool(re.search(r"^diff --git .*\.py$", self.diff, re.MULTILINE))
+
+    @property
     def data_files(self) -> list[str]:
         """Changed files that define the data, the evaluation or the seeding, and so what the losses mean."""
         changed = []

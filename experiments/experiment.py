@@ -20,6 +20,7 @@ from experiments import log, settings
 from experiments.arm import Arm, ArmFailed, Launch, last_frame
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
 from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
+from experiments.config_files import copy_config_files
 from experiments.result import Comparison, Costs, format_report, make_row
 from experiments.score import BITS, check_targets, choose_metric, score_arm, score_file
 from experiments.sequential_test import MIN_SEEDS, TOTAL_ALPHA, additional_seeds, decide, estimate_difference
@@ -133,8 +134,8 @@ class Experiment:
         pairs: list[tuple[Arm, Arm]] = []
         message, verdict = "", "unknown"
         with checked_out(change) as (base_code, changed_code):
-            baseline = self.resolve_baseline(base_code, change)
-            self.facts |= {"uncommitted": bool(change.commit) and not change.diff and code_hash() != baseline.code_hash}
+            baseline = self.resolve_baseline(base_code)
+            self.facts["uncommitted"] = bool(change.commit) and not change.diff and self.is_edited(baseline)
             self.facts |= {name: baseline.name for name in ("untuned_baseline", "baseline")}
             self.facts["candidate"] = f"{self.text} (not resolved)"
             try:
@@ -159,6 +160,16 @@ class Experiment:
         self.facts["seconds"] = round(time.monotonic() - self.start_time, 1)
         self.facts["cpu_seconds"] = round(cpu_seconds_of_children() - self.cpu_seconds, 1)
         return make_row(self.facts, comparisons, costs, message, verdict)
+
+    def is_edited(self, baseline: Arm) -> bool:
+        """Return whether the working tree has other code or config files than the baseline; if so, warn."""
+        given = [Path(word) for word in copy_config_files(self.common, self.lab / "configs")]
+        edited = code_hash() != baseline.code_hash or any(
+            word.is_file() and str(word) not in baseline.words for word in given
+        )
+        if edited:
+            print("uncommitted changes of code or config files are in neither arm", file=sys.stderr)
+        return edited
 
     def allowed_data_changes(self, change: Change) -> list[str]:
         """Return the files of the change that define what the losses mean.
@@ -189,7 +200,7 @@ class Experiment:
         candidate = use_separate_seeds_if_equal(candidate, baseline)
         has_same_settings = candidate.first_seed != baseline.first_seed
         if not (self.config.launch or has_same_settings or candidate.settings["branch_from"]):
-            self.preview(baseline, candidate, bool(change.diff))
+            self.preview(baseline, candidate, change.has_code)
         if self.config.tune:
             baseline, candidate = self.tune_both(baseline, candidate)
             self.facts["tuned"] = [arm.settings[self.config.tune] for arm in (baseline, candidate)]
@@ -213,7 +224,7 @@ class Experiment:
         except RunError as error:
             print(f"nothing is checked before the first seed: {error}", file=sys.stderr)
             return
-        self.facts["broken_guarantees"] = theirs["broken"] if has_code else None
+        self.facts["verify"] = "; ".join(theirs["broken"]) or "passed" if has_code else None
         leaked, expected = (score["validation_rows"] / max(1, score["rows"]) for score in (theirs, ours))
         if leaked > expected + MAX_LEAKED:
             raise ArmFailed(
@@ -251,7 +262,7 @@ class Experiment:
         except Failed as error:
             raise RunError(f"{error.training.directory}: the baseline does not train: {error}") from None
 
-    def resolve_baseline(self, code: Path, change: Change) -> Arm:
+    def resolve_baseline(self, code: Path) -> Arm:
         """Return the baseline arm.
 
         Raises:
@@ -259,8 +270,7 @@ class Experiment:
             RunError: its code crashes.
         """
         try:
-            words = use_config_files_of(code, self.common) if change.diff else self.common
-            arm = Arm.resolve(code, self.launch, words, self.lab / "runs")
+            arm = Arm.resolve(code, self.launch, use_config_files_of(code, self.common), self.lab / "runs")
         except ArmFailed as failed:
             raise RunError(f"the baseline does not start: {failed}") from None
         if not arm.settings["evaluation.every"]:
@@ -274,8 +284,7 @@ class Experiment:
             ConfigError: its settings are refused, or it has neither other code nor other settings.
             ArmFailed: its code crashes, or no width matches.
         """
-        words = [*self.common, *change.settings]
-        words = use_config_files_of(code, words) if change.diff else words
+        words = use_config_files_of(code, [*self.common, *change.settings])
         arm = self.match(Arm.resolve(code, self.launch, words, baseline.runs), baseline)
         if change.diff and arm.digest == baseline.digest:
             raise ConfigError(f"idea: {self.text!r} changes neither code that trains nor a setting")

@@ -196,8 +196,8 @@ def parts_of_comparison(row: dict[str, Any]) -> list[str]:
         parts.append(f"unequal: {unequal}")
     if "trend" in row:
         parts.append(f"the gain {row['trend']} with size")
-    if row.get("broken_guarantees"):
-        parts.append(f"the candidate breaks what verify.py checks: {', '.join(row['broken_guarantees'])}")
+    if row.get("verify") not in (None, "passed"):
+        parts.append(f"the candidate breaks what verify.py checks: {row['verify']}")
     if row.get("data_changes"):
         parts.append(f"its losses may mean something else, as it changes {', '.join(row['data_changes'])}")
     if "message" in row:
@@ -249,7 +249,7 @@ def format_report(row: dict[str, Any]) -> Iterator[str]:
     if row.get("commits_behind"):
         yield f"the baseline is {row['commits_behind']} commit(s) behind HEAD; --onto HEAD applies the change to HEAD"
     if row.get("uncommitted"):
-        yield "uncommitted changes of the working tree are in neither arm"
+        yield "uncommitted changes of code or config files are in neither arm"
     if "tuned" in row:
         yield f"tuned: {row['tuned'][0]:g} for the baseline, {row['tuned'][1]:g} for the candidate"
     elif row["verdict"] in ("better", "worse"):

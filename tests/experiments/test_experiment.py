@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import yaml
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from data.text import TextCorpus, open_dataset
 from experiments import arm, change, experiment, log, report, score, variants
@@ -251,15 +252,21 @@ def test_broken_guarantees_are_in_the_answer(run_experiment, monkeypatch):
     (run_experiment.root / "train.py").write_text(FAKE.replace("EFFECT = 40", "EFFECT = 30"))
     found = run_experiment(".")
     assert found["verdict"] == "better" and "breaks what verify.py checks: generation with a cache" in summarize(found)
-    assert run_experiment("--model.mlp relu2")["broken_guarantees"] is None
+    assert run_experiment("--model.mlp relu2")["verify"] is None
 
 
 def test_uncommitted_changes_are_in_neither_arm(run_experiment, monkeypatch):
     git_in(run_experiment.root)
-    monkeypatch.setattr(experiment, "code_hash", lambda: "other")
-    (run_experiment.root / "train.py").write_text("1 / 0")
+    monkeypatch.setattr(experiment, "code_hash", lambda: code_hash(run_experiment.root))
+    assert not run_experiment("--model.mlp relu2")["uncommitted"]
+    config, code = run_experiment.root / "configs" / "lab.yaml", run_experiment.root / "train.py"
+    config.write_text('{"optimizer.lr": 3.0}')
     found = run_experiment("--model.mlp relu2")
-    assert found["verdict"] == "better" and found["uncommitted"]
+    assert found["uncommitted"] and not run_experiment.started()
+    config.write_text("")
+    code.write_text("1 / 0")
+    found = run_experiment("--model.mlp relu2")
+    assert found["uncommitted"] and found["verdict"] == "better" and not run_experiment.started()
 
 
 def test_code_candidate_must_change_config_or_code(run_experiment):
