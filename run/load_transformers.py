@@ -1,7 +1,5 @@
 """Load a model and its tokenizer from a folder in transformers' format or from the Hub, without running their code."""
 
-from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,14 +25,10 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
     """
     local = Path(name).is_dir()
     if (Path(name) / "adapter_config.json").exists():
-        raise ConfigError(
-            f"{setting}: {name!r} is a PEFT adapter, a part of a model; merge it first: from peft import "
-            f"AutoPeftModelForCausalLM; AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload()"
-            ".save_pretrained(FOLDER), with its tokenizer in FOLDER too (docs/using.md), and name FOLDER"
-        )
+        raise ConfigError(f"{setting}: {name!r} is a PEFT adapter; merge it into its model first (docs/using.md)")
     absent = f"{name!r} has no model" if local and not (Path(name) / "config.json").exists() else reason_absent(name)
     if absent:  # without a request to the Hub
-        raise ConfigError(f"{setting}: {absent}; name {ACCEPTED}{describe_similar(Path(name))}")
+        raise ConfigError(f"{setting}: {absent}; name {ACCEPTED}")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # slow to import
 
     found = local
@@ -56,14 +50,3 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
     if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
         raise ConfigError(f"{setting}: {name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")
     return model, tokenizer
-
-
-def describe_similar(path: Path) -> str:
-    """Return, in brackets, the names most similar to `path` of models in it or, if it is not a folder, beside it."""
-    folder = path if path.is_dir() else path.parent
-    can_be_opened = ("config.yaml", "checkpoints", "manifest.json", "config.json")
-    with suppress(OSError):
-        names = [found.name for found in folder.iterdir() if any((found / name).exists() for name in can_be_opened)]
-        if near := get_close_matches(path.name, sorted(names), n=5, cutoff=0):
-            return f" (in {folder} there are {len(names)}, such as {', '.join(near)})"
-    return ""

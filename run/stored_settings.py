@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import yaml
@@ -30,12 +29,10 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
         if not isinstance(stored := read_yaml(file.read_text()), dict):
             raise ValueError("it is empty" if stored is None else "it holds no settings")
         settings = complete_settings(stored)
-        counts = ("steps", "seq_len", "global_batch_size")
-        kinds: dict[str, set[type]] = dict.fromkeys(counts, {int}) | {"data.seed": {int}}
-        kinds |= dict.fromkeys(("schedule.batch_warmup_from", "schedule.batch_warmup_steps"), {int, NoneType})
-        wrong = [name for name, kind in kinds.items() if type(settings[name]) not in kind]
-        if wrong := wrong or [name for name in counts if settings[name] < 1]:
-            raise ValueError(f"{wrong[0]} is {settings[wrong[0]]!r}")
+        if problems := invalid_values(_without_unknown(settings)):
+            raise ValueError(problems[0])
+        if unresolved := [name for name in ("global_batch_size", "data.seed") if settings[name] is None]:
+            raise ValueError(f"{unresolved[0]}: null")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
@@ -48,9 +45,7 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
 
     Raise ConfigError for such a setting in `model`, since without it the network might compute something else.
     """
-    unknown = unknown_settings(settings)
-    known = {key: value for key, value in complete_settings(settings).items() if key not in unknown}
-    config = replace_settings(TrainConfig(), known)
+    config, unknown = _without_unknown(settings), unknown_settings(settings)
     problems = [line for key, line in unknown.items() if key.startswith("model.")] or config.model.problems()
     # load_corpus has a better message for a data source that this code lacks.
     problems = problems or [problem for problem in invalid_values(config) if not problem.startswith("data.")]
@@ -64,3 +59,9 @@ def unknown_settings(settings: dict[str, Any]) -> dict[str, str]:
     known = flat_settings(asdict(TrainConfig()))
     unknown = {key: value for key, value in complete_settings(settings).items() if key not in known}
     return {key: f"{key}: {value} there, and no setting any more" for key, value in unknown.items()}
+
+
+def _without_unknown(settings: dict[str, Any]) -> TrainConfig:
+    unknown = unknown_settings(settings)
+    known = {key: value for key, value in complete_settings(settings).items() if key not in unknown}
+    return replace_settings(TrainConfig(), known)

@@ -209,7 +209,7 @@ def test_peft_adapter_is_merged_as_documented(folder, environment_with):
     recipe.write_text(re.sub(r"(?m)^model: .*\n", "", Path(TINY_STORIES[1]).read_text()))
     words.insert(1, recipe)
     refused = train(*words, "--name", "merged", "--init_from", folder / "adapter", exit_code=2).stderr
-    assert "is an adapter that PEFT made" in refused
+    assert "is a PEFT adapter" in refused
     [code] = re.findall(r"\n(    from peft import .*?)\n(?=\S)", PAGE["using"], re.DOTALL)
     run(textwrap.dedent(code))
     loss_here = run(

@@ -14,10 +14,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from audit.recorded_run import RecordedRun
 from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, validate
 from checkpoint.saver import SaveError, Saver
-from comparison.records import read_records
 from config.errors import ConfigError
 from config.parser import parse_config
 from config.resolve import replace_settings
@@ -32,7 +30,7 @@ from run.metrics_log import RowWriter, read_rows, truncate_after_step
 from run.status import Status, read_status, write_status
 from run.stored_settings import complete_settings, read_settings
 from tests import forked
-from tests.conftest import ROOT, environment, metrics, python, train
+from tests.conftest import ROOT, environment, metrics, train
 from training.schedule import SCHEDULES
 
 STEPS = 4
@@ -81,7 +79,7 @@ def test_invalid_stored_number_is_named(name, value, tmp_path):
     section, _, key = name.rpartition(".")
     (settings[section] if section else settings)[key] = value
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    with pytest.raises(ConfigError, match=rf"is damaged \({name} is {value!r}\)"):
+    with pytest.raises(ConfigError, match=rf"is damaged \({name}: {value} must be "):
         read_settings(tmp_path / "config.yaml")
 
 
@@ -399,20 +397,6 @@ def test_damaged_metrics_rows_are_skipped(run):
     file.unlink()
     done = train(*RECIPE, "--out_dir", run.parent)
     assert "Training finished." in done.stdout and "Traceback" not in done.stderr
-
-
-def test_row_with_overflowing_number_is_skipped(run):
-    """Python parses integers of any length but cannot compare the largest with a float."""
-    file = run / "metrics.jsonl"
-    rows = file.read_bytes()
-    nonsense = b'{"step": 4, "train/loss": 1' + b"0" * 350 + b"}\n" + b'{"step": 1' + b"0" * 350 + b"}\n"
-    file.write_bytes(nonsense + rows)
-    (read_records([run])[0][0]).curve("train/loss")
-    assert len(list(read_rows(file))) == len(rows.splitlines())
-    python(f"python compare.py {run} {run} --out {run.parent / 'picture'}")
-    assert RecordedRun(run).logged_steps == [row["step"] for row in map(json.loads, rows.splitlines())]
-    train(*RECIPE, "--out_dir", run.parent)
-    assert file.read_bytes() == rows
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl"])
