@@ -35,7 +35,7 @@ SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metric
 
 
 class SaveError(RunError):
-    """A checkpoint could not be written; those before it are untouched."""
+    """A checkpoint could not be written; older ones are untouched."""
 
 
 class Saver(AbstractContextManager):
@@ -121,7 +121,7 @@ class Saver(AbstractContextManager):
         if pending is not None and not wait([pending], self.timeout_seconds).done:
             # `checkpoint.on_failure: continue` cannot help: the next save would overwrite the copy being written.
             raise RunError(
-                f"a checkpoint is not written after another {self.timeout_seconds} s (timeout_seconds); is the disk of "
+                f"a checkpoint was not written within {self.timeout_seconds} s (timeout_seconds); is the disk of "
                 f"{self.checkpoints} slow, or gone?"
             )
         try:
@@ -152,7 +152,7 @@ class Saver(AbstractContextManager):
             own_files: dict[str, File] = {}
             with self._all_succeed(final):
                 storage.write(temporary, tensors, self.group)
-                # Each process reads back only what it wrote itself: shards are numbered by rank, from 1.
+                # Each process reads back only its own files: shards are numbered by rank, from 1.
                 for path in sorted(temporary.glob(f"shard-{self.rank + 1:05d}-*.safetensors")):
                     own_files[path.name] = File(path.stat().st_size, sha256(path))
             files = {name: file for part in self._gather(own_files) for name, file in part.items()}
@@ -160,7 +160,7 @@ class Saver(AbstractContextManager):
                 if self.rank == 0:
                     Manifest(**state, **self.facts, files=files).write(temporary)
                     self.sync_metrics()
-                    shutil.rmtree(final, ignore_errors=True)  # only an invalid one: a valid one was resumed from
+                    shutil.rmtree(final, ignore_errors=True)  # it is invalid, otherwise the run had resumed from it
                     os.rename(temporary, final)
                     fsync(self.checkpoints)
                     rotate(self.checkpoints, state["step"], self.config)

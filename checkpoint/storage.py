@@ -44,8 +44,8 @@ def state_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the content of a checkpoint, as `model.*` and `optimizer.*`; called by all processes together.
 
-    Learning rates, betas and the like are left out, since they are functions of the config and the step. An optimizer
-    that has no moments yet takes a step to make them, unless `with_moments` is False.
+    Learning rates, betas and the like are omitted, because they are functions of the config and the step. An optimizer
+    without moments takes a step to create them, unless `with_moments` is False.
     """
     weights, moments = get_state_dict(model, optimizer if with_moments else (), options=FLATTENED)
     state = {f"model.{name}": value for name, value in weights.items()}
@@ -59,16 +59,16 @@ def copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Writes tensors from where they are. The base class copies all of them first, while no other Python code runs."""
+    """Writes tensors without the copies that the base class makes, during which no other Python code runs."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list]:
-        """Write the file of this process, with the content that the base class would give it."""
+        """Write the file of this process, with the same content as the base class."""
         tensors: dict[str, torch.Tensor] = {}
         offsets: dict[str, dict[str, torch.Size]] = {}
         written = set()
         for item in plan.items:
             value = planner.resolve_data(item)
-            assert isinstance(value, torch.Tensor), "state_tensors gives only tensors"
+            assert isinstance(value, torch.Tensor), "state_tensors returns only tensors"
             assert item.tensor_data is not None, "a tensor has offsets"
             tensor = value.detach().cpu().contiguous()
             # Blocks may share weights; in the file each name has a separate tensor.
@@ -102,7 +102,7 @@ def read(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     try:
         reader = HuggingFaceStorageReader(str(directory))
         stored = reader.read_metadata().state_dict_metadata
-        # A run of which every update was skipped has no moments, and must not get any.
+        # A run whose updates were all skipped has no moments, and must not create any.
         tensors = state_tensors(model, optimizer, any(name.startswith("optimizer.") for name in stored))
         ours = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
         theirs = {name: f"{list(facts.size)} {facts.properties.dtype}" for name, facts in stored.items()}  # pyright: ignore[reportAttributeAccessIssue] all are tensors
@@ -113,6 +113,6 @@ def read(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     if different := [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]:
         first = different[0]
         raise ConfigError(
-            f"resume: {directory} holds other tensors than this model and optimizer have: {len(different)} differ, "
-            f"such as {first}: {theirs.get(first, 'none')} there, {ours.get(first, 'none')} now"
+            f"resume: {directory} has other tensors than this model and optimizer: {len(different)} differ, such as "
+            f"{first}: {theirs.get(first, 'none')} there, {ours.get(first, 'none')} now"
         )

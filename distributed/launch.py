@@ -1,7 +1,7 @@
 """Initialise the process group and the Accelerator, whatever started this process: accelerate, torchrun or python.
 
-Accelerate places devices, wraps the model and casts. Data order, learning rate, accumulation, checkpoints and
-compilation belong to this repository; launch_checks.py refuses launch files that set them too.
+Accelerate selects devices, wraps the model and casts. Data order, learning rate, accumulation, checkpoints and
+compilation belong to this repository, and launch_checks.py refuses launch settings for them.
 """
 
 import os
@@ -78,15 +78,15 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
 def fsdp_plugin(use_cpu: bool) -> FullyShardedDataParallelPlugin:
     """Return the FSDP2 settings of the launch file with our mixed precision; on CPUs, make Accelerate shard.
 
-    Accelerate's own mixed-precision policy rounds to bf16: inputs (including the number of targets that the loss is
-    divided by), outputs, and the sums of gradients.
+    Accelerate's own policy would round inputs (including the number of targets that divides the loss), outputs and sums
+    of gradients to bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy  # slow to import
 
     warnings.filterwarnings("ignore", "Slicing a flattened dim")  # Accelerate's own code for hybrid sharding
     state = PartialState(cpu=use_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU:
-        state.distributed_type = DistributedType.MULTI_GPU  # Accelerate shards only types on its list; CPU is not on it
+        state.distributed_type = DistributedType.MULTI_GPU  # Accelerate does not shard with MULTI_CPU
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)

@@ -1,4 +1,4 @@
-"""Checks at the start of a run: what was requested of the launcher has happened, and the run supports it."""
+"""Checks at the start of a run: the launcher did what was requested, and a run supports it."""
 
 import glob
 import os
@@ -20,18 +20,17 @@ from distributed.launch_file import launch_settings, unknown_section_keys
 MAY_DIFFER_BY_MACHINE = {"out_dir", "resume", "branch_from", "init_from", "data.path", "data.num_workers"}
 NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-# Launch settings that a run owns or does not support: the environment variable that Accelerate passes each on in, the
-# supported values (the first is the default), and the remedy for any other value.
+# Launch settings that a run owns or does not support: Accelerate's environment variable, the supported values (the
+# first one is the default), and the remedy for any other value.
 SUPPORTED = [
     ("ACCELERATE_MIXED_PRECISION", ("no", "bf16", "fp16"), "use bf16, fp16 or no"),
     ("ACCELERATE_DYNAMO_BACKEND", ("no",), "remove it and use --compile true of train.py"),
     (ACCUMULATION, ("1",), "set global_batch_size of the run, from which accumulation is derived"),
     ("ACCELERATE_USE_DEEPSPEED", ("false",), "use distributed_type: MULTI_GPU or FSDP"),
     ("ACCELERATE_USE_MEGATRON_LM", ("false",), "use distributed_type: MULTI_GPU or FSDP"),
-    *(
-        (f"PARALLELISM_CONFIG_{name}_SIZE", ("1",), "use dp_replicate_size and dp_shard_size")
-        for name in ("TP", "CP", "SP")
-    ),
+    ("PARALLELISM_CONFIG_TP_SIZE", ("1",), "use dp_replicate_size and dp_shard_size"),
+    ("PARALLELISM_CONFIG_CP_SIZE", ("1",), "use dp_replicate_size and dp_shard_size"),
+    ("PARALLELISM_CONFIG_SP_SIZE", ("1",), "use dp_replicate_size and dp_shard_size"),
 ]
 SUPPORTED_BY_FSDP = [
     ("FSDP_VERSION", ("2",), "set fsdp_version: 2 in fsdp_config"),
@@ -40,7 +39,7 @@ SUPPORTED_BY_FSDP = [
 
 
 def check_launch(config: TrainConfig) -> None:
-    """Raise ConfigError with every launch setting that a run does not support or that was ignored, and the remedies."""
+    """Raise ConfigError with every launch setting that the launcher ignored or a run does not support, and remedies."""
     if problems := unusable_devices(os.environ) + launch_problems(launch_settings(), os.environ, config):
         raise ConfigError("\n".join(problems))
 
@@ -76,7 +75,7 @@ def unsupported_settings(environment: Mapping[str, str], config: TrainConfig) ->
     is_sharded = env_flag(environment, "ACCELERATE_USE_FSDP")
     problems = []
     for variable, supported, remedy in SUPPORTED + (SUPPORTED_BY_FSDP if is_sharded else []):
-        value = environment.get(variable, "1" if variable == "FSDP_VERSION" else supported[0])
+        value = environment.get(variable, "1" if variable == "FSDP_VERSION" else supported[0])  # FSDP1 is the default
         if value.lower() not in supported:
             setting = variable.lower().removeprefix("accelerate_")
             problems.append(f"{setting}: {value} is not supported; {remedy}")

@@ -1,9 +1,8 @@
 """Rendezvous of processes that survives elastic restarts.
 
-The launcher's key-value store outlives a restart of the processes, so a new process may read the address that its
-predecessor's peer wrote before the crash, and wait for it until the timeout (pytorch#135712). Restart counts cannot
-separate the keys, because each machine counts its own restarts. Therefore the processes of each start first agree on a
-fresh prefix.
+The launcher's key-value store outlives a restart of the processes, so a new process may read an address that was
+written before the crash, and wait for it until the timeout (pytorch#135712). Restart counts cannot separate the keys,
+because each machine counts its own restarts. Therefore the processes of each start first agree on a fresh prefix.
 """
 
 import os
@@ -26,12 +25,17 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
     Each other process asks under a random name, process 0 answers with the prefix, and the other one confirms it.
     Process 0 may also answer a dead process, which never confirms. Raise RunError after `timeout_seconds`.
     """
-    address, port, own_name = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), uuid4().hex
-    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    timeout = timedelta(seconds=timeout_seconds)
-    start, is_reported = time.monotonic(), False
+    address, own_name, start, is_reported = os.environ["MASTER_ADDR"], uuid4().hex, time.monotonic(), False
     try:
-        store = PrefixStore("start", TCPStore(address, port, None, is_host, timeout, False, multi_tenant=True))
+        server = TCPStore(
+            address,
+            int(os.environ["MASTER_PORT"]),
+            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        store = PrefixStore("start", server)
         if rank > 0:
             store.set(f"question/{rank}", own_name)
             prefix = store.get(f"answer/{own_name}").decode()  # waits for it
@@ -47,11 +51,7 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
                 raise TimeoutError(f"process(es) {absent} did not start within {timeout_seconds} s")
             if waited > SILENT_SECONDS and not is_reported:
                 is_reported = True
-                print(
-                    f"still waiting for process(es) {absent}, on {address} or elsewhere ...",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"still waiting for process(es) {absent} to reach {address} ...", file=sys.stderr, flush=True)
             time.sleep(POLL_SECONDS)
     except (DistError, TimeoutError) as error:
         raise RunError(

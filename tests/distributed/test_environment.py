@@ -91,7 +91,7 @@ def test_fresh_store_reports_absent_processes(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(RunError, match=r"process\(es\) \[1, 2\] did not start within 1 s; to train with one process"):
         rendezvous.fresh_store(0, 3, 1)
-    assert "still waiting for process(es) [1, 2], on 127.0.0.1" in capsys.readouterr().err
+    assert "still waiting for process(es) [1, 2] to reach 127.0.0.1" in capsys.readouterr().err
     with pytest.raises(RunError, match="process 1 of 2 cannot join the others at MASTER_ADDR 127.0.0.1"):
         rendezvous.fresh_store(1, 2, 1)
 

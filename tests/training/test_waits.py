@@ -121,7 +121,7 @@ def test_hanging_save_ends_the_run(asynchronous, runs):
     arguments = [*TINY_STORIES, "--timeout_seconds", "1", "--checkpoint.on_failure", "continue", "--out_dir", str(runs)]
     arguments += ["--checkpoint.asynchronous", asynchronous, "--name", "run"]
     done = forked.run("-c", [HANGING_SAVE, *arguments], 0, environment())
-    assert done.returncode == 1 and "train.py: error: a checkpoint is not written after another 1 s" in done.stderr
+    assert done.returncode == 1 and "train.py: error: a checkpoint was not written within 1 s" in done.stderr
     assert status(runs / "run")["state"] == "failed" and str(runs) in status(runs / "run")["reason"]
 
 
