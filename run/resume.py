@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.identity import compare_facts, compare_summation_order, describe_code
-from checkpoint.manifest import (
-    InvalidCheckpoint,
-    Manifest,
-    newest_valid,
-    read_manifest,
-    readable_checkpoints,
-    validate,
-)
+from checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, read_manifest, readable_checkpoints, validate
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from config.schema import ScheduleConfig, TrainConfig, flat_settings

@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -29,6 +28,7 @@ from run.metrics_log import read_rows
 from training.metrics import NonFiniteError
 
 STOPPING_SECONDS = 10  # how long a run that a signal stops waits for its tracker
+Say = Callable[[str], None]  # prints a line
 ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # exports a run's newest checkpoint
 
 
@@ -56,13 +56,9 @@ def check(config: TrainConfig) -> None:
 
 
 def start_tracker(
-    config: TrainConfig,
-    run: RunDirectory,
-    step: int,
-    say: Callable[[str], None],
-    export_newest: ExportNewest | None,
+    config: TrainConfig, run: RunDirectory, step: int, say: Say, export_newest: ExportNewest | None
 ) -> "TrackerRun | None":
-    """Start the tracker of the config after `step` completed steps; None if it is off. `say` prints a line."""
+    """Start the tracker of the config after `step` completed steps; None if it is off."""
     tracking = config.tracking
     if tracking.tracker == "wandb" and tracking.wandb == "disabled":
         return None
@@ -93,17 +89,14 @@ def kind_of(tracker: str) -> "type[TrackerRun]":
 
 
 class TrackerRun:
-    """A run of one of Accelerate's trackers. After its first error, which is printed, nothing more is logged."""
+    """A run of one of Accelerate's trackers. After its first error, which is printed, nothing more is logged.
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        run: RunDirectory,
-        step: int,
-        say: Callable[[str], None],
-        export_newest: ExportNewest | None,
-    ):
+    All calls of the tracker run in order in one thread, so that training does not wait for them.
+    """
+
+    def __init__(self, config: TrainConfig, run: RunDirectory, step: int, say: Say, export_newest: ExportNewest | None):
         self.config, self.directory, self.say, self.export_newest = config, run.path, say, export_newest
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="tracker")
         self.run: Any = None  # the run object of the tracker; None before it is started and after an error
         self._try(lambda: self._start(step), starting=True)
 
@@ -122,30 +115,34 @@ class TrackerRun:
                 self._try(lambda: self.run.log({name: import_module("trackio").Table(["text"], rows)}, step=step))
 
     def finish(self, failure: BaseException | None) -> None:
-        """Return when everything is written; `failure` is the exception that ended the run, if any."""
-        self._finish_in_time(lambda: self._try(lambda: self.run.finish()), failure)
+        """Return when everything is written; `failure` is the exception that ended the run, if any.
 
-    def _finish_in_time(self, action: Callable[[], object], failure: BaseException | None) -> None:
-        """Run `action`, but return after a timeout: other processes, or a scheduler that stops the run, are waiting."""
+        It returns after a timeout too, since other processes, or a scheduler that stops the run, are waiting.
+        """
+        self._try(lambda: self._finish(failure))
         seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
-        thread = Thread(target=action, daemon=True, name="tracker")
-        thread.start()
-        thread.join(seconds)
-        if thread.is_alive():
+        if not wait([self.thread.submit(lambda: None)], seconds).done:
             name = self.config.tracking.tracker
             self.say(f"{name} has not finished after {seconds:g} s; metrics.jsonl has everything.")
 
     def _try(self, action: Callable[[], object], starting: bool = False) -> None:
-        if self.run is None and not starting:
-            return
+        """Call `action` in the thread."""
         name = self.config.tracking.tracker
-        try:
-            action()
-        except ImportError:
-            self.say(f"{name} is not installed: metrics go to metrics.jsonl only.")
-        except Exception as error:  # no error of a tracker may stop the training
-            self.run = None
-            self.say(f"{name} has failed, metrics go to metrics.jsonl only: {type(error).__name__}: {error}")
+
+        def call() -> None:
+            try:
+                if self.run is not None or starting:
+                    action()
+            except ImportError:
+                self.say(f"{name} is not installed: metrics go to metrics.jsonl only.")
+            except Exception as error:  # no error of a tracker may stop the training
+                self.run = None
+                self.say(f"{name} has failed, metrics go to metrics.jsonl only: {type(error).__name__}: {error}")
+
+        self.thread.submit(call)
+
+    def _finish(self, failure: BaseException | None) -> None:
+        self.run.finish()
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings, launch and provenance of this start."""
@@ -179,13 +176,9 @@ def as_code(*texts: str) -> str:
 
 
 class WandbRun(TrackerRun):
-    """A W&B run, which all starts of a run continue, with a table of texts, the code, an alert and the model.
-
-    All calls run in order in one thread, so that training does not wait for W&B to start.
-    """
+    """A W&B run, which all starts of a run continue, with a table of texts, the code, an alert and the model."""
 
     def __init__(self, config: TrainConfig, run: RunDirectory, *others):
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="wandb")
         self.samples = list(read_rows(run.generations_file)) if run.generations_file.exists() else []
         self.num_logged = len(self.samples)
         self.environment = ExitStack()
@@ -213,12 +206,11 @@ class WandbRun(TrackerRun):
             self._try(lambda: self.run.alert(title, str(failure), level="ERROR"))
         elif failure is None and self.config.tracking.log_model:
             self._log_model()
-        self._try(lambda: self.run.finish(exit_code=int(failure is not None)))
-        self._finish_in_time(self.thread.shutdown, failure)
+        super().finish(failure)
         self.environment.close()
 
-    def _try(self, *arguments, **named) -> None:
-        self.thread.submit(super()._try, *arguments, **named)
+    def _finish(self, failure: BaseException | None) -> None:
+        self.run.finish(exit_code=int(failure is not None))
 
     def _log_samples(self) -> None:
         self.num_logged, step = len(self.samples), self.samples[-1]["step"]
