@@ -9,7 +9,7 @@ from scipy import optimize
 
 from chain.code import Idea, apply_ideas, parse_idea
 from chain.ledger import Row, make_row
-from chain.report import Stopwatch, format_effect, print_result, training
+from chain.report import format_effect, print_result, training, with_json_errors
 from chain.settings import CombineConfig, TryConfig
 from chain.state import Chain, locked_chain
 from config.errors import ConfigError
@@ -26,6 +26,7 @@ SMALLEST_P = 1e-9
 EXIT_CODES = {"running": 10, "unknown": 10, "futile": 10, "failed": 11, "identical": 11, "refused": 2}
 
 
+@with_json_errors
 def main(config: TryConfig) -> None:
     """Test an idea, add it to the ledger and print the result.
 
@@ -93,14 +94,13 @@ class Attempt(Experiment):
         Raises:
             TriedBefore: it was tested.
         """
-        stopwatch = Stopwatch()
         try:
             found = self.run(changed)
         except ConfigError as error:
             self.finish(status="refused", message=str(error))
             raise
         log.append(self.lab, found)
-        return self.finish(status=found["verdict"], **stopwatch.cells(), **self.results(found))
+        return self.finish(status=found["verdict"], **self.results(found))
 
     def resolve_candidate(self, baseline: Arm, code: Path, changed: Change) -> Arm:
         """Return the candidate, which has a number and a level in the ledger from here on.
@@ -137,7 +137,8 @@ class Attempt(Experiment):
 
     def results(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return the cells of the results of an experiment."""
-        cells: dict[str, Any] = {name: found.get(name) for name in ("difference", "low", "high", "verify", "message")}
+        same = ("difference", "low", "high", "verify", "seconds", "cpu_seconds", "message")
+        cells: dict[str, Any] = {name: found.get(name) for name in same}
         cells["log"] = next((failed.output for failed in self.jobs.failures), None)
         if "losses" not in found:
             return cells

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from scipy import stats
 
 from chain.ledger import Row
-from chain.report import Stopwatch
 from chain.settings import ChainConfig
 from chain.state import Chain, locked_chain
 from experiments import change
@@ -30,7 +29,7 @@ def measure_baseline(config: ChainConfig, chain: Chain) -> Row:
     """
     if chain.baseline:
         return chain.baseline
-    stopwatch, num_seeds = Stopwatch(), int(chain.start["seeds_baseline"])
+    num_seeds = int(chain.start["seeds_baseline"])
     arguments = ["baseline", "--config", str(change.ROOT / chain.recipe)]
     experiment = Experiment(ExperimentConfig(arguments, first_seed=chain.first_seed), chain.lab, JobRunner(config.jobs))
     with checked_out(Change((), chain.head, chain.head)) as (code, _):
@@ -49,7 +48,7 @@ def measure_baseline(config: ChainConfig, chain: Chain) -> Row:
             difference=100 * (mean / before[-1] - 1) if before else None,
             seeds_baseline=num_seeds,
             message=f"detects {100 * detectable_effect(deviation / mean, chain.next_level):.3g}%",
-            **stopwatch.cells(),
+            **experiment.spent(),
         )
 
 

@@ -11,14 +11,14 @@ from scipy import stats
 
 from chain.code import apply_ideas
 from chain.ledger import Row
-from chain.report import Stopwatch, format_effect, print_result, training
+from chain.report import format_effect, print_result, training, with_json_errors
 from chain.settings import ConfirmConfig
 from chain.state import HEAD_AGAINST_START, RESERVED_SEEDS, SEEDS_PER_HEAD, Chain, locked_chain
 from cli.output import aligned
 from config.errors import ConfigError
 from experiments import change
 from experiments.arm import ArmFailed
-from experiments.change import Change, checked_out
+from experiments.change import Change, checked_out, diff_of
 from experiments.experiment import Experiment, parse_sizes
 from experiments.score import choose_metric
 from experiments.sequential_test import welch_p_value
@@ -41,6 +41,7 @@ class Contrast:
     """Difference at selection (%)."""
 
 
+@with_json_errors
 def main(config: ConfirmConfig) -> None:
     """Compare head and start, and leave out each accepted idea; again after a stop, resume.
 
@@ -107,10 +108,9 @@ def confirm(config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed:
     with locked_chain(config.lab) as (ledger, _):
         if not same:
             ledger.append(**cells, status="running")
-    stopwatch = Stopwatch()
     results = compare(config, chain, contrast, first_seed, jobs)
     with locked_chain(config.lab) as (ledger, _):
-        return ledger.append(**cells, **results, **stopwatch.cells())
+        return ledger.append(**cells, **results)
 
 
 def compare(
@@ -125,7 +125,7 @@ def compare(
         return {"status": "not separable"}
     words = [contrast.name, "--config", str(change.ROOT / chain.recipe), *shlex.split(contrast.settings)]
     experiment = Experiment(ExperimentConfig(words, first_seed=first_seed), chain.lab, jobs)
-    changed = Change((), contrast.base, contrast.commit, "code")
+    changed = Change((), contrast.base, contrast.commit, diff_of(contrast.base, contrast.commit))
     with checked_out(changed) as (base, head):
         try:
             baseline = experiment.resolve_baseline(base)
@@ -136,14 +136,15 @@ def compare(
         except (ArmFailed, Failed) as failed:
             if contrast.base == chain.start["commit"]:
                 raise
-            return {"status": "failed", "message": str(failed)}
+            return {"status": "failed", "message": str(failed)} | experiment.spent()
         losses = [arm.losses(config.seeds, metric) for arm in arms]
     ours, theirs = map(statistics.fmean, losses)
     interval = stats.ttest_ind(losses[1], losses[0], equal_var=False).confidence_interval(1 - LEVEL)
     status = "better" if interval.high < 0 else "worse" if interval.low > 0 else "unknown"
     percent = {"difference": theirs - ours, "low": interval.low, "high": interval.high}
     cells = {name: 100 * float(value) / ours for name, value in percent.items()}
-    return cells | {"status": status, "loss": theirs, "p": welch_p_value(*losses), "level": LEVEL}
+    cells |= {"status": status, "loss": theirs, "p": welch_p_value(*losses), "level": LEVEL}
+    return cells | experiment.spent()
 
 
 def claimed(chain: Chain) -> float:

@@ -1,12 +1,13 @@
 """The command `drop`: reject an idea."""
 
 from chain.code import undo_idea
-from chain.report import print_result
+from chain.report import print_result, with_json_errors
 from chain.settings import DropConfig
 from chain.state import locked_chain
 from config.errors import ConfigError
 
 
+@with_json_errors
 def main(config: DropConfig) -> None:
     """Note in the ledger that an idea is rejected, and remove it from the working tree.
 

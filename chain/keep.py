@@ -2,7 +2,7 @@
 
 from chain.baseline import describe_baseline, measure_baseline
 from chain.code import edited_files, move_branch, write_commit
-from chain.report import print_result, training
+from chain.report import print_result, training, with_json_errors
 from chain.settings import KeepConfig
 from chain.state import Chain, locked_chain
 from config.errors import ConfigError
@@ -10,6 +10,7 @@ from config.errors import ConfigError
 NEVER_ACCEPTED = ("running", "refused", "failed", "identical")
 
 
+@with_json_errors
 def main(config: KeepConfig) -> None:
     """Commit an idea to the branch and train the new baseline; again after a stop, resume.
 

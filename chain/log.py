@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
-from chain.report import format_effect, print_result
+from chain.report import format_effect, print_result, with_json_errors
 from chain.settings import LogConfig
 from chain.staircase import draw
 from chain.state import Chain, locked_chain
 from cli.output import aligned
 
 
+@with_json_errors
 def main(config: LogConfig) -> None:
     """Print the chain as a table, and draw it in LAB/chain.png."""
     with locked_chain(config.lab) as (_, chain):

@@ -1,17 +1,16 @@
 """What the commands share: their output, and how a training ends."""
 
 import json
-import resource
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from chain.ledger import Row
 from chain.settings import ChainConfig
-from config.errors import RunError
+from config.errors import ConfigError, RunError
 from jobs.runner import Failed, Stopped
 
 EXIT_STOPPED = 75
@@ -20,6 +19,21 @@ EXIT_STOPPED = 75
 def print_result(config: ChainConfig, facts: dict[str, Any], lines: list[str]) -> None:
     """Print lines, or one JSON object if JSON is asked for."""
     print(json.dumps(facts) if config.json else "\n".join(lines))
+
+
+def with_json_errors(main: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return the function of a command so that with `--json` it prints one object for an error, too."""
+
+    @wraps(main)
+    def printing(config: ChainConfig) -> None:
+        try:
+            main(config)
+        except (ConfigError, RunError) as error:
+            if config.json:
+                print(json.dumps({"status": "error", "message": str(error)}))
+            raise
+
+    return printing
 
 
 def format_effect(row: Row) -> str:
@@ -49,22 +63,3 @@ def training(config: ChainConfig, lab: Path) -> Iterator[None]:
             raise RunError(f"{failed.training.directory}: {failed}; see {failed.training.output}") from None
         except OSError as error:
             raise RunError(f"{error}; mend that, then rerun the same command to resume") from None
-
-
-class Stopwatch:
-    """Time and CPU time of the child processes since its creation."""
-
-    def __init__(self):
-        self.begin = self.now()
-
-    def now(self) -> tuple[float, float]:
-        """Return the time, and the CPU time of the child processes that have ended, in seconds."""
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return time.monotonic(), used.ru_utime + used.ru_stime
-
-    def cells(self) -> dict[str, float]:
-        """Return the cells of the ledger for what was spent."""
-        return {
-            name: now - begin
-            for name, now, begin in zip(("seconds", "cpu_seconds"), self.now(), self.begin, strict=True)
-        }

@@ -6,7 +6,7 @@ from pathlib import Path
 from chain.baseline import describe_baseline, measure_baseline
 from chain.code import current_branch, require_clean_tree, tip
 from chain.ledger import locked_ledger
-from chain.report import print_result, training
+from chain.report import print_result, training, with_json_errors
 from chain.settings import StartConfig
 from chain.state import Chain
 from config.errors import ConfigError
@@ -16,6 +16,7 @@ from experiments.change import git
 from experiments.sequential_test import MIN_SEEDS
 
 
+@with_json_errors
 def main(config: StartConfig) -> None:
     """Create the branch and the ledger, train the baseline and print it; again after a stop, resume.
 

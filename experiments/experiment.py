@@ -157,9 +157,12 @@ class Experiment:
                     self.check_candidate_at_fault(failed, reference.run(0))
                 message, verdict = describe_failure(failed), "failed"
             costs = self.costs(*pairs[0], change.num_lines) if comparisons else None
-        self.facts["seconds"] = round(time.monotonic() - self.start_time, 1)
-        self.facts["cpu_seconds"] = round(cpu_seconds_of_children() - self.cpu_seconds, 1)
-        return make_row(self.facts, comparisons, costs, message, verdict)
+        return make_row(self.facts | self.spent(), comparisons, costs, message, verdict)
+
+    def spent(self) -> dict[str, float]:
+        """Return the seconds since the creation, and the CPU seconds of the child processes that have ended since."""
+        seconds, cpu_seconds = time.monotonic() - self.start_time, cpu_seconds_of_children() - self.cpu_seconds
+        return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
 
     def is_edited(self, baseline: Arm) -> bool:
         """Return whether the working tree has other code or config files than the baseline; if so, warn."""
