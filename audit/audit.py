@@ -47,16 +47,16 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
     chosen = broadcast_from_main(random.sample(intervals, min(count, len(intervals))))
     for first, start, (end, manifest) in sorted(chosen, key=lambda interval: interval[0]):
         reason = run.why_inexact(first, manifest.step)
-        verdict, finding = "PASS", f"equal up to rounding ({reason})" if reason else "bitwise identical"
+        outcome, finding = "PASS", f"equal up to rounding ({reason})" if reason else "bitwise identical"
         if problem := checkpoint_problem(run, end, manifest):
-            verdict, finding = "FAIL", problem
+            outcome, finding = "FAIL", problem
         elif start is None and run.config.branch_from is not None:
-            verdict, finding = "SKIP", f"its initial checkpoint no longer exists: {run.config.branch_from}"
+            outcome, finding = "SKIP", f"its initial checkpoint no longer exists: {run.config.branch_from}"
         elif problem := retraining_problem(run, start, first, manifest, folder):
-            verdict, finding = "FAIL", problem
-        failures += verdict == "FAIL"
-        inexact += [reason] * (verdict == "PASS" and bool(reason))
-        print_on_main(f"{verdict}  steps {first + 1} to {manifest.step}  {finding}")
+            outcome, finding = "FAIL", problem
+        failures += outcome == "FAIL"
+        inexact += [reason] * (outcome == "PASS" and bool(reason))
+        print_on_main(f"{outcome}  steps {first + 1} to {manifest.step}  {finding}")
     for skipped in unchecked(run, kept[-1][1].step, inexact):
         print_on_main(f"SKIP  {skipped}")
     if failures:
@@ -98,7 +98,7 @@ def record_problems(run: RecordedRun) -> Iterator[str]:
 
 
 def session_problems(run: RecordedRun) -> Iterator[str]:
-    """Describe what in sessions.jsonl is not what the settings give or the manifests say, a line each."""
+    """Describe contradictions of sessions.jsonl with the settings and the manifests, a line each."""
     if not run.sessions:
         yield "sessions.jsonl: it is missing or empty, and every run has one"
         return
@@ -118,7 +118,7 @@ def session_problems(run: RecordedRun) -> Iterator[str]:
 
 
 def manifest_contradictions(run: RecordedRun) -> Iterator[str]:
-    """Describe facts of how a checkpoint was computed that are not those of its session, a line each."""
+    """Describe contradictions between the manifests and sessions.jsonl, a line each."""
     for path, manifest in run.manifests.items():
         saved = {name: getattr(manifest, name) for name in ("mixed_precision", *SUMMATION_ORDER)} | manifest.provenance
         saved.pop("git_commit", None)  # session and saver read it at different times
@@ -129,7 +129,7 @@ def manifest_contradictions(run: RecordedRun) -> Iterator[str]:
 
 
 def is_patch_intact(file: Path) -> bool:
-    """Return whether a patch of uncommitted changes has the hash that its name, code-HASH.diff, says."""
+    """Return whether a patch of uncommitted changes has the hash in its name, code-HASH.diff."""
     try:
         return file.stem.removeprefix("code-") == sha256(file.read_bytes().removesuffix(b"\n")).hexdigest()[:8]
     except OSError:
@@ -137,7 +137,7 @@ def is_patch_intact(file: Path) -> bool:
 
 
 def checkpoint_problem(run: RecordedRun, checkpoint: Path, manifest: Manifest) -> str:
-    """Describe what in a checkpoint contradicts its manifest, the settings or the log; "" if nothing does."""
+    """Describe the first contradiction of a checkpoint with its manifest, settings or log; "" if there is none."""
     try:
         validate(checkpoint)
     except InvalidCheckpoint as invalid:

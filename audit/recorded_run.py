@@ -16,13 +16,7 @@ import torch
 
 import train
 from checkpoint.identity import SUMMATION_ORDER, compare_facts, compare_summation_order, describe_code
-from checkpoint.manifest import (
-    InvalidCheckpoint,
-    Manifest,
-    read_manifest,
-    step_directory,
-    validate,
-)
+from checkpoint.manifest import InvalidCheckpoint, Manifest, read_manifest, step_directory, validate
 from checkpoint.provenance import provenance
 from config.errors import RunError
 from config.resolve import replace_settings
@@ -54,7 +48,7 @@ class RecordedRun:
         branch_point: For a branch, the checkpoint that it was initialised from, if it still exists.
         initial_step: The step of `branch_point`, or 0.
         other_code: A line that says that other code than this trained it, else "".
-        unlogged: Metrics that retraining logs and the run, which other code trained, logged at no step.
+        unlogged: Metrics that retraining logs, but other code that trained the run did not.
     """
 
     def __init__(self, path: Path):
@@ -96,7 +90,7 @@ class RecordedRun:
         return [*sorted({session.step for session in self.sessions if begin < session.step < end}), end]
 
     def missing_metrics(self, step: int, names: Iterable[str]) -> list[str]:
-        """Return which of the metrics that retraining `step` logs the run should have logged there, and did not.
+        """Return which of the metrics `names`, logged when `step` was retrained, are missing from the run's log.
 
         Retraining logs at every step; the run only at the steps that its settings name. Metrics that other code logged
         at no step are added to `unlogged` instead.
@@ -156,15 +150,9 @@ class RecordedRun:
     def retrain(
         self, checkpoint: Path | None, until: int, folder: Path, changes: dict[str, Any] | None = None
     ) -> "Retrained":
-        """Train from a checkpoint, or from initial weights, until after step `until`, in a run directory in `folder`.
+        """Train from a checkpoint, or from initial weights, through step `until`, in a run directory in `folder`.
 
-        Training stops and resumes at the same steps as the run did.
-
-        Args:
-            checkpoint: The checkpoint to start from; None to start from initial weights.
-            until: The last step.
-            folder: The folder for the run directories.
-            changes: Settings to override, as `section.name`.
+        Training stops and resumes at the same steps as the run did. `changes` overrides settings, as `section.name`.
 
         Raises:
             Preempted: A signal asked to stop.
@@ -180,12 +168,10 @@ class RecordedRun:
 
     def _retrain_session(self, checkpoint: Path | None, end: int, folder: Path, changes: dict) -> "Retrained":
         session, session_config = self.session_at(end), self.config_at(end)
-        settings = {name: getattr(session_config, name) for name in SESSION_SETTINGS} | {
-            **{"out_dir": str(folder), "name": f"until-{end}", "resume": "auto", "stop_after": end},
-            "tracking": session_config.tracking,
-            **{"tracking.tracker": "wandb", "tracking.wandb": "disabled", "tracking.log_every": 1},
-            **{"check_replicas_every": 0, "checkpoint.every": 10**9, "checkpoint.keep_every": 0},
-        }
+        settings = {name: getattr(session_config, name) for name in (*SESSION_SETTINGS, "tracking")}
+        settings |= {"out_dir": str(folder), "name": f"until-{end}", "resume": "auto", "stop_after": end}
+        settings |= {"tracking.tracker": "wandb", "tracking.wandb": "disabled", "tracking.log_every": 1}
+        settings |= {"check_replicas_every": 0, "checkpoint.every": 10**9, "checkpoint.keep_every": 0}
         if checkpoint is not None:
             settings |= {"branch_from": str(checkpoint.resolve()), "init_from": None}
         config = replace_settings(self.config, settings | changes)
@@ -240,10 +226,8 @@ class Retrained:
     def difference(self, run: RecordedRun, why_inexact: str) -> str:
         """Describe the first metric or text in which the run differs; "" if there is none.
 
-        Args:
-            run: The run that was retrained.
-            why_inexact: Why bits may differ, as RecordedRun.why_inexact; if it is not empty, numbers may differ by
-                RELATIVE_TOLERANCE, and digests and sampled texts are not compared.
+        If `why_inexact` (RecordedRun.why_inexact) is not empty, numbers may differ by RELATIVE_TOLERANCE, and digests
+        and sampled texts are not compared.
         """
         for step, retrained in self.rows.items():
             if missing := run.missing_metrics(step, retrained):

@@ -14,7 +14,7 @@ from torch import Tensor
 from audit.audit import audit
 from audit.recorded_run import RecordedRun, describe_outcome, print_on_main
 from audit.settings import ReplayConfig
-from checkpoint.manifest import read_manifest, step_directory
+from checkpoint.manifest import read_manifest
 from checkpoint.unshard import read_weights
 from config.errors import ConfigError
 from config.paths import expand_user_path
@@ -62,8 +62,7 @@ def main(config: ReplayConfig) -> None:
 
 def replay_step(run: RecordedRun, step: int, config: ReplayConfig, folder: Path) -> None:
     """Retrain up to the step, then save the checkpoint after it or show the step."""
-    check_step(step, run)
-    check_output_folders(config, step, run)  # before hours of training, not after
+    check_arguments(step, run, config)  # before hours of training, not after
     before = run.checkpoint_before(step)
     saved_step = read_manifest(before).step if before else 0
     why_inexact = run.why_inexact(saved_step, step)
@@ -96,24 +95,14 @@ def replay_step(run: RecordedRun, step: int, config: ReplayConfig, folder: Path)
     print_sequences(run, before, step, config)
 
 
-def check_step(step: int, run: RecordedRun) -> None:
-    """Refuse a step that the run does not have."""
+def check_arguments(step: int, run: RecordedRun, config: ReplayConfig) -> None:
+    """Refuse a step that the run does not have, and folders that cannot be written."""
     if step > run.config.steps:
         raise ConfigError(f"step: {step} is beyond the {run.config.steps} steps of {run.path}")
     if (first := run.initial_step) >= step:
         raise ConfigError(f"step: {step} is in the run that {run.path} branched from after step {first}; replay that")
-
-
-def check_output_folders(config: ReplayConfig, step: int, run: RecordedRun) -> None:
-    """Refuse folders inside a run, folders that cannot be written, and a checkpoint named for another step."""
     if config.save_to and os.path.lexists(config.save_to):
         raise ConfigError(f"save_to: {config.save_to!r} exists; name a new folder")
-    name = step_directory(Path(), step).name
-    if config.save_to and Path(config.save_to).name.startswith("step-") and Path(config.save_to).name != name:
-        raise ConfigError(f"save_to: {config.save_to!r} looks like the checkpoint of another step; name it {name}")
-    for setting, path in {"save_to": config.save_to, "profile": config.profile}.items():
-        if path and (enclosing := find_enclosing_run(Path(path), run)):
-            raise ConfigError(f"{setting}: {path!r} is inside the run {enclosing}; name a folder outside all runs")
     folders = {"save_to": config.save_to and Path(config.save_to).absolute().parent, "profile": config.profile}
     for setting, folder in folders.items():
         try:
@@ -123,17 +112,6 @@ def check_output_folders(config: ReplayConfig, step: int, run: RecordedRun) -> N
         except OSError as error:
             value = getattr(config, setting)
             raise ConfigError(f"{setting}: {value!r}: cannot write in {folder}: {error.strerror}") from None
-
-
-def find_enclosing_run(path: Path, run: RecordedRun) -> Path | None:
-    """Return the run directory that contains a path, be it that of `run` or another, or None."""
-    resolved = path.resolve()
-    for directory in (resolved, *resolved.parents):
-        if directory == run.path.resolve():
-            return run.path
-        if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
-            return directory
-    return None
 
 
 def print_block_stats(row: dict) -> None:
@@ -151,11 +129,7 @@ def print_block_stats(row: dict) -> None:
 def print_sequences(run: RecordedRun, checkpoint: Path | None, step: int, config: ReplayConfig) -> None:
     """Print the step's sequences with the highest losses and, if asked for, the step in other precisions.
 
-    Args:
-        run: The run.
-        checkpoint: The weights before the step; None for the initial ones.
-        step: The step.
-        config: How much to print.
+    `checkpoint` has the weights before the step; None: the initial weights.
     """
     corpus = load_corpus(run.config)
     device = "cuda" if torch.cuda.is_available() and not uses_cpu(os.environ) else "cpu"
@@ -213,19 +187,11 @@ def print_precisions(run: RecordedRun, model: GPTModel, batch: dict[str, Tensor]
 def compute_step(
     model: GPTModel, batch: dict[str, Tensor], step: int, config: TrainConfig, precision: str, gradients: bool = False
 ) -> tuple[list[Tensor], float]:
-    """Compute the losses of a global batch with the dropout of its step.
-
-    Args:
-        model: The model; with `gradients`, its gradients are accumulated.
-        batch: The global batch, tensors of [B, T].
-        step: The step, from 1.
-        config: The settings that give micro-batches and seeds.
-        precision: `no` (fp32) or `bf16`.
-        gradients: Whether to compute the gradient norm.
+    """Compute the losses of a global batch, tensors [B, T], with the dropout of its step (from 1).
 
     Returns:
-        The loss of every token, [micro_batch_size, T - 1] for each micro-batch; and the gradient norm, 0 without
-        `gradients`.
+        The loss of every token, [micro_batch_size, T - 1] for each micro-batch; and the gradient norm or, without
+        `gradients`, 0.
     """
     num_targets, token_losses = (batch["labels"][:, 1:] != -100).sum(), []
     for index, micro_batch in enumerate(split_micro_batches(batch, config.micro_batch_size)):
