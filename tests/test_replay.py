@@ -94,7 +94,7 @@ def test_replay_shows_sequences_and_precisions_of_step(run):
     assert bf16 != row["train/loss"] and bf16 == pytest.approx(row["train/loss"], rel=1e-2)
 
 
-@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_replay_saves_checkpoint_of_any_step_bitwise(step, run, every_step, tmp_path):
     python(f"python replay.py {run} {step} --save_to {tmp_path / f'step-{step:08d}'}")
     (tmp_path / "checkpoints").symlink_to(tmp_path)
@@ -476,7 +476,7 @@ def test_audit_reports_steps_after_last_checkpoint(run, retrain_once, tmp_path, 
     assert verdicts == ["PASS", "SKIP  steps 3 to 6  not checked: no checkpoint follows them"]
 
 
-@pytest.mark.parametrize("step", [3, 5], ids=["evaluated", "compared"])
+@pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)], ids=["evaluated", "compared"])
 def test_audit_misses_digest_without_a_logged_loss(step, in_process, tmp_path, capsys):
     words = "--tracking.log_every 6 --evaluation.every 3 --check_replicas_every 5 --checkpoint.every 6".split()
     train(*RECIPE, *words, "--out_dir", tmp_path, "--name", "run")

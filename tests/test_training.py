@@ -35,7 +35,10 @@ def by_hand(tmp_path_factory):
     return results
 
 
-@pytest.fixture(scope="module", params=[(1, 6), (2, 1), (3, 2)], ids=lambda p: f"{p[0]}_processes_micro_batch_{p[1]}")
+ARRANGEMENTS = [(1, 6), pytest.param((2, 1), marks=pytest.mark.slow), (3, 2)]  # 2 and 3 processes are alike
+
+
+@pytest.fixture(scope="module", params=ARRANGEMENTS, ids=lambda p: f"{p[0]}_processes_micro_batch_{p[1]}")
 def trained(request, tmp_path_factory):
     """(logged rows, weights) of train.py, on 1, 2 and 3 processes with accumulation 1, 3 and 1."""
     processes, micro_batch_size = request.param

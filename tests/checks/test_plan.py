@@ -37,7 +37,7 @@ def files(directory):
     return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in directory.rglob("*")}
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_plan_prints_requirements_and_writes_no_file(runs, tmp_path, processes):
     (temporary := tmp_path / "temporary").mkdir()
     run = [*TINY_STORIES, "--out_dir", runs, "--name", "run"]

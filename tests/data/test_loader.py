@@ -105,7 +105,7 @@ def test_worker_that_hangs_ends_the_batches():
     loader.timeout_seconds = 1.0
     os.kill(worker.pid, signal.SIGSTOP)
     assert len(list(batches)) < 19
-    assert "process 0 waited 1 s for a batch from its data workers (data.num_workers: 1); look" in loader.problem
+    assert "process 0 waited 1 s for a batch from its data workers (data.num_workers: 1); see" in loader.problem
     worker.join(10)
     assert worker.exitcode == -signal.SIGKILL
 
@@ -123,7 +123,7 @@ def test_worker_that_dies_ends_the_batches():
     loader, batches, worker = first_batch(timeout_seconds=600.0)
     worker.kill()
     assert len(list(batches)) < 19
-    assert "process 0 lost a data worker: exit code -9 (data.num_workers: 1); look" in loader.problem
+    assert "process 0 lost a data worker: exit code -9 (data.num_workers: 1); see" in loader.problem
 
 
 def test_error_of_the_dataset_is_raised():

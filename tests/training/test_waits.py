@@ -31,7 +31,7 @@ FORGETS_TMPDIR = "import multiprocessing; multiprocessing.current_process()._con
 LOOKS_FOR_TMPDIR = IN_A_FORK.format(f"tempfile.tempdir = None; {FORGETS_TMPDIR}")
 HANGING_SAVE = IN_A_FORK.format("from checkpoint import storage; storage.write = lambda *_: time.sleep(600)")
 HANGS_AT_FIRST = IN_A_FORK.format("from data import loader; loader.load_batch = lambda *_: time.sleep(600)")
-REMEDY = r"\(data.num_workers: 1\); look above for what a worker printed, .+ data.num_workers: 0 needs no workers"
+REMEDY = r"\(data.num_workers: 1\); see the worker's output above, .+ data.num_workers: 0 needs no workers"
 
 
 def assert_failed(run, error, what):
