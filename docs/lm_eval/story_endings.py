@@ -2,7 +2,7 @@
 
 A question is a story of the validation split without its last two sentences, and four endings, of which the grammar
 accepts one. Each wrong ending replaces one name, colour or thing, if possible by another one of the same story: a child
-who gave her kite away does not hug it at night. So the endings cannot be told apart without the story.
+who gave her kite away does not hug it at night. So the endings cannot be distinguished without the story.
 """
 
 import json
