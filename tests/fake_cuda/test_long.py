@@ -1,0 +1,135 @@
+"""More ways to train, the other scripts, and the tests marked `cuda`, on the fake devices of README.md."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests import forked
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics
+from tests.fake_cuda.launch import STEPS, fake_gpus, train_on_gpus
+from tests.fake_cuda.test_quick import assert_steady, corpus, folder, train_on_cpu  # noqa: F401 fixtures
+
+pytestmark = pytest.mark.slow
+EIGHT = ["--global_batch_size", 8]
+WIDE = ["--model.dropout", 0, "--model.d_model", 32]  # heads of 16, which flex attention supports
+
+
+@pytest.mark.parametrize(
+    "launch_file, processes, settings",
+    [
+        ("hsdp", 4, EIGHT),
+        ("multi_gpu", 8, EIGHT),
+        ("multi_gpu", 2, ["--evaluation.ema_decay", 0.9]),
+        ("one_gpu", 1, ["--compile", "true", "--activation_checkpointing", "true"]),
+        ("fsdp2", 2, ["--compile", "true", "--chunked_loss", "true"]),
+        ("one_gpu", 1, ["--tracking.block_stats", "true"]),
+    ],
+)
+def test_losses_equal_cpu(launch_file, processes, settings, folder, tmp_path):  # noqa: F811
+    run = train_on_gpus(launch_file, processes, *settings, out_dir=tmp_path)
+    assert run.losses == pytest.approx(train_on_cpu(*settings, out_dir=tmp_path / "cpu").losses, rel=1e-6)
+    assert "arning" not in run.stderr, run.stderr
+    assert_steady(run, processes, "efficient")
+
+
+def test_muon_losses_are_close_to_cpu(folder, tmp_path):  # noqa: F811
+    """Muon multiplies in bfloat16 on a GPU."""
+    muon = ["--optimizer.name", "muon"]
+    cpu = train_on_cpu(*muon, out_dir=tmp_path / "cpu")
+    for launch_file, processes in (("one_gpu", 1), ("fsdp2", 2)):
+        run = train_on_gpus(launch_file, processes, *muon, out_dir=tmp_path / launch_file)
+        assert run.losses == pytest.approx(cpu.losses, rel=2e-3)
+        assert_steady(run, processes, "efficient")
+
+
+def test_fp16_skips_overflow_and_resumes(folder, tmp_path):  # noqa: F811
+    fp16 = ["--on_nonfinite", "skip"]
+    run = train_on_gpus("multi_gpu", 2, *fp16, out_dir=tmp_path / "whole", precision="fp16")
+    assert run.losses == pytest.approx(train_on_cpu(*fp16, out_dir=tmp_path / "cpu").losses, rel=5e-3)
+    shutil.copytree(run.directory, tmp_path / "resumed" / "run")
+    shutil.rmtree(tmp_path / "resumed" / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    resumed = train_on_gpus("multi_gpu", 2, *fp16, out_dir=tmp_path / "resumed", precision="fp16")
+    assert "resumed at step 4" in resumed.stdout and resumed.digest == run.digest
+
+
+@pytest.mark.parametrize("settings", [["--data.packing", "isolated"], ["--model.window", 32]])
+def test_flex_attention_equals_cpu(settings, corpus, folder, tmp_path):  # noqa: F811
+    settings = [*WIDE, *settings, "--data.source", "text", "--data.path", corpus, "--model.position", "rope"]
+    run = train_on_gpus("one_gpu", 1, *settings, out_dir=tmp_path)
+    assert run.losses == pytest.approx(train_on_cpu(*settings, out_dir=tmp_path / "cpu").losses, rel=1e-6)
+    assert_steady(run, 1)
+
+
+@pytest.fixture(scope="module")
+def run(folder):  # noqa: F811
+    return train_on_gpus("one_gpu", 1, "--model.dropout", 0, out_dir=folder / "for_scripts").directory
+
+
+def outcome(script, *arguments, processes=0, gpus=1, cpu=False):
+    env = environment() if cpu else fake_gpus(gpus)
+    done = forked.run(script, [str(word) for word in arguments], processes, env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_verify_passes(processes, folder, tmp_path):  # noqa: F811
+    printed = outcome("verify.py", *TINY_STORIES, "--out_dir", tmp_path, processes=processes, gpus=2)
+    assert "NVIDIA H100" in printed and printed.endswith("Everything holds.\n")
+
+
+def test_sample_equals_cpu(run):
+    words = [run, "--prompt", "One day", "--max_new_tokens", 20, "--temperature", 0]
+    assert outcome("sample.py", *words) == outcome("sample.py", *words, cpu=True)
+
+
+def test_evaluate_equals_cpu(run, tmp_path):
+    losses = []
+    for cpu in (False, True):
+        outcome("evaluate.py", run, "--out", tmp_path / str(cpu), cpu=cpu)
+        losses.append(json.loads((tmp_path / str(cpu) / "evaluation.json").read_text())["val/loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_export_equals_cpu(run, tmp_path):
+    for cpu in (False, True):
+        outcome("export.py", run, tmp_path / str(cpu), cpu=cpu)
+    ours, theirs = ((tmp_path / str(cpu) / "model.safetensors").read_bytes() for cpu in (False, True))
+    assert ours == theirs
+
+
+def test_replay_reproduces_step_and_audit(run):
+    assert "reproduced" in outcome("replay.py", run, 6)
+    outcome("replay.py", run, "--audit", 1)
+
+
+def programs(gpus: int) -> dict[str, str]:
+    """Environment in which every Python program has fake GPUs from its start."""
+    return fake_gpus(gpus, PYTHONPATH=os.pathsep.join([str(ROOT / "tests/fake_cuda/site"), str(ROOT)]))
+
+
+def test_launched_programs_train(folder, tmp_path):  # noqa: F811
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/multi_gpu.yaml"]
+    command = [sys.executable, *launcher, "--num_processes", "2", "train.py", *TINY_STORIES, "--out_dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "2 x NVIDIA H100" in done.stdout, done.stdout + done.stderr
+
+
+def test_experiment_gives_each_run_a_gpu(folder, tmp_path):  # noqa: F811
+    words = ["--optimizer.lr 0.02", *TINY_STORIES, "--jobs", "2", "--max_seeds", "2", "--json", "true"]
+    words += ["--lab", str(tmp_path)]
+    command = [sys.executable, "experiment.py", *words]
+    done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["verdict"] != "failed"
+
+
+def test_tests_marked_cuda_pass(folder):  # noqa: F811
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "tests/test_gpu.py"]
+    done = subprocess.run(command, cwd=ROOT, env=programs(1), capture_output=True, text=True, timeout=1800)
+    assert re.search(r"\d+ passed", done.stdout) and "failed" not in done.stdout, done.stdout[-5000:]
