@@ -219,7 +219,7 @@ def build_train_state(
     metrics = StepMetrics(
         batch_order, config.micro_batch_size, device, rank, num_processes, config.max_skipped, run_directory
     )
-    block_statistics = BlockStatistics(network.blocks if config.tracking.block_stats else [], accelerator)
+    block_statistics = BlockStatistics(network.blocks if config.tracking.block_stats else [])
     return TrainState(config, accelerator, network, model, optimizer, batch_order, metrics, block_statistics, reducer)
 
 

@@ -100,7 +100,7 @@ def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any)
         block.compile(backend=scale.backend)
     optimizer = build_optimizer(network, OPTIMIZER)
     model, sizes = accelerator.prepare_model(network), GlobalBatches(1, len(tokens), 0)
-    metrics, statistics = StepMetrics(sizes, len(tokens), accelerator.device), BlockStatistics([], accelerator)
+    metrics, statistics = StepMetrics(sizes, len(tokens), accelerator.device), BlockStatistics([])
     state = TrainState(run, accelerator, network, model, optimizer, sizes, metrics, statistics)
     done = 0
 

@@ -221,7 +221,7 @@ class Verification:
         size = self.config.micro_batch_size
         metrics = StepMetrics(order, size, self.device, rank, num_processes)
         reducer = make_reducer and make_reducer(trainable_parameters(network))
-        statistics = BlockStatistics([], self.accelerator)
+        statistics = BlockStatistics([])
         state = TrainState(
             self.config, self.accelerator, network, model, optimizer, order, metrics, statistics, reducer
         )

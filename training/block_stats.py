@@ -1,23 +1,32 @@
 """Statistics of each block in a step: norms of weights and gradients, activations, and the relative update."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
 
 import torch
-from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from distributed.private_torch import foreach_sub
+from distributed.private_torch import foreach_norm, foreach_sub
 from distributed.sharding import full_tensor
 from training.gradients import complete_gradients, trainable_parameters
+from training.metrics import mean
+
+
+def group_norms(groups: Sequence[Iterable[Tensor]]) -> Tensor:
+    """Return the L2 norm over the tensors of each group, [groups], with one all-reduce if they are sharded."""
+    tensors = [[tensor.detach().float() for tensor in group] for group in groups]
+    if not any(tensors):
+        return torch.zeros(len(groups))
+    norms = full_tensor(torch.stack(foreach_norm([tensor for group in tensors for tensor in group])))
+    return torch.stack([part.norm() for part in norms.split([len(group) for group in tensors])])
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
     """Return the L2 norm over all tensors, which may be sharded."""
-    norms = [full_tensor(tensor.detach().float().norm()) for tensor in tensors]
-    return torch.stack(norms).norm().item() if norms else 0.0
+    return group_norms([tensors]).item()
 
 
 class BlockStatistics:
@@ -32,8 +41,8 @@ class BlockStatistics:
     - update_ratio: L2 norm of the update divided by weight_norm.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], accelerator: Accelerator):
-        self.blocks, self.accelerator = list(blocks), accelerator
+    def __init__(self, blocks: Iterable[nn.Module]):
+        self.blocks = list(blocks)
         self.metrics, self.recording = {}, False
         self.mean_squares: list[list[Tensor]] = [[] for _ in self.blocks]  # since the last update
         for index, block in enumerate(self.blocks):
@@ -52,21 +61,18 @@ class BlockStatistics:
             yield
             return
         before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
-        columns = {"weight_norm": [total_norm(weights) for weights in before]}
-        columns["gradient_norm"] = [
-            total_norm(complete_gradients(trainable_parameters(block))) for block in self.blocks
-        ]
+        norms = {"weight_norm": group_norms(before)}
+        norms["gradient_norm"] = group_norms([complete_gradients(trainable_parameters(block)) for block in self.blocks])
         yield
-        # [calls, blocks]: all calls are gathered and then summed, so that the order of addition does not depend on the
-        # number of processes; 0 where a block had fewer calls than others.
-        device = self.accelerator.device
-        rows = nn.utils.rnn.pad_sequence([torch.tensor(values, device=device) for values in recorded])
-        rows = cast(Tensor, self.accelerator.gather(self.accelerator.pad_across_processes(rows)))
-        columns["activation_rms"] = (rows.sum(dim=0) / (rows != 0).sum(dim=0).clamp(min=1)).sqrt().tolist()
-        updates = [
-            foreach_sub(list(block.parameters()), weights) for block, weights in zip(self.blocks, before, strict=True)
-        ]
-        columns["update_ratio"] = [
-            total_norm(update) / (norm or 1.0) for update, norm in zip(updates, columns["weight_norm"], strict=True)
-        ]
+        norms["update_ratio"] = group_norms(
+            [foreach_sub(list(block.parameters()), old) for block, old in zip(self.blocks, before, strict=True)]
+        )
+        columns = dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
+        pairs = zip(columns["update_ratio"], columns["weight_norm"], strict=True)
+        columns["update_ratio"] = [update / (weight or 1.0) for update, weight in pairs]
+        # All calls are gathered and then added, so that the sum does not depend on the number of processes.
+        mean_squares = iter(torch.stack([square for calls in recorded for square in calls]).tolist())
+        gathered = gather_object([[[next(mean_squares) for _ in calls] for calls in recorded]])
+        calls_of_block = [sum(per_process, []) for per_process in zip(*gathered, strict=True)]
+        columns["activation_rms"] = [math.sqrt(mean(calls, [len(calls)])) if calls else 0.0 for calls in calls_of_block]
         self.metrics = {f"layers/{name}/{i}": v for name, column in columns.items() for i, v in enumerate(column)}

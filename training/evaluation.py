@@ -4,11 +4,11 @@ import math
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from data.corpus import Corpus
 from data.loader import load_batch
-from training.metrics import NonFiniteError, forward_with_metrics, mean
+from distributed.collectives import all_gather
+from training.metrics import NonFiniteError, forward_with_metrics, mean, sum_dtype
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
     """
     validation, score = corpus.validation, corpus.score
     rank, num_processes = accelerator.process_index, accelerator.num_processes
-    starts, local_sums = range(0, len(validation), micro_batch_size), []
+    starts, names, rows = range(0, len(validation), micro_batch_size), [], []
     model.eval()
     for first in range(0, len(starts), num_processes):
         # A process without a batch in this round repeats the first one and drops the result: a sharded model needs all
@@ -39,12 +39,15 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         logits, loss_sum, auxiliary = forward_with_metrics(
             model, **batch, num_items_in_batch=1, logits_to_keep=logits_to_keep
         )
-        if index < len(starts):
-            sums = {"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **auxiliary}
-            local_sums.append(sums | (score(logits, batch) if score else {}))
+        sums = {"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **auxiliary}
+        sums |= score(logits, batch) if score else {}
+        names, values = list(sums), [value for pair in sums.values() for value in pair]
+        rows.append(torch.zeros(len(values), dtype=sum_dtype(accelerator.device), device=accelerator.device))
+        for slot, value in enumerate(values if index < len(starts) else []):
+            rows[-1][slot].fill_(value)  # the host reads nothing before the last batch
     model.train()
-    batch_sums = gather_object([{name: (float(s), float(n)) for name, (s, n) in sums.items()} for sums in local_sums])
-    totals = {name: tuple(zip(*(sums[name] for sums in batch_sums), strict=True)) for name in batch_sums[0]}
+    columns = all_gather(torch.stack(rows)).flatten(0, 1).T.tolist()  # two for each name, with a value of each batch
+    totals = dict(zip(names, zip(columns[::2], columns[1::2], strict=True), strict=True))
     metrics = {f"val/{name}": mean(sums, counts) for name, (sums, counts) in totals.items()}
     metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700))
     loss_sums, target_counts = totals["loss"]

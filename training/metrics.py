@@ -44,6 +44,11 @@ def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
     return math.fsum(sums) / count if all_finite and (count := math.fsum(counts)) else math.nan
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of gathered sums and counts: float64, exact for counts below 2**53; MPS has only float32."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 @dataclass
 class StepResult:
     """Metrics of one step over all processes, on the host."""
@@ -161,8 +166,8 @@ class StepMetrics:
             values += [loss.detach(), *(value for pair in auxiliary.values() for value in pair)]
         # Each process fills slots of its own, which are 0 on all others, so the all-reduce rounds nothing and the host
         # adds the values in the same order on any number of processes.
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # float64 counts exactly up to 2**53
-        buffer = torch.zeros(3 + self.num_processes * len(values), dtype=dtype, device=self.device)
+        num_slots = 3 + self.num_processes * len(values)
+        buffer = torch.zeros(num_slots, dtype=sum_dtype(self.device), device=self.device)
         first_slot = 2 + self.rank * len(values)
         for slot, value in ((0, num_targets), (1, stop), *enumerate(values, first_slot)):
             buffer[slot].fill_(value)  # `buffer[slot] = value` would synchronise with the GPU

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,12 +37,13 @@ def build_excess_loss_score(
 
     def score(logits_BTV: Tensor, batch: dict[str, Tensor]) -> dict[str, tuple[Any, Any]]:
         targets_BT = batch["labels"][:, 1:]
-        losses = F.cross_entropy(logits_BTV[:, :-1].float().transpose(1, 2), targets_BT, reduction="none").cpu()
-        is_target, targets = (targets_BT != -100).cpu(), targets_BT.tolist()
-        rows = [
-            explain(tuple(row[: length - 1])) for row, length in zip(targets, is_target.sum(1).tolist(), strict=True)
-        ]
-        nats, numbers = (np.concatenate(of_rows) for of_rows in zip(*rows, strict=True))
+        losses_BT = F.cross_entropy(logits_BTV[:, :-1].float().transpose(1, 2), targets_BT, reduction="none")
+        # One copy to the host for both; float32 represents the tokens exactly.
+        losses, targets = torch.stack([losses_BT, targets_BT.float()]).cpu()
+        is_target, rows = targets != -100, targets.long().tolist()
+        lengths = is_target.sum(1).tolist()
+        explained = [explain(tuple(row[: length - 1])) for row, length in zip(rows, lengths, strict=True)]
+        nats, numbers = (np.concatenate(of_rows) for of_rows in zip(*explained, strict=True))
         sums = np.bincount(numbers, losses.double()[is_target].numpy() - nats, len(kinds))
         return {f"excess_loss/{kind}": (total, len(nats)) for kind, total in zip(kinds, sums.tolist(), strict=True)}
 

@@ -29,6 +29,11 @@ class Trained:
         return [row["train/loss"] for row in rows] + [rows[-1]["val/loss"]]
 
     @property
+    def grad_norms(self) -> list[float]:
+        """Gradient norms, which AdamW's losses hardly depend on."""
+        return [row["train/grad_norm"] for row in metrics(self.directory)]
+
+    @property
     def digest(self) -> str:
         """Hash of the final weights and moments."""
         return metrics(self.directory)[-1]["state/digest"]

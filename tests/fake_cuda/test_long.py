@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from tests import forked
-from tests.conftest import ROOT, TINY_STORIES, environment, metrics
+from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.fake_cuda.launch import STEPS, fake_gpus, train_on_gpus
-from tests.fake_cuda.test_quick import assert_steady, corpus, folder, train_on_cpu  # noqa: F401 fixtures
+from tests.fake_cuda.test_quick import assert_same_training, assert_steady, corpus, folder, train_on_cpu  # noqa: F401 fixtures
 
 pytestmark = pytest.mark.slow
 EIGHT = ["--global_batch_size", 8]
@@ -32,7 +32,7 @@ WIDE = ["--model.dropout", 0, "--model.d_model", 32]  # heads of 16, which flex 
 )
 def test_losses_equal_cpu(launch_file, processes, settings, folder, tmp_path):  # noqa: F811
     run = train_on_gpus(launch_file, processes, *settings, out_dir=tmp_path)
-    assert run.losses == pytest.approx(train_on_cpu(*settings, out_dir=tmp_path / "cpu").losses, rel=1e-6)
+    assert_same_training(run, train_on_cpu(*settings, out_dir=tmp_path / "cpu"))
     assert "arning" not in run.stderr, run.stderr
     assert_steady(run, processes, "efficient")
 
@@ -61,7 +61,7 @@ def test_fp16_skips_overflow_and_resumes(folder, tmp_path):  # noqa: F811
 def test_flex_attention_equals_cpu(settings, corpus, folder, tmp_path):  # noqa: F811
     settings = [*WIDE, *settings, "--data.source", "text", "--data.path", corpus, "--model.position", "rope"]
     run = train_on_gpus("one_gpu", 1, *settings, out_dir=tmp_path)
-    assert run.losses == pytest.approx(train_on_cpu(*settings, out_dir=tmp_path / "cpu").losses, rel=1e-6)
+    assert_same_training(run, train_on_cpu(*settings, out_dir=tmp_path / "cpu"))
     assert_steady(run, 1)
 
 

@@ -23,6 +23,11 @@ def train_on_cpu(*arguments, out_dir):
     return Trained(out_dir / "run", done.stdout, done.stderr, {})
 
 
+def assert_same_training(run: Trained, cpu: Trained):
+    assert run.losses == pytest.approx(cpu.losses, rel=1e-6)
+    assert run.grad_norms == pytest.approx(cpu.grad_norms, rel=1e-5)
+
+
 def assert_steady(run: Trained, processes: int, *kernels: str):
     """In three steps the host waits twice, for the result of the step before; attention takes these kernels."""
     problems = {event: count for event, count in run.events.items() if event[0] in ("sync", "copy", "hazard")}
@@ -57,7 +62,7 @@ def test_losses_equal_cpu(launch_file, processes, cpu, on_gpus):
     run = on_gpus(launch_file)
     assert f"{processes} x NVIDIA H100" in run.stdout
     assert "arning" not in run.stderr, run.stderr
-    assert run.losses == pytest.approx(cpu.losses, rel=1e-6)
+    assert_same_training(run, cpu)
     assert_steady(run, processes, "efficient")
 
 
@@ -98,5 +103,5 @@ def corpus(folder):
 def test_text_with_workers_trains_as_on_cpu(packing, kernel, corpus, folder):
     settings = ["--data.source", "text", "--data.path", corpus, "--data.packing", packing, "--data.num_samples", 20]
     run = train_on_gpus("one_gpu", 1, *settings, "--data.num_workers", 1, out_dir=folder / packing)
-    assert run.losses == pytest.approx(train_on_cpu(*settings, out_dir=folder / f"{packing}_cpu").losses, rel=1e-6)
+    assert_same_training(run, train_on_cpu(*settings, out_dir=folder / f"{packing}_cpu"))
     assert_steady(run, 1, kernel)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from accelerate import Accelerator
 from matplotlib.image import imread
 
 from config.parser import parse_config
@@ -98,7 +97,7 @@ def test_figure_shows_single_block_or_step(steps, blocks, tmp_path):
 def test_block_output_is_first_of_a_tuple():
     """A block with an auxiliary loss returns a tuple."""
     block = torch.nn.Identity()
-    statistics = BlockStatistics([block], None)
+    statistics = BlockStatistics([block])
     for statistics.recording in (False, True):  # not in steps that are not logged
         block((torch.tensor([3.0, -3.0]), torch.tensor(99.0)))
     assert [mean_square.item() for mean_square in statistics.mean_squares[0]] == [9.0]
@@ -107,7 +106,7 @@ def test_block_output_is_first_of_a_tuple():
 def test_block_statistics_handle_shared_and_skipped_blocks():
     """Blocks that share weights, and stochastic depth."""
     shared, left_out = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    statistics = BlockStatistics([shared, left_out, shared], Accelerator(cpu=True))
+    statistics = BlockStatistics([shared, left_out, shared])
     statistics.recording = True
     for weight, bias, left_out_now in ((1.0, 1.0, False), (1.0, 2.0, True)):  # from 1 to 2 and 3, then to 3 and 5
         torch.nn.init.constant_(shared.weight, weight), torch.nn.init.constant_(shared.bias, bias)
