@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin, str_to_bool
 
@@ -45,13 +46,15 @@ def join_process_group(config: TrainConfig) -> None:
         return
     if is_main_process():
         print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
-    use_cpu = uses_cpu(os.environ)
+    use_cpu, timeout = uses_cpu(os.environ), timedelta(seconds=config.timeout_seconds)
+    # Groups that are made later without a timeout, as by DeviceMesh for hybrid sharding, get these defaults of torch.
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(
         "gloo" if use_cpu else "cpu:gloo,cuda:nccl",
         store=fresh_store(process_rank(), num_processes(), config.timeout_seconds),
         rank=process_rank(),
         world_size=num_processes(),
-        timeout=timedelta(seconds=config.timeout_seconds),
+        timeout=timeout,
         device_id=None if use_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"])),
     )
 

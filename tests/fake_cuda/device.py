@@ -28,6 +28,8 @@ NAME, MEMORY = "NVIDIA H100 80GB HBM3", 80 * 2**30
 Event = tuple[str, str, str]
 """(kind, detail, place in the repository). Kinds: sync, copy, hazard, attention, collective."""
 events: collections.Counter[Event] = collections.Counter()
+group_timeouts: list[timedelta] = []
+"""Timeouts of the NCCL groups of this process, in order of creation."""
 
 
 def build() -> Path:
@@ -312,6 +314,7 @@ def patch_nccl(ext) -> None:
             gloo_options = gloo._Options()
             gloo_options._devices, gloo_options._threads = [gloo.create_default_device()], 2
             gloo_options._timeout = options._timeout
+            group_timeouts.append(options._timeout)
             return ext.FakeNCCL(gloo(store, rank, size, gloo_options), rank, size)
 
     def split_group(parent_pg=None, split_ranks=(), timeout=None, pg_options=None, group_desc=None, **_):
@@ -346,7 +349,7 @@ def patch_attention() -> None:
     attend = F.scaled_dot_product_attention
 
     def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
-        if query.device.type == "cuda":
+        if query.device.type == "cuda" and not torch.compiler.is_compiling():
             half = query.dtype in (torch.float16, torch.bfloat16)
             if half and attn_mask is None and query.shape[-1] <= 256:
                 kernel = "flash"

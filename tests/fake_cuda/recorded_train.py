@@ -1,4 +1,5 @@
-"""train.py on fake devices; writes to EVENTS.RANK.json what the emulator reports in three steps that log nothing."""
+"""train.py on fake devices; writes to EVENTS.RANK.json what the emulator reports in three steps that log
+nothing, and the timeouts of NCCL's groups."""
 
 import json
 import os
@@ -20,6 +21,7 @@ def recorded_step(state, step, *arguments):
     if step == END:
         device.stop_recording()
         rows = [[*event, count] for event, count in device.events.items()]
+        rows += [["group", f"timeout {timeout.seconds} s", "", 1] for timeout in device.group_timeouts]
         Path(f"{os.environ['EVENTS']}.{os.environ.get('RANK', 0)}.json").write_text(json.dumps(rows))
     return train_step(state, step, *arguments)
 
