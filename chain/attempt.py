@@ -9,7 +9,7 @@ from scipy import optimize
 
 from chain.code import Idea, apply_ideas, parse_idea
 from chain.ledger import Row, make_row
-from chain.report import format_effect, print_result, training, with_json_errors
+from chain.output import Result, format_effect
 from chain.settings import CombineConfig, TryConfig
 from chain.state import Chain, locked_chain
 from config.errors import ConfigError
@@ -23,53 +23,47 @@ from jobs.runner import JobRunner
 
 SMALLEST_P = 1e-9
 # By status; 0 for the decided ones.
-EXIT_CODES = {"running": 10, "unknown": 10, "futile": 10, "failed": 11, "identical": 11, "refused": 2}
+EXIT_CODES = {"running": 10, "unknown": 10, "futile": 10, "failed": 11, "identical": 11}
 
 
-@with_json_errors
-def main(config: TryConfig) -> None:
-    """Test an idea, add it to the ledger and print the result.
+def try_idea(config: TryConfig) -> Result:
+    """Test an idea.
 
     Raises:
         ConfigError: the idea or a setting is wrong, or the head has moved meanwhile.
-        RunError: the baseline cannot be trained, or the environment failed.
-        SystemExit: with the exit code of an outcome other than a decision.
+        RunError, Failed, Stopped: the baseline, or the environment.
     """
-    row, is_new = find_out(config)
-    begin = [] if is_new else [f"tried as #{row['id']}:"]
-    print_result(config, row | {"tried_before": not is_new}, [*begin, *describe(row)])
-    if exit_code := EXIT_CODES.get(row["status"], 0):
-        raise SystemExit(exit_code)
-
-
-def find_out(config: TryConfig) -> tuple[Row, bool]:
-    """Return the row of an idea, and whether it was tested now or before."""
+    if len(config.idea) > 1:
+        raise ConfigError(f"idea: {' '.join(config.idea)!r} has several words; quote it as one argument")
     with locked_chain(config.lab) as (_, chain):
-        if isinstance(config, CombineConfig):
-            rows = [chain.idea(number) for number in map(parse_number, config.idea)]
-            parts = [chain.load(row) for row in rows]
-            kind, idea = "combine", Idea(" + ".join(f"#{row['id']}" for row in rows))
-        else:
-            if len(config.idea) > 1:
-                raise ConfigError(f"idea: {' '.join(config.idea)!r} has several words; quote it as one argument")
-            kind, parts = "try", [parse_idea(config.idea[0])]
-            idea = parts[0]
-    changed, code = apply_ideas(parts, chain.head, chain.recipe)
-    diff = code.save_diff(chain.lab / "diffs")
-    cells = {
-        "kind": kind,
-        "parent": chain.head,
-        "commit": changed.commit,
-        "idea": idea.text,
-        "note": config.note,
-        "diff": diff,
-        "settings": " ".join(filter(None, (part.settings for part in parts))),
-    }
-    with training(config, chain.lab):
-        try:
-            return Attempt(config, chain, cells).test(changed), True
-        except TriedBefore as tried:
-            return tried.row, False
+        idea = parse_idea(config.idea[0])
+    return judge(config, chain, "try", idea.text, [idea])
+
+
+def combine(config: CombineConfig) -> Result:
+    """Test several ideas together.
+
+    Raises:
+        ConfigError, RunError, Failed, Stopped: as try_idea.
+    """
+    with locked_chain(config.lab) as (_, chain):
+        rows = [chain.idea(word.removeprefix("#")) for word in config.idea]
+    return judge(config, chain, "combine", " + ".join(f"#{row['id']}" for row in rows), [*map(chain.load, rows)])
+
+
+def judge(config: TryConfig, chain: Chain, kind: str, text: str, ideas: list[Idea]) -> Result:
+    """Return the result of a test, or of the earlier test of the same candidate."""
+    changed, code = apply_ideas(ideas, chain.head, chain.recipe)
+    cells = {"kind": kind, "parent": chain.head, "commit": changed.commit, "idea": text, "note": config.note}
+    cells["diff"] = code.save_diff(chain.lab / "diffs")
+    cells["settings"] = " ".join(idea.settings for idea in ideas if idea.settings)
+    before = []
+    try:
+        row = Attempt(config, chain, cells).test(changed)
+    except TriedBefore as tried:
+        row = tried.row
+        before = [f"tried as #{row['id']}:"]
+    return Result(row | {"tried_before": bool(before)}, [*before, *describe(row)], EXIT_CODES.get(row["status"], 0))
 
 
 class Attempt(Experiment):
@@ -81,6 +75,7 @@ class Attempt(Experiment):
             [cells["idea"], "--config", str(change.ROOT / chain.recipe)],
             max_seeds=config.max_seeds,
             budget_minutes=config.budget_minutes,
+            allow_data_changes=config.allow_data_changes,
             speedup=False,
             first_seed=chain.first_seed,
             note=config.note,
@@ -114,24 +109,20 @@ class Attempt(Experiment):
         with locked_chain(self.lab_setting) as (ledger, chain):
             if chain.head != self.cells["parent"]:
                 raise ConfigError(f"idea: the head of the chain moved to {chain.head[:12]}; rerun the same command")
-            same = [
-                row
-                for row in chain.ideas.values()
-                if (row["parent"], row["candidate"]) == (chain.head, candidate.digest)
-            ]
-            if same and not self.can_continue(same[-1]):
-                raise TriedBefore(same[-1])
-            level = float(same[-1]["level"]) if same else chain.next_level
-            number = same[-1]["id"] if same else 1 + len(chain.ideas)
-            self.cells |= {"id": number, "candidate": candidate.digest, "level": level}
+            same = chain.find(candidate.digest)
+            if same and not self.can_continue(same):
+                raise TriedBefore(same)
+            self.cells["candidate"] = candidate.digest
+            self.cells["id"] = same["id"] if same else 1 + len(chain.ideas)
+            self.cells["level"] = float(same["level"]) if same else chain.next_level
             if not same:
                 ledger.append(**self.cells, status="running")
-            self.total_alpha = 2 * level  # the level is that of a false "better" alone
+        self.total_alpha = 2 * self.cells["level"]  # the level is that of a false "better" alone
         return candidate
 
     def can_continue(self, row: Row) -> bool:
-        """Return whether the test of a row was stopped, or ended without a decision after fewer seeds."""
-        if row["status"] == "running":
+        """Return whether the test of a row was stopped or refused, or ended without a decision after fewer seeds."""
+        if row["status"] in ("running", "refused"):
             return True
         return row["status"] == "unknown" and int(row["seeds_candidate"] or 0) < self.config.max_seeds
 
@@ -161,7 +152,7 @@ class Attempt(Experiment):
                 if results["status"] != "failed":
                     return {}
                 self.cells["id"] = 1 + len(chain.ideas)
-            before = chain.ideas.get(int(self.cells["id"]))
+            before = chain.ideas.get(str(self.cells["id"]))
             if before and not self.can_continue(before):
                 return before
             row = make_row(**self.cells, **results)
@@ -189,22 +180,9 @@ def p_value(baseline: list[float], candidate: list[float]) -> float:
     smallest = math.log(2 * SMALLEST_P)
     if min(len(baseline), len(candidate)) < MIN_SEEDS or high(0.0) >= 0:
         return 1.0
-    return (
-        SMALLEST_P
-        if high(smallest) < 0
-        else math.exp(optimize.root_scalar(high, bracket=(smallest, 0.0), xtol=0.01).root) / 2
-    )
-
-
-def parse_number(word: str) -> int:
-    """Parse the number of an idea.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not word.removeprefix("#").isdigit():
-        raise ConfigError(f"ids: {word!r} must be the number of an idea")
-    return int(word.removeprefix("#"))
+    if high(smallest) < 0:
+        return SMALLEST_P
+    return math.exp(optimize.root_scalar(high, bracket=(smallest, 0.0), xtol=0.01).root) / 2
 
 
 def describe(row: Row) -> Iterator[str]:

@@ -106,8 +106,8 @@ def require_clean_tree() -> None:
         raise ConfigError(f"the working tree has changes ({', '.join(names[:3])}); commit or stash them first")
 
 
-def edited_files(branch: str, before: str, after: str, *expected: str) -> list[str]:
-    """Return the files between two commits whose content in the working tree is in none of the expected commits.
+def edited_files(branch: str, before: str, after: str) -> list[str]:
+    """Return the files in which two commits differ and whose content in the working tree is in neither.
 
     There are none if the branch is not checked out.
     """
@@ -115,20 +115,31 @@ def edited_files(branch: str, before: str, after: str, *expected: str) -> list[s
         return []
     files = files_between(before, after)
     there = blobs_in_tree(files)
-    known = [blobs(commit, files) for commit in (before, *expected)]
-    return [file for file in files if there.get(file) not in {blob.get(file) for blob in known}]
+    ours, theirs = blobs(before, files), blobs(after, files)
+    return [file for file in files if there.get(file) not in (ours.get(file), theirs.get(file))]
 
 
 def move_branch(branch: str, before: str, after: str) -> None:
-    """Move a branch from a commit to another, and the files of the working tree if it is checked out.
+    """Move a branch to another commit, and before that, if it is checked out, the files of the working tree.
 
     Raises:
         ConfigError: another process has moved it.
     """
-    here = current_branch() == branch
-    git("update-ref", f"refs/heads/{branch}", after, before)
-    if here:
+    if current_branch() == branch:
         write_files(after, files_between(before, after))
+    git("update-ref", f"refs/heads/{branch}", after, before)
+
+
+def switch_to(branch: str, commit: str) -> None:
+    """Check out a branch, which is created at the commit if there is none.
+
+    Raises:
+        ConfigError: the working tree has changes.
+    """
+    require_clean_tree()
+    if not tip(branch):
+        git("branch", branch, commit)
+    git("switch", "--quiet", branch)
 
 
 def write_files(commit: str, files: list[str]) -> None:
@@ -144,8 +155,8 @@ def write_files(commit: str, files: list[str]) -> None:
 
 def undo_idea(branch: str, head: str, commit: str) -> bool:
     """Remove an idea from the working tree if all of it is there as it was tested; return whether it was."""
-    files = files_between(head, commit)
-    if current_branch() != branch or blobs_in_tree(files) != blobs(commit, files):
+    files = files_between(head, commit) if commit else []
+    if not files or current_branch() != branch or blobs_in_tree(files) != blobs(commit, files):
         return False
     write_files(head, files)
     return True

@@ -11,7 +11,7 @@ from scipy import stats
 
 from chain.code import apply_ideas
 from chain.ledger import Row
-from chain.report import format_effect, print_result, training, with_json_errors
+from chain.output import Result, format_effect
 from chain.settings import ConfirmConfig
 from chain.state import HEAD_AGAINST_START, RESERVED_SEEDS, SEEDS_PER_HEAD, Chain, locked_chain
 from cli.output import aligned
@@ -41,14 +41,12 @@ class Contrast:
     """Difference at selection (%)."""
 
 
-@with_json_errors
-def main(config: ConfirmConfig) -> None:
+def confirm(config: ConfirmConfig) -> Result:
     """Compare head and start, and leave out each accepted idea; again after a stop, resume.
 
     Raises:
         ConfigError: no idea is accepted, or this head was confirmed on another number of seeds.
-        RunError: an arm does not train.
-        SystemExit: with code 75 after a signal.
+        Failed, Stopped: a run of head or start.
     """
     with locked_chain(config.lab) as (_, chain):
         if not chain.kept:
@@ -58,12 +56,10 @@ def main(config: ConfirmConfig) -> None:
             raise ConfigError(f"seeds: this head is confirmed on {seeds.pop()} reserved seeds, which are usable once")
         heads = [*dict.fromkeys([*(row["commit"] for row in rows), chain.head])]
     first_seed = RESERVED_SEEDS + SEEDS_PER_HEAD * heads.index(chain.head)
-    jobs, table = JobRunner(config.jobs), []
-    with training(config, chain.lab):
-        for contrast in contrasts(config, chain):
-            table.append((contrast, confirm(config, chain, contrast, first_seed, jobs)))
+    jobs = JobRunner(config.jobs)
+    table = [(contrast, measure(config, chain, contrast, first_seed, jobs)) for contrast in contrasts(config, chain)]
     facts = {"rows": [row for _, row in table], "claimed": claimed(chain)}
-    print_result(config, chain.summary() | facts, [*describe(table, config.seeds)])
+    return Result(chain.summary() | facts, [*describe(table, config.seeds)])
 
 
 def contrasts(config: ConfirmConfig, chain: Chain) -> Iterator[Contrast]:
@@ -93,7 +89,7 @@ def contrasts(config: ConfirmConfig, chain: Chain) -> Iterator[Contrast]:
                 yield Contrast(f"{name}: {error}", head, head)
 
 
-def confirm(config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed: int, jobs: JobRunner) -> Row:
+def measure(config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed: int, jobs: JobRunner) -> Row:
     """Return the row of a comparison, which is trained unless it is in the ledger.
 
     Raises:
@@ -119,7 +115,7 @@ def compare(
     """Train all seeds of both commits, and return the cells of the result.
 
     Raises:
-        ConfigError, Failed: as `confirm`.
+        ConfigError, Failed: as `measure`.
     """
     if contrast.base == contrast.commit:
         return {"status": "not separable"}

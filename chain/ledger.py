@@ -37,7 +37,8 @@ class Ledger:
         self.complete = sum(len(line.encode()) + 1 for line in lines[:-1])
         """Bytes of the complete lines."""
         if lines[-1]:
-            print(f"{file.name}: ignoring an incomplete last row; rerun the command that wrote it", file=sys.stderr)
+            message = f"{file.name}: ignoring an incomplete last row; rerun the command that wrote it"
+            print(message, file=sys.__stderr__)  # sys.stderr may be the log of the runs
         self.rows = [self._parse(number, line) for number, line in enumerate(lines[1:-1], start=2)]
         if lines[:-1] and tuple(lines[0].split("\t")) != COLUMNS:
             raise ConfigError(f"{file.name}: line 1 must name the columns; restore the file, or choose another --lab")

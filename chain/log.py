@@ -1,21 +1,37 @@
 """The command `log`: the ideas in order of time, and the chain as a figure."""
 
+import sys
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
-from chain.report import format_effect, print_result, with_json_errors
+from chain.output import Result, format_effect
 from chain.settings import LogConfig
-from chain.staircase import draw
-from chain.state import Chain, locked_chain
+from chain.state import HEAD_AGAINST_START, IDEAS, Chain, locked_chain
 from cli.output import aligned
+from plotting.style import COLORS, fit_label, new_figure, report_plot_errors
+
+# Marker, colour and label of the ideas, by their outcome. Filled markers are accepted ideas.
+OUTCOMES = {
+    "kept": {"marker": "o", "color": COLORS[0], "label": "accepted"},
+    "kept unproven": {"marker": "D", "color": COLORS[0], "label": "accepted, unproven"},
+    "better": {"marker": "^", "edgecolors": COLORS[2], "facecolors": "none", "label": "better, not accepted"},
+    "other": {"marker": "s", "edgecolors": "0.5", "facecolors": "none", "label": "not better"},
+    "failed": {"marker": "x", "color": COLORS[1], "label": "failed", "clip_on": False},
+}
+MAX_LABEL = 40  # characters
+SECONDS_PER_HOUR = 3600
+
+Points = list[tuple[float, float]]
 
 
-@with_json_errors
-def main(config: LogConfig) -> None:
-    """Print the chain as a table, and draw it in LAB/chain.png."""
+def log(config: LogConfig) -> Result:
+    """Return the chain as a table, and draw it in LAB/chain.png."""
     with locked_chain(config.lab) as (_, chain):
         pass
-    draw(chain, chain.lab / "chain.png")
-    print_result(config, chain.summary() | {"rows": [*chain.rows]}, [*lines(chain)])
+    with report_plot_errors("chain.png", partial(print, file=sys.stderr)):
+        draw(chain, chain.lab / "chain.png")
+    return Result(chain.summary() | {"rows": [*chain.rows]}, [*lines(chain)])
 
 
 def lines(chain: Chain) -> Iterator[str]:
@@ -32,3 +48,73 @@ def lines(chain: Chain) -> Iterator[str]:
     counts = f"{len(chain.ideas)} ideas, {len(chain.discoveries)} better, {len(chain.kept)} accepted"
     yield f"{chain.branch} at {chain.head[:12]}: {counts}; wealth {chain.wealth:.3g}, next level {chain.next_level:.3g}"
     yield f"figure: {chain.lab / 'chain.png'}; ledger: {chain.lab / 'ledger.tsv'}"
+
+
+def draw(chain: Chain, path: Path) -> None:
+    """Draw the loss of each idea when it was tested, of each head on fresh seeds, and what was claimed and confirmed.
+
+    Raises:
+        OSError: the figure cannot be written.
+    """
+    spent, heads, claims, ideas = collect(chain)
+    figure = new_figure(9, 5)
+    axes = figure.add_subplot()
+    for points, line, label in (
+        (heads, "-", "head, on fresh seeds"),
+        (heads[:1] + claims, ":", "claimed at selection"),
+    ):
+        if points:
+            x, y = zip(*points, (spent, points[-1][1]), strict=True)
+            axes.step(x, y, where="post", color=COLORS[4], linestyle=line, label=label)
+    for (hours, loss), row in zip(claims, chain.kept, strict=True):
+        axes.annotate(
+            fit_label(row["idea"], MAX_LABEL), (hours, loss), (4, -10), textcoords="offset points", fontsize=6
+        )
+    for name, style in OUTCOMES.items():
+        if name in ideas:
+            in_axes = {"transform": axes.get_xaxis_transform()} if name == "failed" else {}  # it has no loss
+            axes.scatter(*zip(*ideas[name], strict=True), s=24, zorder=3, **style, **in_axes)
+    if heads and (confirmed := confirmed_percent(chain)):
+        mean, low, high = (heads[0][1] * (1 + percent / 100) for percent in confirmed)
+        errors = [[mean - low], [high - mean]]
+        axes.errorbar(
+            [spent], [mean], yerr=errors, fmt="*", color=COLORS[3], markersize=10, capsize=3, label="confirmed"
+        )
+    axes.set(xlabel="CPU hours", ylabel="validation loss, excess where the entropy is known (nats/token)")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=150)
+
+
+def collect(chain: Chain) -> tuple[float, Points, Points, dict[str, Points]]:
+    """Return what to draw, as (CPU hours, loss).
+
+    Returns:
+        The CPU hours in all; the heads; the accepted ideas as they were measured at selection; all ideas by outcome.
+    """
+    spent, heads = 0.0, []
+    at: dict[str, tuple[float, float]] = {}
+    for row in chain.rows:
+        if row["kind"] in (*IDEAS, "baseline", "confirm"):  # the other rows repeat the time of the test
+            spent += float(row["cpu_seconds"] or 0) / SECONDS_PER_HOUR
+        if row["kind"] == "baseline":
+            heads.append((spent, float(row["loss"])))
+        elif row["kind"] in IDEAS:
+            at[row["id"]] = spent, float(row["loss"] or 1)
+    ideas: dict[str, Points] = {}
+    for row in chain.ideas.values():
+        if row["decision"].startswith("kept"):
+            outcome = row["decision"]
+        elif row["loss"]:
+            outcome = "better" if row["status"] == "better" else "other"
+        else:
+            outcome = "failed"
+        ideas.setdefault(outcome, []).append(at[row["id"]])
+    return spent, heads, [at[row["id"]] for row in chain.kept], ideas
+
+
+def confirmed_percent(chain: Chain) -> list[float] | None:
+    """Return the difference between head and start by the newest confirmation, with its interval; None without one."""
+    rows = [row for row in chain.rows if row["kind"] == "confirm" and row["idea"] == HEAD_AGAINST_START and row["loss"]]
+    return [float(rows[-1][name]) for name in ("difference", "low", "high")] if rows else None

@@ -61,6 +61,9 @@ class TryConfig(ChainConfig):
     budget_minutes: PositiveFloat | None = None
     """Minutes after which no run is started. null: only max_seeds limits the runs."""
 
+    allow_data_changes: bool = False
+    """Whether the code may change the data, the evaluation or the seeding; the losses may then mean something else."""
+
 
 @dataclass
 class CombineConfig(TryConfig):
@@ -108,14 +111,15 @@ class LogConfig(ChainConfig):
     """Prints the ideas in order of time, and draws the chain in LAB/chain.png."""
 
 
+MODULE = "chain.commands"
 COMMANDS: dict[str, tuple[Any, str]] = {
-    "start": (StartConfig, "chain.start"),
-    "try": (TryConfig, "chain.attempt"),
-    "keep": (KeepConfig, "chain.keep"),
-    "drop": (DropConfig, "chain.drop"),
-    "combine": (CombineConfig, "chain.attempt"),
-    "confirm": (ConfirmConfig, "chain.confirm"),
-    "log": (LogConfig, "chain.log"),
+    "start": (StartConfig, MODULE),
+    "try": (TryConfig, MODULE),
+    "keep": (KeepConfig, MODULE),
+    "drop": (DropConfig, MODULE),
+    "combine": (CombineConfig, MODULE),
+    "confirm": (ConfirmConfig, MODULE),
+    "log": (LogConfig, MODULE),
 }
 
 

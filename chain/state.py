@@ -48,9 +48,9 @@ class Chain:
         return self.start["status"] == "strict"
 
     @property
-    def ideas(self) -> dict[int, Row]:
+    def ideas(self) -> dict[str, Row]:
         """Newest row of each idea, by number."""
-        return {int(row["id"]): row for row in self.rows if row["kind"] in (*IDEAS, "keep", "drop")}
+        return {row["id"]: row for row in self.rows if row["kind"] in (*IDEAS, "keep", "drop")}
 
     @property
     def kept(self) -> list[Row]:
@@ -79,7 +79,7 @@ class Chain:
         tested = {number for number, row in self.ideas.items() if row["status"] in TESTED}
         begun, found, counts = set(), set(), []
         for row in self.rows:
-            if row["kind"] in IDEAS and (number := int(row["id"])) in tested:
+            if row["kind"] in IDEAS and (number := row["id"]) in tested:
                 begun.add(number)
                 if row["status"] == "better" and number not in found:
                     found.add(number)
@@ -101,15 +101,20 @@ class Chain:
         """Wealth that is left."""
         return online_fdr.wealth(self.levels, self.discoveries, self.strict)
 
-    def idea(self, number: int) -> Row:
+    def idea(self, number: str) -> Row:
         """Return the newest row of an idea.
 
         Raises:
             ConfigError: there is none with this number.
         """
         if number not in self.ideas:
-            raise ConfigError(f"id: {number} is no idea of this chain; `research.py log` lists them")
+            raise ConfigError(f"id: {number!r} is no idea of this chain; `research.py log` lists them")
         return self.ideas[number]
+
+    def find(self, candidate: str) -> Row | None:
+        """Return the newest row of a candidate on the head, by its digest."""
+        same = [row for row in self.ideas.values() if (row["parent"], row["candidate"]) == (self.head, candidate)]
+        return same[-1] if same else None
 
     def load(self, row: Row) -> Idea:
         """Return the idea of a row.
@@ -125,7 +130,9 @@ class Chain:
 
     def summary(self) -> dict[str, Any]:
         """Return the state as plain JSON."""
-        running = [number for number, row in self.ideas.items() if row["status"] == "running" and not row["decision"]]
+        running = [
+            int(number) for number, row in self.ideas.items() if row["status"] == "running" and not row["decision"]
+        ]
         return {
             "branch": self.branch,
             "recipe": self.recipe,

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from chain import attempt, keep, ledger
+from chain import attempt, code, head, ledger
 from chain.ledger import locked_ledger
 from experiments import experiment
 from experiments.experiment import Experiment
@@ -26,11 +26,9 @@ def interrupted(*_):
 def decided(research, monkeypatch):
     """Return a function that adds an idea with a result to a chain, without training."""
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "chain.start.measure_baseline", lambda config, chain: chain.rows[0] | {"loss": "1", "message": ""}
-        )
+        patch.setattr("chain.head.measure_baseline", lambda config, chain: chain.rows[0] | {"loss": "1", "message": ""})
         research.start()
-    monkeypatch.setattr(keep, "measure_baseline", lambda config, chain: None)
+    monkeypatch.setattr(head, "measure_baseline", lambda config, chain: chain.rows[0] | {"loss": "1", "message": ""})
 
     def test(self, changed):
         with locked_ledger(self.lab) as file:
@@ -140,10 +138,15 @@ def test_second_of_two_keeps_is_refused(decided, research):
     assert research.git("rev-list", "--count", "main..research/lab") == "1"
 
 
-def test_killed_keep_is_finished_by_the_next_command(decided, research, monkeypatch):
+@pytest.mark.parametrize("place", ["before the files", "before the branch"])
+def test_killed_keep_is_finished_by_the_next_command(decided, research, monkeypatch, place):
     decided("--optimizer.lr 2")
     with monkeypatch.context() as patch:
-        patch.setattr(keep, "move_branch", interrupted)
+        if place == "before the files":
+            patch.setattr(head, "move_branch", interrupted)
+        else:
+            git = code.git
+            patch.setattr(code, "git", lambda *words: interrupted() if words[0] == "update-ref" else git(*words))
         assert research("keep", "1").code == 130
     assert research.git("rev-list", "--count", "main..research/lab") == "0"
     assert research("log").code == 0
@@ -185,7 +188,7 @@ def test_start_refuses_dirty_tree_and_second_chain(research):
     assert "commit or stash" in research("start", config).text
     assert not (research.lab / "ledger.tsv").read_text()
     research.git("checkout", "train.py")
-    assert "git tracks" in research("start", "--config=/dev/null").text
+    assert "tracked by git" in research("start", "--config=/dev/null").text
     assert "no chain" in research("log").text
     assert research("start", config, "--seeds=2").code == 2
     research.start()

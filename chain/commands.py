@@ -1,0 +1,76 @@
+"""The commands of research.py: output, errors and exit codes."""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from typing import Any
+
+from chain import attempt, confirm, head, log
+from chain.output import Result
+from chain.settings import (
+    ChainConfig,
+    CombineConfig,
+    ConfirmConfig,
+    DropConfig,
+    KeepConfig,
+    LogConfig,
+    StartConfig,
+    TryConfig,
+)
+from config.errors import ConfigError, RunError
+from config.paths import expand_user_path
+from jobs.runner import Failed, Stopped
+
+EXIT_STOPPED = 75
+COMMANDS: dict[type, Callable[[Any], Result]] = {
+    StartConfig: head.start,
+    TryConfig: attempt.try_idea,
+    CombineConfig: attempt.combine,
+    KeepConfig: head.keep,
+    DropConfig: head.drop,
+    ConfirmConfig: confirm.confirm,
+    LogConfig: log.log,
+}
+
+
+def main(config: ChainConfig) -> None:
+    """Run a command and print its result. With `--json` one object is printed, whatever happens.
+
+    Off a terminal, the progress of runs is written to LAB/progress.log.
+
+    Raises:
+        ConfigError: something is refused.
+        RunError: the baseline cannot be trained, or the environment failed.
+        SystemExit: with the exit code of the result, or 75 after a signal.
+    """
+    try:
+        result = run(config)
+    except (ConfigError, RunError) as error:
+        if config.json:
+            print(json.dumps({"status": "error", "message": str(error)}))
+        raise
+    print(json.dumps(result.facts) if config.json else "\n".join(result.lines))
+    if result.exit_code:
+        raise SystemExit(result.exit_code)
+
+
+def run(config: ChainConfig) -> Result:
+    """Return the result of a command.
+
+    Raises:
+        ConfigError, RunError: as main.
+    """
+    lab = expand_user_path("lab", config.lab)
+    try:
+        lab.mkdir(parents=True, exist_ok=True)
+        if sys.stderr.isatty():
+            return COMMANDS[type(config)](config)
+        with open(lab / "progress.log", "a") as progress, redirect_stderr(progress):
+            return COMMANDS[type(config)](config)
+    except Stopped as stopped:
+        return Result({"status": "stopped", "message": str(stopped)}, [str(stopped)], EXIT_STOPPED)
+    except Failed as failed:
+        raise RunError(f"{failed.training.directory}: {failed}; log: {failed.training.output}") from None
+    except OSError as error:
+        raise RunError(f"{error}; mend that, then rerun the same command to resume") from None

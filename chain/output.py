@@ -1,0 +1,22 @@
+"""The result of a command, and rows of the ledger in words."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from chain.ledger import Row
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command prints: an object with `--json`, else lines."""
+
+    facts: dict[str, Any]
+    lines: list[str]
+    exit_code: int = 0
+
+
+def format_effect(row: Row) -> str:
+    """Format the difference of a row with its interval; "" if it has none."""
+    if not row["difference"]:
+        return ""
+    return "{:+.1f}% ({:+.1f} to {:+.1f})".format(*(float(row[name]) for name in ("difference", "low", "high")))
