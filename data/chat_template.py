@@ -15,7 +15,7 @@ from data.tokenizer import wrap_tokenizer_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Of characters alone, so that any tokenizer can write it; what ends a message is its end of text.
+# Plain characters, so that any tokenizer can encode it; each message ends with the end-of-text token.
 DEFAULT_TEMPLATE = """\
 {%- for message in messages -%}
     {{- '<|' + message['role'] + '|>\\n' -}}
@@ -29,9 +29,9 @@ DEFAULT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
 """
 
-# What stands for a special token in a text begins with it; Unicode keeps it for programs, so no text has it.
+# First character of a placeholder. Unicode reserves it for internal use, so no text has it.
 MARK = "\U0010ffff"
-# Transformers gives a template whichever of these a message has under all three names.
+# Transformers passes any of these keys of a message to the template under all three names.
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}
 
 
@@ -49,28 +49,29 @@ def open_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    Conversations have the tokens that apply_chat_template of transformers gives them, and special tokens come from the
-    template alone: one that is spelt in a message is the characters that it is spelt with, as in any other text.
+    Conversations are encoded as by apply_chat_template of transformers, except that only the template can produce
+    special tokens: one that is spelled in a message is encoded as ordinary characters, as in any other text. For that,
+    placeholders (MARK and one more character) replace the spelled tokens while the template is rendered.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer: Any = tokenizer  # transformers declares unions that its fast tokenizers never are
         special = [token for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        self._stand_ins = {token.content: MARK + chr(0x100000 + index) for index, token in enumerate(special)}
-        longest_first = sorted(self._stand_ins, key=len, reverse=True)
-        spelt = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._spelt, self._spelt_or_stand_in = re.compile(spelt), re.compile(f"({spelt}|{MARK}.)")
-        # A tokenizer for which special tokens are but characters, and what stands for them is the tokens.
+        self._placeholders = {token.content: MARK + chr(0x100000 + index) for index, token in enumerate(special)}
+        longest_first = sorted(self._placeholders, key=len, reverse=True)
+        spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._spelled, self._spelled_or_placeholder = re.compile(spelled), re.compile(f"({spelled}|{MARK}.)")
+        # This tokenizer has the opposite roles: special tokens are characters, and placeholders are tokens.
         self._literal = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         self._literal.encode_special_tokens = True
         self._literal.no_truncation()
         self._literal.no_padding()
         for token in special:
             flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
-            self._literal.add_tokens([AddedToken(self._stand_ins[token.content], special=False, **flags)])
+            self._literal.add_tokens([AddedToken(self._placeholders[token.content], special=False, **flags)])
         self._token_of = {
-            self._literal.token_to_id(stand_in): tokenizer.convert_tokens_to_ids(content)
-            for content, stand_in in self._stand_ins.items()
+            self._literal.token_to_id(placeholder): tokenizer.convert_tokens_to_ids(content)
+            for content, placeholder in self._placeholders.items()
         }
 
     def encode(
@@ -86,14 +87,15 @@ class ChatTemplate:
             ConfigError: the template cannot render these messages, or the answers cannot be located.
         """
         variables = {"tools": tools, **(chat_template_kwargs or {})}
-        text, marked = self._write(messages, variables)
-        in_answer = self._find_answers(text, messages, variables) if marked is None else _within(marked, text, messages)
-        tokens, places = self._tokens(text)
+        text, marked = self._render(messages, variables)
+        tokens, spans = self._tokenize(text)
         if marked is None:
+            in_answer = self._find_answers(text, messages, variables)
             # A token that begins before the answer, such as two line ends, belongs to the prompt.
-            answers = [in_answer[begin] for begin, _ in places]
+            answers = [in_answer[begin] for begin, _ in spans]
         else:
-            answers = [int(any(in_answer[begin : max(end, begin + 1)])) for begin, end in places]
+            in_answer = _mark_answers(marked, text, messages)
+            answers = [int(any(in_answer[begin : max(end, begin + 1)])) for begin, end in spans]
         return tokens, [0, *answers[1:]]
 
     def prompt(self, messages: list[Message]) -> list[int]:
@@ -102,7 +104,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template cannot render these messages.
         """
-        return self._tokens(self._write(messages, {}, add_generation_prompt=True)[0])[0]
+        return self._tokenize(self._render(messages, {}, add_generation_prompt=True)[0])[0]
 
     def ends_of_answer(self) -> set[int]:
         """Return the tokens that end an answer: the end of text, and the last special token of a rendered answer."""
@@ -114,20 +116,17 @@ class ChatTemplate:
                 ends.update([token for token in of_answer if token in self.tokenizer.added_tokens_decoder][-1:])
         return ends
 
-    def keys_not_written(self, conversation: dict[str, Any]) -> set[str]:
-        """Return the keys of a conversation that the template does not name, and whose values would be lost."""
+    def keys_not_rendered(self, conversation: dict[str, Any]) -> set[str]:
+        """Return the keys of a conversation that the template does not name, so that their values would be lost."""
         template = self.tokenizer.get_chat_template(tools=conversation.get("tools"))
         named = set(re.findall(r"\w+", template))
         named |= THOUGHTS if named & THOUGHTS else set()
         return find_template_keys(conversation) - named
 
-    def _write(
+    def _render(
         self, messages: list[Message], variables: dict[str, Any], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Render the template, with a stand-in for each special token that a message spells out.
-
-        Also return the (begin, end) of answers in the text; None if the template does not mark them.
-        """
+        """Render the template; also return the (begin, end) of answers in the text, None if it does not mark them."""
         from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
 
         begin = f"that begins {messages[0].get('content')!r:.60}"
@@ -148,34 +147,35 @@ class ChatTemplate:
         return text, marked[0] if is_marked else None  # pyright: ignore[reportReturnType] declared as str there
 
     def _hide(self, value: Any) -> Any:
-        """Replace each special token that is spelled out in a value by its stand-in."""
+        """Replace each special token that is spelled in a value by its placeholder."""
         if isinstance(value, str):
-            return self._spelt.sub(lambda found: self._stand_ins[found[0]], value.replace(MARK, "\ufffd"))
+            return self._spelled.sub(lambda found: self._placeholders[found[0]], value.replace(MARK, "\ufffd"))
         if isinstance(value, dict):
             return {self._hide(key): self._hide(item) for key, item in value.items()}
         return [self._hide(item) for item in value] if isinstance(value, list) else value
 
-    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode rendered text; return the tokens, and where in the text each begins and ends."""
+    def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode rendered text; return the tokens, and the (begin, end) of each in the text."""
         problem = f"messages: the tokenizer has no tokens for a conversation that is rendered as {text[:80]!r} ..."
         if MARK not in text:
             with wrap_tokenizer_errors(problem):
                 encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             return encoded["input_ids"], encoded["offset_mapping"]
-        characters = {stand_in: content for content, stand_in in self._stand_ins.items()}
+        # Exchange special tokens and placeholders, and record where in `text` each character comes from.
+        contents = {placeholder: content for content, placeholder in self._placeholders.items()}
         pieces, origins, begin = [], [], 0
-        for index, piece in enumerate(self._spelt_or_stand_in.split(text)):
+        for index, piece in enumerate(self._spelled_or_placeholder.split(text)):
             if index % 2 == 0:
                 pieces.append(piece)
                 origins += range(begin, begin + len(piece))
             else:
-                pieces.append(characters.get(piece) or self._stand_ins[piece])
+                pieces.append(contents.get(piece) or self._placeholders[piece])
                 origins += [begin] * len(pieces[-1])
             begin += len(piece)
+        origins.append(len(text))
         with wrap_tokenizer_errors(problem):
             encoded = self._literal.encode("".join(pieces), add_special_tokens=False)
         tokens: list[Any] = [self._token_of.get(token, token) for token in encoded.ids]
-        origins.append(len(text))
         return tokens, [(origins[begin], origins[end]) for begin, end in encoded.offsets]
 
     def _find_answers(self, text: str, messages: list[Message], variables: dict[str, Any]) -> bytearray:
@@ -187,14 +187,14 @@ class ChatTemplate:
             if index == 0:
                 problem = f"messages: a conversation begins with an answer, {message.get('content')!r:.60},"
                 raise ConfigError(f"{problem} which cannot be located; put a user message before it")
-            before = self._write(messages[:index], variables, add_generation_prompt=True)[0]
-            after = self._write(messages[: index + 1], variables)[0]
+            before = self._render(messages[:index], variables, add_generation_prompt=True)[0]
+            after = self._render(messages[: index + 1], variables)[0]
             answer = after[len(before) :]
-            if not text.startswith(answer, len(before)):  # as Qwen3's, which leaves thoughts to the last answer
+            if not text.startswith(answer, len(before)):  # Qwen3's template renders thoughts only in the last answer
                 begins = range(answer.rfind(self._hide(message.get("content", ""))) + 1)
                 answer = next((answer[i:] for i in begins if text.startswith(answer[i:], len(before))), answer)
-            follows_the_prompt = text.startswith(before) and after.startswith(before)
-            if not (follows_the_prompt and text.startswith(answer, len(before))):
+            follows_prompt = text.startswith(before) and after.startswith(before)
+            if not (follows_prompt and text.startswith(answer, len(before))):
                 raise ConfigError(
                     "tokenizer: its chat template does not render an answer after the generation prompt, or renders it "
                     "differently when more messages follow, so it cannot be located; put {% generation %} and "
@@ -204,8 +204,8 @@ class ChatTemplate:
         return in_answer
 
 
-def _within(marked: list[tuple[int, int]], text: str, messages: list[Message]) -> bytearray:
-    """Return 1 at each character of `text` that a template has marked as an answer, except answers of weight 0."""
+def _mark_answers(marked: list[tuple[int, int]], text: str, messages: list[Message]) -> bytearray:
+    """Return 1 at each character of `text` in the `marked` spans, except answers of weight 0."""
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     if len(weights) != len(marked):
         if 0 in weights:
@@ -223,7 +223,7 @@ def encode_row(template: ChatTemplate, document: str, begins: bool = True) -> tu
     conversation = parse_conversation(document)
     if not conversation["messages"]:
         return "", {}
-    if lost := template.keys_not_written(conversation):
+    if lost := template.keys_not_rendered(conversation):
         begin = conversation["messages"][0].get("content")
         problem = f"the chat template of the tokenizer does not write {', '.join(map(repr, sorted(lost)))}"
         remedy = "take them out, or name a tokenizer whose template writes them"
