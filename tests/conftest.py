@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -182,6 +183,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Seed the global generators, so that no test depends on the tests before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """An empty directory for `--out_dir`."""
@@ -190,12 +199,14 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def in_process():
-    """Restore what train.py changes in this process: threads, streams and signal handlers."""
+    """Restore what scripts change in this process: threads, streams, environment variables and signal handlers."""
     import torch
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    threads, streams = torch.get_num_threads(), (sys.stdout, sys.stderr)
+    threads, streams, variables = torch.get_num_threads(), (sys.stdout, sys.stderr), dict(os.environ)
     yield
+    os.environ.clear()
+    os.environ.update(variables)
     torch.set_num_threads(threads)
     sys.stdout, sys.stderr = streams
     for number, handler in handlers.items():

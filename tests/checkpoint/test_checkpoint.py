@@ -291,9 +291,9 @@ def test_background_threads_have_lowest_priority(tmp_path):
 
     before, of_verification = priority(), []
     saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None)
-    facts = {"files": {"a": {"bytes": 0}}, "tokenizer": {"hash": ""}, "hash": ""}
+    facts = {"files": {"a": {"bytes": 0}}}
     verification = Verification([SimpleNamespace(path=tmp_path, metadata=facts)])
-    verification._hash = lambda *_: of_verification.append(priority()) or ""
+    verification._verify = lambda *_: of_verification.append(priority())
     verification._run()
     assert saver.executor.submit(priority).result() == 19 and set(of_verification) == {19}
     assert priority() == before, "the thread that trains keeps its own"

@@ -201,9 +201,9 @@ def git_in(root):
     """Commit all files of a folder into a new repository; return a function that runs git there."""
 
     def git(*words):
-        return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout
+        env = os.environ | change.AUTHOR
+        return subprocess.run(["git", *words], cwd=root, env=env, check=True, capture_output=True, text=True).stdout
 
-    os.environ |= change.AUTHOR
     git("init", "--quiet", "--initial-branch=main")
     git("add", ".")
     git("commit", "--quiet", "--message", "base")
