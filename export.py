@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before anything slow is imported; it calls `main` 
     run_and_exit("export", ExportConfig)
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,6 @@ from run.load import (
     Loaded,
     Weights,
     find_checkpoint,
-    is_run,
     load_checkpoint,
     load_with_source,
     report_skipped,
@@ -73,6 +71,8 @@ def main(config: ExportConfig) -> None:
     out = expand_user_path("out", config.out)
     if out.exists():
         raise ConfigError(f"out: {str(out)!r} exists; name a folder that does not")
+    if config.average > 1 and config.checkpoint != "latest":
+        raise ConfigError(f"checkpoint: {config.checkpoint!r}, but average takes the newest ones; leave it out")
     loaded, source = load_with_source(config.run, config.checkpoint, weights=config.weights)
     sources = [source] if source else []
     if config.average > 1:
@@ -106,49 +106,35 @@ def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
     return folder, manifest
 
 
-def newest_checkpoints(config: ExportConfig) -> list[tuple[Path, Manifest]]:
-    """Return the checkpoints to average, newest first; raise ConfigError if there are too few."""
-    path = Path(config.run).expanduser()
-    found = []
-    for directory in readable_checkpoints(path / "checkpoints") if is_run(path) else ():
-        with suppress(InvalidCheckpoint):  # `load_with_source` has warned of it
-            found.append((directory, validate(directory)))
-    if config.checkpoint != "latest" or len(found) < config.average:
-        raise ConfigError(
-            f"average: {config.average} needs checkpoint: latest and that many valid checkpoints, but {path} has "
-            f"{len(found)}; use a smaller number, or train with a larger checkpoint.keep"
-        )
-    return found[: config.average]
-
-
-def average_newest(loaded: Loaded, config: ExportConfig) -> list[tuple[Path, Manifest]]:
-    """Average the newest checkpoints into `loaded`, even while a training removes some; return those averaged.
-
-    Raises:
-        ConfigError: the run has too few, or one cannot be read.
-    """
-    while True:
-        sources = newest_checkpoints(config)
-        try:
-            average_checkpoints(loaded, sources, config.weights)
-            return sources
-        except (ConfigError, OSError, SafetensorError):
-            removed = [directory for directory, _ in sources if not directory.exists()]
-            if not removed:
-                raise
-        report_skipped(f"{directory}: removed while it was read" for directory in removed)
-
-
 @torch.no_grad()
-def average_checkpoints(loaded: Loaded, sources: list[tuple[Path, Manifest]], weights: Weights) -> None:
-    """Replace the weights of the model by their mean over the checkpoints, summed in float64."""
-    mean = loaded.model.state_dict()
+def average_newest(loaded: Loaded, config: ExportConfig) -> list[tuple[Path, Manifest]]:
+    """Replace the weights by their mean over the newest valid checkpoints, summed in float64; return these checkpoints.
+
+    Raise ConfigError if the run has too few. A running training may remove some while they are read.
+    """
+    mean, path = loaded.model.state_dict(), Path(config.run).expanduser()
     sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in mean.items()}
-    for directory, manifest in sources:
-        for name, tensor in load_checkpoint(directory, manifest, weights).model.state_dict().items():
+    sources: list[tuple[Path, Manifest]] = []
+    for directory in readable_checkpoints(path / "checkpoints"):
+        try:
+            manifest = validate(directory)
+            weights = load_checkpoint(directory, manifest, config.weights).model.state_dict()
+        except (InvalidCheckpoint, ConfigError, OSError, SafetensorError) as error:
+            report_skipped([str(error) if directory.exists() else f"{directory}: removed while it was read"])
+            continue
+        sources.append((directory, manifest))
+        for name, tensor in weights.items():
             sums[name] += tensor
+        if len(sources) == config.average:
+            break
+    else:
+        raise ConfigError(
+            f"average: {config.average} needs that many valid checkpoints, but {path} has {len(sources)}; use a "
+            "smaller number, or train with a larger checkpoint.keep"
+        )
     for name, tensor in mean.items():
         tensor.copy_(sums[name] / len(sources))
+    return sources
 
 
 def write_model(folder: Path, loaded: Loaded) -> None:

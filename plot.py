@@ -6,14 +6,14 @@ It writes loss.png into each run, excess.png if the run logged `val/excess_loss/
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
     from cli.scripts import run_and_exit
-    from plotting.settings import PlotConfig
+    from run.settings import PlotConfig
 
     run_and_exit("plot", PlotConfig, needs_torch=False)
 
 
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from plotting.settings import PlotConfig
+from run.settings import PlotConfig
 
 
 def main(config: PlotConfig) -> None:

@@ -1,4 +1,4 @@
-"""Settings of sample.py, evaluate.py and export.py; importable without torch."""
+"""Settings of sample.py, evaluate.py, export.py and plot.py; importable without torch."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from model.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt, Pos
 
 @dataclass
 class TrainedModelConfig:
-    """Settings of all three scripts: the model to load."""
+    """Settings of every script that loads a model."""
 
     run: str
     """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
@@ -93,3 +93,14 @@ class ExportConfig(TrainedModelConfig):
 
     push: str | None = None
     """Also upload the folder to this repository of the Hub, NAME/REPOSITORY; needs `hf auth login`."""
+
+
+@dataclass
+class PlotConfig:
+    """Plots runs: writes loss.png, excess.png and layers.png into the directory of each."""
+
+    runs: list[str]
+    """Run directories."""
+
+    x: Literal["steps", "tokens", "flops", "seconds"] = "steps"
+    """The x axis of loss.png: optimizer steps, training tokens, training FLOPs, or seconds of training."""

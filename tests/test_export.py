@@ -109,9 +109,10 @@ def test_average_exports_mean_of_newest_checkpoints(runs, tmp_path):
     for name, tensor in state.items():
         expected = sum(part[f"model.{name}"].double() for part in parts) / 3
         assert torch.equal(tensor, expected.float()), name
-    for settings in ({"average": 9}, {"average": 2, "checkpoint": "best"}):
-        with pytest.raises(ConfigError, match=f"average: {settings['average']} needs checkpoint: latest .* has 8; use"):
-            exported(runs / "gpt2", tmp_path / "other", **settings)
+    with pytest.raises(ConfigError, match="average: 9 needs that many valid checkpoints, .* has 8; use"):
+        exported(runs / "gpt2", tmp_path / "other", average=9)
+    with pytest.raises(ConfigError, match="checkpoint: 'best', but average takes the newest ones; leave it out"):
+        exported(runs / "gpt2", tmp_path / "other", average=2, checkpoint="best")
 
 
 def test_average_skips_checkpoint_removed_while_read(runs, tmp_path, monkeypatch, capsys):
