@@ -6,6 +6,7 @@ Everything else must be a function of the config and the step.
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 from config.errors import ConfigError
 from training.schedule import SCHEDULES
 
-COLLECTIONS = list | tuple | deque
-MAX_COPIED = 2**20  # elements; larger tensors, such as masks, are not watched
+MAX_WATCHED = 2**20  # elements; larger tensors, such as masks, are not watched
 
 
 def check_optimizer_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -42,28 +42,26 @@ class UnsavedState:
 
     def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer):
         self.network, self.optimizer = network, optimizer
-        self.first = {name: _copy(value) for name, value in self._current_values()}
+        self.first: dict[str, tuple[str, str]] = {}  # by name: fingerprint and text
+        self.check()
 
     def check(self) -> None:
         """Raise ConfigError if training has changed a recorded value."""
-        for name, value in self._current_values():
-            before = self.first.get(name)
-            if before is None:
-                self.first[name] = _copy(value)
+        for name, value, fingerprint in self._current_values():
+            text = "a tensor" if torch.is_tensor(value) else str(value)[:40]
+            before, text_before = self.first.setdefault(name, (fingerprint, text))
+            if before == fingerprint:
                 continue
-            if _is_same(before, value):
-                continue
-            is_in_place = torch.is_tensor(before) and torch.is_tensor(value)
-            change = "in place" if is_in_place else f"from {str(before)[:40]} to {str(value)[:40]}"
-            is_of_model = name.startswith("model.")
-            remedy = "register it as a buffer" if is_of_model else "keep it as a tensor in optimizer.state"
+            remedy = (
+                "register it as a buffer" if name.startswith("model.") else "keep it as a tensor in optimizer.state"
+            )
             raise ConfigError(
-                f"{name}: training changed this attribute {change}, and checkpoints do not contain it, so a resumed "
-                f"run would start from its first value again; {remedy}, or, if every step computes it again, let its "
-                "name begin with an underscore"
+                f"{name}: training changed this attribute from {text_before} to {text}, and checkpoints do not contain "
+                f"it, so a resumed run would start from its first value again; {remedy}, or, if every step computes it "
+                "again, let its name begin with an underscore"
             )
 
-    def _current_values(self) -> Iterator[tuple[str, Any]]:
+    def _current_values(self) -> Iterator[tuple[str, Any, str]]:
         not_watched = SCHEDULES.keys() | ({"p"} if "dropout" in SCHEDULES else set())
         not_watched |= {"training", "state", "params", "param_groups"}
         owners: list[tuple[str, dict[str, Any]]] = []
@@ -75,39 +73,20 @@ class UnsavedState:
         owners += [(f"optimizer.param_groups[{i}]", group) for i, group in enumerate(self.optimizer.param_groups)]
         for prefix, attributes in owners:
             for key, value in attributes.items():
-                if _is_data(value) and not key.startswith(("_", "initial_")) and key not in not_watched:
-                    yield f"{prefix}.{key}", value
+                if not key.startswith(("_", "initial_")) and key not in not_watched and (found := _fingerprint(value)):
+                    yield f"{prefix}.{key}", value, found
 
 
-def _is_data(value: Any) -> bool:
-    """Return whether a value is watched."""
+def _fingerprint(value: Any) -> str | None:
+    """Return a text that is equal for equal values alone; None for a value that is not watched."""
     if isinstance(value, Mapping):
-        return all(map(_is_data, value.values()))
-    if isinstance(value, COLLECTIONS):
-        return all(map(_is_data, value))
+        value = [part for item in value.items() for part in item]
+    if isinstance(value, list | tuple | deque):
+        parts = [_fingerprint(part) for part in value]
+        return None if None in parts else f"[{', '.join(map(str, parts))}]"
     if torch.is_tensor(value):
-        return value.numel() <= MAX_COPIED and not isinstance(value, nn.Parameter)
-    return isinstance(value, int | float | str)
-
-
-def _copy(value: Any) -> Any:
-    """Copy a watched value; a mapping becomes a dict, and any other collection a list."""
-    if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, COLLECTIONS):
-        return [_copy(item) for item in value]
-    return value.clone() if torch.is_tensor(value) else value
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    """Compare a copy with the present value."""
-    if isinstance(before, dict):
-        is_alike = isinstance(now, Mapping) and before.keys() == now.keys()
-        return is_alike and all(_is_same(item, now[key]) for key, item in before.items())
-    if isinstance(before, list):
-        return isinstance(now, COLLECTIONS) and len(before) == len(now) and all(map(_is_same, before, now))
-    if torch.is_tensor(before) or torch.is_tensor(now):
-        is_alike = torch.is_tensor(before) and torch.is_tensor(now)
-        is_alike = is_alike and before.shape == now.shape and before.dtype == now.dtype
-        return is_alike and torch.equal(before, now.to(before.device))
-    return before == now or (before != before and now != now)
+        if value.numel() > MAX_WATCHED or isinstance(value, nn.Parameter):
+            return None
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {list(value.shape)} {sha256(content).hexdigest()}"
+    return repr(value) if isinstance(value, int | float | str) else None

@@ -16,7 +16,7 @@ REFUSED = {
     "optimizer attribute": "optimizer.count: training changed this attribute from 0 to 1",
     "parameter group": "optimizer.param_groups[0].count: training changed this attribute from 0 to 1",
     "model attribute": "model.num_calls: training changed this attribute from 0 to ",
-    "model tensor": "model.ema: training changed this attribute in place",
+    "model tensor": "model.ema: training changed this attribute from a tensor to a tensor",
 }
 
 
@@ -70,7 +70,7 @@ def test_nan_and_nonpersistent_buffers_compare_by_value():
     network.table = torch.ones(3)
     unsaved.check()
     network.table.add_(1)
-    with pytest.raises(ConfigError, match="model.table: training changed this attribute in place"):
+    with pytest.raises(ConfigError, match="model.table: training changed this attribute from a tensor to a tensor"):
         unsaved.check()
 
 
@@ -82,8 +82,8 @@ CHANGES = {
     "item": ([1, torch.zeros(2)], [1, torch.ones(2)], "from"),
     "key": ({}, {"a": 1}, "from {} to {'a': 1}"),
     "value": ({"a": (1, 2)}, {"a": (1, 3)}, "from"),
-    "type": (1, torch.ones(2), "from 1 to tensor"),
-    "dtype": (torch.ones(2), torch.ones(2).long(), "in place"),
+    "type": (1, torch.ones(2), "from 1 to a tensor"),
+    "dtype": (torch.ones(2), torch.ones(2).long(), "from a tensor"),
 }
 
 
