@@ -42,7 +42,7 @@ LOGIT_BYTES = 2**28
 def main(config: EvaluateConfig) -> None:
     """Evaluate, print the metrics, and save them with the loss at each position.
 
-    Raise ConfigError if the model and the corpus do not exist or fit, or the metrics cannot be saved.
+    Raise ConfigError if the model or the corpus does not exist, they do not fit, or the metrics cannot be saved.
     """
     loaded, found = load_with_source(config.run, config.checkpoint, weights=config.weights)
     if found and config.data is None:
@@ -60,20 +60,15 @@ def main(config: EvaluateConfig) -> None:
         metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
     positions = {name: metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")}
     if accelerator.is_main_process:
-        metrics: dict[str, Any] = metrics | {
-            "run": config.run,
-            **({"step": found[1].step} if found else {}),
-            "data": data_facts(settings.data),
-        }
-        metrics |= {"windows": len(corpus.validation), "seq_len": settings.seq_len}
+        metrics: dict[str, Any] = metrics | {"run": config.run} | ({"step": found[1].step} if found else {})
+        metrics |= {"data": data_facts(settings.data), "windows": len(corpus.validation), "seq_len": settings.seq_len}
         metrics |= {"targets": "answers"} if corpus.conversations else {}
         print(json.dumps(finite_or_null(metrics), indent=1))
         directory = output_directory(config)
         try:
             save(directory, config.run, metrics, list(positions.values()))
         except OSError as error:
-            problem = f"out: {str(directory)!r} cannot be written: {error}"
-            raise ConfigError(f"{problem}; name a writable directory") from None
+            raise ConfigError(f"out: {str(directory)!r} cannot be written: {error}; name another one") from None
     accelerator.wait_for_everyone()
 
 
@@ -89,9 +84,7 @@ def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
     settings, limit = loaded.config, loaded.model.config.max_position_embeddings
     if settings is None or config.data is not None:
         if config.data is None:
-            raise ConfigError(
-                f"data: null, but {config.run!r} is not the directory of a run; name a corpus made by data.prepare"
-            )
+            raise ConfigError(f"data: null, but {config.run!r} is not a run; name a corpus made by data.prepare")
         settings = settings or TrainConfig(seq_len=min(limit, 1024))
         packing = settings.data.packing  # packed as in training, so that attention covers the same tokens
         settings = replace(settings, data=DataConfig(source="text", path=config.data, packing=packing))

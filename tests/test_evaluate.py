@@ -109,7 +109,7 @@ def test_output_directory_is_beside_an_evaluated_folder(tmp_path, monkeypatch):
 def test_incompatible_run_and_data_are_refused(made):
     with pytest.raises(ConfigError, match="tokenizer of the corpus is not that of .*run: .* entries differ"):
         evaluate.main(EvaluateConfig(str(made / "run"), data=str(made / "other")))
-    with pytest.raises(ConfigError, match="is not the directory of a run; name a corpus"):
+    with pytest.raises(ConfigError, match="is not a run; name a corpus"):
         evaluate.main(EvaluateConfig(str(made / "export")))
     with pytest.raises(ConfigError, match="seq_len: 129 must be from 2 to 128, the max_position_embeddings"):
         evaluate.main(EvaluateConfig(str(made / "run"), seq_len=129))
