@@ -163,6 +163,16 @@ def test_compute_multiplier_includes_each_error(noise):
     assert 3.5 < np.median(widths) / np.std(logs) < 6
 
 
+def test_compute_multiplier_covers_with_few_budgets():
+    """Five runs leave two degrees of freedom, so that the normal interval would be too narrow by half."""
+    draw, held = np.random.default_rng(8), 0
+    for _ in range(300):
+        budgets = [(share, share**-0.9 * math.exp(draw.normal(0, 0.003))) for share in (0.5, 0.7, 1.0, 1.4, 2.0)]
+        found = estimate_compute_multiplier(budgets, [1.0, 1.0], [1.4**-0.9] * 2)
+        held += found.low < 1.4 < found.high
+    assert 280 <= held <= 296
+
+
 def test_compute_multiplier_clips_to_budgets():
     budgets = [(share, 1 / share) for share in (0.5, 0.7, 1.0, 1.4, 2.0)]
 

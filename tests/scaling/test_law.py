@@ -122,3 +122,12 @@ def test_prediction_with_hidden_entropy_is_of_the_excess():
     assert hidden.offset == ENTROPY
     assert hidden.predict(*LARGER).expected == pytest.approx(known.predict(*LARGER).expected, rel=0.2)
     assert hidden.predict(*LARGER).low < TRUE(*LARGER) < hidden.predict(*LARGER).high
+
+
+def test_resampled_noise_is_of_the_whole_loss():
+    """Over the points the fitted law varies by the noise times sqrt(fitted numbers / points), as in any regression."""
+    entropy, noise = 5.0, 0.003
+    factors = np.exp(np.random.default_rng(4).normal(0, noise, len(SIZES)))
+    fitted = fit_with_uncertainty(SIZES, DATA, (TRUE(SIZES, DATA) + entropy) * factors - entropy, entropy)
+    curves = np.log([found(SIZES, DATA) + entropy for found in fitted.resampled])
+    assert np.sqrt(curves.var(axis=0).mean()) == pytest.approx(fitted.noise * np.sqrt(5 / 16), rel=0.3)
