@@ -30,14 +30,16 @@ def tree(tmp_path):
     return tmp_path / "tree"
 
 
-@pytest.mark.parametrize(
-    "file", "train.py config/schema.py run/load.py model/gpt.py data/sampler.py training/block_stats.py".split()
-)
-def test_code_hash_covers_training_code(file, tree):
+def test_code_hash_covers_training_code(tree):
+    packages = "model config distributed cli data training checkpoint run".split()
+    files = sorted([tree / "train.py", *(file for package in packages for file in (tree / package).rglob("*.py"))])
+    assert set(files) <= set(training_sources(tree))
     before = code_hash(tree)
     assert before == code_hash() and len(before) == 12
-    (tree / file).write_text((tree / file).read_text() + "\nX = 1\n")
-    assert code_hash(tree) != before
+    for file in (files[0], *(tree / package / "new.py" for package in packages), files[-1]):
+        file.write_text("X = 1\n")
+        assert code_hash(tree) != before, file
+        before = code_hash(tree)
 
 
 def test_code_hash_excludes_docs_tests_and_plots(tree):

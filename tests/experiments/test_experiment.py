@@ -350,6 +350,15 @@ def test_scale_parameters_keeps_queries_per_key(heads, kv_heads, size):
     assert kv is None or larger["model.n_heads"] // kv == heads // kv_heads
     assert larger["model.n_heads"] == pytest.approx(heads * size**0.5, abs=2)
     assert larger["model.d_model"] // larger["model.n_heads"] == 64 // heads
+    assert larger["optimizer.lr"] == pytest.approx(1 / size**0.5), "inversely proportional to the width"
+
+
+def test_scale_steps_scales_schedule_and_samples():
+    stories = {"data.source": "stories", "data.num_samples": 1000, "schedule.decay_steps": 80}
+    longer = variants.scale_steps(make_arm(**stories), 2.5).settings
+    changed = [longer[name] for name in ("steps", "schedule.warmup_steps", "schedule.decay_steps", "data.num_samples")]
+    assert changed == [1000, 100, 200, 2500]
+    assert "data.num_samples" not in variants.scale_steps(make_arm(), 2.5).settings, "a text has as many as it has"
 
 
 @pytest.mark.parametrize(
@@ -382,6 +391,7 @@ def test_trend_compares_first_and_last_size():
 def test_tune_searches_both_arms_on_separate_seeds(run_experiment):
     found = run_experiment("--model.mlp relu2", "--optimizer.lr", "0.5", tune="optimizer.lr")
     assert found["verdict"] == "better" and found["difference"] == pytest.approx(-10, abs=1)
+    assert found["tuned"] == [1.0, 1.0], "at which the loss is least"
     names = run_experiment.started()
     assert len(names) == 2 * 5 * 2 + 2 * found["seeds"]
     assert {int(name.rpartition("-")[2]) for name in names[:20]} == {2000, 2001}

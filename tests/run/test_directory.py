@@ -94,6 +94,21 @@ def test_resume_refuses_changed_batch_warmup(name):
     ]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("seed", 7), ("seq_len", 64), ("micro_batch_size", 6), ("exact", True), ("optimizer.name", "muon")),
+        *(("optimizer.lr", 0.5), ("optimizer.weight_decay", 0.5), ("optimizer.betas", (0.5, 0.6))),
+        *(("optimizer.grad_clip", 7.0), ("model.dropout", 0.3), ("data.num_samples", 7), ("data.facts", 7)),
+        ("evaluation.ema_decay", 0.7),
+    ],
+)
+def test_resume_refuses_changed_setting_of_training(setting, value):
+    settings, config = stored()
+    lines = resume.differing_settings(complete_settings(settings), replace_settings(config, {setting: value}))
+    assert [line.partition(":")[0] for line in lines] == [setting]
+
+
 def test_resume_refuses_changed_scheduled_values(monkeypatch):
     """A fork may schedule a value by the fraction of the run, which changes when the run is extended."""
     monkeypatch.setitem(SCHEDULES, "weight_decay", lambda value, config, step: value * (1 - step / config.steps))
