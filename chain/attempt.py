@@ -195,8 +195,8 @@ def describe(row: Row) -> Iterator[str]:
         yield f"#{number} {status}: {row['idea']} changes the loss by {format_effect(row)}, {seeds}"
         costs = ", ".join(f"{name} x{float(row[name]):.3g}" for name in ("parameters", "flops", "speed") if row[name])
         yield f"level {row['level']}, p {row['p']}, wealth {row['wealth']}; {costs}"
-    if row["log"]:
-        yield f"log: {row['log']}"
+    if row["verify"] not in ("", "passed"):
+        yield f"breaks what verify.py checks: {row['verify']}"
     if row["decision"]:
         yield f"decision: {row['decision']}"
     elif status == "better":

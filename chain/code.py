@@ -154,9 +154,9 @@ def write_files(commit: str, files: list[str]) -> None:
 
 
 def undo_idea(branch: str, head: str, commit: str) -> bool:
-    """Remove an idea from the working tree if all of it is there as it was tested; return whether it was."""
-    files = files_between(head, commit) if commit else []
-    if not files or current_branch() != branch or blobs_in_tree(files) != blobs(commit, files):
+    """Remove an idea from the working tree if it is there as it was tested; return whether it was."""
+    files = files_between(head, commit) if current_branch() == branch else []
+    if blobs_in_tree(files) == blobs(head, files) or edited_files(branch, head, commit):
         return False
     write_files(head, files)
     return True

@@ -114,7 +114,7 @@ def test_keep_commits_edits_and_drop_undoes_them(research, decided):
     assert research.git("show", "HEAD:train.py").endswith("# faster") and not research.git("status", "--porcelain")
     train.write_text(before + "# slower\n")
     other.unlink()
-    number = decided(".", "worse")
+    number = decided(". --optimizer.lr 2", "worse")
     assert "removed from the working tree" in research("drop", str(number)).text
     assert train.read_text() == before + "# faster\n" and other.read_text() == "new\n"
     assert not research.git("status", "--porcelain")
