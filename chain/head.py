@@ -138,7 +138,9 @@ def drop(config: DropConfig) -> Result:
             raise ConfigError(f"id: {row['id']} was {row['decision']}; try its reverse as a new idea")
         if not row["decision"]:
             row = ledger.append(**row | {"kind": "drop", "time": None, "decision": "dropped"})
-        is_undone = bool(row["commit"]) and row["parent"] == chain.head and undo_idea(chain.branch, chain.head, row["commit"])
+        is_undone = (
+            bool(row["commit"]) and row["parent"] == chain.head and undo_idea(chain.branch, chain.head, row["commit"])
+        )
     tree = "removed from the working tree" if is_undone else "the working tree is unchanged"
     return Result(dict(row), [f"#{row['id']} dropped; {tree}" + f"; diff: {row['diff']}" * bool(row["diff"])])
 

@@ -20,6 +20,7 @@ OUTCOMES = {
     "failed": {"marker": "x", "color": COLORS[1], "label": "failed", "clip_on": False},
 }
 MAX_LABEL = 40  # characters
+MAX_RELATIVE_LOSS = 1.3  # of an idea, to the first baseline; worse ones are drawn there
 SECONDS_PER_HOUR = 3600
 
 Points = list[tuple[float, float]]
@@ -72,8 +73,12 @@ def draw(chain: Chain, path: Path) -> None:
         )
     for name, style in OUTCOMES.items():
         if name in ideas:
-            in_axes = {"transform": axes.get_xaxis_transform()} if name == "failed" else {}  # it has no loss
-            axes.scatter(*zip(*ideas[name], strict=True), s=24, zorder=3, **style, **in_axes)
+            hours, losses = zip(*ideas[name], strict=True)
+            if name == "failed":  # it has no loss
+                axes.scatter(hours, [1] * len(hours), s=24, transform=axes.get_xaxis_transform(), **style)
+            else:
+                highest = MAX_RELATIVE_LOSS * heads[0][1]
+                axes.scatter(hours, [min(loss, highest) for loss in losses], s=24, zorder=3, **style)
     if heads and (confirmed := confirmed_percent(chain)):
         mean, low, high = (heads[0][1] * (1 + percent / 100) for percent in confirmed)
         errors = [[mean - low], [high - mean]]
@@ -101,7 +106,7 @@ def collect(chain: Chain) -> tuple[float, Points, Points, dict[str, Points]]:
         if row["kind"] == "baseline":
             heads.append((spent, float(row["loss"])))
         elif row["kind"] in IDEAS:
-            at[row["id"]] = spent, float(row["loss"] or 1)
+            at[row["id"]] = spent, float(row["loss"] or "nan")
     ideas: dict[str, Points] = {}
     for row in chain.ideas.values():
         if row["decision"].startswith("kept"):
