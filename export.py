@@ -189,9 +189,10 @@ def model_card(
     steps = " and ".join(str(manifest.step) for _, manifest in sources)
     origin = "converted from another folder in transformers' format"
     if sources:
-        origin = f"trained with Accelerate; weights of step {steps}" + ", averaged" * (len(sources) > 1)
+        kind = "mean of the weights after steps" if len(sources) > 1 else "weights after step"
+        origin = f"trained with Accelerate; {kind} {steps}"
         if loaded.config and uses_ema(loaded.config, weights):
-            origin += ", each an exponential moving average (EMA) of the trained weights (evaluation.ema_decay)"
+            origin += ", as exponential moving averages (evaluation.ema_decay)"
     lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
     if loaded.config is None:
         return lines[0]
@@ -200,7 +201,7 @@ def model_card(
     directory, manifest = sources[0]
     numbers = [f"| {name} | {value:.6g} |" for name, value in manifest.metrics.items() if isinstance(value, float)]
     if numbers:
-        note = ", newest checkpoint only" if len(sources) > 1 else ""
+        note = " (of the newest checkpoint)" if len(sources) > 1 else ""
         lines.append("\n".join([f"## Metrics at step {manifest.step}{note}\n", "| | |", "|---|---|", *numbers, ""]))
     if (run := directory.resolve().parent.parent / "metrics.jsonl").exists():
         with report_plot_errors("The loss curve"):
