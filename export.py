@@ -192,7 +192,7 @@ def model_card(
         kind = "mean of the weights after steps" if len(sources) > 1 else "weights after step"
         origin = f"trained with Accelerate; {kind} {steps}"
         if loaded.config and uses_ema(loaded.config, weights):
-            origin += ", as exponential moving averages (evaluation.ema_decay)"
+            origin += ", each an exponential moving average (EMA) of the trained weights (evaluation.ema_decay)"
     lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
     if loaded.config is None:
         return lines[0]
