@@ -41,7 +41,7 @@ def estimate_compute_multiplier(
     Args:
         budgets: (steps relative to the experiment, loss) of every run of the baseline.
         baseline: losses of the baseline on budget 1, of two seeds or more.
-        candidate: losses of the candidate, of as many seeds.
+        candidate: losses of the candidate, of two seeds or more.
         level: significance level of both intervals.
 
     Returns:
@@ -53,10 +53,11 @@ def estimate_compute_multiplier(
     (curvature, slope, _), covariance = np.polyfit(np.log(relative_steps), np.log(losses), 2, cov=True)
     if slope >= 0:
         return None
-    mean, seeds = statistics.fmean(baseline), len(baseline)
+    mean = statistics.fmean(baseline)
     change = statistics.fmean(candidate) - mean
-    variances = [statistics.variance(losses) / seeds for losses in (baseline, candidate)]
-    half_width = math.sqrt(sum(variances)) * float(welch_quantile(level, variances, seeds)) if any(variances) else 0.0
+    variances = [statistics.variance(losses) / len(losses) for losses in (baseline, candidate)]
+    quantile = float(welch_quantile(level, variances, len(candidate), len(baseline))) if any(variances) else 0.0
+    half_width = math.sqrt(sum(variances)) * quantile
     ends = math.log(relative_steps.min()), math.log(relative_steps.max())
 
     def log_steps(change: float) -> float:

@@ -23,7 +23,16 @@ from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_
 from experiments.config_files import copy_config_files
 from experiments.result import Comparison, Costs, format_report, make_row
 from experiments.score import BITS, check_targets, choose_metric, score_arm, score_file
-from experiments.sequential_test import MIN_SEEDS, TOTAL_ALPHA, additional_seeds, decide, estimate_difference
+from experiments.sequential_test import (
+    MAX_DEVIATIONS,
+    MIN_POWER,
+    MIN_SEEDS,
+    TOTAL_ALPHA,
+    additional_seeds,
+    conditional_power,
+    decide,
+    estimate_difference,
+)
 from experiments.settings import ExperimentConfig, print_error
 from experiments.variants import (
     PREVIEW_STEPS,
@@ -94,6 +103,10 @@ class Identical(Exception):
     """Both arms train the same weights; the message says after how many steps."""
 
 
+class Futile(Exception):
+    """The candidate is unlikely to be better; the message says why."""
+
+
 class Experiment:
     """A candidate arm against a baseline arm.
 
@@ -123,6 +136,9 @@ class Experiment:
             ConfigError, RunError, Stopped: as main.
         """
         sizes = parse_sizes(self.config.sizes)
+        shared, most = self.config.baseline_seeds, self.config.max_seeds
+        if shared and shared <= most:
+            raise ConfigError(f"baseline_seeds: {shared} must be more than max_seeds, {most}; null for equal numbers")
         change = change or parse_change(self.text, self.config.onto)
         refuse_runner_settings([*self.common, *change.settings])
         diff = change.save_diff(self.lab / "diffs")
@@ -147,6 +163,8 @@ class Experiment:
                         comparison.multiplier = self.compute_multiplier(pairs[-1][0], comparison)
             except Identical as same:
                 message, verdict = str(same), "identical"
+            except Futile as futile:
+                message, verdict = str(futile), "futile"
             except ArmFailed as failed:
                 message, verdict = str(failed), "failed"
             except OutOfTime as error:
@@ -313,27 +331,27 @@ class Experiment:
 
         Raises:
             Identical: both arms train the same weights.
+            Futile: the first run of the candidate is far worse than the baseline.
             Failed: a run has failed.
             ArmFailed, ConfigError: the arms are not comparable.
             OutOfTime: there is no result yet.
         """
-        most = max(self.config.max_seeds, MIN_SEEDS)
-
-        def runs(n: int) -> list[Training]:
-            return [arm.run(seed) for seed in range(n) for arm in (baseline, candidate)]
-
-        def num_unfinished(n: int) -> int:
-            return sum(not run.is_finished() for run in runs(n))
+        most, shared = max(self.config.max_seeds, MIN_SEEDS), self.config.baseline_seeds or 0
+        stop_early = self.config.stop_early and candidate.first_seed == baseline.first_seed  # not in an A/A test
 
         def train(n: int) -> None:
             ahead = n
-            while ahead < most and num_unfinished(ahead + 1) <= self.jobs.max_running:
+            while ahead < most and num_unfinished(runs(ahead + 1)) <= self.jobs.max_running:
                 ahead += 1  # keeps every core busy; the analyses do not depend on it
             try:
-                self.train(runs(ahead) if num_unfinished(n) else [])
+                self.train(runs(ahead) if num_unfinished(runs(n)) else [])
             except OutOfTime:
-                if num_unfinished(n):
+                if num_unfinished(runs(n)):
                     raise
+
+        def runs(n: int) -> list[Training]:
+            pairs = [arm.run(seed) for seed in range(n) for arm in (baseline, candidate)]
+            return pairs + [baseline.run(seed) for seed in range(n, shared if n >= MIN_SEEDS else 0)]
 
         comparison = None
         try:
@@ -341,20 +359,23 @@ class Experiment:
             if is_identical(baseline, candidate):
                 raise Identical("after all steps")
             metric = choose_metric(baseline, candidate)
+            if stop_early and not num_unfinished([baseline.run(seed) for seed in range(max(shared, most))]):
+                check_first_loss(baseline.losses(max(shared, most), metric), candidate.losses(1, metric)[0], metric)
             entropy = None if metric == BITS else score_arm(baseline)["entropy"]
             fraction = self.config.margin or (LOSS_MARGIN if entropy is None else EXCESS_MARGIN)
             for n in range(MIN_SEEDS, most + 1):
                 train(n)
-                losses = baseline.losses(n, metric), candidate.losses(n, metric)
+                losses = baseline.losses(max(n, shared), metric), candidate.losses(n, metric)
                 check_losses(*losses, entropy)
-                difference, margin = (
-                    estimate_difference(*losses, self.total_alpha),
-                    fraction * statistics.fmean(losses[0]),
-                )
+                difference = estimate_difference(*losses, self.total_alpha)
+                margin = fraction * statistics.fmean(losses[0])
                 comparison = Comparison(decide(difference, margin), difference, *losses, entropy, fraction, metric)
                 if comparison.verdict != "unknown":
                     return comparison
-                comparison.more_seeds = additional_seeds(difference, margin, self.total_alpha)
+                comparison.more_seeds = additional_seeds(difference, margin)
+                if stop_early and n < most and conditional_power(difference, most) < MIN_POWER:
+                    comparison.verdict = "futile"
+                    return comparison
         except OutOfTime:
             if comparison is None:
                 self.facts["finished_runs"] = [
@@ -475,6 +496,25 @@ def is_identical(baseline: Arm, candidate: Arm) -> bool:
     """Return whether the first runs of two arms, of the same seed, ended with the same fingerprint of the weights."""
     ours, theirs = (arm.run(0).last_row().get("state/digest") for arm in (baseline, candidate))
     return baseline.first_seed == candidate.first_seed and ours is not None and ours == theirs
+
+
+def num_unfinished(runs: list[Training]) -> int:
+    """Return how many runs are not finished."""
+    return sum(not run.is_finished() for run in runs)
+
+
+def check_first_loss(baseline: list[float], candidate: float, metric: str) -> None:
+    """Check that the first run of the candidate is not far worse than those of the baseline.
+
+    Raises:
+        Futile: it is, by more than MAX_DEVIATIONS standard deviations over seeds.
+    """
+    mean, deviation = statistics.fmean(baseline), statistics.stdev(baseline)
+    if candidate > mean + MAX_DEVIATIONS * deviation > mean:
+        raise Futile(
+            f"its {metric} is {candidate:.4f} after one run, {(candidate - mean) / deviation:.0f} standard deviations "
+            f"over seeds above the mean of the baseline, {mean:.4f}"
+        )
 
 
 def check_losses(baseline: list[float], candidate: list[float], entropy: float | None) -> None:

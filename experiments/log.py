@@ -9,7 +9,7 @@ from data.files import lock, write_atomically
 from data.json_objects import parse_object
 from plotting.style import new_figure
 
-MARKERS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D"}
+MARKERS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D", "futile": "v"}
 MAX_LABEL_CHARACTERS = 50
 # Keys whose values differ whenever the same runs are analysed again.
 VOLATILE = ("time", "cost", "time_multiplier", "seconds", "cpu_seconds")
@@ -71,7 +71,7 @@ def count_candidates(lab: Path, baseline: str) -> int:
             for row in read_log(lab)
             if row.get("untuned_baseline", row["baseline"]) == baseline
             and row["verdict"] != "identical"
-            and (row["seeds"] or row["verdict"] == "failed")
+            and (row["seeds"] or row["verdict"] != "unknown")
         }
     )
 

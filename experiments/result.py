@@ -83,6 +83,7 @@ def comparison_facts(comparison: Comparison, costs: Costs | None) -> dict[str, A
     facts: dict[str, Any] = {
         "verdict": comparison.verdict,
         "seeds": difference.seeds,
+        "baseline_seeds": len(comparison.baseline),
         "more_seeds": comparison.more_seeds,
         "entropy": comparison.entropy,
         "margin": comparison.margin,
@@ -182,6 +183,7 @@ def parts_of_comparison(row: dict[str, Any]) -> list[str]:
         "better": "Better",
         "worse": "Worse",
         "no difference": f"No difference beyond the equivalence margin of {100 * row['margin']:g}%",
+        "futile": "Futile",
         "unknown": "Unknown",
     }[verdict]
     parts = [f"{begin}: {idea} changes {row['metric']} by {percent}"]
@@ -192,6 +194,8 @@ def parts_of_comparison(row: dict[str, Any]) -> list[str]:
     if verdict == "unknown":
         more = row["more_seeds"]
         parts.append(f"{'about' if more < MAX_MORE_SEEDS else 'at least'} {more} more seeds of each arm would decide")
+    if verdict == "futile":
+        parts.append("it is unlikely to be called better with all seeds; --stop_early false trains them")
     if unequal := unequal_costs(row):
         parts.append(f"unequal: {unequal}")
     if "trend" in row:
@@ -264,8 +268,9 @@ def format_report(row: dict[str, Any]) -> Iterator[str]:
         yield f"{begin}: {size['verdict']}, {percent} percent{words}"
     if "difference" in row:
         yield (
-            f"{row['seeds']} seeds of each arm, analysed after each from number {MIN_SEEDS}: repeated confidence "
-            "intervals with Welch's t, valid under any stopping rule (docs/experiments.md)"
+            f"{row['seeds']} seeds of the candidate and {row['baseline_seeds']} of the baseline, analysed after each "
+            f"from number {MIN_SEEDS}: repeated confidence intervals with Welch's t, valid under any stopping rule "
+            "(docs/experiments.md)"
         )
     tried = row["candidates_tried"]
     yield (

@@ -22,6 +22,10 @@ class ExperimentConfig:
     max_seeds: PositiveInt = 12
     """Most runs of each arm. Rerun the same command with a larger number to add seeds."""
 
+    baseline_seeds: PositiveInt | None = None
+    """Runs of the baseline, more than max_seeds, trained once for many candidates; its mean is then known better. null:
+    as many as of the candidate."""
+
     first_seed: NonNegativeInt = 0
     """Seed of the first run of each arm. Another one repeats an experiment on other seeds."""
 
@@ -61,7 +65,9 @@ class ExperimentConfig:
     """Command that starts a run, as "accelerate launch --config_file X". null: python."""
 
     stop_early: bool = True
-    """Whether to stop before max_seeds if the candidate trains the same weights in a preview of a few steps."""
+    """Whether to stop before max_seeds if the candidate trains the same weights in a preview of a few steps, or is
+    unlikely to be better: its first run is six standard deviations worse, or the probability to be called better by
+    max_seeds is below a tenth."""
 
     allow_data_changes: bool = False
     """Whether the code may change the data, the evaluation or the seeding; the losses may then mean something else."""

@@ -23,7 +23,7 @@ settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len":
     "init_from": None, "branch_from": None,
     "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "model.mlp": "gelu",
     "data.source": "stories", "data.num_samples": 100,
-    "data.path": None, "data.mix": None, "optimizer.lr": 1.0, "evaluation.every": 10,
+    "data.path": None, "data.mix": None, "data.num_workers": 0, "optimizer.lr": 1.0, "evaluation.every": 10,
     "evaluation.num_samples": 5, "evaluation.num_scored_generations": 0, "evaluation.num_logged_generations": 0,
     "schedule.warmup_steps": 10, "schedule.decay_steps": None, "tracking.log_every": 1, "tracking.wandb": "disabled"}
 words = [word for word in sys.argv[1:] if word != "--print_config"]

@@ -25,6 +25,7 @@ from experiments import arm, change, experiment, log, report, score, variants
 from experiments.arm import Arm, Launch
 from experiments.experiment import main
 from experiments.result import format_multiplier, summarize, trend
+from experiments.sequential_test import MIN_SEEDS
 from experiments.settings import ExperimentConfig, ReportConfig
 from jobs import runner
 from run.load import load_run
@@ -77,20 +78,43 @@ def test_first_seed_repeats_on_other_seeds(run_experiment):
 
 
 def test_raised_max_seeds_resumes(run_experiment):
-    found = run_experiment("--optimizer.lr 1.1", max_seeds=4, jobs=1, margin=0.005)
+    found = run_experiment("--optimizer.lr 1.1", max_seeds=4, jobs=1, margin=0.005, stop_early=False)
     assert found["verdict"] == "unknown" and found["seeds"] == 4 and found["more_seeds"] > 0
     assert len(run_experiment.started()) == 8
-    more = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=1, margin=0.005)
+    more = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=1, margin=0.005, stop_early=False)
     assert len(run_experiment.started()) == 4 and more["seeds"] == 6
     assert "more seeds of each arm would decide" in summarize(found)
 
 
 def test_result_does_not_depend_on_concurrent_runs(run_experiment):
-    one = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=1)
-    eight = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=8)
+    one = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=1, stop_early=False)
+    eight = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=8, stop_early=False)
     assert [one[name] for name in ("seeds", "difference", "high")] == [
         eight[name] for name in ("seeds", "difference", "high")
     ]
+
+
+def test_unlikely_candidate_is_futile(run_experiment):
+    found = run_experiment("--optimizer.lr 1.1", jobs=1)
+    assert found["verdict"] == "futile" and MIN_SEEDS <= found["seeds"] < 12 and found["candidates_tried"] == 1
+    assert "unlikely to be called better" in summarize(found)
+    assert len(run_experiment.started()) == 2 * found["seeds"]
+
+
+def test_much_worse_first_run_is_futile(run_experiment):
+    run_experiment("--data.num_workers 0", max_seeds=4, jobs=2, margin=1e-9)
+    found = run_experiment("--optimizer.lr 3.0", max_seeds=4, jobs=1)
+    assert found["verdict"] == "futile" and len(run_experiment.started()) == 1
+    assert "standard deviations over seeds above the mean of the baseline" in summarize(found)
+    assert run_experiment("--optimizer.lr 3.0", max_seeds=4, jobs=1, stop_early=False)["verdict"] == "worse"
+
+
+def test_shared_baseline_has_more_seeds(run_experiment):
+    found = run_experiment("--model.mlp relu2", baseline_seeds=13)
+    assert (found["verdict"], found["seeds"], found["baseline_seeds"]) == ("better", 3, 13)
+    assert [len(losses) for losses in found["losses"]] == [13, 3] and len(run_experiment.started()) == 16
+    message = run_experiment("--model.mlp relu2", baseline_seeds=12, error=ConfigError)
+    assert message.startswith("baseline_seeds: 12 must be more than max_seeds, 12")
 
 
 def test_diverging_candidate_is_failed_and_costs_one_run(run_experiment):
@@ -422,7 +446,7 @@ def test_match_narrows_feed_forward(run_experiment):
     name = next(name for name in run_experiment.started())
     logged = (run_experiment.lab / "runs" / "logs" / f"{name}.log").exists()
     shape = log.read_log(run_experiment.lab)[0]
-    assert logged and shape["verdict"] in ("unknown", "no difference")
+    assert logged and shape["verdict"] in ("unknown", "no difference", "futile")
     narrow = variants.match_width(
         Arm(ROOT, "", Launch(), (), {"model.d_ff": 128, "model.mlp": "swiglu"}, ROOT),
         Arm(ROOT, "", Launch(), (), {"model.d_ff": 64, "model.mlp": "gelu"}, ROOT),

@@ -1,19 +1,23 @@
 """Error rates of the sequential test by simulation, and its parts against scipy and exact cases."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, stats
 
 from experiments.compute_multiplier import estimate_compute_multiplier, geometric_mean
 from experiments.sequential_test import (
     MAX_MORE_SEEDS,
+    MIN_POWER,
     MIN_SEEDS,
+    OPTIMISM,
     TOTAL_ALPHA,
     Difference,
     additional_seeds,
     alpha_spent,
+    conditional_power,
     decide,
     estimate_difference,
     nominal_alphas,
@@ -24,21 +28,28 @@ LAST = 24
 MANY = 20_000
 
 
-def intervals(baseline, candidate):
-    """Means and half-widths, [experiments, analyses], of many experiments at once."""
+def analyses(baseline, candidate, baseline_seeds=0):
+    """Differences, standard errors and half-widths, [experiments, analyses], of many experiments at once."""
+    n = np.arange(MIN_SEEDS, candidate.shape[1] + 1)
+    sizes = np.maximum(n, baseline_seeds), n
     means, variances = [], []
-    for arm in (baseline, candidate):
-        runs = [arm[:, :n] for n in range(MIN_SEEDS, arm.shape[1] + 1)]
-        means.append(np.stack([part.mean(1) for part in runs], 1))
-        variances.append(np.stack([part.var(1, ddof=1) / part.shape[1] for part in runs], 1))
-    n = np.arange(MIN_SEEDS, baseline.shape[1] + 1)
-    reach = np.sqrt(sum(variances)) * welch_quantile(np.array(nominal_alphas(baseline.shape[1])), variances, n)
-    return means[1] - means[0], reach
+    for arm, k in zip((baseline, candidate), sizes, strict=True):
+        mean = arm.cumsum(1)[:, k - 1] / k
+        means.append(mean)
+        variances.append(((arm**2).cumsum(1)[:, k - 1] / k - mean**2).clip(0) / (k - 1))
+    levels = np.array(nominal_alphas(int(n[-1]), baseline_seeds=baseline_seeds))
+    errors = np.sqrt(sum(variances))
+    return means[1] - means[0], errors, errors * welch_quantile(levels, variances, n, sizes[0])
 
 
-def simulated(deviations, effect, seed):
+def intervals(baseline, candidate):
+    middle, _, reach = analyses(baseline, candidate)
+    return middle, reach
+
+
+def simulated(deviations, effect, seed, baseline_seeds=LAST, last=LAST):
     draw = np.random.default_rng(seed).normal
-    return [draw(mean, deviation, (MANY, LAST)) for mean, deviation in zip((0, effect), deviations, strict=True)]
+    return draw(0, deviations[0], (MANY, baseline_seeds)), draw(effect, deviations[1], (MANY, last))
 
 
 @pytest.mark.parametrize("deviations", [(0.004, 0.004), (0.004, 0.012), (0.004, 0.022), (0.022, 0.004), (0.02, 0.0)])
@@ -47,6 +58,65 @@ def test_false_alarms_without_effect_stay_below_five_percent(deviations):
     middle, reach = intervals(*simulated(deviations, 0.0, seed=1))
     false_alarms = (np.abs(middle) > reach).any(1).mean()
     assert 0.02 < false_alarms < 0.05
+
+
+@pytest.mark.parametrize("deviations", [(1, 1), (1, 3), (1, 5.5), (3, 1)])
+@pytest.mark.parametrize("baseline_seeds", [13, 16, 24])
+def test_shared_baseline_keeps_false_alarms_below_five_percent(baseline_seeds, deviations):
+    arms = simulated(deviations, 0.0, 6, baseline_seeds, last=12)
+    middle, _, reach = analyses(*arms, baseline_seeds)
+    assert (middle + reach < 0).any(1).mean() < 0.025
+    assert (np.abs(middle) > reach).any(1).mean() < 0.05
+
+
+def test_shared_baseline_detects_more():
+    powers = []
+    for baseline_seeds in (0, 24):
+        arms = simulated((1, 1), -1.6, 7, baseline_seeds or 12, last=12)
+        middle, _, reach = analyses(*arms, baseline_seeds)
+        powers.append((middle + reach < 0).any(1).mean())
+    assert powers[0] < 0.82 and powers[1] > 0.88
+
+
+@pytest.mark.parametrize("baseline_seeds", [0, 24])
+@pytest.mark.parametrize(("effect", "most_seeds"), [(0.0, 5.0), (1.2, 3.3)])
+def test_futility_saves_seeds_and_keeps_power(effect, most_seeds, baseline_seeds):
+    def outcome(effect, seed, stops):
+        arms = simulated((1, 1), effect, seed, baseline_seeds or 12, last=12)
+        middle, errors, reach = analyses(*arms, baseline_seeds)
+        better, stop = middle + reach < 0, np.abs(middle) > reach
+        for index in range(stop.shape[1] if stops else 0):
+            n = MIN_SEEDS + index
+            # The mean at which the conditional power is MIN_POWER, in standard errors; the power falls with the mean.
+            limit = optimize.brentq(lambda mean, n=n: power(mean, n) - MIN_POWER, -9, 9) if n < 12 else np.inf
+            stop[:, index] |= middle[:, index] > limit * errors[:, index]
+        stop[:, -1] = True
+        first = stop.argmax(1)
+        return np.take_along_axis(better, first[:, None], 1).mean(), MIN_SEEDS + first.mean()
+
+    def power(mean, n):
+        return conditional_power(Difference(mean, -9, 9, 1.0, n, baseline_seeds), 12)
+
+    (_, all_seeds), (_, seeds) = (outcome(effect, 8, stops) for stops in (False, True))
+    assert seeds < most_seeds and all_seeds > 8
+    (full, _), (early, _) = (outcome(-1.2, 9, stops) for stops in (False, True))
+    assert full - 0.02 < early <= full
+
+
+def test_conditional_power_matches_simulation():
+    """Without optimism in a second experiment: the estimate is the truth, better by OPTIMISM standard errors."""
+    effect, n, last = -0.5, 6, 12
+    draw = np.random.default_rng(3).normal
+    found = Difference(effect, -9, 9, math.sqrt(2 / n), n)
+    later = draw(effect - OPTIMISM * found.standard_error, math.sqrt(2 / (last - n)), 200_000)
+    z = (effect * n + later * (last - n)) / last / math.sqrt(2 / last)
+    level = nominal_alphas(last)[-1]
+    assert conditional_power(found, last) == pytest.approx((z < -stats.t.isf(level / 2, 22)).mean(), abs=0.01)
+
+
+def test_unequal_numbers_need_the_default_level():
+    with pytest.raises(ValueError, match="is not calibrated"):
+        estimate_difference([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0], 0.01)
 
 
 @pytest.mark.parametrize(("in_both", "low", "high"), [(True, 0.0, 0.05), (False, 0.05, 0.08)])
@@ -129,6 +199,9 @@ def test_additional_seeds_shrink_interval_as_required():
     later = estimate_difference([scale * x for x in spread], [scale * x - 0.004 for x in spread])
     assert 1.0 < (later.high - later.low) / 2 / 0.004 * 1.2 < 1.5
     assert additional_seeds(estimate_difference([1.0, 2.0, 3.0], [1.0, 2.0, 3.1]), margin=1e-4) == MAX_MORE_SEEDS
+    clear = Difference(-0.7, -3.0, 1.0, 0.5, 3)
+    assert additional_seeds(clear, 1e-4) == 14
+    assert additional_seeds(replace(clear, baseline_seeds=24), 1e-4) == MAX_MORE_SEEDS, "the baseline's error remains"
 
 
 def test_compute_multiplier_recovers_known_ratio():
