@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data.sampler import GlobalBatches
-from data.synthetic.stories import StoriesDataset, build_tokenizer
+from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
 
@@ -24,7 +24,9 @@ def main(out_file: str, steps: int) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    config = GPTConfig(build_tokenizer().get_vocab_size(), n_layers=2, d_model=16, n_heads=2, d_ff=32, dropout=0.0)
+    config = GPTConfig(
+        STORIES.build_tokenizer().get_vocab_size(), n_layers=2, d_model=16, n_heads=2, d_ff=32, dropout=0.0
+    )
     model = GPTModel(config)
     dataset, order = StoriesDataset("train", 20, 0, 128), GlobalBatches(20, BATCH, 0)
     matrices = [p for p in model.parameters() if p.dim() >= 2]

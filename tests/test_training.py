@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint.manifest import validate
-from data.synthetic.stories import StoriesDataset, build_tokenizer
+from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests import forked
@@ -134,7 +134,7 @@ def test_evaluation_is_identical_on_any_processes(evaluated):
 
 def test_evaluation_weighs_every_target_once(evaluated):
     rows, run = evaluated
-    config = GPTConfig(build_tokenizer().get_vocab_size(), n_layers=2, d_model=16, n_heads=2, d_ff=32)
+    config = GPTConfig(len(STORIES.vocabulary), n_layers=2, d_model=16, n_heads=2, d_ff=32)
     model = GPTModel(config).double().eval()
     weights = {n.removeprefix("model."): t for n, t in tensors(run, 1).items() if n.startswith("model.")}
     model.load_state_dict(weights)

@@ -243,9 +243,8 @@ def prepare(config: PrepareConfig) -> dict:
         ConfigError: a setting or an input is wrong. Finished parts are removed, except those of a stream.
         OSError: the corpus cannot be written. Finished parts stay; the same command resumes.
     """
-    kind, fraction = _kind_of_validation(config)
     out = expand_user_path("out", config.out).absolute()
-    source, held_out = _open_sources(config, kind)
+    source, held_out = _open_sources(config)
     stamps = source.stamps | (held_out.stamps if held_out else {})
     stamps |= {file: get_source_stamp(file) for file in find_files(f"{escape(config.tokenizer)}/*")}
     request = asdict(config) | {"out": None, "num_workers": None, "files": stamps}  # what the corpus depends on
@@ -254,14 +253,10 @@ def prepare(config: PrepareConfig) -> dict:
             if (metadata := read_metadata(out)).get("request") == request:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
-    is_one_document = [get_file_type(file) for file in source.files] == [".txt"] and not source.separator
-    if is_one_document and kind == "hash" and fraction > 0:
-        problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"
-        raise ConfigError(f"{problem}; use tail:0.1, or document_separator, or hash:0.0 for no validation")
     parse_trained_vocab_size(config.tokenizer)  # before anything is written
-    if what := reason_absent(config.tokenizer):
-        raise ConfigError(f"tokenizer: {what}; use {NAMES}")
-    _check_conversations(config, source, held_out, kind)
+    if problem := reason_absent(config.tokenizer):
+        raise ConfigError(f"tokenizer: {problem}; use {NAMES}")
+    _check_conversations(config, source, held_out)
     work = Path(f"{out}.partial")
     for name in ("parts", *SPLITS):
         (work / name).mkdir(parents=True, exist_ok=True)
@@ -306,33 +301,41 @@ def _kind_of_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", 
     return kind, float(fraction)
 
 
-def _open_sources(config: PrepareConfig, kind: str) -> tuple[Source, Source | None]:
-    """Open the source, and the source of the validation text if it is separate."""
+def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
+    """Open the source, and the source of the validation text if it is separate.
+
+    Raises:
+        ConfigError: they cannot be divided as `validation` says.
+    """
+    kind, fraction = _kind_of_validation(config)
     reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
-    source = Source(config.source, *reading)
-    if kind != "source":
-        return source, None
-    held_out = Source(config.validation, *reading, setting="validation")
-    if shared := held_out.shared_with(source):
-        raise ConfigError(f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}")
+    source, held_out = Source(config.source, *reading), None
+    if kind == "source":
+        held_out = Source(config.validation, *reading, setting="validation")
+        if shared := held_out.shared_with(source):
+            problem = f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}"
+            raise ConfigError(problem)
+    is_one_document = [get_file_type(file) for file in source.files] == [".txt"] and not source.separator
+    if is_one_document and kind == "hash" and fraction > 0:
+        problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"
+        raise ConfigError(f"{problem}; use tail:0.1, or document_separator, or hash:0.0 for no validation")
     return source, held_out
 
 
-def _check_conversations(config: PrepareConfig, source: Source, held_out: Source | None, kind: str) -> None:
+def _check_conversations(config: PrepareConfig, source: Source, held_out: Source | None) -> None:
     """Read each source up to the first row that is not null, which says whether it has conversations.
 
     Raises:
-        ConfigError: The sources are of two kinds, or the tail of conversations was asked for.
+        ConfigError: only one source has conversations, or conversations would be divided by tail:FRACTION.
     """
     sources = (source, held_out or source)
     ours, theirs = (any(each.conversations is not None for _ in each) and each.conversations for each in sources)
-    if ours != theirs or (ours and kind == "tail"):
+    if ours != theirs or (ours and config.validation.startswith("tail:")):
         problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
         raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
 
 
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
-    kind, fraction = _kind_of_validation(config)
     if not (work / "tokenizer").exists():
         texts = (chat.get_content(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
         with folder_written_atomically(work / "tokenizer") as folder:
@@ -344,27 +347,25 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         template = chat_template.ChatTemplate(chat_template.open_tokenizer(work / "tokenizer"))
         encode, types["assistant_masks"] = partial(chat_template.encode_row, template), pa.uint8()
 
-    parts, most = [], config.max_tokens or math.inf
+    parts, max_tokens = [], config.max_tokens or math.inf
     if config.streaming:  # finished parts need not be downloaded again
-        while _total(parts, "tokens", ["train"]) < most and (part := _finished_part(work, len(parts))):
+        while _total(parts, "tokens", ["train"]) < max_tokens and (part := _finished_part(work, len(parts))):
             source.dataset.load_state_dict(part["state"])
             parts.append(part)
     documents = split_documents(source, config.validation, held_out)
-    texts = cut_parts(documents, tokenizer, fraction if kind == "hash" else 0.0, source)
+    texts = cut_parts(documents, tokenizer, _kind_of_validation(config)[1], source)
     with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
         for part in _make_parts(partial(make_part, work, encode, types), len(parts), texts, config.num_workers):
-            if _total(parts, "tokens", ["train"]) >= most:
+            if _total(parts, "tokens", ["train"]) >= max_tokens:
                 break
             parts.append(part)
             bar.update(_total([part], "bytes"))
     num_train, num_validation = (_total(parts, "documents", [split]) for split in SPLITS)
     _refuse_empty_split(config, num_train, num_validation)
     hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
-    for ahead in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
-        (work / ahead).unlink()
-    counts: dict[str, dict[str, Any]] = {
-        split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS
-    }
+    for beyond in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
+        (work / beyond).unlink()  # encoded before max_tokens was known to be reached
+    counts: dict[str, Any] = {split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS}
     counts["validation"]["text"] = _text_hash(tokenizer, facts["end_of_text"], sorted(work.glob("validation/*.arrow")))
     return {
         "tokenizer": {"name": config.tokenizer, **facts},

@@ -227,9 +227,7 @@ class Encoded(dict[str, bytes]):
 
 
 STORIES = StoryGenerator()
-GRAMMAR, VOCABULARY, build_tokenizer = STORIES.grammar, STORIES.vocabulary, STORIES.build_tokenizer
-
-log_prob = GRAMMAR.log_probability
+log_prob = STORIES.grammar.log_probability
 """The exact log-probability of a story in nats; None if the grammar does not accept the text."""
 
 

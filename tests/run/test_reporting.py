@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from config.schema import TrackingConfig, TrainConfig
 from data.sampler import GlobalBatches
-from data.synthetic.stories import StoriesDataset, build_tokenizer
+from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from run.directory import RunDirectory
@@ -53,7 +53,7 @@ def by_hand(model, rows):
 def network():
     torch.manual_seed(0)
     sizes = dict(n_layers=2, d_model=16, n_heads=2, d_ff=32, dropout=0.0)
-    return GPTModel(GPTConfig(build_tokenizer().get_vocab_size(), **sizes)).double()
+    return GPTModel(GPTConfig(len(STORIES.vocabulary), **sizes)).double()
 
 
 def test_metrics_are_independent_of_process_count(reported):

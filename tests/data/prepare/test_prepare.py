@@ -778,10 +778,11 @@ def test_prepare_refuses_existing_folder(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
-    done = run("--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out", exit_code=2)
+    command = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--validation", "tail:0.1", "--out"]
+    done = run(*command, tmp_path / "out", exit_code=2)
     assert done.stderr.count("\n") == 1 and f"out: {tmp_path / 'out'} exists" in done.stderr
     assert content(tmp_path / "out") == {"mine": b"precious"}
-    done = run("--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "a.txt" / "x", exit_code=2)
+    done = run(*command, tmp_path / "a.txt" / "x", exit_code=2)
     assert str(tmp_path / "a.txt") in done.stderr and "Traceback" not in done.stderr
 
 

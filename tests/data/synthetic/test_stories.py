@@ -17,16 +17,15 @@ import torch
 from data.synthetic.grammar import TOKEN, Grammar, log_probability
 from data.synthetic.stories import (
     END_OF_TEXT,
-    GRAMMAR,
     STORIES,
     TABLES,
     StoriesDataset,
-    build_tokenizer,
     is_validation,
     log_prob,
 )
 
 ROOT = Path(__file__).parents[3]
+GRAMMAR = STORIES.grammar
 SEQ_LEN = GRAMMAR.max_tokens + 2
 
 
@@ -261,7 +260,7 @@ def test_parser_distinguishes_space_from_comma():
 
 
 def test_tokenizer_is_lossless_with_exact_vocabulary(drawn):
-    tokenizer = build_tokenizer()
+    tokenizer = STORIES.build_tokenizer()
     texts = [text for text, _ in drawn[:5000]]
     encoded = tokenizer.encode_batch(texts)
     assert tokenizer.decode_batch([encoding.ids for encoding in encoded]) == texts
@@ -276,7 +275,7 @@ def test_tokenizer_is_lossless_with_exact_vocabulary(drawn):
 @pytest.mark.parametrize("text", ["Xylophone", "Once upon", "Once\nthere", "Once  there", "{hero}", "été"])
 def test_tokenizer_refuses_unknown_text(text):
     with pytest.raises(Exception, match="UNK"):
-        build_tokenizer().encode(text)
+        STORIES.build_tokenizer().encode(text)
 
 
 def test_max_tokens_is_tight_bound(drawn):
@@ -284,7 +283,7 @@ def test_max_tokens_is_tight_bound(drawn):
 
 
 def test_stories_dataset_rows(train):
-    tokenizer = build_tokenizer()
+    tokenizer = STORIES.build_tokenizer()
     for index in range(200):
         row = train[index]
         story = tokenizer.encode(train.text(index)).ids
@@ -322,12 +321,12 @@ def test_story_depends_only_on_seed_split_and_index(train):
 
 def test_another_process_generates_same_stories(train):
     program = (
-        "from data.synthetic.stories import StoriesDataset, build_tokenizer, log_prob\n"
-        f"dataset, tokenizer = StoriesDataset('train', 100, seed=1, seq_len={SEQ_LEN}), build_tokenizer()\n"
+        "from data.synthetic.stories import STORIES, StoriesDataset, log_prob\n"
+        f"dataset, tokenizer = StoriesDataset('train', 100, seed=1, seq_len={SEQ_LEN}), STORIES.build_tokenizer()\n"
         "for text in map(dataset.text, range(100)): print(text, log_prob(text), tokenizer.encode(text).ids)\n"
     )
     texts = [train.text(index) for index in range(100)]
-    tokenizer = build_tokenizer()
+    tokenizer = STORIES.build_tokenizer()
     expected = "".join(f"{text} {log_prob(text)} {tokenizer.encode(text).ids}\n" for text in texts)
     environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
     assert subprocess.check_output([sys.executable, "-c", program], env=environment, cwd=ROOT, text=True) == expected
@@ -348,7 +347,7 @@ def test_score_texts_counts_accepted_texts(validation):
 
 def test_bigram_model_is_far_above_entropy(train, validation):
     """Most of what there is to learn spans more than one word."""
-    tokenizer = build_tokenizer()
+    tokenizer = STORIES.build_tokenizer()
 
     def tokens(dataset: StoriesDataset) -> list[list[int]]:
         return [[0, *tokenizer.encode(dataset.text(index)).ids, 0] for index in range(len(dataset))]
