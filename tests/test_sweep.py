@@ -311,7 +311,7 @@ def test_signal_stops_run_and_sweep(sweep, tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    shown, _ = process.communicate(timeout=60)
+    shown, _ = process.communicate(timeout=300)
     assert process.returncode == 75
     assert "seed_0: stopped" in shown and "seed_1: not started" in shown
     assert (sweep.directory / "log").read_text().split() == ["tiny_stories-seed_0"]

@@ -653,13 +653,14 @@ def test_non_causal_commit_fails(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_then_same_command_resumes(tmp_path):
-    words = command(tmp_path, "--optimizer.lr 1e-6", "--steps", "60", "--jobs", "2")
+    """Runs are long enough to be interrupted after their first logged step."""
+    words = command(tmp_path, "--optimizer.lr 1e-6", "--steps", "400", "--jobs", "2")
     process = subprocess.Popen(words, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
     while not list((tmp_path / "lab" / "runs").glob("*/metrics.jsonl")):
         assert process.poll() is None
-        time.sleep(0.1)
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 75 and "rerun the same command to resume" in said
     assert not (tmp_path / "lab" / "log.jsonl").exists()
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
