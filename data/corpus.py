@@ -119,7 +119,7 @@ def _validation_samples(config: TrainConfig, quotas: list[int]) -> Sequence[int 
 def _load_text(config: TrainConfig) -> Corpus:
     # These import pyarrow, which is slow and needed by no other source.
     from data.integrity import Verification
-    from data.text import MixedDataset, TextCorpus, open_dataset
+    from data.text import MixedDataset, TextCorpus, TextDataset
 
     data = config.data
     corpora = [TextCorpus(path) for path in data.corpora]
@@ -134,9 +134,9 @@ def _load_text(config: TrainConfig) -> Corpus:
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
     num_samples = _validation_samples(config, quotas)
-    train: list[Any] = [open_dataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
+    train: list[Any] = [TextDataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
     validation: list[Any] = [
-        open_dataset(corpus, "validation", config.seq_len, packing, number)
+        TextDataset(corpus, "validation", config.seq_len, packing, number)
         for corpus, number in zip(corpora, num_samples, strict=False)
     ]
     conversations = "; ".join(dataset.conversations for dataset in train if dataset.conversations)

@@ -1,4 +1,4 @@
-"""Prepared corpora (data/prepare/prepare.py) as samples: memory-mapped, nothing is read before it is asked for."""
+"""Prepared corpora (data/prepare/prepare.py) as samples. Files are memory-mapped; tokens are read when a sample is."""
 
 import os.path
 from bisect import bisect_right
@@ -19,7 +19,7 @@ class TextCorpus:
     """A completed corpus of data.prepare: `tokenizer`, `vocab_size`, `end_of_text` token and `metadata`.
 
     Raises:
-        ConfigError: there is no such corpus, a file of it is damaged, or its tokenizer is another one now.
+        ConfigError: the folder has no complete corpus, a file is damaged, or the tokenizer was replaced.
     """
 
     def __init__(self, path: str):
@@ -34,10 +34,24 @@ class TextCorpus:
 
 
 class TextDataset(Dataset):
-    """A split of a corpus in rows of `seq_len` tokens; a subclass defines what a row is.
+    """A split of a corpus in rows of `seq_len` tokens, as `packing` says.
 
-    Args:
-        num_samples: Use that many rows, evenly spread; None, or more than there are, means all.
+    Text:
+        concat: windows of the token stream. Window i begins at token i * (seq_len - 1), so every token except the first
+            is a target once; tokens at the end that fill no window are not used.
+        isolated: the same windows, with `position_ids` that restart at each document.
+        padded: one document a row, between two end-of-text tokens, truncated to seq_len or padded to it. Of a document
+            of more than a million characters, each piece is a row.
+
+    Conversations:
+        isolated (and concat): as many whole conversations a row as fit, in their order, or one that is truncated;
+            `position_ids` restart at each.
+        padded: one conversation a row, truncated or padded.
+
+    Labels are -100 at the padding and, in conversations, outside answers; a truncated conversation without an answer is
+    left out. The padding is on the right, so causal attention needs no attention mask.
+
+    If there are more than `num_samples` rows, so many of them are used, evenly spaced.
 
     Raises:
         ConfigError: The split is too short for one row, or damaged.
@@ -46,32 +60,30 @@ class TextDataset(Dataset):
     conversations: str | None = None
     """Description of how conversations became rows, printed at the start of a run; None for text."""
 
-    def __init__(self, corpus: TextCorpus, split: str, seq_len: int, num_samples: int | None = None):
-        self.corpus, self.split, self.seq_len = corpus, split, seq_len
+    def __init__(self, corpus: TextCorpus, split: str, seq_len: int, packing: str, num_samples: int | None = None):
+        self.corpus, self.split, self.seq_len, self.packing = corpus, split, seq_len, packing
         files = [corpus.path / file for file in corpus.metadata["files"] if file.startswith(split)]
         columns = [open_columns(file) for file in files]
-        # Views of the files: the tokens and, of conversations, the masks of answers.
+        # Views of the files: the tokens and, for conversations, the masks of answers.
         self.values = [[np.from_dlpack(column.values) for column in file] for file in columns]
         self.first_tokens = [0, *accumulate(len(tokens) for tokens, *_ in self.values)]
-        if self.first_tokens[-1] != corpus.metadata[split]["tokens"]:
+        num_tokens = self.first_tokens[-1]
+        if num_tokens != corpus.metadata[split]["tokens"]:
             raise ConfigError(f"data: {corpus.path} is damaged: tokens of {split} are missing; {REMEDY}")
-        self.num_rows = self._find_rows([np.from_dlpack(tokens.offsets) for tokens, *_ in columns])
+        self.has_windows = packing != "padded" and not corpus.has_conversations
+        if self.has_windows:
+            self.num_rows = (num_tokens - 1) // (seq_len - 1)
+        else:
+            self._find_documents([np.from_dlpack(tokens.offsets) for tokens, *_ in columns])
+            self.num_rows = len(self.rows)
         self.num_samples = min(num_samples or self.num_rows, self.num_rows)
         if self.num_rows < 1:
-            problem = f"data: the {split} split of {corpus.path}, of {self.first_tokens[-1]} tokens, has not one row"
+            problem = f"data: the {split} split of {corpus.path}, of {num_tokens} tokens, has not one row"
             raise ConfigError(f"{problem} of seq_len {seq_len}; use more text, or for one file --validation tail:0.1")
-
-    def _find_rows(self, offsets: list[np.ndarray]) -> int:
-        """Find the rows and return their number; `offsets` of the documents in each file, int32."""
-        raise NotImplementedError
-
-    def _load_rows(self, rows: list[int]) -> dict[str, np.ndarray]:
-        """Load rows by their indices among `num_rows`, each array int64 [B, T]."""
-        raise NotImplementedError
 
     def __reduce__(self):
         # A worker that is not forked opens the files itself, instead of receiving their content.
-        return type(self), (self.corpus, self.split, self.seq_len, self.num_samples)
+        return type(self), (self.corpus, self.split, self.seq_len, self.packing, self.num_samples)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -82,15 +94,70 @@ class TextDataset(Dataset):
 
     def arrays(self, indices: list[int]) -> dict[str, np.ndarray]:
         """Load the samples of a batch, each array int64 [B, T]."""
-        batch = self._load_rows([index * self.num_rows // self.num_samples for index in indices])
+        input_ids = np.full((len(indices), self.seq_len), self.corpus.end_of_text)
+        is_target, begins = np.zeros_like(input_ids), np.zeros_like(input_ids)
+        for b, index in enumerate(indices):
+            first, boundaries = self._locate(index * self.num_rows // self.num_samples)
+            end = boundaries[-1]
+            self._copy(first, input_ids[b, :end])
+            if self.corpus.has_conversations:
+                self._copy(first, is_target[b, :end], column=1)
+            else:
+                is_target[b, :end] = 1
+            begins[b, boundaries[:-1]] = boundaries[:-1]
         # The files may not be verified yet, and a token beyond the model's table would read other memory.
-        if (largest := batch["input_ids"].max(initial=0)) >= self.corpus.vocab_size:
+        if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
             problem = f"token {largest} in {self.split} exceeds the {self.corpus.vocab_size} of the tokenizer"
             raise ConfigError(f"data: {self.corpus.path} is damaged: {problem}; {REMEDY}")
+        batch = {"input_ids": input_ids, "labels": np.where(is_target, input_ids, -100)}
+        if self.packing != "padded" and (self.packing == "isolated" or self.corpus.has_conversations):
+            positions = np.arange(self.seq_len)
+            if self.has_windows:
+                begins = np.where(input_ids == self.corpus.end_of_text, positions, 0)
+            batch["position_ids"] = positions - np.maximum.accumulate(begins, axis=1)
         return batch
 
+    def _find_documents(self, offsets: list[np.ndarray]) -> None:
+        """Find the rows from the offsets of the documents in each file, int32.
+
+        Sets `begins` (the first token of each document, and the number of tokens), `rows` (the first document of each
+        row), and `after` (for each document i, the first document after a row that begins with it).
+        """
+        firsts = np.array(self.first_tokens[:-1])  # int64, and so are its sums with the offsets
+        of_files = [first + of_file[:-1] for first, of_file in zip(firsts, offsets, strict=True)]
+        self.begins = np.concatenate([*of_files, self.first_tokens[-1:]])
+        lengths = np.diff(self.begins)
+        if (lengths < 0).any():
+            raise ConfigError(f"data: {self.corpus.path} is damaged: the documents of {self.split}; {REMEDY}")
+        self.rows = np.arange(len(lengths))
+        self.after = self.rows + 1
+        if self.packing != "padded":
+            fitting = np.searchsorted(self.begins, self.begins[:-1] + self.seq_len, side="right") - 1
+            self.after, rows = np.maximum(self.after, fitting), [0]
+            while rows[-1] < len(lengths):
+                rows.append(int(self.after[rows[-1]]))
+            self.rows = np.array(rows[:-1], int)
+        if self.corpus.has_conversations:
+            cut = self.rows[lengths[self.rows] > self.seq_len]
+            has_answer = [self._copy(int(self.begins[i]), np.zeros(self.seq_len), column=1).any() for i in cut]
+            lost = cut[~np.array(has_answer, bool)]
+            self.rows = np.setdiff1d(self.rows, lost)
+            counts = "{:,} in {:,} rows; {:,} cut off at seq_len, {:,} of them left out; targets are the answers alone"
+            self.conversations = counts.format(*map(len, (lengths, self.rows, cut, lost)))
+
+    def _locate(self, row: int) -> tuple[int, np.ndarray]:
+        """Return the first token of a row, and where in the row its documents begin and, last, where they end."""
+        if self.has_windows:
+            return row * (self.seq_len - 1), np.array([0, self.seq_len])
+        document = self.rows[row]
+        first = self.begins[document]
+        boundaries = self.begins[document : self.after[document] + 1] - first
+        # A row of text ends with the end-of-text token that the next document begins with.
+        boundaries[-1] = min(boundaries[-1] + (not self.corpus.has_conversations), self.seq_len)
+        return int(first), boundaries
+
     def _copy(self, first: int, out: np.ndarray, column: int = 0) -> np.ndarray:
-        """Fill `out` with the stream from token `first` on, across files, as far as it goes; return it."""
+        """Fill `out` with the stream from token `first` on, across files, until the stream ends; return it."""
         file, rest = bisect_right(self.first_tokens, first) - 1, out
         while len(rest) and file < len(self.values):
             values = self.values[file][column][first - self.first_tokens[file] :][: len(rest)]
@@ -100,7 +167,7 @@ class TextDataset(Dataset):
 
     @cached_property
     def num_bytes(self) -> float:
-        """UTF-8 bytes of the text that the targets of all samples stand for; an end-of-text token stands for none.
+        """UTF-8 bytes of the targets of all samples; end-of-text tokens have none.
 
         Exact for byte-level tokenizers. For others it is estimated from the mean of the split.
         """
@@ -112,122 +179,6 @@ class TextDataset(Dataset):
         return float(sum(num_bytes[ids[ids != -100]].sum() for ids in targets))
 
 
-class ConcatenatedText(TextDataset):
-    """Windows of the token stream (packing: concat).
-
-    Window i begins at token i * (seq_len - 1), so every token but the first is a target once. Tokens at the end that
-    fill no window are not used.
-    """
-
-    def _find_rows(self, offsets: list[np.ndarray]) -> int:
-        return (self.first_tokens[-1] - 1) // (self.seq_len - 1)
-
-    def _load_rows(self, rows: list[int]) -> dict[str, np.ndarray]:
-        input_ids = np.empty((len(rows), self.seq_len), int)
-        for row, out in zip(rows, input_ids, strict=True):
-            self._copy(row * (self.seq_len - 1), out)
-        return {"input_ids": input_ids, "labels": input_ids}
-
-
-class IsolatedText(ConcatenatedText):
-    """The same windows, with `position_ids` that restart at each document (packing: isolated)."""
-
-    def _load_rows(self, rows: list[int]) -> dict[str, np.ndarray]:
-        batch = super()._load_rows(rows)
-        positions = np.arange(self.seq_len)
-        begins = np.where(batch["input_ids"] == self.corpus.end_of_text, positions, 0)
-        return batch | {"position_ids": positions - np.maximum.accumulate(begins, axis=1)}
-
-
-class PaddedDocuments(TextDataset):
-    """One document a row, cut off at seq_len or padded to it (packing: padded).
-
-    A document of text (or a piece of one of more than a million characters) is between two end-of-text tokens. Labels
-    are -100 at the padding and, of conversations, outside answers; conversations without an answer are left out. The
-    padding is on the right, so causal attention needs no attention mask.
-    """
-
-    def _find_rows(self, offsets: list[np.ndarray]) -> int:
-        firsts = np.array(self.first_tokens[:-1])  # int64, and so are its sums with the offsets
-        of_files = [first + of_file[:-1] for first, of_file in zip(firsts, offsets, strict=True)]
-        self.begins = np.concatenate([*of_files, self.first_tokens[-1:]])
-        lengths = np.diff(self.begins)
-        if (lengths < 0).any():
-            raise ConfigError(f"data: {self.corpus.path} is damaged: the documents of {self.split}; {REMEDY}")
-        self.rows, self.after = self._pack(lengths)
-        if self.corpus.has_conversations:
-            cut = self.rows[lengths[self.rows] > self.seq_len]
-            has_answer = [self._copy(int(self.begins[i]), np.zeros(self.seq_len), column=1).any() for i in cut]
-            lost = cut[~np.array(has_answer, bool)]
-            self.rows = np.setdiff1d(self.rows, lost)
-            counts = "{:,} in {:,} rows; {:,} cut off at seq_len, {:,} of them left out; targets are the answers alone"
-            self.conversations = counts.format(*map(len, (lengths, self.rows, cut, lost)))
-        return len(self.rows)
-
-    def _pack(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first document of each row, and for each document i where the row after one from i would begin.
-
-        A function of the lengths and of seq_len alone.
-        """
-        return np.arange(len(lengths)), np.arange(1, len(lengths) + 1)
-
-    def _load_rows(self, rows: list[int]) -> dict[str, np.ndarray]:
-        input_ids = np.full((len(rows), self.seq_len), self.corpus.end_of_text)
-        is_target = np.zeros_like(input_ids)
-        for b, row in enumerate(rows):
-            begins = self._boundaries(row)
-            first, end = int(self.begins[self.rows[row]]), begins[-1]
-            self._copy(first, input_ids[b, :end])
-            if self.corpus.has_conversations:
-                self._copy(first, is_target[b, :end], column=1)
-            else:
-                is_target[b, :end] = 1
-        return {"input_ids": input_ids, "labels": np.where(is_target, input_ids, -100)}
-
-    def _boundaries(self, row: int) -> np.ndarray:
-        """Return where the documents of a row begin in it, and last where its tokens end."""
-        first = self.rows[row]
-        begins = self.begins[first : self.after[first] + 1] - self.begins[first]
-        # A row of text ends with the end-of-text token that the next document begins with.
-        begins[-1] = min(begins[-1] + (not self.corpus.has_conversations), self.seq_len)
-        return begins
-
-
-class PackedConversations(PaddedDocuments):
-    """As many whole conversations a row as fit, in their order, or one that is cut off (packing: isolated).
-
-    `position_ids` restart at each conversation.
-    """
-
-    def _pack(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        fitting = np.searchsorted(self.begins, self.begins[:-1] + self.seq_len, side="right") - 1
-        after, rows = np.maximum(np.arange(1, len(self.begins)), fitting), [0]
-        while rows[-1] < len(lengths):
-            rows.append(int(after[rows[-1]]))
-        return np.array(rows[:-1], int), after
-
-    def _load_rows(self, rows: list[int]) -> dict[str, np.ndarray]:
-        batch = super()._load_rows(rows)
-        begins = np.zeros_like(batch["input_ids"])
-        for b, row in enumerate(rows):
-            inner = self._boundaries(row)[:-1]
-            begins[b, inner] = inner
-        return batch | {"position_ids": np.arange(self.seq_len) - np.maximum.accumulate(begins, axis=1)}
-
-
-def open_dataset(
-    corpus: TextCorpus, split: str, seq_len: int, packing: str, num_samples: int | None = None
-) -> TextDataset:
-    """Open a split of a corpus with the rows that `data.packing` names.
-
-    Raises:
-        ConfigError: The split is too short for one row, or damaged.
-    """
-    kinds = {"concat": ConcatenatedText, "isolated": IsolatedText, "padded": PaddedDocuments}
-    kind = PackedConversations if corpus.has_conversations and packing != "padded" else kinds[packing]
-    return kind(corpus, split, seq_len, num_samples)
-
-
 class MixedDataset(ConcatDataset):
     """The samples of several corpora, one after another."""
 
@@ -237,5 +188,5 @@ class MixedDataset(ConcatDataset):
 
     @property
     def num_bytes(self) -> float:
-        """UTF-8 bytes that the targets of all samples stand for."""
+        """UTF-8 bytes of the targets of all samples."""
         return sum(dataset.num_bytes for dataset in self.text_datasets)

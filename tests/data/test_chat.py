@@ -28,7 +28,7 @@ from config.resolve import replace_settings
 from data.chat_template import ChatTemplate
 from data.corpus import load_corpus
 from data.integrity import SPLITS, open_columns
-from data.text import TextCorpus, open_dataset
+from data.text import TextCorpus, TextDataset
 from data.tokenizer import save_tokenizer
 from evaluate import EvaluateConfig
 from export import ExportConfig
@@ -100,7 +100,7 @@ def read_rows(corpus, split="train"):
 
 
 def open_split(corpus, split="train", seq_len=256, packing="isolated"):
-    return open_dataset(TextCorpus(str(corpus)), split, seq_len, packing)
+    return TextDataset(TextCorpus(str(corpus)), split, seq_len, packing)
 
 
 # Tokens and masks

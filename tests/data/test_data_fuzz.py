@@ -12,7 +12,7 @@ import pytest
 import data.prepare.prepare
 from config.errors import ConfigError
 from data.integrity import Verification, metadata_digest
-from data.text import TextCorpus, open_dataset
+from data.text import TextCorpus, TextDataset
 from tests.data.prepare.test_prepare import make, make_documents, texts, write_jsonl
 
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 200))]
@@ -59,7 +59,7 @@ def read_all(path):
     samples = []
     for split in ("train", "validation"):
         for packing in ("isolated", "padded"):
-            dataset = open_dataset(corpus, split, 32, packing)
+            dataset = TextDataset(corpus, split, 32, packing)
             samples += [array.tolist() for array in dataset.arrays(range(len(dataset))).values()]
             samples.append(dataset.num_bytes)
     verification = Verification([corpus])

@@ -33,7 +33,7 @@ from data.corpus import load_corpus
 from data.integrity import Verification, content_hash, metadata_digest, open_columns
 from data.loader import BatchLoader
 from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, apportion, mix_quotas
-from data.text import TextCorpus, open_dataset
+from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 
 
 def open_split(path, split="train", seq_len=32, packing="concat", num_samples=None):
-    return open_dataset(TextCorpus(str(path)), split, seq_len, packing, num_samples)
+    return TextDataset(TextCorpus(str(path)), split, seq_len, packing, num_samples)
 
 
 def read_stream(path, split="train"):
@@ -279,7 +279,7 @@ def test_document_offsets_beyond_two_billion_tokens(folder):
     """Offsets within one file have 32 bits."""
     dataset = open_split(folder / "a", packing="padded")
     dataset.first_tokens = [0, 2**31 - 3, 2**32]
-    dataset._find_rows([np.array(offsets, np.int32) for offsets in ([0, 2**31 - 3], [0, 5, 2**31 - 1])])
+    dataset._find_documents([np.array(offsets, np.int32) for offsets in ([0, 2**31 - 3], [0, 5, 2**31 - 1])])
     assert dataset.begins.tolist() == [0, 2**31 - 3, 2**31 + 2, 2**32]
 
 
@@ -526,8 +526,8 @@ def test_corpus_check_finds_change_at_save(corpus, monkeypatch):
 @pytest.mark.slow
 def test_reading_a_corpus_does_not_import_pandas(corpus):
     """pyarrow imports pandas for many of its calls, which costs each process half a second and 35 MB."""
-    code = "import sys; from data.integrity import Verification; from data.text import TextCorpus, open_dataset\n"
-    code += f"corpus = TextCorpus({str(corpus)!r}); open_dataset(corpus, 'train', 32, 'padded')[0]\n"
+    code = "import sys; from data.integrity import Verification; from data.text import TextCorpus, TextDataset\n"
+    code += f"corpus = TextCorpus({str(corpus)!r}); TextDataset(corpus, 'train', 32, 'padded')[0]\n"
     code += "check = Verification([corpus]); check.start(); check.wait(); print('pandas' in sys.modules, check.problem)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.stdout == "False None\n", done.stdout + done.stderr

@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
-from data.text import TextCorpus, open_dataset
+from data.text import TextCorpus, TextDataset
 from experiments import arm, change, experiment, log, report, score, variants
 from experiments.arm import Arm, Launch
 from experiments.experiment import main
@@ -612,7 +612,7 @@ def test_real_tokenizers_of_one_text(tmp_path, monkeypatch, capsys):
     for which, name in (("baseline", "bytes"), ("candidate", "pairs")):
         run = tmp_path / "lab" / "runs" / f"{found[which]}-0"
         corpus = TextCorpus(str(tmp_path / name))
-        dataset = open_dataset(corpus, "validation", 32, "concat")
+        dataset = TextDataset(corpus, "validation", 32, "concat")
         model, nats, text = load_run(run).model, 0.0, b""
         byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
         for index in range(len(dataset)):
