@@ -78,7 +78,7 @@ class PrepareConfig:
     document, a row of the others is one."""
 
     tokenizer: str
-    """byte (256 bytes and an end of text), train:VOCAB (a byte-level BPE of VOCAB tokens, learnt from the source), the
+    """byte (256 bytes and an end of text), train:VOCAB (a byte-level BPE of VOCAB tokens, trained on the source), the
     name of one on the Hub (gpt2), or a folder with one."""
 
     out: str
