@@ -25,7 +25,7 @@ WIDE = ["--model.dropout", 0, "--model.d_model", 32]  # heads of 16, which flex 
         ("hsdp", 4, EIGHT),
         ("multi_gpu", 8, EIGHT),
         ("multi_gpu", 2, ["--evaluation.ema_decay", 0.9]),
-        ("one_gpu", 1, ["--compile", "true", "--activation_checkpointing", "true"]),
+        ("one_gpu", 1, ["--compile", "true", "--activation_checkpointing", "true", "--model.dropout", 0]),
         ("fsdp2", 2, ["--compile", "true", "--chunked_loss", "true"]),
         ("one_gpu", 1, ["--tracking.block_stats", "true"]),
     ],
