@@ -94,7 +94,7 @@ def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any)
     accelerator = Accelerator(mixed_precision="bf16", cpu=scale.device == "cpu")
     with torch.device(scale.device) as device:  # initialising a billion weights takes a CPU many seconds
         network = GPTModel(config)
-    run = TrainConfig(compile=scale.backend == "inductor", schedule=ScheduleConfig("constant"), **settings)
+    run = TrainConfig(compile=scale.backend == "inductor", tf32=True, schedule=ScheduleConfig("constant"), **settings)
     prepare_network(network, run, device)
     for block in network.blocks if not run.compile else ():
         block.compile(backend=scale.backend)
@@ -116,6 +116,7 @@ def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any)
 
 def build_nanogpt(config: GPTConfig, tokens: Tensor, scale: Scale, path: Path) -> Built:
     """Build nanoGPT's model and a step of the loop in its train.py; its gradient scaler does nothing in bfloat16."""
+    torch.backends.cuda.matmul.allow_tf32 = True
     network, optimizer = build_peer(path, config, OPTIMIZER, scale.device)
     model, targets = torch.compile(network, backend=scale.backend), tokens.roll(-1, dims=1)
 
@@ -237,7 +238,6 @@ def gpu(options: Namespace) -> Iterator[Group]:
         sys.exit("gpu: no GPU was found; --quick tests this case on a CPU")
     if not options.quick and (missing := missing_compiler(torch.device("cuda"))):
         sys.exit(f"gpu: the blocks would not be compiled: {missing}")
-    torch.set_float32_matmul_precision("high")
     # The cache's key does not include the attention backend, so that a group would get the code of another.
     torch._functorch.config.enable_autograd_cache = False
     for name, (*_, backend) in CASES.items():

@@ -298,6 +298,10 @@ class TrainConfig:
     """Compile each transformer block and the chunked loss with torch.compile. Without a compiler on the machine the run
     prints a warning and trains uncompiled."""
 
+    tf32: bool = False
+    """On an NVIDIA GPU, multiply float32 matrices in TF32: several times as fast without mixed precision, but factors
+    are rounded to 10 bits after the binary point. Not with `exact`."""
+
     activation_checkpointing: bool = False
     """Store only the input of each transformer block and recompute its activations in the backward: less memory for
     a third more FLOPs."""
@@ -395,6 +399,8 @@ class TrainConfig:
             problems.append(
                 f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
             )
+        if self.exact and self.tf32:
+            problems.append("exact: true multiplies in full float32; set tf32 to false")
         return problems
 
     def _remedy_for_batch(self, name: str, size: int, num_processes: int) -> str:

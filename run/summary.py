@@ -56,6 +56,8 @@ def summary(
     if config.compile:
         lack = missing_compiler(device)
         arithmetic.append(f"not compiled: {lack}" if lack else "compiled")
+    if device.type == "cuda" and config.tf32:
+        arithmetic.append("TF32")
     if config.activation_checkpointing:
         arithmetic.append("activation checkpointing")
     if config.exact:

@@ -69,7 +69,9 @@ def checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device) -> None:
-    """Apply `compile` and `activation_checkpointing` to each block, and `chunked_loss`; the weights do not change."""
+    """Apply `tf32`, `compile` and `activation_checkpointing` (to each block), and `chunked_loss`; no weight changes."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = config.tf32
     compiled = config.compile and not missing_compiler(device)
     if compiled:
         separate_compilation_caches()

@@ -120,6 +120,7 @@ def test_every_setting_is_documented(capsys):
         (["--model.d_model", "130"], ["model.d_model", "130", "128", "132"]),
         (["--seq_len", "256"], ["seq_len", "256", "model.max_position_embeddings", "128"]),
         (["--seq_len", "1"], ["seq_len", "1"]),
+        (["--exact", "true", "--tf32", "true"], ["exact", "tf32"]),
         (["--global_batch_size", "20"], ["global_batch_size", "20", "16", "24"]),
         (["--checkpoint.every", "10", "--checkpoint.keep_every", "25"], ["checkpoint.keep_every", "25", "10"]),
         (["--schedule.warmup_steps", "51"], ["schedule.warmup_steps", "51", "50"]),
