@@ -81,6 +81,8 @@ def visible_devices() -> int:
 
 def note(kind: str, detail: str) -> None:
     """Count an event at the innermost line of the repository that is being executed."""
+    if kind == "sync" and torch.cuda.fake.error_on_sync:
+        raise RuntimeError(f"called a synchronizing CUDA operation: {detail}")
     frame = sys._getframe().f_back  # None in a thread of the autograd engine
     while frame and not (frame.f_code.co_filename.startswith(f"{ROOT}/") and in_repository(frame.f_code.co_filename)):
         frame = frame.f_back
@@ -188,6 +190,12 @@ def note_if_recording(kind: str, detail: str) -> None:
         note(kind, detail)
 
 
+def set_sync_debug_mode(mode: str) -> None:
+    """Replace torch.cuda.set_sync_debug_mode, which does not cover events."""
+    torch.cuda.fake.error_on_sync = mode == "error"
+    torch.cuda.fake.record(mode == "error")
+
+
 def start_recording() -> None:
     """Forget the events so far and count the next ones."""
     events.clear()
@@ -202,7 +210,7 @@ def stop_recording() -> None:
 
 def patch_torch_cuda(ext) -> None:
     """Replace the Python functions of torch.cuda that need a driver."""
-    ext.recording = False
+    ext.recording = ext.error_on_sync = False
 
     def seed_all(seed: int) -> None:
         for index in range(8):
@@ -226,6 +234,7 @@ def patch_torch_cuda(ext) -> None:
         get_arch_list=lambda: ["sm_90"],
         is_bf16_supported=lambda including_emulation=True: True,
         synchronize=synchronize,
+        set_sync_debug_mode=set_sync_debug_mode,
         Stream=FakeStream,
         Event=FakeEvent,
         stream=lambda stream: stream or FakeStream(),
