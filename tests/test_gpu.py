@@ -1,5 +1,6 @@
-"""The guarantees of docs/reliability.md, on one GPU: `make test-gpu`. Nothing here has run on one yet.
+"""The guarantees of docs/reliability.md on GPUs: `make test-gpu`. First what tests/fake_cuda cannot show.
 
+These tests pass on an emulated device and have not run on a real one yet.
 It needs torch, accelerate, transformers and jsonargparse, but no datasets, wandb or matplotlib.
 """
 
@@ -7,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint.storage import copy_to_cpu
 from distributed.state_hash import VALUES_AT_ONCE, digests
@@ -24,6 +26,7 @@ GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 8
 RUN = [*TINY_STORIES, "--name", "run"]
 EXACT = [*RUN, "--exact", "true"]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than two GPUs")
 
 
 def precision(name):
@@ -57,95 +60,7 @@ def goes_on_with_the_same_bits(finished, runs, step, *arguments, **env):
     assert_same_run(runs / "again" / "run", finished, STEPS)
 
 
-def test_exact_run_repeats_and_resumes_bitwise(exact, runs):
-    train(*EXACT, "--out_dir", runs, **precision("bf16"))
-    assert_same_bits(tensors(runs / "run", STEPS), tensors(exact, STEPS))
-    goes_on_with_the_same_bits(exact, runs, 5, *EXACT, **precision("bf16"))
-
-
-def test_fp16_resumes_with_the_same_bits(runs):
-    arguments = [*EXACT, "--on_nonfinite", "skip"]
-    train(*arguments, "--out_dir", runs, faults="nan:0:3", **precision("fp16"))
-    assert metrics(runs / "run")[-1]["train/skipped"] >= 1
-    goes_on_with_the_same_bits(runs / "run", runs, 5, *arguments, **precision("fp16"))
-
-
-def test_background_save_changes_no_bit(exact, runs):
-    train(*EXACT, "--out_dir", runs, "--checkpoint.asynchronous", "false", **precision("bf16"))
-    for step in range(1, STEPS + 1):
-        assert_same_bits(tensors(runs / "run", step), tensors(exact, step))
-
-
-def test_copy_to_cpu_reuses_pinned_memory():
-    tensors = {"large": torch.zeros(2**19, device=GPU), "small": torch.zeros(3, device=GPU)}
-    places = set()
-    for value in (1.0, 2.0):
-        for tensor in tensors.values():
-            tensor.fill_(value)
-        copies = copy_to_cpu(tensors)
-        places.add(copies["large"].data_ptr())
-        assert copies["large"].is_pinned() and all((copy == value).all() for copy in copies.values())
-    assert len(places) == 1
-
-
-@pytest.mark.parametrize("name, rel", [("no", 1e-4), ("bf16", 2e-2), ("fp16", 5e-3)])
-def test_gpu_losses_match_cpu(name, rel, runs):
-    arguments = [*RUN, "--model.dropout", 0, "--on_nonfinite", "skip"]
-    train(*arguments, "--out_dir", runs / "gpu", **precision(name))
-    train(*arguments, "--out_dir", runs / "cpu", ACCELERATE_USE_CPU="true")
-    assert losses(runs / "gpu" / "run") == pytest.approx(losses(runs / "cpu" / "run"), rel=rel)
-
-
-def test_run_resumes_on_cpu_and_back(runs):
-    arguments = [*RUN, "--model.dropout", 0, "--out_dir", runs]
-    train(*arguments)
-    whole = losses(runs / "run")
-    for kept, env in ((3, {"ACCELERATE_USE_CPU": "true"}), (5, {})):
-        for later in range(kept + 1, STEPS + 1):
-            shutil.rmtree(runs / "run" / "checkpoints" / f"step-{later:08d}")
-        assert f"resumed at step {kept}" in train(*arguments, **env).stdout
-    assert losses(runs / "run") == pytest.approx(whole, rel=1e-3)
-
-
-@pytest.mark.parametrize("name, rel", [("no", 1e-4), ("bf16", 1e-2)])
-def test_compiled_blocks_train_alike(name, rel, runs):
-    """Without casts, closely enough to detect other dropout masks, which change the loss by a few 0.1%."""
-    for compiled in ("false", "true"):
-        arguments = [*RUN, "--model.dropout", 0.2, "--compile", compiled, "--out_dir", runs / compiled]
-        done = train(*arguments, **precision(name))
-    assert "compiled" in done.stdout and "not compiled" not in done.stdout
-    assert losses(runs / "true" / "run") == pytest.approx(losses(runs / "false" / "run"), rel=rel)
-
-
-@pytest.mark.parametrize("name", ["no", "bf16"])
-def test_fsdp2_on_one_gpu_equals_unsharded(name, runs):
-    """FSDP2 on one process still wraps, gathers and reduces."""
-    env = launcher_environment("fsdp2", "--mixed_precision", name, "--num_processes", "1")
-    done = train(*RUN, "--out_dir", runs / "sharded", processes=1, **env)
-    assert "1 x " in done.stdout
-    train(*RUN, "--out_dir", runs / "plain", **precision(name))
-    rel = 1e-5 if name == "no" else 1e-2
-    assert losses(runs / "sharded" / "run") == pytest.approx(losses(runs / "plain" / "run"), rel=rel)
-
-
-def test_tree_sum_equals_sum_of_two_processes(runs):
-    """Eight micro-batches on one process, and as two processes would add them up: four each, then their sums."""
-    network = small_model()
-    tokens = torch.randint(97, (8, 32), generator=torch.Generator().manual_seed(1)).to(GPU)
-
-    def gradients(rows):
-        tree_sum = TreeSum(trainable_parameters(network), 0, 1)
-        for row in rows:
-            network(row[None], labels=row[None], num_items_in_batch=8 * 31)[1].backward()
-            tree_sum.add_micro_batch(len(rows))
-        found = [parameter.grad for parameter in network.parameters()]
-        network.zero_grad()
-        return found
-
-    torch.use_deterministic_algorithms(True)
-    whole, halves = gradients(tokens), zip(gradients(tokens[:4]), gradients(tokens[4:]), strict=True)
-    torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(one, first + second) for one, (first, second) in zip(whole, halves, strict=True))
+# Kernels
 
 
 @pytest.mark.parametrize("softcap", [None, 8.0])
@@ -208,10 +123,138 @@ def test_sliding_window_equals_cpu_mask(cast, with_documents):
         assert (one - other).norm() < (2e-2 if cast else 1e-4) * other.norm()
 
 
+def test_causal_attention_runs_as_flash_attention():
+    """No other kernel is allowed, forward or backward."""
+    network, tokens = small_model(), torch.randint(97, (2, 128)).to(GPU)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast(GPU.type, torch.bfloat16):
+        network(tokens, labels=tokens)[1].backward()
+
+
+@pytest.mark.parametrize("recomputed", ["false", "true"])
+@pytest.mark.parametrize("name, rel", [("no", 1e-4), ("bf16", 1e-2)])
+def test_compiled_blocks_train_alike(name, rel, recomputed, runs):
+    """Without casts, closely enough to detect other dropout masks, which change the loss by a few 0.1%."""
+    for compiled in ("false", "true"):
+        arguments = [*RUN, "--model.dropout", 0.2, "--compile", compiled, "--out_dir", runs / compiled]
+        arguments += ["--activation_checkpointing", recomputed]
+        done = train(*arguments, **precision(name))
+    assert "compiled" in done.stdout and "not compiled" not in done.stdout
+    assert losses(runs / "true" / "run") == pytest.approx(losses(runs / "false" / "run"), rel=rel)
+
+
+def test_tree_sum_equals_sum_of_two_processes(runs):
+    """Eight micro-batches on one process, and as two processes would add them up: four each, then their sums."""
+    network = small_model()
+    tokens = torch.randint(97, (8, 32), generator=torch.Generator().manual_seed(1)).to(GPU)
+
+    def gradients(rows):
+        tree_sum = TreeSum(trainable_parameters(network), 0, 1)
+        for row in rows:
+            network(row[None], labels=row[None], num_items_in_batch=8 * 31)[1].backward()
+            tree_sum.add_micro_batch(len(rows))
+        found = [parameter.grad for parameter in network.parameters()]
+        network.zero_grad()
+        return found
+
+    torch.use_deterministic_algorithms(True)
+    whole, halves = gradients(tokens), zip(gradients(tokens[:4]), gradients(tokens[4:]), strict=True)
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, first + second) for one, (first, second) in zip(whole, halves, strict=True))
+
+
 def test_gpu_digest_equals_cpu_digest(monkeypatch):
     monkeypatch.setitem(VALUES_AT_ONCE, GPU.type, 1000)
     state = small_model().state_dict()
     assert str(digests(state)) == str(digests({name: tensor.cpu() for name, tensor in state.items()}))
+
+
+# Determinism
+
+
+def test_exact_run_repeats_and_resumes_bitwise(exact, runs):
+    train(*EXACT, "--out_dir", runs, **precision("bf16"))
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(exact, STEPS))
+    goes_on_with_the_same_bits(exact, runs, 5, *EXACT, **precision("bf16"))
+
+
+def test_fp16_resumes_with_the_same_bits(runs):
+    arguments = [*EXACT, "--on_nonfinite", "skip"]
+    train(*arguments, "--out_dir", runs, faults="nan:0:3", **precision("fp16"))
+    assert metrics(runs / "run")[-1]["train/skipped"] >= 1
+    goes_on_with_the_same_bits(runs / "run", runs, 5, *arguments, **precision("fp16"))
+
+
+# Numerics
+
+
+@pytest.mark.parametrize("name, rel", [("no", 1e-4), ("bf16", 2e-2), ("fp16", 5e-3)])
+def test_gpu_losses_match_cpu(name, rel, runs):
+    arguments = [*RUN, "--model.dropout", 0, "--on_nonfinite", "skip"]
+    train(*arguments, "--out_dir", runs / "gpu", **precision(name))
+    train(*arguments, "--out_dir", runs / "cpu", ACCELERATE_USE_CPU="true")
+    assert losses(runs / "gpu" / "run") == pytest.approx(losses(runs / "cpu" / "run"), rel=rel)
+
+
+# NCCL, on two GPUs or more
+
+
+@two_gpus
+def test_exact_run_has_same_bits_on_two_gpus(exact, runs):
+    train(*EXACT, "--out_dir", runs, processes=2, **precision("bf16"))
+    assert_same_bits(tensors(runs / "run", STEPS), tensors(exact, STEPS))
+
+
+@two_gpus
+@pytest.mark.parametrize("kind", ["multi_gpu", "fsdp2"])
+def test_two_gpus_train_as_one(kind, runs):
+    train(*RUN, "--out_dir", runs / "one")
+    env = launcher_environment(kind, "--mixed_precision", "no", "--num_processes", "2")
+    done = train(*RUN, "--out_dir", runs / "two", processes=2, **env)
+    assert "2 x " in done.stdout
+    assert losses(runs / "two" / "run") == pytest.approx(losses(runs / "one" / "run"), rel=1e-4)
+
+
+# What an emulated device shows too
+
+
+def test_background_save_changes_no_bit(exact, runs):
+    train(*EXACT, "--out_dir", runs, "--checkpoint.asynchronous", "false", **precision("bf16"))
+    for step in range(1, STEPS + 1):
+        assert_same_bits(tensors(runs / "run", step), tensors(exact, step))
+
+
+def test_copy_to_cpu_reuses_pinned_memory():
+    tensors = {"large": torch.zeros(2**19, device=GPU), "small": torch.zeros(3, device=GPU)}
+    places = set()
+    for value in (1.0, 2.0):
+        for tensor in tensors.values():
+            tensor.fill_(value)
+        copies = copy_to_cpu(tensors)
+        places.add(copies["large"].data_ptr())
+        assert copies["large"].is_pinned() and all((copy == value).all() for copy in copies.values())
+    assert len(places) == 1
+
+
+def test_run_resumes_on_cpu_and_back(runs):
+    arguments = [*RUN, "--model.dropout", 0, "--out_dir", runs]
+    train(*arguments)
+    whole = losses(runs / "run")
+    for kept, env in ((3, {"ACCELERATE_USE_CPU": "true"}), (5, {})):
+        for later in range(kept + 1, STEPS + 1):
+            shutil.rmtree(runs / "run" / "checkpoints" / f"step-{later:08d}")
+        assert f"resumed at step {kept}" in train(*arguments, **env).stdout
+    assert losses(runs / "run") == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["no", "bf16"])
+def test_fsdp2_on_one_gpu_equals_unsharded(name, runs):
+    """FSDP2 on one process still wraps, gathers and reduces."""
+    env = launcher_environment("fsdp2", "--mixed_precision", name, "--num_processes", "1")
+    done = train(*RUN, "--out_dir", runs / "sharded", processes=1, **env)
+    assert "1 x " in done.stdout
+    train(*RUN, "--out_dir", runs / "plain", **precision(name))
+    rel = 1e-5 if name == "no" else 1e-2
+    assert losses(runs / "sharded" / "run") == pytest.approx(losses(runs / "plain" / "run"), rel=rel)
 
 
 def test_muon_trains(runs):

@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
@@ -70,6 +71,7 @@ def install() -> None:
         patch_nccl(ext)
         patch_attention()
         patch_compilation()
+        torch.empty(1).pin_memory()  # initialises CUDA, before which no memory counts as pinned
     torch.cuda.fake.set_count(visible_devices())
 
 
@@ -382,6 +384,8 @@ def patch_compilation() -> None:
     def compile_module(module, *arguments, **more) -> None:
         module._compiled_call_impl = torch.compile(module._call_impl, *arguments, **more)
 
+    # Clones of a generator stay on the device in CUDA's implementation only.
+    torch._functorch.config.graphsafe_rng_functionalization = False
     torch.compile, torch.nn.Module.compile = compile_eagerly, compile_module
     attention.HAS_TRITON = True
     if summary := sys.modules.get("run.summary"):
