@@ -37,7 +37,7 @@ from distributed.world import num_processes
 from model.gpt import GPTModel, build_on_meta_device
 from run.metrics_log import read_rows
 from run.resolve import resolve
-from run.summary import batch_of_run, tokens_of_run
+from run.summary import format_batch, format_tokens
 from training.gradients import trainable_parameters
 from training.optimizer import build_optimizer
 from training.prepare_model import missing_compiler, prepare_network
@@ -281,8 +281,8 @@ def main(config: TrainConfig) -> None:
     plan |= {f"  {name}": f"{count:,}" for name, count in sizes.items() if count}
     plan |= {
         "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {num_shards(accelerator)} to "
-        f"a replica; {batch_of_run(config, at_once)} micro-batch(es) of {config.micro_batch_size} per step",
-        "tokens": tokens_of_run(config),
+        f"a replica; {format_batch(config, at_once)} micro-batch(es) of {config.micro_batch_size} per step",
+        "tokens": format_tokens(config),
         "FLOPs": f"{flops:,} per token, {flops * (config.global_batch_size or 0) * config.seq_len:.3g} per step, "
         f"{flops * tokens:.3g} in total",
         "memory": f"{megabytes(peak)}: the peak of a process",

@@ -72,12 +72,8 @@ class Reporter(AbstractContextManager):
             self.remote.log(step, metrics)
         if training := {name: value for name, value in metrics.items() if name.startswith(TRAINING)}:
             self._show_training(step, training)
-        words = [
-            f"{name} = {format_metric(name, value)}"
-            for name, value in metrics.items()
-            if not name.startswith(NOT_SHOWN)
-        ]
-        if words:
+        shown = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
+        if words := [f"{name} = {format_metric(name, value)}" for name, value in shown.items()]:
             if (excess := metrics.get("val/excess_loss")) is not None:
                 entropy = metrics["val/entropy"]
                 amount = f"{excess / entropy:.1%}" if entropy else f"{excess:.4f} nats"
@@ -118,13 +114,10 @@ class Reporter(AbstractContextManager):
             self.remote.finish(exception)
 
     def _show_training(self, step: int, metrics: dict[str, float]) -> None:
-        omitted = {"train/tokens", "perf/peak_memory_bytes"} | (
-            set() if metrics.get("train/skipped") else {"train/skipped"}
-        )
         short = {
             SHORT_NAMES.get(name, name.partition("/")[2]): format_metric(name, value)
             for name, value in metrics.items()
-            if name not in omitted
+            if name not in ("train/tokens", "perf/peak_memory_bytes") and (value or name != "train/skipped")
         }
         if self.bar.disable:
             self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in short.items()))

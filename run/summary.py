@@ -15,21 +15,21 @@ from training.gradients import trainable_parameters
 from training.prepare_model import missing_compiler
 
 
-def batch_of_run(config: TrainConfig, of: int = 1) -> str:
-    """Format the global batch in units of `of` sequences: "16", or "4 to 16" if it grows."""
+def format_batch(config: TrainConfig, unit: int = 1) -> str:
+    """Format the global batch size in units of `unit` sequences: "16", or "4 to 16" if it grows."""
     sizes = BatchSizes.from_config(config)
-    return " to ".join(dict.fromkeys(str(size // of) for size in (sizes.size(0), sizes.global_batch_size)))
+    return " to ".join(dict.fromkeys(str(size // unit) for size in (sizes.size(0), sizes.global_batch_size)))
 
 
-def tokens_of_run(config: TrainConfig) -> str:
+def format_tokens(config: TrainConfig) -> str:
     """Format the tokens of a step and of the whole run."""
     sizes = BatchSizes.from_config(config)
-    in_all = sizes.sequences_before(config.steps) * config.seq_len
-    first, whole = (size * config.seq_len for size in (sizes.size(0), sizes.global_batch_size))
-    if first == whole:
-        return f"{whole:,} a step x {config.steps:,} steps = {in_all:,}"
+    total = sizes.sequences_before(config.steps) * config.seq_len
+    first, last = (size * config.seq_len for size in (sizes.size(0), sizes.global_batch_size))
+    if first == last:
+        return f"{last:,} a step x {config.steps:,} steps = {total:,}"
     last_increase = sizes.increase_steps[-1] + 1
-    return f"{first:,} in step 1, {whole:,} from step {last_increase:,} on, {in_all:,} in {config.steps:,} steps"
+    return f"{first:,} in step 1, {last:,} from step {last_increase:,} on, {total:,} in {config.steps:,} steps"
 
 
 def summary(
@@ -62,7 +62,7 @@ def summary(
         arithmetic.append("activation checkpointing")
     if config.exact:
         arithmetic.append("deterministic")
-    accumulation = batch_of_run(config, config.micro_batch_size * accelerator.num_processes)
+    accumulation = format_batch(config, config.micro_batch_size * accelerator.num_processes)
     parameters = f"{model.num_parameters():,} parameters"
     if frozen := model.num_parameters() - sum(parameter.numel() for parameter in trainable_parameters(model)):
         parameters += f", {frozen:,} of them frozen"
@@ -71,9 +71,9 @@ def summary(
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
         "precision": ", ".join(arithmetic),
         "model": parameters,
-        "global batch": f"{batch_of_run(config)} sequences = {config.micro_batch_size} micro-batch"
+        "global batch": f"{format_batch(config)} sequences = {config.micro_batch_size} micro-batch"
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
-        "tokens": tokens_of_run(config),
+        "tokens": format_tokens(config),
     }
     if device.type == "cuda" and config.data.packing == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, because Triton is not installed"
