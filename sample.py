@@ -63,10 +63,8 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
     """Answer user messages, one per line; drop the oldest exchanges when the context is full."""
     assert loaded.tokenizer is not None, "main checks it"
     if loaded.tokenizer.chat_template is None:
-        raise ConfigError(
-            f"chat: the tokenizer of {config.run!r} has no chat template; train on conversations (docs/using.md), or "
-            "leave --chat out"
-        )
+        problem = f"the tokenizer of {config.run!r} has no chat template"
+        raise ConfigError(f"chat: {problem}; train on conversations (docs/using.md), or leave it out")
     if config.num_samples > 1:
         raise ConfigError(f"num_samples: {config.num_samples}, but chat generates one answer; leave it out")
     limit = loaded.model.config.max_position_embeddings
@@ -95,9 +93,9 @@ def converse(loaded: Loaded, config: SampleConfig) -> None:
 
 def check_system(system: list[Message], template: ChatTemplate, room: int) -> None:
     """Raise ConfigError if the template ignores the system message, or if it has more than `room` tokens."""
-    line = [{"role": "user", "content": ""}]
-    tokens = template.prompt(system + line)
-    if tokens == template.prompt(line):
+    user = [{"role": "user", "content": ""}]
+    tokens = template.prompt(system + user)
+    if tokens == template.prompt(user):
         raise ConfigError("system: the chat template of this tokenizer ignores system messages; leave it out")
     if len(tokens) > room:
         raise ConfigError(f"system: it has {len(tokens)} tokens, and a conversation has room for {room}; shorten it")
@@ -107,11 +105,11 @@ def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
     """Yield the given prompt, else prompts from the terminal, else "" or, for chat, the lines of stdin."""
     with suppress(AttributeError):  # invalid UTF-8 must not end the chat; stdin may be no byte stream, as in a notebook
         sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue] suppressed
-    typed = sys.stdin is not None and sys.stdin.isatty()  # None: stdin is closed
-    if given is not None or not (chat or typed):
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()  # None: stdin is closed
+    if given is not None or not (chat or is_terminal):
         yield given or ""
         return
-    if not typed:
+    if not is_terminal:
         yield from (line.rstrip("\n") for line in sys.stdin or ())
         return
     with suppress(ImportError):
@@ -176,6 +174,6 @@ def generate_sample(
         _, loss, *sums = model(ids_1T, labels=ids_1T, num_items_in_batch=1)
         # A model with auxiliary losses returns the cross-entropy separately.
         nats, _ = dict(*sums).get("loss", (loss, 1))
-        of = f", of its first {limit} tokens" if len(ids) > limit else ""
-        print(f"  ({describe(text)}; the model's {-float(nats):.2f}{of})")
+        scope = f", of its first {limit} tokens" if len(ids) > limit else ""
+        print(f"  ({describe(text)}; the model's {-float(nats):.2f}{scope})")
     return text

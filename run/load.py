@@ -1,7 +1,7 @@
 """Load a trained model: of a run, one of its checkpoints, a folder in transformers' format or a name on the Hub.
 
-from run.load import load_run
-config, model, tokenizer = load_run("runs/stories")
+Example:
+    config, model, tokenizer = load_run("runs/stories")
 """
 
 import os
@@ -35,7 +35,7 @@ from run.tokenizer import load_run_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# evaluated: the weights that `val/loss` was measured on, which are the EMA with `evaluation.ema_decay`.
+# evaluated: the weights that `val/loss` was measured with, which are the EMA with `evaluation.ema_decay`.
 Weights = Literal["evaluated", "trained"]
 
 
@@ -70,7 +70,7 @@ def load_with_source(
         raise ConfigError(f"{setting}: {str(path)!r} is a directory that this user may not read")
     if not is_run(path):
         if checkpoint != "latest":
-            raise ConfigError(f"checkpoint: {checkpoint!r} is of runs, and {str(path)!r} is none")
+            raise ConfigError(f"checkpoint: {checkpoint!r}, but {str(path)!r} is not a run; leave it out")
         return Loaded(None, *load_transformers(str(path), setting)), None
     while True:
         directory, manifest = find_checkpoint(path, checkpoint)
@@ -111,7 +111,7 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
     """
     if (path / MANIFEST).exists():
         if checkpoint != "latest":
-            raise ConfigError(f"checkpoint: {checkpoint!r} is of runs, and {str(path)!r} is a checkpoint; leave it out")
+            raise ConfigError(f"checkpoint: {checkpoint!r}, but {str(path)!r} is a checkpoint itself; leave it out")
         directory = path
     elif checkpoint == "latest":
         newest, manifest, rejected = newest_valid(path / "checkpoints")
@@ -141,11 +141,11 @@ def _choose(path: Path, checkpoint: str | int) -> Path:
     best = best_checkpoints(manifests)
     if checkpoint == "best":
         chosen = best[:1]
-        report_skipped(f"{other}: its loss is of another validation set than the newest's" for other in best[1:])
+        report_skipped(f"{other}: its loss was measured on another validation set" for other in best[1:])
     else:
         chosen = [found for found, manifest in manifests.items() if manifest.step == checkpoint]
     if not chosen:
         steps = ", ".join(str(manifest.step) for manifest in manifests.values())
-        found = f"{path} has those of steps {steps}" + ("" if best else ", none with a validation loss")
+        found = f"{path} has the steps {steps}" + ("" if best else ", none with a validation loss")
         raise ConfigError(f"checkpoint: {checkpoint!r}: {found}; use one of these, latest or best")
     return chosen[0]

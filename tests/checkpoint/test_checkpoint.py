@@ -339,7 +339,7 @@ def test_best_compares_only_equal_validation_sets(tmp_path, capsys):
         write_checkpoint(tmp_path / "checkpoints", step, loss, num_samples)
     assert find_checkpoint(tmp_path, "best")[1].step == 4
     other = step_directory(tmp_path / "checkpoints", 1)
-    message = f"Checkpoint skipped: {other}: its loss is of another validation set than the newest's\n"
+    message = f"Checkpoint skipped: {other}: its loss was measured on another validation set\n"
     assert capsys.readouterr().err == message
     rotate(tmp_path / "checkpoints", 6, CheckpointConfig(keep=1))
     assert remaining_steps(tmp_path / "checkpoints") == [1, 4, 6]

@@ -137,7 +137,7 @@ def test_find_best_checkpoint_names_damaged_manifest(run, tmp_path, capsys):
 def test_load_run_names_missing_run_or_checkpoint(run, tmp_path, monkeypatch):
     (tmp_path / "runs").symlink_to(run.parent)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="has those of steps 8, 7, .* 1; use one of these, latest or best"):
+    with pytest.raises(ConfigError, match="has the steps 8, 7, .* 1; use one of these, latest or best"):
         load_run(run, 77)
     for name, what in (("runs/runn", "is no directory, and 'runs' is one"), ("runs", "has no model")):
         with pytest.raises(ConfigError, match=f"run: '{name}' {what}; name the .* on the Hub$"):
@@ -148,9 +148,9 @@ def test_load_run_names_missing_run_or_checkpoint(run, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="has no valid checkpoint"):
         load_run(tmp_path)
     for other in ("best", 7):
-        with pytest.raises(ConfigError, match=f"{other!r} is of runs, and '.*step-00000008' is a checkpoint; leave it"):
+        with pytest.raises(ConfigError, match=f"{other!r}, but '.*step-00000008' is a checkpoint itself; leave it"):
             load_run(run / "checkpoints" / "step-00000008", other)
-    with pytest.raises(ConfigError, match="'best' is of runs"):
+    with pytest.raises(ConfigError, match="checkpoint: 'best', but .* is not a run; leave it out"):
         (tmp_path / "empty").mkdir()
         load_run(tmp_path / "empty", "best")
 
@@ -180,7 +180,7 @@ def test_load_run_skips_checkpoint_removed_while_read(run, tmp_path, monkeypatch
 def test_load_run_names_requested_checkpoint_removed_meanwhile(run, tmp_path, monkeypatch):
     path = shutil.copytree(run, tmp_path / "run")
     remove_when_read(monkeypatch, 7)
-    with pytest.raises(ConfigError, match="checkpoint: 7: .* has those of steps 8, 6, 5, 4, 3, 2, 1; use one of these"):
+    with pytest.raises(ConfigError, match="checkpoint: 7: .* has the steps 8, 6, 5, 4, 3, 2, 1; use one of these"):
         load_run(path, 7)
     remove_when_read(monkeypatch, 8)
     with pytest.raises(ConfigError, match="step-00000008 has no valid checkpoint"):
