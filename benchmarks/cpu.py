@@ -20,14 +20,13 @@ from torch import Tensor
 
 from benchmarks.nanogpt import RECIPE_FOR_A_CPU, NanoGPT
 from benchmarks.runner import (
-    INTERVALS,
     LOGGED,
     ROOT,
-    WARM_UP,
     Case,
     Group,
     measure_speed,
     run_command,
+    speed_settings,
     to_arguments,
     train_command,
 )
@@ -41,7 +40,6 @@ from run.metrics_log import read_rows
 RANDOM = {"config": "configs/random_tokens.yaml", "model.dropout": 0.0, "data.num_samples": 10_000}
 STORIES = {"config": "configs/stories.yaml"}
 WITHOUT_WANDB = {"tracking.wandb": "disabled"}
-SPEED_ONLY = {"checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_scored_generations": 0}
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
 GPT2 = {"bias": False, "tie_embeddings": True, "mlp": "gelu_erf"}  # as in nanoGPT
 BARE_LOOP = "-m", "benchmarks.bare_loop"
@@ -74,15 +72,15 @@ def throughput(options: Namespace) -> Iterator[Group]:
     peer = options.nanogpt and NanoGPT(options.nanogpt)
     for layers, heads, width, context, batch, every in [(1, 2, 32, 32, 4, 2)] if options.quick else shapes:
         sizes = dict(n_layers=layers, n_heads=heads, d_model=width, vocab_size=65, max_position_embeddings=context)
-        steps = every * (WARM_UP + INTERVALS + 1)
-        settings = random_tokens(context, batch, steps, every, **sizes, **GPT2) | SPEED_ONLY
+        settings = random_tokens(context, batch, 0, every, **sizes, **GPT2)
         peer_settings = dict(n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=batch)
-        peer_settings |= dict(max_iters=steps, log_interval=every, eval_interval=10**6, eval_iters=1)
         tokens, ours, theirs, baselines = every * batch * context, {}, {}, {}
         with tempfile.TemporaryDirectory() as folder:
+            settings |= speed_settings(every, folder)
+            peer_settings |= dict(max_iters=settings["steps"], log_interval=every, eval_interval=10**6, eval_iters=1)
             for precision, compiled in variants[::2] if options.quick else variants:
                 label = f"{precision}{', compiled' if compiled else ''}"
-                command = train_command(settings | {"compile": compiled, "out_dir": folder, "resume": "never"})
+                command = train_command(settings | {"compile": compiled})
                 env = {"ACCELERATE_MIXED_PRECISION": {"float32": "no", "bfloat16": "bf16"}[precision]}
                 ours[f"ours, {label}"] = partial(measure_speed, command, tokens, env=env)
                 baselines[f"ours, {label}"] = [f"nanoGPT, {name}" for name in dict.fromkeys((precision, "float32"))]
@@ -146,9 +144,7 @@ def overhead(options: Namespace) -> Iterator[Group]:
             for label, launched in {"1 process": 0, "2 processes": 2}.items():
                 processes = max(1, launched)
                 env = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
-                settings = recipe | SPEED_ONLY | {"out_dir": folder, "resume": "never"}
-                settings |= {"steps": every * (WARM_UP + INTERVALS + 1), "micro_batch_size": 16 // processes}
-                settings |= {"tracking.log_every": every}
+                settings = recipe | speed_settings(every, folder) | {"micro_batch_size": 16 // processes}
                 for program, script in {"train.py": ("train.py",), "bare loop": BARE_LOOP}.items():
                     command = train_command(settings, launched, script)
                     cases[f"{program}, {label}"] = partial(measure_speed, command, every * 16 * seq_len, env=env)

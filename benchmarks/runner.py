@@ -124,6 +124,13 @@ def run_command(
         process.communicate()
 
 
+def speed_settings(log_every: int, folder: str) -> dict:
+    """Return settings of a training for `measure_speed`, without evaluations and checkpoints on the way."""
+    settings = {"checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_scored_generations": 0}
+    settings |= {"steps": log_every * (WARM_UP + INTERVALS + 1), "tracking.log_every": log_every}
+    return settings | {"out_dir": folder, "resume": "never"}
+
+
 def measure_speed(command: list[str], tokens: int, cwd: Path = ROOT, env: Mapping[str, str] = {}) -> dict[str, float]:
     """Return the median speed of a training that logs a line each `tokens` tokens."""
     logged = [seconds for seconds, line in run_command(command, cwd, env) if line.startswith(LOGGED)]
