@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import threading
+import time
 
 import pytest
 
@@ -262,3 +264,34 @@ def test_confirm_uses_reserved_seeds_once(decided, research):
     assert research("confirm", "--seeds=3", "--jobs=2", "--leave_one_out=false").code == 0
     assert all(int(name.rpartition("-")[2]) >= 10**9 + 10**4 for name in research.started())
     assert research("log").code == 0
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment_loses_nothing(research):
+    """Each command is killed after longer and longer times, until it ends before that."""
+    research.start()
+    for words in (("try", "--model.mlp relu2", "--jobs=2"), ("keep", "1", "--jobs=2")):
+        delay = 0.05
+        while not ends_within(delay, lambda words=words: research(*words)):
+            delay *= 1.3
+    kinds = [row["kind"] for row in research.rows()]
+    assert kinds == ["start", "baseline", "try", "try", "keep", "baseline"]
+    assert research.rows()[3]["status"] == "better" and research.rows()[2]["level"] == research.rows()[3]["level"]
+    assert research.git("rev-parse", "HEAD") == research.rows()[-1]["commit"]
+    assert not research.git("status", "--porcelain")
+
+
+def ends_within(seconds, function):
+    """Call a function in a process that is killed after a time; return whether it ended before that."""
+    child = os.fork()
+    if child == 0:
+        function()
+        os._exit(0)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if os.waitpid(child, os.WNOHANG) != (0, 0):
+            return True
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
