@@ -10,7 +10,7 @@ from typing import Any
 from scipy import stats
 
 from chain.code import apply_ideas
-from chain.ledger import Row
+from chain.ledger import Row, format_cell
 from chain.output import Result, format_effect
 from chain.settings import ConfirmConfig
 from chain.state import HEAD_AGAINST_START, RESERVED_SEEDS, SEEDS_PER_HEAD, Chain, locked_chain
@@ -39,6 +39,8 @@ class Contrast:
     size: float = 1.0
     claimed: float = math.nan
     """Difference at selection (%)."""
+    problem: str = ""
+    """Why the commits cannot be compared."""
 
 
 def confirm(config: ConfirmConfig) -> Result:
@@ -86,7 +88,7 @@ def contrasts(config: ConfirmConfig, chain: Chain) -> Iterator[Contrast]:
                 without, _ = apply_ideas(others, start, chain.recipe)
                 yield Contrast(name, without.commit or start, head, claimed=float(step["difference"] or "nan"))
             except ConfigError as error:  # a later idea builds on it
-                yield Contrast(f"{name}: {error}", head, head)
+                yield Contrast(name, head, head, problem=str(error))
 
 
 def measure(config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed: int, jobs: JobRunner) -> Row:
@@ -96,17 +98,17 @@ def measure(config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed:
         ConfigError: its settings are refused.
         Failed: a run of head or start fails.
     """
-    cells = {"kind": "confirm", "parent": contrast.base, "commit": contrast.commit, "idea": contrast.name}
-    cells |= {"seeds_baseline": config.seeds, "seeds_candidate": config.seeds}
-    same = [row for row in chain.rows if all(row[name] == str(cell) for name, cell in cells.items())]
+    seeds = dict.fromkeys(("seeds_baseline", "seeds_candidate"), str(config.seeds))
+    key = {"kind": "confirm", "commit": contrast.commit, "idea": format_cell(contrast.name), **seeds}
+    same = [row for row in chain.rows if row.items() >= key.items()]
     if same and same[-1]["status"] != "running":
         return same[-1]
     with locked_chain(config.lab) as (ledger, _):
         if not same:
-            ledger.append(**cells, status="running")
+            ledger.append(**key, parent=contrast.base, status="running")
     results = compare(config, chain, contrast, first_seed, jobs)
     with locked_chain(config.lab) as (ledger, _):
-        return ledger.append(**cells, **results)
+        return ledger.append(**key, parent=contrast.base, **results)
 
 
 def compare(
@@ -117,8 +119,8 @@ def compare(
     Raises:
         ConfigError, Failed: as `measure`.
     """
-    if contrast.base == contrast.commit:
-        return {"status": "not separable"}
+    if contrast.problem:
+        return {"status": "not separable", "message": contrast.problem}
     words = [contrast.name, "--config", str(change.ROOT / chain.recipe), *shlex.split(contrast.settings)]
     experiment = Experiment(ExperimentConfig(words, first_seed=first_seed), chain.lab, jobs)
     changed = Change((), contrast.base, contrast.commit, diff_of(contrast.base, contrast.commit))
