@@ -96,6 +96,7 @@ def test_killed_test_resumes_with_its_number_and_level(research, monkeypatch):
 def test_undecided_idea_continues_with_more_seeds(research, monkeypatch):
     research.start()
     monkeypatch.setattr(experiment, "decide", lambda *_: "unknown")
+    monkeypatch.setattr(experiment, "conditional_power", lambda *_: 1.0)
     assert research("try", "--optimizer.lr 1.1", "--max_seeds=3", "--jobs=2").code == 10
     level = research.rows()[-1]["level"]
     assert research("try", "--optimizer.lr 1.1", "--max_seeds=4", "--jobs=2").code == 10
