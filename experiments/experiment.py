@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import statistics
 import sys
@@ -16,6 +17,7 @@ from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
 from data.files import temporary_folder
+from distributed.cores import available_cores
 from experiments import log, settings
 from experiments.arm import Arm, ArmFailed, Launch, last_frame
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
@@ -122,6 +124,8 @@ class Experiment:
         self.start_time, self.cpu_seconds = time.monotonic(), cpu_seconds_of_children()
         self.jobs.deadline = self.start_time + 60 * (config.budget_minutes or math.inf)
         self.launch = Launch.parse(config.launch)
+        if not (config.launch or jobs.gpus):  # the same for all runs: the number of threads changes bits
+            jobs.threads = max(1, available_cores() // jobs.max_running)
         self.total_alpha = TOTAL_ALPHA
         self.facts: dict[str, Any] = {"note": config.note} if config.note else {}
         """What was compared, for the row of the log."""
@@ -149,6 +153,7 @@ class Experiment:
         comparisons: dict[float, Comparison] = {}
         pairs: list[tuple[Arm, Arm]] = []
         message, verdict = "", "unknown"
+        print(describe_load(self.jobs), file=sys.stderr)
         with checked_out(change) as (base_code, changed_code):
             baseline = self.resolve_baseline(base_code)
             self.facts["uncommitted"] = bool(change.commit) and not change.diff and self.is_edited(baseline)
@@ -465,6 +470,17 @@ def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
     ours, theirs = baseline.compared_settings, candidate.compared_settings
     names = sorted(ours.keys() | theirs.keys())
     return {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
+
+
+def describe_load(jobs: JobRunner) -> str:
+    """Return how many runs share the machine, and a warning if other programs use it."""
+    text, cores, load = f"at most {jobs.max_running} run(s) at once", available_cores(), os.getloadavg()[0]
+    if jobs.threads:
+        text += f", {jobs.threads} thread(s) each, on {cores} core(s)"
+        if load > cores / 2:
+            text += f"; the machine is busy (load {load:.1f})"
+            text += f", where several threads can be much slower than one: --jobs {cores}" if jobs.threads > 1 else ""
+    return text
 
 
 def cpu_seconds_of_children() -> float:

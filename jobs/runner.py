@@ -140,6 +140,7 @@ class JobRunner:
         max_running: By default the number of GPUs, else the number of cores, at most 8.
         show_output: Let runs print to the terminal instead of a log file.
         code: Hash of the sources; if given, no run starts once they have changed.
+        threads: Threads of each run on a CPU. None: the cores, divided by the number of runs at the same time.
         deadline: Time of time.monotonic() at which runs are stopped, after saving.
         outcomes: "finished", "stopped" or "failed" of each run that was started.
         failures: The error of each run that failed.
@@ -151,6 +152,7 @@ class JobRunner:
         self.max_running = max_running or len(self.gpus) or min(available_cores(), DEFAULT_MAX_RUNNING)
         self.show_output = False
         self.code: str | None = None
+        self.threads: int | None = None
         self.deadline = math.inf
         self.outcomes: dict[Training, str] = {}
         self.failures: dict[Training, Failed] = {}
@@ -224,8 +226,9 @@ class JobRunner:
         used = [run.slot for run in self._running.values()]
         slot = next(slot for slot in range(self.max_running) if slot not in used)
         environment = dict(os.environ)
-        if self._sharing_cores > 1:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // self._sharing_cores)))
+        if self.threads or self._sharing_cores > 1:
+            threads = self.threads or max(1, available_cores() // self._sharing_cores)
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
         if self.max_running > 1 and self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         start_time = time.time()

@@ -329,6 +329,28 @@ def test_launch_runs_one_at_a_time(launch, at_once, run_experiment, monkeypatch)
     assert found == [at_once]
 
 
+@pytest.mark.parametrize(("jobs", "threads"), [(1, "8"), (3, "2"), (8, "1")])
+def test_all_runs_have_the_same_threads(jobs, threads, run_experiment, monkeypatch):
+    for module in (runner, experiment):
+        monkeypatch.setattr(module, "available_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    source = FAKE.replace("EFFECT = 40", 'EFFECT = 40\nprint(os.environ.get("OMP_NUM_THREADS"), file=sys.stderr)')
+    (run_experiment.root / "train.py").write_text(source)
+    run_experiment("--model.mlp relu2", jobs=jobs, max_seeds=3)
+    logs = [file.read_text().strip() for file in (run_experiment.lab / "runs" / "logs").glob("*.log")]
+    assert len(logs) >= 6 and set(logs) == {threads}
+
+
+@pytest.mark.parametrize(("load", "jobs", "words"), [(0.5, 1, None), (9.0, 1, "--jobs 4"), (9.0, 4, "load 9.0)")])
+def test_busy_machine_is_reported(load, jobs, words, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0, 0))
+    monkeypatch.setattr(experiment, "available_cores", lambda: 4)
+    text = experiment.describe_load(SimpleNamespace(max_running=jobs, threads=4 // jobs))
+    assert text.startswith(f"at most {jobs} run(s) at once, {4 // jobs} thread(s) each, on 4 core(s)")
+    assert text.endswith(words) if words else "busy" not in text
+
+
 def test_sizes_report_trend(run_experiment):
     found = run_experiment("--model.mlp relu2", sizes="1,4", speedup=True)
     assert [size["verdict"] for size in found["sizes"]] == ["better", "better"]
