@@ -24,7 +24,7 @@ from experiments.change import Change, checked_out, parse_change, use_config_fil
 from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
 from experiments.config_files import copy_config_files
 from experiments.result import Comparison, Costs, format_report, make_row
-from experiments.score import BITS, check_targets, choose_metric, score_arm, score_file
+from experiments.score import BITS, EXCESS_LOSS, LOSS, check_metric, check_targets, choose_metric, score_arm, score_file
 from experiments.sequential_test import (
     MAX_DEVIATIONS,
     MIN_POWER,
@@ -364,10 +364,12 @@ class Experiment:
             if is_identical(baseline, candidate):
                 raise Identical("after all steps")
             metric = choose_metric(baseline, candidate)
+            if self.config.metric:
+                metric = check_metric(self.config.metric, baseline, candidate)
             if stop_early and not num_unfinished([baseline.run(seed) for seed in range(max(shared, most))]):
                 check_first_loss(baseline.losses(max(shared, most), metric), candidate.losses(1, metric)[0], metric)
-            entropy = None if metric == BITS else score_arm(baseline)["entropy"]
-            fraction = self.config.margin or (LOSS_MARGIN if entropy is None else EXCESS_MARGIN)
+            entropy = score_arm(baseline)["entropy"] if metric == EXCESS_LOSS else None
+            fraction = self.config.margin or (LOSS_MARGIN if metric in (LOSS, BITS) else EXCESS_MARGIN)
             for n in range(MIN_SEEDS, most + 1):
                 train(n)
                 losses = baseline.losses(max(n, shared), metric), candidate.losses(n, metric)

@@ -148,6 +148,20 @@ def choose_metric(baseline: Arm, candidate: Arm) -> str:
     return metric
 
 
+def check_metric(metric: str, *arms: Arm) -> str:
+    """Return the metric that `--metric` names, after checking that the first run of each arm logs it at its end.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for arm in arms:
+        row = arm.run(0).last_row()
+        if not isinstance(row.get(metric), float):
+            logged = ", ".join(sorted(name for name in row if name.startswith("val/")))
+            raise ConfigError(f"metric: {metric!r} is not logged by {arm.name}; it logs {logged}")
+    return metric
+
+
 def check_logged(name: str, metric: str, logged: Any, measured: float, tolerance: float) -> None:
     """Check that an arm logs what the scorer measures.
 

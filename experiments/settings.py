@@ -32,9 +32,13 @@ class ExperimentConfig:
     budget_minutes: PositiveFloat | None = None
     """Minutes after which the runs in progress save and stop. null: only max_seeds limits the runs."""
 
+    metric: str | None = None
+    """The logged metric to compare, as val/NAME of a corpus with a score of its own; lower is better. null: the excess
+    loss, or the loss where the entropy of the data is unknown, as an independent evaluation finds it."""
+
     margin: PositiveFloat | None = None
-    """Equivalence margin, as a fraction of the baseline's excess loss, or of its loss where the entropy of the data is
-    unknown. null: 0.03 of the excess loss, 0.003 of the loss."""
+    """Equivalence margin, as a fraction of the baseline's mean. null: 0.003 of a loss, 0.03 of an excess loss or of
+    another metric."""
 
     jobs: PositiveInt | None = None
     """Concurrent runs. null: one with launch, else one for each GPU, or for each core up to 8."""

@@ -73,6 +73,16 @@ def test_other_targets_are_refused_before_training(run_experiment, monkeypatch):
     assert message.startswith("data.num_samples: the candidate predicts ") and not run_experiment.started()
 
 
+def test_metric_of_the_corpus_is_compared(run_experiment):
+    logs = 'row["val/error"] = row["val/loss"] / (2 if settings["model.mlp"] == "relu2" else 1)\nrow["train/tokens"]'
+    (run_experiment.root / "train.py").write_text(FAKE.replace('row["train/tokens"]', logs))
+    found = run_experiment("--model.mlp relu2", metric="val/error", margin=None)
+    assert (found["metric"], found["margin"], found["entropy"]) == ("val/error", 0.03, None)
+    assert found["verdict"] == "better" and found["difference"] == pytest.approx(100 * (0.86 / 0.9 / 2 - 1), abs=1)
+    message = run_experiment("--model.mlp relu2", metric="val/x", error=ConfigError)
+    assert "metric: 'val/x' is not logged" in message and "val/error, val/excess_loss" in message
+
+
 def test_row_has_changed_settings_and_note(run_experiment):
     found = run_experiment("--model.mlp relu2 --optimizer.lr 1.5", note="why")
     assert found["changed_settings"] == {"model.mlp": ["gelu", "relu2"], "optimizer.lr": [1.0, 1.5]}
