@@ -50,6 +50,8 @@ def confirm(config: ConfirmConfig) -> Result:
         ConfigError: no idea is accepted, or this head was confirmed on another number of seeds.
         Failed, Stopped: a run of head or start.
     """
+    if config.seeds < 2:
+        raise ConfigError(f"seeds: {config.seeds} must be at least 2, for an interval")
     with locked_chain(config.lab) as (_, chain):
         if not chain.kept:
             raise ConfigError("confirm: no idea is accepted yet; nothing can be confirmed")

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 
 from chain.output import Result, format_effect
 from chain.settings import LogConfig
@@ -19,7 +20,8 @@ OUTCOMES = {
     "other": {"marker": "s", "edgecolors": "0.5", "facecolors": "none", "label": "not better"},
     "failed": {"marker": "x", "color": COLORS[1], "label": "failed", "clip_on": False},
 }
-MAX_LABEL = 40  # characters
+MAX_LABEL = 40  # characters, in the figure; in the table MAX_CELL
+MAX_CELL = 60
 MAX_RELATIVE_LOSS = 1.3  # of an idea, to the first baseline; worse ones are drawn there
 SECONDS_PER_HOUR = 3600
 
@@ -38,12 +40,14 @@ def log(config: LogConfig) -> Result:
 def lines(chain: Chain) -> Iterator[str]:
     """Yield the table and the state of the chain."""
     numbers = {chain.start["commit"]: "start"} | {row["commit"]: f"#{row['id']}" for row in chain.kept}
-    table = [["time", "#", "on", "status", "decision", "difference", "seeds", "p", "CPU s", "idea"]]
-    for row in [*chain.ideas.values(), *(row for row in chain.rows if row["kind"] == "confirm")]:
-        number = row["id"] if row["kind"] != "confirm" else "confirm"
-        cpu = f"{float(row['cpu_seconds']):.0f}" if row["cpu_seconds"] else ""
-        cells = [row["time"], number, numbers.get(row["parent"], row["parent"][:8]), row["status"], row["decision"]]
-        table.append([*cells, format_effect(row), row["seeds_candidate"], row["p"], cpu, row["idea"]])
+    table = [["idea", "time", "on", "status", "decision", "difference", "seeds", "p", "CPU s"]]
+    confirmed = {(row["commit"], row["idea"]): row for row in chain.rows if row["kind"] == "confirm"}
+    for row in [*chain.ideas.values(), *confirmed.values()]:
+        number = f"#{row['id']}" if row["id"] else "confirm"
+        cpu_seconds = f"{float(row['cpu_seconds']):.0f}" if row["cpu_seconds"] else ""
+        cells = [f"{number} {shorten(row['idea'], MAX_CELL)}", row["time"], numbers.get(row["parent"], "")]
+        cells += [row["status"], row["decision"], format_effect(row), row["seeds_candidate"], row["p"], cpu_seconds]
+        table.append(cells)
     yield from aligned(table)
     yield ""
     counts = f"{len(chain.ideas)} ideas, {len(chain.discoveries)} better, {len(chain.kept)} accepted"
