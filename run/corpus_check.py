@@ -20,9 +20,9 @@ class CorpusCheck:
     """
 
     def __init__(self, verification: "Verification | None", accelerator: Accelerator, timeout_seconds: int):
-        self.verification, self.reads = verification, accelerator.is_local_main_process
+        self.verification, self.verifies = verification, accelerator.is_local_main_process
         self.round_seconds = timeout_seconds / 2  # the others wait in a collective operation, which must not time out
-        if verification and self.reads:
+        if verification and self.verifies:
             verification.start()
 
     @property
@@ -44,7 +44,7 @@ class CorpusCheck:
         when the run is `stopping`, if not everything was read within half of it.
         """
         if self.verification:
-            if self.reads:
+            if self.verifies:
                 self.verification.start()
             before = -1
             while not self._exchange(self.round_seconds):
@@ -60,7 +60,7 @@ class CorpusCheck:
     def _exchange(self, seconds: float) -> bool:
         """Wait, exchange the outcomes, and return whether all machines have verified their files."""
         assert self.verification is not None
-        done = not self.reads or self.verification.wait(min(seconds, self.round_seconds))
+        done = not self.verifies or self.verification.wait(min(seconds, self.round_seconds))
         answers = gather_object([(done, self.verification.problem, self.verification.num_bytes_read)])
         if problems := [problem for _, problem, _ in answers if problem]:
             raise ConfigError(problems[0])

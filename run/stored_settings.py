@@ -12,6 +12,8 @@ from config.schema import TrainConfig, flat_settings
 from config.yaml_files import read_yaml
 from model.field_types import invalid_values
 
+# Settings that are read without `config_of`; others may have values of other code, such as a choice that a fork added.
+ALWAYS_READ = ("steps:", "seq_len:", "global_batch_size:", "data.seed:", "schedule.batch_warmup_")
 USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl of the run"
 
 
@@ -27,9 +29,9 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
     """
     try:
         if not isinstance(stored := read_yaml(file.read_text()), dict):
-            raise ValueError("it is empty" if stored is None else "it holds no settings")
+            raise ValueError("it is empty" if stored is None else "it has no settings")
         settings = complete_settings(stored)
-        if problems := invalid_values(_without_unknown(settings)):
+        if problems := [line for line in invalid_values(_without_unknown(settings)) if line.startswith(ALWAYS_READ)]:
             raise ValueError(problems[0])
         if unresolved := [name for name in ("global_batch_size", "data.seed") if settings[name] is None]:
             raise ValueError(f"{unresolved[0]}: null")

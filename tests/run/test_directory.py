@@ -83,6 +83,12 @@ def test_invalid_stored_number_is_named(name, value, tmp_path):
         read_settings(tmp_path / "config.yaml")
 
 
+def test_stored_choice_of_other_code_is_read(tmp_path):
+    settings = {"global_batch_size": 4, "data": {"seed": 0}, "optimizer": {"name": "sgd_of_a_fork"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert read_settings(tmp_path / "config.yaml")["optimizer.name"] == "sgd_of_a_fork"
+
+
 @pytest.mark.parametrize("name", ["batch_warmup_from", "batch_warmup_steps"])
 def test_resume_refuses_changed_batch_warmup(name):
     settings, config = stored(schedule__batch_warmup_from=2, schedule__batch_warmup_steps=4)
