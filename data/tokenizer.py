@@ -13,6 +13,10 @@ from config.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_VOCAB_SIZE = 10**6  # to train: tokenizers allocates memory for all tokens first, and aborts the process if it fails
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+# Byte-level tokenizers write each byte as one of these characters (GPT-2's bytes_to_unicode).
+BYTE_OF_CHARACTER = {byte: byte for byte in _PRINTABLE} | {256 + index: byte for index, byte in enumerate(_OTHERS)}
 NAMES = f"byte, train:VOCAB (257 to {MAX_VOCAB_SIZE:,}; train:8192), a folder with a tokenizer or a name on the Hub"
 
 
@@ -48,7 +52,6 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
         ConfigError: there is no such tokenizer, it cannot be trained, or it has no end-of-text token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     num_tokens = parse_trained_vocab_size(name)
     if name != "byte" and num_tokens is None:
@@ -60,8 +63,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
             raise ConfigError(f"tokenizer: {name!r} is not a fast one with an end-of-text (eos) token")
         tokenizer.save_pretrained(folder)
         return
-    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer = Tokenizer(models.BPE({chr(character): byte for character, byte in BYTE_OF_CHARACTER.items()}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=num_tokens is not None)
     tokenizer.decoder = decoders.ByteLevel()
     if num_tokens is not None:
@@ -100,17 +102,16 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
 def token_bytes(tokenizer: Tokenizer, end_of_text: int) -> dict[int, bytes] | None:
     """Return the bytes of each token of a byte-level tokenizer, b"" for special tokens; None for other tokenizers.
 
-    A byte-level tokenizer writes each byte as one of 256 characters (GPT-2's bytes_to_unicode), in its normalizer or
-    pre-tokenizer, and its decoder, if any, reverses this.
+    A byte-level tokenizer writes bytes as characters (BYTE_OF_CHARACTER) in its normalizer or pre-tokenizer, and its
+    decoder, if any, reverses this.
     """
     parts = json.loads(tokenizer.to_str())
     if '"ByteLevel"' not in json.dumps([parts[name] for name in ("normalizer", "pre_tokenizer", "decoder")]):
         return None
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {byte: byte for byte in printable} | {256 + index: byte for index, byte in enumerate(others)}
     added = tokenizer.get_added_tokens_decoder()  # written as they are, not in these characters
     special = {end_of_text, *(index for index, token in added.items() if token.special)}
-    of_token = {i: token.translate(alphabet).encode("latin-1", "replace") for token, i in tokenizer.get_vocab().items()}
+    of_token = {
+        i: token.translate(BYTE_OF_CHARACTER).encode("latin-1", "replace") for token, i in tokenizer.get_vocab().items()
+    }
     of_token |= {index: token.content.encode() for index, token in added.items()}
     return of_token | dict.fromkeys(special, b"")
