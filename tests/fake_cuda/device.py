@@ -357,17 +357,20 @@ def patch_nccl(ext) -> None:
 
 def patch_attention() -> None:
     """Note which of its kernels a GPU would take; compute with plain products."""
-    attend = F.scaled_dot_product_attention
+    attend_on_cpu = F.scaled_dot_product_attention
 
     def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
-        if query.device.type == "cuda" and not torch.compiler.is_compiling():
+        if query.device.type != "cuda":
+            return attend_on_cpu(query, key, value, attn_mask, dropout_p, is_causal, **more)
+        if not torch.compiler.is_compiling():
             half = query.dtype in (torch.float16, torch.bfloat16)
             if half and attn_mask is None and query.shape[-1] <= 256:
                 kernel = "flash"
             else:
                 kernel = "math" if more.get("enable_gqa") else "efficient"
             note_if_recording("attention", kernel if attn_mask is None else f"{kernel}, dense mask")
-        return attend(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **more)
+        attend = torch.ops.aten._scaled_dot_product_attention_math.default
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, **more)[0]
 
     F.scaled_dot_product_attention = scaled_dot_product_attention
 
