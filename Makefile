@@ -50,9 +50,10 @@ test-all: test-env ## run the slow tests too
 test-repo: test-env ## run the tests of this repository's rules, pages and patches alone
 	$(PYTEST) -m "not slow" tests/repo $(ARGS)
 
-test-gpu: ## on a machine with a GPU: run its tests, then its benchmark; with nanoGPT: make test-gpu ARGS="--nanogpt PATH"
-	@PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m pytest -m cuda $(shell grep -rl mark.cuda tests --include="test_*.py"); tests=$$?; \
-	PYTHONPATH=$(WHEELS) $(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS) && exit $$tests
+test-gpu: ## on a machine with a GPU: run its tests and benchmark, and print a page to paste; ARGS="--nanogpt PATH"
+	@export PYTHONPATH="$(WHEELS):$$PYTHONPATH"; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; \
+	$(GPU_PYTHON) -m pytest -m cuda --quiet --tb=line -rfE tests/test_gpu.py tests/test_gpu_benchmark.py; tests=$$?; \
+	$(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS) && exit $$tests
 
 bench: test-env ## measure speed and memory, in an hour; with nanoGPT: make bench ARGS="--nanogpt PATH --text FILE"
 	@for case in $(BENCHMARKS); do .venv/bin/python -m benchmarks $$case $(ARGS) || failed="$$failed $$case"; done; \

@@ -233,7 +233,9 @@ def build_group(name: str, scale: Scale, peer: Path | None) -> Group:
 
 def gpu(options: Namespace) -> Iterator[Group]:
     """Yield every group; clear it, and the compiler's cache, when it was measured."""
-    scale = MINIATURE if options.quick else Scale()
+    scale = Scale()
+    if options.quick:
+        scale = MINIATURE._replace(device="cuda" if torch.cuda.is_available() else "cpu")
     if not options.quick and not torch.cuda.is_available():
         sys.exit("gpu: no GPU was found; --quick tests this case on a CPU")
     if not options.quick and (missing := missing_compiler(torch.device("cuda"))):
