@@ -71,7 +71,7 @@ def install() -> None:
         patch_nccl(ext)
         patch_attention()
         patch_compilation()
-        torch.empty(1).pin_memory()  # initialises CUDA, before which no memory counts as pinned
+        torch.empty(0).pin_memory()  # initialises CUDA, before which no memory counts as pinned; computes nothing
     torch.cuda.fake.set_count(visible_devices())
 
 
