@@ -39,7 +39,10 @@ def wrong_flex_mask(monkeypatch):
     create = model.attention.create_block_mask
 
     def create_wrong(mask_mod, *arguments, **settings):
-        return create(lambda row, head, query, key: mask_mod(row, head, query + 1, key), *arguments, **settings)
+        def wrong(row, head, query, key):
+            return mask_mod(row, head, query, key) | (key == query + 1)
+
+        return create(wrong, *arguments, **settings)
 
     monkeypatch.setattr(model.attention, "create_block_mask", create_wrong)
 
