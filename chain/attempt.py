@@ -67,10 +67,10 @@ def judge(config: TryConfig, chain: Chain, kind: str, text: str, ideas: list[Ide
 
 
 class Attempt(Experiment):
-    """The test of an idea, at the level and on the seeds that are its due in the chain."""
+    """The test of an idea, at the level and on the seeds that the chain assigns."""
 
     def __init__(self, config: TryConfig, chain: Chain, cells: dict[str, Any]):
-        self.lab_setting, self.cells = config.lab, cells
+        self.cells = cells
         experiment = ExperimentConfig(
             [cells["idea"], "--config", str(change.ROOT / chain.recipe)],
             max_seeds=config.max_seeds,
@@ -98,7 +98,7 @@ class Attempt(Experiment):
         return self.finish(status=found["verdict"], **self.results(found))
 
     def resolve_candidate(self, baseline: Arm, code: Path, changed: Change) -> Arm:
-        """Return the candidate, which has a number and a level in the ledger from here on.
+        """Return the candidate, after entering it into the ledger with its number and level.
 
         Raises:
             TriedBefore: it was tested.
@@ -106,7 +106,7 @@ class Attempt(Experiment):
         """
         candidate = super().resolve_candidate(baseline, code, changed)
         self.arms = [baseline, candidate]
-        with locked_chain(self.lab_setting) as (ledger, chain):
+        with locked_chain(self.lab) as (ledger, chain):
             if chain.head != self.cells["parent"]:
                 raise ConfigError(f"idea: the head of the chain moved to {chain.head[:12]}; rerun the same command")
             same = chain.find(candidate.digest)
@@ -147,8 +147,8 @@ class Attempt(Experiment):
 
     def finish(self, **results: Any) -> Row:
         """Append the row with the result, unless another process that shared the test has."""
-        with locked_chain(self.lab_setting) as (ledger, chain):
-            if "id" not in self.cells:  # its code does not start, so it has neither arm nor level
+        with locked_chain(self.lab) as (ledger, chain):
+            if "id" not in self.cells:  # not entered: its code does not start
                 if results["status"] != "failed":
                     return {}
                 self.cells["id"] = 1 + len(chain.ideas)

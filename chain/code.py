@@ -1,4 +1,4 @@
-"""The commits of a chain: ideas applied to its head, its branch and the working tree."""
+"""Git operations of a chain: apply ideas to a commit, move the branch, and update the working tree."""
 
 import os
 import shlex
@@ -79,7 +79,7 @@ def apply_ideas(ideas: Iterable[Idea], parent: str, recipe: str) -> tuple[Change
 
 
 def write_commit(commit: str, parent: str, message: str) -> str:
-    """Return a commit of the same files on a parent, by the user as git knows him."""
+    """Return a commit of the same files on a parent, with the author that git is configured for."""
     author = {} if git("config", "--default", "", "user.email") else AUTHOR
     return git("commit-tree", f"{commit}^{{tree}}", "-p", parent, "-m", message, **author)
 

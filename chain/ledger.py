@@ -1,7 +1,7 @@
 """LAB/ledger.tsv: a row for every event of a chain, append-only.
 
-The last row of an idea is its state, and everything else about the chain follows from the rows. A row is complete when
-its line is: the beginning of a row, as a process leaves it that was killed or whose disk was full, never counts.
+The last row of an idea is its state, and everything else about the chain follows from the rows. An incomplete last row,
+left by a killed process or a full disk, is ignored, and replaced by the next one.
 """
 
 import os

@@ -146,7 +146,7 @@ class Chain:
 
 
 @contextmanager
-def locked_chain(lab: str) -> Iterator[tuple[Ledger, Chain]]:
+def locked_chain(lab: str | Path) -> Iterator[tuple[Ledger, Chain]]:
     """Lock a chain, and finish an acceptance that was killed between the ledger and the branch.
 
     Raises:
