@@ -33,8 +33,7 @@ from plotting.style import report_plot_errors
 from run import trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory
-from run.initial_weights import copy_initial_weights
-from run.load import Loaded
+from run.load import Loaded, copy_initial_weights
 from run.reporting import Reporter
 from run.resolve import resolve
 from run.resume import Start

@@ -28,8 +28,7 @@ from distributed.nested import temporary_folder
 from distributed.world import is_main_process
 from model.gpt import GPTModel
 from model.seeds import derive_seed
-from run.initial_weights import copy_initial_weights
-from run.load import load_run
+from run.load import copy_initial_weights, load_run
 from training.block_stats import total_norm
 from training.gradients import complete_gradients, trainable_parameters
 from training.optimizer import build_optimizer, set_schedules

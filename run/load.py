@@ -4,13 +4,16 @@ Example:
     config, model, tokenizer = load_run("runs/stories")
 """
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from checkpoint.manifest import (
     MANIFEST,
@@ -96,6 +99,27 @@ def load_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "eva
 def uses_ema(config: TrainConfig, weights: Weights) -> bool:
     """Return whether these weights of a run are an exponential moving average."""
     return weights == "evaluated" and config.evaluation.ema_decay is not None
+
+
+def copy_initial_weights(network: GPTModel, initial: Loaded) -> None:
+    """Copy the weights of `initial` into a new network; raise ConfigError if that has no place for some of them.
+
+    Parameters that `initial` lacks, such as those that a fork adds, keep their random initial values.
+    """
+    lacking, unexpected = network.load_state_dict(initial.model.state_dict(), strict=False)
+    if unexpected:
+        raise ConfigError(f"init_from: the model lacks {len(unexpected)} of its tensors, such as {unexpected[0]}")
+    if lacking and is_main_process():
+        print(f"init_from: {len(lacking)} tensors are not in it and are initialised at random, such as {lacking[0]}")
+
+
+def hash_weights(weights: dict[str, Tensor]) -> str:
+    """Return a hash of the weights and their names, in 32 hexadecimal digits, independent of the files' format."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def is_run(path: Path) -> bool:

@@ -8,8 +8,7 @@ from data.corpus import Corpus, load_corpus
 from distributed.cpu import use_portable_arithmetic
 from distributed.world import num_processes
 from run.directory import RunDirectory
-from run.initial_weights import hash_weights
-from run.load import Loaded, load_run
+from run.load import Loaded, hash_weights, load_run
 from run.resume import data_seed_of_branch, has_replaced_initial_model, resumed_settings
 from run.tokenizer import check_tokenizer
 

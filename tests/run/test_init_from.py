@@ -16,8 +16,7 @@ from data.corpus import load_corpus
 from export import ExportConfig
 from model.gpt import GPTModel
 from model.hf import tensors_from_transformers
-from run.initial_weights import copy_initial_weights
-from run.load import load_run
+from run.load import copy_initial_weights, load_run
 from run.resolve import resolve_initial_model
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
 
