@@ -52,12 +52,20 @@ def research(run_experiment, monkeypatch):  # noqa: F811
     git("add", ".")
     git("commit", "--quiet", "--message", "first")
 
+    printed = []  # (whether to stdout, text)
+
+    def record(*words, file=None, **_):
+        printed.append((file is None, " ".join(map(str, words))))
+
+    monkeypatch.setattr("builtins.print", record)
+
     def run(command, *words):
         (run_experiment.lab / "started").unlink(missing_ok=True)
-        run_experiment.printed.clear()
+        printed.clear()
         monkeypatch.setattr(sys, "argv", ["research.py", command, *words, f"--lab={run_experiment.lab}"])
         code = run_script("research", refuse_command, needs_torch=False, commands=COMMANDS)
-        return SimpleNamespace(code=code, text="\n".join(run_experiment.printed))
+        out = "\n".join(text for is_out, text in printed if is_out)
+        return SimpleNamespace(code=code, out=out, text="\n".join(text for _, text in printed))
 
     def rows():
         with open(run_experiment.lab / "ledger.tsv", newline="") as file:

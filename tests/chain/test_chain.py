@@ -43,7 +43,7 @@ def decided(research, monkeypatch):
     def decided(idea, status="better"):
         decided.status = status
         found = research("try", idea)
-        return int(research.rows()[-1]["id"]) if found.text.startswith("#") else found
+        return int(research.rows()[-1]["id"]) if found.out.startswith("#") else found
 
     return decided
 
@@ -53,7 +53,7 @@ def test_better_idea_is_kept_on_the_branch(research):
     assert "with 80% power by 12 seeds" in started.text and research.git("branch", "--show-current") == "research/lab"
     found = research("try", "--model.mlp relu2", "--note=more zeros", "--jobs=2")
     assert found.code == 0 and "#1 better: --model.mlp relu2 changes the loss by -" in found.text
-    assert len(found.text) < 1000
+    assert len(found.out) < 1000
     kept = research("keep", "1", "--jobs=2")
     assert kept.code == 0 and "baseline: loss" in kept.text
     assert (research.root / "configs" / "lab.yaml").read_text().endswith("mlp: relu2\n")
@@ -74,7 +74,7 @@ def test_ideas_without_a_result_cost_no_wealth(research):
     assert research("try", "--model.mlp typo").code == 2
     assert research("try", "--model.mlp relu2", "--jobs=2").code == 0
     again = research("try", "--model.mlp=relu2", "--json")
-    assert json.loads(again.text)["tried_before"] and not research.started()
+    assert json.loads(again.out)["tried_before"] and not research.started()
     tested = research.rows()[-1]
     assert (tested["id"], tested["level"]) == ("2", failed["level"]) and float(tested["p"]) < float(tested["level"])
 
@@ -85,7 +85,7 @@ def test_killed_test_resumes_with_its_number_and_level(research, monkeypatch):
         patch.setattr(Experiment, "compare", interrupted)
         assert research("try", "--model.mlp relu2").code == 130
     assert research.rows()[-1]["status"] == "running"
-    assert json.loads(research("log", "--json").text)["running"] == [1]
+    assert json.loads(research("log", "--json").out)["running"] == [1]
     research("try", "--optimizer.lr 2.0", "--jobs=2")
     assert research("try", "--model.mlp relu2", "--jobs=2").code == 0
     (first,) = (row for row in research.rows() if row["id"] == "1" and row["status"] == "running")
@@ -255,7 +255,7 @@ def test_confirm_uses_reserved_seeds_once(decided, research):
     research("keep", str(decided("--optimizer.lr 2.0")))
     found = research("confirm", "--seeds=3", "--jobs=2", "--data_seed=1", "--json")
     assert found.code == 0, found.text
-    rows = json.loads(found.text)["rows"]
+    rows = json.loads(found.out)["rows"]
     assert [row["status"] for row in rows] == ["better", "better", "better", "worse"]
     assert all(int(name.rpartition("-")[2]) >= 10**9 for name in research.started())
     assert float(rows[0]["difference"]) == pytest.approx(-5.6, abs=2)
