@@ -49,7 +49,7 @@ def main(config: EvaluateConfig) -> None:
         check_data(*found)
     settings = settings_of(config, loaded)
     corpus = load_corpus(settings)
-    settings = corpus.complete(settings)
+    settings = corpus.fill_in(settings)
     check_tokenizer(config.run, loaded, corpus)
     accelerator = start_accelerator(settings)
     model = loaded.model.to(accelerator.device)

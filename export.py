@@ -204,7 +204,7 @@ def model_card(
         note = " (of the newest checkpoint)" if len(sources) > 1 else ""
         lines.append("\n".join([f"## Metrics at step {manifest.step}{note}\n", "| | |", "|---|---|", *numbers, ""]))
     if (run := directory.resolve().parent.parent / "metrics.jsonl").exists():
-        with report_plot_errors("The loss curve"):
+        with report_plot_errors("A figure of the run"):
             save_loss_curve(run.parent, folder / "loss.png")  # not in the run, which may be read-only
             lines.append("![Training and validation loss](loss.png)\n")
     lines.append(f"## Data\n\n{data_facts(loaded)}\n")

@@ -1,15 +1,19 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
-A run is a pure function of its config and seed: the learning rate, the global batch and every random draw of step s
-are functions of (config, seed, s). Its only state is the weights, the optimizer's moments and the integer s.
+A run is a function of its config, which contains the seed: the learning rate, the global batch and every random draw of
+step s are functions of (config, s). Its only state is the weights, the optimizer's moments, the integer s and the
+numbers of skipped updates.
 """
 
-if __name__ == "__main__":  # before slow imports, so that --help and errors come at once; runs `main` and exits
+# Before the slow imports, so that --help and errors need none of them. Imports this file again as `train`, calls `main`
+# and exits.
+if __name__ == "__main__":
     from cli.scripts import run_and_exit
 
     run_and_exit("train")
 
 import gc
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +47,7 @@ from training.ema import ema_weights
 from training.evaluation import evaluate, require_finite_loss
 from training.generations import sample_texts
 from training.gradients import trainable_parameters
-from training.metrics import StepMetrics
+from training.metrics import MetricsQueue
 from training.optimizer import build_optimizer, learning_rates
 from training.prepare_model import prepare_network
 from training.profiler import step_profiler
@@ -65,7 +69,7 @@ def main(config: TrainConfig) -> None:
     with run.record_outcome(config):
         check_launch(config)
         trackers.check(config)
-        config, corpus, initial_model = resolve(config, run)
+        config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
         run.check(config)
         accelerator = start_accelerator(config)
         check_same_settings(config, accelerator)
@@ -93,45 +97,47 @@ def train(
     """Train from `start.step` to the last step; called by all processes together."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
-    batch_order = corpus.order(config)
-    state = build_train_state(config, batch_order, run.path, accelerator, initial_model)
+    global_batches = corpus.global_batches(config)
+    state = build_train_state(config, global_batches, run.path, accelerator, initial_model)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state.model, state.optimizer)
         state_digests(state.network, state.optimizer).require_equal(start.metrics.get("state/digest"), start.checkpoint)
-    state.metrics.skipped, state.metrics.skipped_in_a_row = start.skipped
+    state.metrics_queue.skipped, state.metrics_queue.skipped_in_a_row = start.skipped  # numbers of updates
 
     loader = BatchLoader(
         corpus.train,
-        batch_order,
+        global_batches,
         config.micro_batch_size,
         device,
         rank,
         num_processes,
         num_workers=config.data.num_workers,
-        timeout_seconds=config.timeout_seconds / 2,  # other processes wait in a collective, which must not time out
+        timeout_seconds=config.timeout_seconds / 2,  # before the collective in which the others wait times out
         stop_requested=lambda: signals.received,
     )
-    stop_after = config.stop_after or config.steps
-    last_step = stop_after if start.step < stop_after < config.steps else config.steps
+    last_step = config.steps
+    if config.stop_after is not None and start.step < config.stop_after < config.steps:
+        last_step = config.stop_after
     batches = loader.batches(start.step, last_step)
     flops_per_token = state.network.flops_per_token(config.seq_len)
-    throughput = Throughput(batch_order, config.seq_len, flops_per_token, peak_flops(accelerator))
+    throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator))
     with (
-        Reporter(config, run, start.step, accelerator, export_newest) as reporter,
+        Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # exports for tracking.log_model
         Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
         stop_request = StopRequest(signals)
-        stop_request.stop_if(lambda: corpus_check.failed)
-        stop_request.stop_if(lambda: saver.failed)
-        stop_request.fail_if(lambda: loader.problem)
+        stop_request.stop_if(lambda: corpus_check.failed)  # require_verified raises the error
+        stop_request.stop_if(lambda: saver.failed)  # save or wait raises the error
+        stop_request.fail_if(lambda: loader.problem)  # raise_on_all raises it
         verification = corpus_check.begin()
         reporter.say(summary(config, accelerator, state.network, run.path, start, verification, corpus.conversations))
 
-        next_batch = next(batches, [])
-        stop_request.raise_on_all(start.step)  # on all processes, if one has no first batch
-        saver.record_initial_state(state.network, state.optimizer)  # to refuse state that no checkpoint would contain
-        prime(state, next_batch[0])
+        upcoming = deque([next(batches, []), next(batches, [])])
+        stop_request.raise_on_all(start.step)
+        # A save fails if training has since changed anything that checkpoints do not contain.
+        saver.record_initial_state(state.network, state.optimizer)
+        prime(state, upcoming[0][0])  # a discarded backward: compiles, and fixes the order in which DDP sums
         if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the last step is evaluated
             digest = state_digests(state.network, state.optimizer)
             initial_metrics = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
@@ -140,8 +146,10 @@ def train(
         throughput.restart(start.step)
 
         for step in range(start.step, last_step):
-            # The next batch is fetched now, so that if there is none the all-reduce of this step stops all processes.
-            micro_batches, next_batch = next_batch, next(batches, [])
+            # Fetched two steps ahead: if a batch is missing, this step's metrics say so to all processes, which read
+            # them after the next step, the last one for which all of them have a batch.
+            micro_batches = upcoming.popleft()
+            upcoming.append(next(batches, []))
             completed = step + 1
             log_now, eval_now = should_log(config, completed), should_evaluate(config, completed)
             save_now = should_save(config, completed)
@@ -149,8 +157,8 @@ def train(
 
             train_step(state, step, micro_batches, stop_request)  # forward, backward, clip, update
 
-            # Usually the result of the previous step: the host would have to wait for this one.
-            result = state.metrics.read(wait=log_now or eval_now or save_now)
+            # Without `wait` the result of the previous step: for that of this step the host would wait for the device.
+            result = state.metrics_queue.read(wait=log_now or eval_now or save_now)
             stop_now = result is not None and result.stop
             save_now = save_now or stop_now
             compare_now = should_compare_replicas(config, completed, save_now)
@@ -164,16 +172,17 @@ def train(
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= state.block_statistics.metrics | throughput.measure(completed)
-                metrics |= {"train/skipped": state.metrics.skipped} if config.max_skipped else {}
-            if eval_now or completed == config.steps:
+                metrics |= {"train/skipped": state.metrics_queue.skipped} if config.max_skipped else {}
+            if eval_now or completed == config.steps:  # texts are generated after the last step in any case
                 with ema_weights(state.optimizer):
                     if eval_now:
                         metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
                     metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
             reporter.log(completed, metrics)
             if save_now:
-                corpus_check.require_verified(stopping=stop_now)
-                saver.save(completed, state.model, state.optimizer, metrics, state.metrics)
+                corpus_check.require_verified(stopping=stop_now)  # waits, but not long when stopping
+                skipped = state.metrics_queue.skipped, state.metrics_queue.skipped_in_a_row
+                saver.save(completed, state.model, state.optimizer, metrics, skipped)
                 run.record_progress(completed)
             if stop_now or completed == last_step:
                 saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends or raises
@@ -193,7 +202,7 @@ def train(
 
 def build_train_state(
     config: TrainConfig,
-    batch_order: GlobalBatches,
+    global_batches: GlobalBatches,
     run_directory: Path,
     accelerator: Accelerator,
     initial_model: Loaded | None,
@@ -215,17 +224,19 @@ def build_train_state(
     else:
         model, wrapped = accelerator.prepare(network, optimizer)
         optimizer = wrapped.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
-    metrics = StepMetrics(
-        batch_order, config.micro_batch_size, device, rank, num_processes, config.max_skipped, run_directory
+    metrics_queue = MetricsQueue(
+        global_batches, config.micro_batch_size, device, rank, num_processes, config.max_skipped, run_directory
     )
     block_statistics = BlockStatistics(network.blocks if config.tracking.block_stats else [])
-    return TrainState(config, accelerator, network, model, optimizer, batch_order, metrics, block_statistics, reducer)
+    return TrainState(
+        config, accelerator, network, model, optimizer, global_batches, metrics_queue, block_statistics, reducer
+    )
 
 
 def plot_run(run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:
     """Write the figures of the run; an error, such as a full disk, is reported and does not fail the run."""
     if accelerator.is_main_process:
-        with report_plot_errors("The loss curve", say):
+        with report_plot_errors("A figure of the run", say):
             say(f"Loss curve: {save_loss_curve(run_directory)}")
             if path := save_excess_loss(run_directory):
                 say(f"Excess loss by kind of token: {path}")

@@ -31,7 +31,7 @@ from model.seeds import derive_seed
 from run.load import copy_initial_weights, load_run
 from training.block_stats import total_norm
 from training.gradients import complete_gradients, trainable_parameters
-from training.optimizer import build_optimizer, set_schedules
+from training.optimizer import apply_schedules, build_optimizer
 from training.prepare_model import missing_compiler, prepare_network
 
 NUM_WORST_TOKENS, MAX_TEXT_LENGTH = 5, 120  # shown of a sequence: tokens, characters
@@ -139,8 +139,8 @@ def print_sequences(run: RecordedRun, checkpoint: Path | None, step: int, config
     elif run.config.init_from:
         copy_initial_weights(model, load_run(run.config.init_from))
     optimizer = build_optimizer(model.to(device), run.config.optimizer)  # freezes what a fork does not train
-    set_schedules(optimizer, model, run.config_at(step), step - 1)  # a fork may schedule dropout
-    indices = corpus.order(run.config).indices(step - 1)
+    apply_schedules(optimizer, model, run.config_at(step), step - 1)  # a fork may schedule dropout
+    indices = corpus.global_batches(run.config).indices(step - 1)
     batch = {name: tensor.to(device) for name, tensor in load_batch(corpus.train, indices).items()}
     precision = run.session_at(step).mixed_precision or "no"
     token_losses = torch.cat(compute_step(model, batch, step, run.config, precision)[0])  # [B, T - 1]

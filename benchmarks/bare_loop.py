@@ -32,7 +32,7 @@ def main() -> None:
     """Train, and print the figures as one line of JSON."""
     processes, is_main = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
     config = parse_config(num_processes=processes)
-    config = load_corpus(config).complete(config)
+    config = load_corpus(config).fill_in(config)
     after_imports, every = psutil.Process().memory_info().rss, config.tracking.log_every
     tokens = torch.randint(config.model.vocab_size or 0, (config.micro_batch_size, config.seq_len))
     torch.manual_seed(config.seed)

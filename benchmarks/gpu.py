@@ -33,7 +33,7 @@ from data.sampler import GlobalBatches
 from model.config import GPTConfig
 from model.gpt import GPTModel, build_on_meta_device
 from training.block_stats import BlockStatistics
-from training.metrics import StepMetrics
+from training.metrics import MetricsQueue
 from training.optimizer import build_optimizer
 from training.prepare_model import missing_compiler, prepare_network
 from training.step import TrainState, train_step
@@ -100,7 +100,7 @@ def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any)
         block.compile(backend=scale.backend)
     optimizer = build_optimizer(network, OPTIMIZER)
     model, sizes = accelerator.prepare_model(network), GlobalBatches(1, len(tokens), 0)
-    metrics, statistics = StepMetrics(sizes, len(tokens), accelerator.device), BlockStatistics([])
+    metrics, statistics = MetricsQueue(sizes, len(tokens), accelerator.device), BlockStatistics([])
     state = TrainState(run, accelerator, network, model, optimizer, sizes, metrics, statistics)
     done = 0
 

@@ -29,7 +29,6 @@ from config.schema import TrainConfig
 from data.files import fsync, sha256
 from data.json_objects import finite_or_null
 from distributed.cores import lower_thread_priority
-from training.metrics import StepMetrics
 
 SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metrics
 
@@ -83,12 +82,13 @@ class Saver(AbstractContextManager):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         metrics: Mapping[str, float | str],
-        totals: StepMetrics,
+        skipped: tuple[int, int],
     ) -> None:
         """Begin to write the checkpoint of `step`, once the previous one is complete, and delete superfluous ones.
 
-        `model` and `optimizer` are those that Accelerate prepared; `totals` has the counts of skipped updates. Raise
-        SaveError for the previous checkpoint, as `wait` does, and ConfigError for state that no checkpoint contains.
+        `model` and `optimizer` are those that Accelerate prepared; `skipped` is the number of skipped updates, in total
+        and in a row at the end. Raise SaveError for the previous checkpoint, as `wait` does, and ConfigError for state
+        that no checkpoint contains.
         """
         self.wait()
         if self.unsaved is not None:
@@ -97,7 +97,6 @@ class Saver(AbstractContextManager):
         from checkpoint import storage  # slow to import, and not needed before
 
         tensors = storage.state_tensors(model, optimizer, with_moments=bool(optimizer.state))
-        skipped = totals.skipped, totals.skipped_in_a_row
         state = {"step": step, "skipped": skipped, "metrics": finite_or_null(metrics)}
         copy = storage.copy_to_cpu(tensors) if self.config.asynchronous else tensors
         self.pending = self.executor.submit(self._write, copy, state)

@@ -48,7 +48,7 @@ from run.metrics_log import read_rows
 from run.resolve import resolve
 from training.block_stats import BlockStatistics, total_norm
 from training.gradients import complete_gradients, trainable_parameters
-from training.metrics import StepMetrics
+from training.metrics import MetricsQueue
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
 from training.step import GradientReducer, TrainState, prime, train_step
@@ -103,10 +103,10 @@ class AllReduce:
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters, self.num_added = parameters, 0
 
-    def add_micro_batch(self, accumulation: int) -> None:
+    def add_micro_batch(self, num_micro_batches: int) -> None:
         """Count a micro-batch, whose gradients backward has added up; after the last sum them over the processes."""
         self.num_added += 1
-        if self.num_added % accumulation == 0:
+        if self.num_added % num_micro_batches == 0:
             for gradient in complete_gradients(self.parameters) if dist.is_initialized() else ():
                 dist.all_reduce(gradient)
 
@@ -217,9 +217,9 @@ class Verification:
         network, optimizer = self.build()
         prepare_network(network, self.config, self.device)  # compilation and chunks change the bits
         model = Autocast(network, self.accelerator)
-        order = self.corpus.order(self.config)
+        order = self.corpus.global_batches(self.config)
         size = self.config.micro_batch_size
-        metrics = StepMetrics(order, size, self.device, rank, num_processes)
+        metrics = MetricsQueue(order, size, self.device, rank, num_processes)
         reducer = make_reducer and make_reducer(trainable_parameters(network))
         statistics = BlockStatistics([])
         state = TrainState(

@@ -52,7 +52,7 @@ class DataConfig:
 
     seed: NonNegativeInt | None = None
     """sources random and stories: seed of the training and the validation set. null: that of the run or checkpoint that
-    is resumed, else 0; runs that differ only in `seed` therefore have the same data."""
+    is resumed, else 0; runs that differ only in their own `seed` have the same data."""
 
     num_samples: PositiveInt = 1000
     """sources random and stories: sequences in the training set. An epoch visits each once."""
@@ -78,7 +78,7 @@ class DataConfig:
             return [f"data.mix: {nameless[0]} is not a path"]
         if self.source == "text":
             lacks = (self.path is None) == (not self.mix)
-            needs = "data.source: text needs either data.path, a folder written by data.prepare, or data.mix, several"
+            needs = "data.source: text needs either data.path (a folder written by data.prepare) or data.mix (several)"
             return ([needs] if lacks else []) + self._problems_of_facts()
         if self.source not in ("random", "stories"):  # a fork's own, which may read files
             return []
@@ -123,7 +123,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate and the global batch as functions of the step."""
+    """The learning rate and the global batch size as functions of the step."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Shape after the warm-up. wsd (warm-up, stable, decay): constant, then linear over the last decay_steps."""
@@ -140,7 +140,7 @@ class ScheduleConfig:
 
     batch_warmup_from: PositiveInt | None = None
     """Batch-size warm-up: sequences in the first global batch, a multiple of micro_batch_size * processes that divides
-    global_batch_size. The size then increases in steps of this size. null: all batches have global_batch_size."""
+    global_batch_size. The size then grows by this number each time. null: all batches have global_batch_size."""
 
     batch_warmup_steps: NonNegativeInt | None = None
     """Steps before the first batch of global_batch_size; the increases are evenly spaced over them."""
@@ -194,7 +194,7 @@ class EvaluationConfig:
 
     ema_decay: OpenUnitInterval | None = None
     """Decay of an exponential moving average (EMA) of the weights, such as 0.999; it is lower in the first steps. The
-    EMA is evaluated, exported and sampled from. null: no EMA; the trained weights are."""
+    EMA is evaluated, exported and sampled from. null: no EMA; the trained weights are used instead."""
 
     num_scored_generations: UpTo100000 = 200
     """source stories: stories generated at the end of the run to report the fraction that the grammar accepts; at most
@@ -260,7 +260,7 @@ class TrainConfig:
     """Directory that holds the runs."""
 
     seed: NonNegativeInt = 0
-    """Seed of the initial weights, the data order, dropout and generation. Synthetic data have data.seed."""
+    """Seed of the initial weights, the data order, dropout and generation. Synthetic data have their own, data.seed."""
 
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
@@ -312,7 +312,8 @@ class TrainConfig:
     chunk (32 MiB on a CPU, 1 GiB on a GPU)."""
 
     stop_after: PositiveInt | None = None
-    """Save and stop after this step, as a signal does; the same command then resumes the run up to `steps`."""
+    """Save and stop after this step, as a signal does; the same command then resumes the run up to `steps`. Ignored by
+    a run that is already past it."""
 
     profile: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step, such as [20, 22], of which every process writes a Chrome trace into the run directory."""
@@ -380,12 +381,11 @@ class TrainConfig:
             )
         if self.data.source == "random" and self.model.vocab_size is None:
             problems.append(
-                "model.vocab_size: null is the tokenizer's, but data.source: random has no tokenizer; set a number"
+                "model.vocab_size: null means that of the tokenizer, but data.source: random has none; set one"
             )
         if self.data.source != "text" and self.evaluation.num_samples is None:
-            problems.append(
-                f"evaluation.num_samples: null is all, but data.source: {self.data.source} is endless; set a number"
-            )
+            endless = f"data.source: {self.data.source} is endless"
+            problems.append(f"evaluation.num_samples: null means all samples, but {endless}; set a number")
         return problems
 
     def _problems_of_processes(self, num_processes: int) -> list[str]:

@@ -58,19 +58,19 @@ class Corpus:
     score_texts: Callable[[list[str]], Sums] | None = None
     """Scores generated texts, logged as generation/NAME at the end of a run."""
 
-    def complete(self, config: TrainConfig) -> TrainConfig:
+    def fill_in(self, config: TrainConfig) -> TrainConfig:
         """Fill in the settings of a run that the corpus determines."""
         return replace_settings(config, {"model.vocab_size": self.vocab_size} | self.settings)
 
-    def order(self, config: TrainConfig) -> GlobalBatches:
+    def global_batches(self, config: TrainConfig) -> GlobalBatches:
         """Return the sample indices of every global batch of a run."""
         schedule = config.schedule
         assert config.global_batch_size is not None, "the config is resolved"
-        batches = config.global_batch_size, config.seed, schedule.batch_warmup_from, schedule.batch_warmup_steps
+        arguments = config.global_batch_size, config.seed, schedule.batch_warmup_from, schedule.batch_warmup_steps
         if self.quotas is None:
-            return GlobalBatches(len(self.train), *batches)
+            return GlobalBatches(len(self.train), *arguments)
         parts = cast(Any, self.train).datasets  # a mixture is a MixedDataset
-        return MixedBatches([len(part) for part in parts], self.quotas, *batches)
+        return MixedBatches([len(part) for part in parts], self.quotas, *arguments)
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
@@ -113,7 +113,7 @@ def _validation_samples(config: TrainConfig, quotas: list[int]) -> Sequence[int 
     try:
         return apportion(config.evaluation.num_samples, quotas)
     except ValueError as error:
-        raise ConfigError(f"evaluation.num_samples: {error} of data.mix; raise it, or null for all") from None
+        raise ConfigError(f"evaluation.num_samples: {error} of data.mix; raise it, or set it to null for all") from None
 
 
 def _load_text(config: TrainConfig) -> Corpus:
@@ -125,7 +125,7 @@ def _load_text(config: TrainConfig) -> Corpus:
     corpora = [TextCorpus(path) for path in data.corpora]
     content_hash = "+".join(corpus.metadata["hash"] for corpus in corpora)
     if data.hash not in (None, content_hash):
-        raise ConfigError(f"data.hash: {data.hash} is not that of the corpus now, {content_hash}; null takes that")
+        raise ConfigError(f"data.hash: {data.hash}, but the corpus has the hash {content_hash}; set that one, or null")
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
         raise ConfigError(f"data.mix: {', '.join(data.mix or ())} were made with different tokenizers")
     chat = any(corpus.has_conversations for corpus in corpora)
@@ -158,6 +158,8 @@ def _load_text(config: TrainConfig) -> Corpus:
 def _checked_vocab_size(config: TrainConfig, num_tokens: int) -> int:
     vocab_size = config.model.vocab_size
     if vocab_size is not None and vocab_size < num_tokens:
-        remedy = f"prepare the corpus with that of {config.init_from}" if config.init_from else "null takes that"
+        remedy = "set it to null for the tokenizer's size"
+        if config.init_from:
+            remedy = f"prepare the corpus with the tokenizer of {config.init_from}"
         raise ConfigError(f"model.vocab_size: {vocab_size} is less than the tokenizer's {num_tokens}; {remedy}")
     return vocab_size or num_tokens

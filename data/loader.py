@@ -1,4 +1,4 @@
-"""One hop from a dataset to the micro-batches of each training step, on the device of this process."""
+"""Load the micro-batches of each training step from a dataset onto the device of this process."""
 
 import signal
 import threading
@@ -32,7 +32,7 @@ class BatchLoader:
 
     Args:
         dataset: Map-style training set; see `load_batch`.
-        order: Sample indices of every global batch.
+        global_batches: Their sample indices.
         micro_batch_size: Sequences in a micro-batch.
         device: Where the batches are put; copies to a CUDA device are asynchronous, from pinned memory.
         rank: Index of this process among `num_processes`.
@@ -47,7 +47,7 @@ class BatchLoader:
     def __init__(
         self,
         dataset: Any,
-        order: GlobalBatches,
+        global_batches: GlobalBatches,
         micro_batch_size: int,
         device: torch.device,
         rank: int = 0,
@@ -56,7 +56,7 @@ class BatchLoader:
         timeout_seconds: float = 600.0,
         stop_requested: Callable[[], bool] = lambda: False,
     ):
-        self.dataset = _StepDataset(dataset, order, rank, num_processes)
+        self.dataset = _StepDataset(dataset, global_batches, rank, num_processes)
         self.micro_batch_size, self.device, self.rank = micro_batch_size, device, rank
         self.num_workers, self.timeout_seconds, self.stop_requested = num_workers, timeout_seconds, stop_requested
 
@@ -77,8 +77,8 @@ class BatchLoader:
 
     def _load_here(self, steps: range) -> Iterator[Batch]:
         # Several steps at once, because each training step evicts the dataset's code and tables from the CPU's caches.
-        order = self.dataset.order
-        num_steps = max(1, SAMPLES_AT_ONCE * self.dataset.num_processes // order.global_batch_size)
+        global_batch_size = self.dataset.global_batches.global_batch_size
+        num_steps = max(1, SAMPLES_AT_ONCE * self.dataset.num_processes // global_batch_size)
         for first in range(0, len(steps), num_steps):
             yield from [self.dataset[step] for step in steps[first : first + num_steps]]
 
@@ -97,7 +97,7 @@ class BatchLoader:
         try:
             batches = iter(loader)
         except OSError as error:  # no room in /dev/shm for the semaphores of the queues
-            self._fail(f"cannot start its data workers: {error}")
+            self._report_problem(f"cannot start its data workers: {error}")
             return
         # torch's handler would raise at any point of the training; `_next` detects a dead worker without it.
         signal.signal(signal.SIGCHLD, handler)
@@ -122,16 +122,16 @@ class BatchLoader:
             if self.stop_requested():
                 return None
             if codes := [worker.exitcode for worker in workers if worker.exitcode]:
-                return self._fail(f"lost a data worker: exit code {codes[0]}")
+                return self._report_problem(f"lost a data worker: exit code {codes[0]}")
             if time.monotonic() - start > self.timeout_seconds:
-                return self._fail(f"waited {self.timeout_seconds:g} s for a batch from its data workers")
+                return self._report_problem(f"waited {self.timeout_seconds:g} s for a batch from its data workers")
         if isinstance(item, Exception):
             if str(item).startswith("Caught "):  # raised by the dataset; DataLoader added the worker's traceback
                 raise item
-            return self._fail(f"lost a data worker: {item}")
+            return self._report_problem(f"lost a data worker: {item}")
         return item
 
-    def _fail(self, problem: str) -> None:
+    def _report_problem(self, problem: str) -> None:
         remedy = "see the worker's output above, and check for a slow disk; data.num_workers: 0 needs no workers"
         self.problem = f"process {self.rank} {problem} (data.num_workers: {self.num_workers}); {remedy}"
 
@@ -139,11 +139,11 @@ class BatchLoader:
 class _StepDataset(Dataset):
     """Map-style dataset whose item s is the local part of the global batch of step s."""
 
-    def __init__(self, dataset: Any, order: GlobalBatches, rank: int, num_processes: int):
-        self.dataset, self.order, self.rank, self.num_processes = dataset, order, rank, num_processes
+    def __init__(self, dataset: Any, global_batches: GlobalBatches, rank: int, num_processes: int):
+        self.dataset, self.global_batches, self.rank, self.num_processes = dataset, global_batches, rank, num_processes
 
     def __getitem__(self, step: int) -> Batch:
-        return load_batch(self.dataset, self.order.indices(step, self.rank, self.num_processes))
+        return load_batch(self.dataset, self.global_batches.indices(step, self.rank, self.num_processes))
 
 
 def load_batch(dataset: Any, indices: Iterable[int]) -> Batch:

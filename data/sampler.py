@@ -171,7 +171,7 @@ def apportion(number: int, quotas: list[int]) -> list[int]:
         ValueError: there are fewer samples than corpora.
     """
     if number < len(quotas):
-        raise ValueError(f"{number} is not one for each of {len(quotas)} corpora")
+        raise ValueError(f"{number} is less than one for each of {len(quotas)} corpora")
     counts, remainders = np.divmod(np.array(quotas) * number, sum(quotas))
     counts[np.argsort(-remainders, kind="stable")[: number - counts.sum()]] += 1
     for empty in np.flatnonzero(counts == 0):

@@ -1,4 +1,4 @@
-"""Stopping on a signal: the first one requests a stop after the current step, the second one ends the process."""
+"""Stopping on a signal: the first one requests a checkpoint and a stop, the second one ends the process."""
 
 import os
 import signal
@@ -53,4 +53,4 @@ class StopSignal:
             StopSignal.received, self._first_time = True, time.monotonic()
             if is_main_process():
                 with suppress(OSError):  # os.write: the signal may have interrupted a print
-                    os.write(2, b"\nStopping after this step; a second signal stops at once.\n")
+                    os.write(2, b"\nSaving a checkpoint and stopping; a second signal stops at once.\n")

@@ -63,7 +63,7 @@ class StateDigests:
             groups = " from ".join(f"process(es) {ranks}" for ranks in sorted(holders.values(), key=len))
             raise ReplicasDiffer(
                 f"step {step}: the state differs between processes, in {sum(differs)} of {len(self.names)} tensors, "
-                f"first in {self.names[first]}: {groups}; nothing was saved since the last checkpoint"
+                f"first in {self.names[first]}: {groups}; no checkpoint contains this state"
             )
 
 

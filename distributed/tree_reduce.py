@@ -28,9 +28,9 @@ class TreeSum:
         # Each sums a distinct power of two of leaves, largest first, like the digits of a binary counter.
         self.partial_sums: list[list[Tensor]] = []
 
-    def add_micro_batch(self, accumulation: int) -> None:
-        """Move the gradients of the last backward, one of `accumulation` in this step, from `.grad` into the tree."""
-        micro_batches = accumulation * self.num_processes
+    def add_micro_batch(self, num_micro_batches: int) -> None:
+        """Move the gradients of a micro-batch, one of `num_micro_batches` in this step, from `.grad` into the tree."""
+        micro_batches = num_micro_batches * self.num_processes
         leaves_of_step = micro_batches & -micro_batches  # the largest power of two that divides micro_batches
         self.num_added += 1
         num_leaves, in_leaf = divmod(self.num_added, micro_batches // leaves_of_step)
@@ -44,7 +44,7 @@ class TreeSum:
         for _ in range(num_carries):
             foreach_add_(gradients, self.partial_sums.pop())
         self.partial_sums.append(gradients)
-        if self.num_added == accumulation:
+        if self.num_added == num_micro_batches:
             self._add_processes(gradients)
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient

@@ -123,7 +123,7 @@ def shape(*settings: str) -> dict[str, int]:
     from data.corpus import load_corpus
 
     config = parse_config(list(settings))
-    return network_size(load_corpus(config).complete(config))
+    return network_size(load_corpus(config).fill_in(config))
 
 
 def preview(checks: str, *settings: str) -> dict[str, object]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from model.attention import Mask, attention, attention_masks, uses_flex_attention
 from model.config import GPTConfig
-from model.generate import Generation, KVCache
+from model.generate import GenerationMixin, KVCache
 from model.kernels import Linear, linear
 from model.loss import NextTokenLoss, soft_cap
 from model.seeds import derive_seed
@@ -119,7 +119,7 @@ class Block(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
-class GPTModel(Generation):
+class GPTModel(GenerationMixin):
     """A language model: token ids in, logits and loss out.
 
     Raises:
@@ -153,7 +153,7 @@ class GPTModel(Generation):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise every parameter as a function of torch's seed and its name (Radford et al. 2019, section 2.3).
+        """Initialise every parameter as a function of its name and torch's seed (Radford et al. 2019, section 2.3).
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
@@ -204,12 +204,12 @@ class GPTModel(Generation):
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
             num_items_in_batch: divisor of the summed loss, such as the number of targets in the global batch.
                 Default: the number of targets in `labels`, so that the loss is their mean (NaN without any).
-            logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all, but with
-                labels none, because the logits are by far the largest tensor of a training step.
+            logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all
+                without `labels` and no logits with them, because they are by far the largest tensor of a training step.
             position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Not
                 supported together with `attention_mask`.
             cache: one KVCache per block, which holds the positions before `input_ids` and is extended by `input_ids`.
-                Not supported together with either mask.
+                Not supported together with `attention_mask` or `position_ids`.
 
         Returns:
             logits: [B, positions kept, V] in the dtype of the computation, or None.
@@ -258,7 +258,7 @@ class GPTModel(Generation):
         """Count the parameters that each token is multiplied by, for FLOPs and scaling laws.
 
         Embedding tables, which are looked up, do not count; the output projection does, tied or not, and a layer that
-        is used several times counts each time.
+        is registered under several names counts each time.
         """
         layers = [
             layer

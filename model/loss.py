@@ -99,7 +99,7 @@ class NextTokenLoss:
         hidden_NC, targets_N = hidden_BTC.flatten(0, 1), F.pad(labels_BT[:, 1:], (0, 1), value=-100).flatten()
         chunk_rows = rows_per_chunk(len(hidden_NC), len(weight_VC), hidden_NC.device.type)
         if self.chunked or (self.chunked is None and len(hidden_NC) > chunk_rows):
-            weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()  # Functions ignore no_grad
+            weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()  # needs_input_grad ignores no_grad
             loss_sum, metrics = ChunkedLoss.apply(hidden_NC, weight_VC, targets_N, chunk_rows, self)
         else:
             logits_NV = linear(hidden_NC, weight_VC)

@@ -41,7 +41,7 @@ def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
     corpus = load_corpus(config)
     if initial is not None:
         check_tokenizer(str(config.init_from), initial, corpus)
-    config = step.with_launch(corpus.complete(config), num_processes())
+    config = step.with_launch(corpus.fill_in(config), num_processes())
     step.require_consistent(config, num_processes())
     return Resolved(config, corpus, initial)
 

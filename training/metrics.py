@@ -1,6 +1,6 @@
 """The metrics of a step: one small all-reduce whose result the host reads one step late.
 
-The all-reduce runs beside the last backward of its step: on CPUs it takes milliseconds while all cores are busy.
+The all-reduce overlaps with the last backward of its step, because on busy CPUs it takes milliseconds.
 Reading the result at once would make the host wait for the device in every step, so it is read after the next step was
 dispatched. It is read at once only where something depends on it: for a log line, an evaluation, a checkpoint and the
 end, and in every step if updates may be skipped.
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,10 @@ class NonFiniteError(RunError):
     """The loss or the gradient norm of a step is infinite or NaN; the message names the step and the samples."""
 
 
-def forward_with_metrics(model: nn.Module, **inputs) -> tuple[Tensor | None, Tensor, AuxiliaryMetrics]:
-    """Run the model; return logits, loss and auxiliary metrics, {} from a model that reports none."""
-    logits, loss, metrics = (*model(**inputs), {})[:3]
-    return logits, loss, metrics
+def forward_with_metrics(model: nn.Module, **inputs) -> tuple[Any, Tensor, AuxiliaryMetrics]:
+    """Run the model; return logits (None unless requested), loss, and auxiliary metrics ({} if there are none)."""
+    logits, loss, *metrics = model(**inputs)
+    return logits, loss, metrics[0] if metrics else {}
 
 
 def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
@@ -50,7 +51,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 @dataclass
-class StepResult:
+class StepMetrics:
     """Metrics of one step over all processes, on the host."""
 
     completed_steps: int
@@ -74,7 +75,7 @@ class PendingStep:
     loss_denominator: float
     buffer: Tensor
     """[number of target tokens, number of processes that want to stop, the values of each micro-batch of the global
-    batch in turn (the loss, then sum and count of each auxiliary metric), gradient norm], float64."""
+    batch in turn (the loss, then sum and count of each auxiliary metric), gradient norm], of `sum_dtype`."""
     all_reduce: "dist.Work | None"
     on_host: Tensor = field(init=False)
     copied: "torch.Event | None" = None
@@ -94,7 +95,7 @@ class PendingStep:
         self.copied = torch.cuda.current_stream().record_event() if on_cuda else None
 
 
-class StepMetrics:
+class MetricsQueue:
     """Sends the metrics of each step (`dispatch`) and reads them later (`read`)."""
 
     def __init__(
@@ -107,7 +108,7 @@ class StepMetrics:
         max_skipped: int = 0,
         run_directory: Path | None = None,
     ):
-        """Count no skipped updates yet.
+        """Start without pending steps and skipped updates.
 
         Args:
             batches: sample indices of every global batch, named in the error about a step that is not finite.
@@ -124,7 +125,7 @@ class StepMetrics:
         self.skipped = self.skipped_in_a_row = 0  # updates; part of the state of a run
         self._names: list[str] = []
         self._pending: deque[PendingStep] = deque()
-        self._newest: StepResult | None = None
+        self._newest: StepMetrics | None = None
 
     def register_names(self, auxiliary: AuxiliaryMetrics) -> None:
         """Fix the names of the auxiliary metrics from the model's first forward; called by all processes together.
@@ -175,10 +176,10 @@ class StepMetrics:
         self._pending.append(PendingStep(completed_steps, loss_denominator, buffer, work))
         return self._pending[-1]
 
-    def read(self, wait: bool = False) -> StepResult | None:
+    def read(self, wait: bool = False) -> StepMetrics | None:
         """Read the pending steps except the newest, or with `wait` all of them.
 
-        The newest is read too if updates may be skipped, and after a step that asks to stop.
+        The newest is read too if updates may be skipped, and after a step in which a process had to stop.
 
         Returns:
             The newest result read so far, whose `stop` is set if any result read here has it; None before the first.
@@ -193,19 +194,20 @@ class StepMetrics:
             stop = self._newest.stop = self._newest.stop or stop
         return self._newest
 
-    def _read_oldest(self) -> StepResult:
+    def _read_oldest(self) -> StepMetrics:
         pending = self._pending.popleft()
         if pending.copied is not None:
             pending.copied.synchronize()
         num_targets, stop, *values, grad_norm = pending.on_host.tolist()
         stride = 1 + 2 * len(self._names)  # values of one micro-batch
         losses, *columns = (values[offset::stride] for offset in range(stride))
+        # mean(..., [1.0]) is the sum, rounded once, or NaN if a loss is not finite.
         loss = mean(losses, [1.0]) * pending.loss_denominator / num_targets if num_targets else math.nan
         sums_and_counts = zip(self._names, columns[::2], columns[1::2], strict=True)
         means = {"loss": loss} | {name: mean(sums, counts) for name, sums, counts in sums_and_counts}
         # The training objective decides, not a "loss" that the model reports in its place.
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        result = StepResult(pending.completed_steps, means, grad_norm, stop > 0, finite)
+        result = StepMetrics(pending.completed_steps, means, grad_norm, stop > 0, finite)
         self.skipped += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row > self.max_skipped:
@@ -222,6 +224,6 @@ class StepMetrics:
         without_targets = ", no target token in the global batch" if num_targets == 0 else ""
         return (
             f"step {step}: loss = {loss}, gradient norm = {grad_norm}{in_a_row}{without_targets}, on process(es) "
-            f"{ranks} whose training samples were {samples}; nothing was saved since the last checkpoint. "
+            f"{ranks} whose training samples were {samples}; no checkpoint contains this step. "
             f"To inspect the step: python replay.py {shlex.quote(str(self.run_directory))} {step}"
         )

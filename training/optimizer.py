@@ -48,8 +48,8 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
             raise unhandled_choice("optimizer.name", other)
 
 
-def set_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:
-    """Set the scheduled values of step `step` (from 0) in the optimizer's groups and the dropout layers."""
+def apply_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:
+    """Apply the scheduled values of step `step` (from 0) in the optimizer's groups and the dropout layers."""
     for group in optimizer.param_groups:
         for name in SCHEDULES.keys() & group.keys():
             unscheduled = group.setdefault(f"initial_{name}", group[name])
@@ -110,8 +110,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     NorMuon (Li et al. 2025, arXiv:2510.05491), each row of it is divided by the root of an exponential moving average
     of the row's mean square, and the matrix is then rescaled to the Frobenius norm that it had before.
 
-    Matrices of one shape are updated together, in float32 on CPUs, few of which compute in bfloat16, and in bfloat16
-    elsewhere.
+    Matrices of one shape are updated together. They are orthogonalised in bfloat16, but in float32 on CPUs, few of
+    which compute in bfloat16.
     """
 
     def __init__(self, muon_weights: list[nn.Parameter], adamw: torch.optim.AdamW, config: OptimizerConfig):
@@ -141,7 +141,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
                 self.state[weight]["second_momentum_buffer"] = torch.zeros(len(weight), 1, device=weight.device)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]  # none is None; for the type checker
+        gradients = [weight.grad for weight in weights if weight.grad is not None]  # all of them
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
         foreach_lerp_(momenta, gradients, 1 - beta1)

@@ -16,8 +16,8 @@ from model.gpt import GPTModel
 from model.seeds import derive_seed
 from training.block_stats import BlockStatistics
 from training.gradients import backward, loss_scale, normalize_and_clip, prime_ddp, trainable_parameters
-from training.metrics import PendingStep, StepMetrics, forward_with_metrics
-from training.optimizer import set_schedules
+from training.metrics import MetricsQueue, PendingStep, forward_with_metrics
+from training.optimizer import apply_schedules
 from training.schedule import scheduled_value
 from training.stop import StopRequest
 
@@ -25,8 +25,8 @@ from training.stop import StopRequest
 class GradientReducer(Protocol):
     """Sums gradients over micro-batches and processes in place of DDP."""
 
-    def add_micro_batch(self, accumulation: int) -> None:
-        """Take the gradients of one of `accumulation` micro-batches; after the last, `.grad` is the global sum."""
+    def add_micro_batch(self, num_micro_batches: int) -> None:
+        """Take the gradients of one of `num_micro_batches` micro-batches; after the last, `.grad` is the global sum."""
 
 
 @dataclass
@@ -40,8 +40,8 @@ class TrainState:
     model: nn.Module
     """`network` as Accelerate prepared it: wrapped in DDP, sharded by FSDP2, or with autocast alone."""
     optimizer: torch.optim.Optimizer
-    batch_sizes: BatchSizes
-    metrics: StepMetrics
+    global_batches: BatchSizes
+    metrics_queue: MetricsQueue
     block_statistics: BlockStatistics
     reducer: GradientReducer | None = None
     """None: DDP or FSDP2 averages the gradients over the processes, or there is one process."""
@@ -59,11 +59,14 @@ def count_targets(batch: Batch) -> Tensor:
 
 
 def prime(state: TrainState, micro_batch: Batch) -> None:
-    """Run one forward and backward whose gradients are discarded, see prime_ddp; called by all processes together."""
+    """Run one forward and backward and discard the gradients; called by all processes together.
+
+    It compiles, and fixes the order in which DDP sums (see prime_ddp), so that a resumed run sums in the same order.
+    """
     _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=1.0)
     prime_ddp(loss, state.model, state.accelerator)
     state.optimizer.zero_grad()
-    state.metrics.register_names(auxiliary)
+    state.metrics_queue.register_names(auxiliary)
 
 
 def train_step(
@@ -82,35 +85,35 @@ def train_step(
         stop_request: tells all processes, with the metrics, if this one has to stop.
 
     Returns:
-        The metrics of the step, to be read by `state.metrics.read`.
+        The metrics of the step, to be read by `state.metrics_queue.read`.
 
     Raises:
-        NonFiniteError: if updates may be skipped, and more than `max_skipped` in a row had an infinite or NaN loss or
-            gradient. If not, `state.metrics.read` raises it later.
+        NonFiniteError: with `on_nonfinite: skip`, if more than `max_skipped` updates in a row had an infinite or NaN
+            loss or gradient. With `stop`, `state.metrics_queue.read` raises it after the next step.
     """
-    config, accelerator, metrics = state.config, state.accelerator, state.metrics
-    set_schedules(state.optimizer, state.network, config, step)
+    config, accelerator, metrics = state.config, state.accelerator, state.metrics_queue
+    apply_schedules(state.optimizer, state.network, config, step)
     scale = loss_scale(accelerator.mixed_precision, step, metrics.skipped)
-    tokens = float(state.batch_sizes.size(step) * config.seq_len)
-    # DDP and FSDP2 average the gradients over the processes, but their sum is needed.
-    averaged_over = 1 if state.reducer else metrics.num_processes
+    global_tokens = float(state.global_batches.size(step) * config.seq_len)
+    # DDP and FSDP2 average the gradients over the processes. A loss that is larger by their number makes that a sum.
+    ddp_factor = 1 if state.reducer else metrics.num_processes
     num_targets = torch.stack([count_targets(micro_batch) for micro_batch in micro_batches]).sum()
-    accumulation, outputs = len(micro_batches), []
+    num_micro_batches, outputs = len(micro_batches), []
     for index, micro_batch in enumerate(micro_batches):
-        is_last = index == accumulation - 1
-        state.seed_all(derive_seed(config.seed, "dropout", step, metrics.rank * accumulation + index))
+        is_last = index == num_micro_batches - 1
+        state.seed_all(derive_seed(config.seed, "dropout", step, metrics.rank * num_micro_batches + index))
         with nullcontext() if is_last else accelerator.no_sync(state.model):
-            divisor = tokens / averaged_over
+            divisor = global_tokens / ddp_factor
             _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=divisor)
-            outputs.append((loss.detach() / averaged_over, auxiliary))
+            outputs.append((loss.detach() / ddp_factor, auxiliary))
             if is_last:
                 stop = stop_request is not None and stop_request.is_set
-                pending = metrics.dispatch(step + 1, outputs, num_targets, tokens, stop)
+                pending = metrics.dispatch(step + 1, outputs, num_targets, global_tokens, stop)
             backward(scale * loss, state.model, accelerator)
         if state.reducer:
-            state.reducer.add_micro_batch(accumulation)
+            state.reducer.add_micro_batch(num_micro_batches)
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
-    denominator = (pending.num_targets() * (scale / tokens)).float()
+    denominator = (pending.num_targets() * (scale / global_tokens)).float()
     pending.copy_to_host(normalize_and_clip(state.parameters, denominator, max_norm))
     # The host waits for the metrics before the update only if they decide whether it is skipped.
     result = metrics.read() if metrics.max_skipped else None

@@ -9,9 +9,10 @@ from distributed.signals import Preempted, StopSignal
 
 
 class StopRequest:
-    """Collects the reasons of this process to stop after the current step: signals, and failed background work.
+    """Collects the reasons of this process to stop: signals, and failed background work.
 
-    Every process sends `is_set` with the metrics of each step, so all of them stop after the same step.
+    Every process sends `is_set` with the metrics of each step. All of them read it one step later at the
+    latest, and so stop after the same step.
     """
 
     def __init__(self, signals: StopSignal):

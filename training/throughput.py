@@ -42,12 +42,17 @@ def peak_memory_bytes() -> int:
 class Throughput:
     """Times training steps. Restart it after an evaluation or a checkpoint, which are not training."""
 
-    def __init__(self, sizes: BatchSizes, seq_len: int, flops_per_token: float, peak_flops: float):
-        self.sizes, self.seq_len, self.flops_per_token, self.peak_flops = sizes, seq_len, flops_per_token, peak_flops
+    def __init__(self, batch_sizes: BatchSizes, seq_len: int, flops_per_token: float, peak_flops: float):
+        self.batch_sizes, self.seq_len, self.flops_per_token, self.peak_flops = (
+            batch_sizes,
+            seq_len,
+            flops_per_token,
+            peak_flops,
+        )
 
     def restart(self, step: int) -> None:
         """Start measuring at `step`."""
-        self.tokens, self.seconds = self.sizes.sequences_before(step) * self.seq_len, time.perf_counter()
+        self.tokens, self.seconds = self.batch_sizes.sequences_before(step) * self.seq_len, time.perf_counter()
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics since the last call, and restart.

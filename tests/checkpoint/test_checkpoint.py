@@ -265,12 +265,12 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
         write(*arguments)
 
     monkeypatch.setattr(storage, "write", write_later)
-    state, totals = build_trained(0, steps=2), SimpleNamespace(skipped=0, skipped_in_a_row=0)
+    state, skipped = build_trained(0, steps=2), (0, 0)
     config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
     saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
     for step in (2, 3):
         saved = str(state_digests(*state))
-        saver.save(step, *state, {}, totals)
+        saver.save(step, *state, {}, skipped)
         assert not saver.failed
         train_on(*state, 1)
         assert newest_valid(tmp_path)[0] != step_directory(tmp_path, step)

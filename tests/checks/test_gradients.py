@@ -30,7 +30,7 @@ KINDS = [
 def errors_of(*words, precision="no"):
     config = parse_config([*TINY_STORIES, *words])
     corpus = load_corpus(config)
-    config = corpus.complete(config)
+    config = corpus.fill_in(config)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16) if precision == "bf16" else nullcontext
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), num_processes=1, mixed_precision=precision, autocast=autocast

@@ -538,7 +538,7 @@ def settings_for(*arguments):
 def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     config = settings_for("--data.path", folder / "chatml", "--data.num_samples", 1000)
     corpus = load_corpus(config)
-    assert corpus.complete(config).data.packing == "isolated" and "position_ids" in corpus.train[0]
+    assert corpus.fill_in(config).data.packing == "isolated" and "position_ids" in corpus.train[0]
     assert "targets are the answers alone" in corpus.conversations
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(60)), tmp_path / "text", validation="hash:0.2")
     mix = json.dumps({str(folder / "marked"): 1, str(tmp_path / "text"): 1})
@@ -546,7 +546,7 @@ def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     corpus = load_corpus(config)
     batch = torch.utils.data.default_collate([corpus.train[0], corpus.train[len(corpus.train) - 1]])
     assert (batch["position_ids"] == 0).sum() > 2 and corpus.conversations
-    config = replace(corpus.complete(config), out_dir=str(tmp_path / "runs"))
+    config = replace(corpus.fill_in(config), out_dir=str(tmp_path / "runs"))
     for order in ("marked", "text"), ("text", "marked"):  # a run keeps the tokenizer that has a chat template
         paths = {"marked": folder / "marked", "text": tmp_path / "text"}
         config = replace_settings(config, {"name": order[0], "data.mix": {str(paths[name]): 1 for name in order}})

@@ -192,16 +192,16 @@ def test_load_corpus_of_mixture(folder):
     a, b = open_split(folder / "a"), open_split(folder / "b")
     assert corpus.quotas == [750, 250] and len(corpus.train) == len(a) + len(b)
     assert torch.equal(corpus.train[len(a) + 3]["input_ids"], b[3]["input_ids"])
-    order = corpus.order(config)
+    order = corpus.global_batches(config)
     drawn = Counter(i >= len(a) for i in order.indices(7))
     assert drawn == {False: 750, True: 250}
     growth = {"schedule.batch_warmup_from": MIX_BLOCK // 2, "schedule.batch_warmup_steps": 3}
     config = replace_settings(config, growth)
-    assert sum((corpus.order(config).indices(step) for step in range(2)), []) == order.indices(0)
+    assert sum((corpus.global_batches(config).indices(step) for step in range(2)), []) == order.indices(0)
     assert [len(part) for part in corpus.validation.datasets] == [6, 2]
     corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 7))
     assert [len(part) for part in corpus.validation.datasets] == [5, 2]
-    assert "evaluation.num_samples: 1 is not one for each of 2 corpora of data.mix" in refusal(
+    assert "evaluation.num_samples: 1 is less than one for each of 2 corpora of data.mix" in refusal(
         folder, "--data.mix", mix, "--evaluation.num_samples", 1
     )
 

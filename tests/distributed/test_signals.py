@@ -86,7 +86,7 @@ def test_signal_saves_and_exits_75(runs):
     launch = start(["train.py", *LONG, *ENDLESS, "--out_dir", runs, "--name", "run"], 0, runs / "run")
     os.kill(launch.processes[0].pid, signal.SIGINT)
     assert launch.wait(WAIT_SECONDS) == 75, launch.output()
-    assert launch.output()[1].count("Stopping after this step; a second signal stops at once.") == 1
+    assert launch.output()[1].count("Saving a checkpoint and stopping; a second signal stops at once.") == 1
     assert status(runs / "run")["state"] == "preempted" and 5 <= status(runs / "run")["step"] < 1_000_000
     assert "Training finished." not in launch.output()[0]
 

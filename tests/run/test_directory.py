@@ -496,9 +496,8 @@ def test_metrics_are_synced_before_checkpoint_appears(tmp_path):
             raise fault
 
     saver = Saver(tmp_path, TrainConfig(), accelerator, sync)
-    totals = SimpleNamespace(skipped=0, skipped_in_a_row=0)
-    saver.save(1, network, optimizer, {}, totals)
-    saver.save(2, network, optimizer, {}, totals)
+    saver.save(1, network, optimizer, {}, (0, 0))
+    saver.save(2, network, optimizer, {}, (0, 0))
     with pytest.raises(SaveError, match="Input/output error"):
         saver.wait()
     assert there_already == [[], ["step-00000001"]]

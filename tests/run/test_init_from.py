@@ -61,7 +61,7 @@ def test_first_step_loss_equals_transformers(name, made):
     assert all(torch.equal(trained[f"model.{key}"], tensor) for key, tensor in theirs.items())
     assert config.model.vocab_size == 300 and config.model.max_position_embeddings == 128 + 32 * (name == "qwen3")
     corpus = load_corpus(config)
-    batch = [corpus.train[index] for index in corpus.order(config).indices(0)]
+    batch = [corpus.train[index] for index in corpus.global_batches(config).indices(0)]
     ids, labels = (torch.stack([row[key] for row in batch]) for key in ("input_ids", "labels"))
     rows = metrics(made / "runs" / name)
     with torch.no_grad():

@@ -50,13 +50,13 @@ def test_logged_norms_match_checkpoints(run, block):
 def test_activation_rms_covers_the_global_batch(run):
     config = parse_config([*map(str, SHORT)])
     corpus = load_corpus(config)
-    config = corpus.complete(config)
+    config = corpus.fill_in(config)
     model = GPTModel(config.model)
     model.load_state_dict({n.removeprefix("model."): t for n, t in tensors(run, 1).items() if n.startswith("model.")})
     outputs = {}
     for index, block in enumerate(model.blocks):
         block.register_forward_hook(lambda _, inputs, output, index=index: outputs.update({index: output}))
-    rows = [corpus.train[i]["input_ids"] for i in corpus.order(config).indices(1)]
+    rows = [corpus.train[i]["input_ids"] for i in corpus.global_batches(config).indices(1)]
     model(torch.stack(rows))
     for index, output in outputs.items():
         expected = output.double().square().mean().sqrt().item()

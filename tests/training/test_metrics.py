@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from config.errors import RunError
-from training.metrics import NonFiniteError, StepMetrics
+from training.metrics import MetricsQueue, NonFiniteError
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def dispatched(metrics, *outputs, num_targets=12, denominator=12.0, grad_norm=1.
 def test_nan_loss_names_process_and_samples(monkeypatch):
     monkeypatch.setattr("training.metrics.dist.all_reduce", lambda sent, async_op: SimpleNamespace(wait=lambda: None))
     batches = SimpleNamespace(indices=lambda step: [*range(8)])
-    metrics = StepMetrics(batches, 2, CPU, rank=1, num_processes=2, run_directory=Path("my runs/a"))
+    metrics = MetricsQueue(batches, 2, CPU, rank=1, num_processes=2, run_directory=Path("my runs/a"))
     dispatched(metrics, 1.0, math.nan, grad_norm=math.nan)
     with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[6, 7\]") as stopped:
         metrics.read(wait=True)
@@ -35,7 +35,7 @@ def test_nan_loss_names_process_and_samples(monkeypatch):
 
 
 def test_batch_without_targets_is_reported():
-    metrics = StepMetrics(SimpleNamespace(indices=lambda step: [7, 8]), 2, CPU)
+    metrics = MetricsQueue(SimpleNamespace(indices=lambda step: [7, 8]), 2, CPU)
     dispatched(metrics, 0.0, num_targets=0, grad_norm=math.nan)
     with pytest.raises(NonFiniteError, match=r"no target token in the global batch.*\[7, 8\]"):
         metrics.read(wait=True)
@@ -50,7 +50,7 @@ class ForbidItemAssignment(TorchFunctionMode):
 
 
 def test_dispatch_copies_numbers_without_synchronisation():
-    metrics = StepMetrics(None, 1, CPU)
+    metrics = MetricsQueue(None, 1, CPU)
     metrics.register_names({"rows": (0, 0)})
     with ForbidItemAssignment():
         counter = torch.tensor(1.0, dtype=torch.float64)
@@ -61,13 +61,13 @@ def test_dispatch_copies_numbers_without_synchronisation():
 
 
 def test_loss_is_normalised_by_targets():
-    metrics = StepMetrics(None, 1, CPU)
+    metrics = MetricsQueue(None, 1, CPU)
     dispatched(metrics, 1.5, 0.5, num_targets=3, denominator=12.0)
     assert metrics.read(wait=True).means["loss"] == (1.5 + 0.5) * 12 / 3
 
 
 def test_metrics_are_read_one_step_late():
-    metrics = StepMetrics(None, 1, CPU)
+    metrics = MetricsQueue(None, 1, CPU)
     dispatched(metrics, 1.0, step=1)
     assert metrics.read() is None
     dispatched(metrics, 2.0, step=2)
@@ -76,7 +76,7 @@ def test_metrics_are_read_one_step_late():
 
 
 def test_stop_is_read_at_once_when_seen():
-    metrics = StepMetrics(None, 1, CPU)
+    metrics = MetricsQueue(None, 1, CPU)
     dispatched(metrics, 1.0, step=1, stop=True)
     dispatched(metrics, 2.0, step=2)
     result = metrics.read()
@@ -84,14 +84,14 @@ def test_stop_is_read_at_once_when_seen():
 
 
 def test_counts_are_exact_beyond_float32():
-    metrics = StepMetrics(None, 1, CPU)
+    metrics = MetricsQueue(None, 1, CPU)
     metrics.register_names({"rows": (0, 0)})
     assert dispatched(metrics, (1.0, {"rows": (2**24 + 1, 1)}), num_targets=2**24 + 1) == 2**24 + 1
     assert metrics.read(wait=True).means["rows"] == 2**24 + 1
 
 
 def test_changed_or_reserved_names_are_refused(monkeypatch):
-    metrics = StepMetrics(None, 1, CPU, num_processes=2)
+    metrics = MetricsQueue(None, 1, CPU, num_processes=2)
     monkeypatch.setattr("training.metrics.gather_object", lambda mine: [*mine, *mine])
     metrics.register_names({"z_loss": (0, 0)})
     with pytest.raises(RunError, match=r"\['z_loss'\] at first and \['balance'\] now"):

@@ -11,7 +11,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, train
-from training.optimizer import build_optimizer, set_schedules
+from training.optimizer import apply_schedules, build_optimizer
 from training.schedule import SCHEDULES, lr_scale, scheduled_value
 
 
@@ -66,7 +66,7 @@ def test_schedule_scales_learning_rate_of_every_group():
     optimizer.param_groups[1]["lr"] = 0.5
     config = TrainConfig(steps=4, schedule=ScheduleConfig("linear"))
     for step, scale in ((2, 0.5), (0, 1.0), (3, 0.25)):
-        set_schedules(optimizer, network, config, step)
+        apply_schedules(optimizer, network, config, step)
         assert [group["lr"] for group in optimizer.param_groups] == [scale, 0.5 * scale]
 
 
@@ -83,7 +83,7 @@ def test_added_schedule_is_one_function(name, monkeypatch):
     network = GPTModel(model)
     groups = (optimizer := build_optimizer(network, config.optimizer)).param_groups
     for step in (3, 1):
-        set_schedules(optimizer, network, config, step)
+        apply_schedules(optimizer, network, config, step)
         assert [group["weight_decay"] for group in groups] == [0.1 * step] * (len(groups) - 1) + [0.0]
         assert {group["betas"] for group in groups} == {(0.1 * step, 0.95)}
         rates = {getattr(module, "p", getattr(module, "dropout", None)) for module in network.modules()}

@@ -49,7 +49,10 @@ def test_data_workers_accept_long_tmpdir(runs, tmp_path):
 
 
 def test_dead_data_worker_ends_run_after_saving(runs):
-    launch = start(["train.py", *LONG, "--out_dir", runs, "--name", "run"], 2, runs / "run")
+    """Log lines are rare, so that metrics are read a step late."""
+    launch = start(
+        ["train.py", *LONG, "--tracking.log_every", 1000, "--out_dir", runs, "--name", "run"], 2, runs / "run"
+    )
     os.kill(children(launch.processes[1].pid)[0], signal.SIGKILL)
     assert launch.wait(WAIT_SECONDS) == 1 and launch.processes[0].exitcode == 1, launch.output()
     assert_failed(runs / "run", launch.output()[1], "lost a data worker")
