@@ -96,6 +96,9 @@ class Autocast(nn.Module):
         with self.accelerator.autocast():
             return self.network(**inputs)
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Do nothing: `Accelerator.no_sync` calls this in an FSDP launch, but no weight here is sharded."""
+
 
 class AllReduce:
     """The tutorials' hand-written all-reduce: sums each gradient over the processes after the last backward."""
