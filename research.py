@@ -14,4 +14,5 @@ if __name__ == "__main__":
     from chain.settings import COMMANDS, refuse_command
     from cli.scripts import run_and_exit
 
-    run_and_exit("research", refuse_command, needs_torch=False, commands=COMMANDS)
+    commands = {name: (settings, "chain.commands") for name, settings in COMMANDS.items()}
+    run_and_exit("research", refuse_command, needs_torch=False, commands=commands)

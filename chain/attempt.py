@@ -8,7 +8,7 @@ from typing import Any
 from scipy import optimize
 
 from chain.code import Idea, apply_ideas, parse_idea
-from chain.ledger import Row, make_row
+from chain.ledger import Row, make_row, typed_row
 from chain.output import Result, format_effect
 from chain.settings import CombineConfig, TryConfig
 from chain.state import Chain, locked_chain
@@ -63,7 +63,9 @@ def judge(config: TryConfig, chain: Chain, kind: str, text: str, ideas: list[Ide
     except TriedBefore as tried:
         row = tried.row
         before = [f"tried as #{row['id']}:"]
-    return Result(row | {"tried_before": bool(before)}, [*before, *describe(row)], EXIT_CODES.get(row["status"], 0))
+    return Result(
+        typed_row(row) | {"tried_before": bool(before)}, [*before, *describe(row)], EXIT_CODES.get(row["status"], 0)
+    )
 
 
 class Attempt(Experiment):

@@ -23,7 +23,7 @@ from config.paths import expand_user_path
 from jobs.runner import Failed, Stopped
 
 EXIT_STOPPED = 75
-COMMANDS: dict[type, Callable[[Any], Result]] = {
+FUNCTIONS: dict[type[ChainConfig], Callable[[Any], Result]] = {
     StartConfig: head.start,
     TryConfig: attempt.try_idea,
     CombineConfig: attempt.combine,
@@ -65,9 +65,9 @@ def run(config: ChainConfig) -> Result:
     try:
         lab.mkdir(parents=True, exist_ok=True)
         if sys.stderr.isatty():
-            return COMMANDS[type(config)](config)
+            return FUNCTIONS[type(config)](config)
         with open(lab / "progress.log", "a") as progress, redirect_stderr(progress):
-            return COMMANDS[type(config)](config)
+            return FUNCTIONS[type(config)](config)
     except Stopped as stopped:
         return Result({"status": "stopped", "message": str(stopped)}, [str(stopped)], EXIT_STOPPED)
     except Failed as failed:

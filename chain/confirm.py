@@ -10,7 +10,7 @@ from typing import Any
 from scipy import stats
 
 from chain.code import apply_ideas
-from chain.ledger import Row, format_cell
+from chain.ledger import Row, format_cell, typed_row
 from chain.output import Result, format_effect
 from chain.settings import ConfirmConfig
 from chain.state import HEAD_AGAINST_START, RESERVED_SEEDS, SEEDS_PER_HEAD, Chain, locked_chain
@@ -62,7 +62,7 @@ def confirm(config: ConfirmConfig) -> Result:
     first_seed = RESERVED_SEEDS + SEEDS_PER_HEAD * heads.index(chain.head)
     jobs = JobRunner(config.jobs)
     table = [(contrast, measure(config, chain, contrast, first_seed, jobs)) for contrast in contrasts(config, chain)]
-    facts = {"rows": [row for _, row in table], "claimed": claimed(chain)}
+    facts = {"rows": [typed_row(row) for _, row in table], "claimed": claimed(chain)}
     return Result(chain.summary() | facts, [*describe(table, config.seeds)])
 
 

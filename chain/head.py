@@ -18,7 +18,7 @@ from chain.code import (
     undo_idea,
     write_commit,
 )
-from chain.ledger import Row, locked_ledger
+from chain.ledger import Row, locked_ledger, typed_row
 from chain.output import Result, format_effect
 from chain.settings import ChainConfig, DropConfig, KeepConfig, StartConfig
 from chain.state import Chain, locked_chain
@@ -61,7 +61,7 @@ def start(config: StartConfig) -> Result:
         if current_branch() != branch:
             switch_to(branch, chain.head)
     row = measure_baseline(config, chain)
-    return Result(chain.summary() | {"baseline": row}, [f"branch: {branch}", *describe_baseline(row)])
+    return Result(chain.summary() | {"baseline": typed_row(row)}, [f"branch: {branch}", *describe_baseline(row)])
 
 
 def tracked_recipe(name: str) -> str:
@@ -95,8 +95,9 @@ def keep(config: KeepConfig) -> Result:
             move_branch(chain.branch, row["parent"], commit)
     facts, lines = chain.summary(), [f"#{row['id']} {row['decision']}: {chain.branch} is at {chain.head[:12]}"]
     if row["commit"] == chain.head:
-        facts["baseline"] = measure_baseline(config, chain)
-        lines += describe_baseline(facts["baseline"])
+        baseline = measure_baseline(config, chain)
+        facts["baseline"] = typed_row(baseline)
+        lines += describe_baseline(baseline)
     return Result(facts, lines)
 
 
@@ -142,7 +143,7 @@ def drop(config: DropConfig) -> Result:
             bool(row["commit"]) and row["parent"] == chain.head and undo_idea(chain.branch, chain.head, row["commit"])
         )
     tree = "removed from the working tree" if is_undone else "the working tree is unchanged"
-    return Result(dict(row), [f"#{row['id']} dropped; {tree}" + f"; diff: {row['diff']}" * bool(row["diff"])])
+    return Result(typed_row(row), [f"#{row['id']} dropped; {tree}" + f"; diff: {row['diff']}" * bool(row["diff"])])
 
 
 def measure_baseline(config: ChainConfig, chain: Chain) -> Row:

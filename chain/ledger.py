@@ -22,6 +22,8 @@ COLUMNS = (
     *("loss", "difference", "low", "high", "seeds_baseline", "seeds_candidate", "p", "level", "wealth"),
     *("seconds", "cpu_seconds", "parameters", "flops", "speed", "verify", "message", "log"),
 )
+TEXTS = {"id", "time", "kind", "parent", "commit", "candidate", "idea", "note", "diff", "settings", "status"}
+TEXTS |= {"decision", "verify", "message", "log"}
 LOCK_SECONDS = 0.05  # between two attempts to lock the file
 
 Row = dict[str, str]
@@ -82,6 +84,11 @@ def make_row(**cells: object) -> Row:
         name: cell for name, cell in cells.items() if cell is not None
     }
     return {name: format_cell(cells.get(name)) for name in COLUMNS}
+
+
+def typed_row(row: Row) -> dict[str, str | float | None]:
+    """Return a row for JSON: numbers as such, empty cells as None."""
+    return {name: None if not cell else cell if name in TEXTS else float(cell) for name, cell in row.items()}
 
 
 def format_cell(value: object) -> str:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
+from chain.ledger import typed_row
 from chain.output import Result, format_effect
 from chain.settings import LogConfig
 from chain.state import HEAD_AGAINST_START, IDEAS, Chain, locked_chain
@@ -34,7 +35,7 @@ def log(config: LogConfig) -> Result:
         pass
     with report_plot_errors("chain.png", partial(print, file=sys.stderr)):
         draw(chain, chain.lab / "chain.png")
-    return Result(chain.summary() | {"rows": [*chain.rows]}, [*lines(chain)])
+    return Result(chain.summary() | {"rows": [*map(typed_row, chain.rows)]}, [*lines(chain)])
 
 
 def lines(chain: Chain) -> Iterator[str]:

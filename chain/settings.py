@@ -1,8 +1,6 @@
 """Settings of research.py; importable without torch."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from config.errors import ConfigError
 from config.parser import PASSED_ON
@@ -111,23 +109,26 @@ class LogConfig(ChainConfig):
     """Prints the ideas in order of time, and draws the chain in LAB/chain.png."""
 
 
-MODULE = "chain.commands"
-COMMANDS: dict[str, tuple[Any, str]] = {
-    "start": (StartConfig, MODULE),
-    "try": (TryConfig, MODULE),
-    "keep": (KeepConfig, MODULE),
-    "drop": (DropConfig, MODULE),
-    "combine": (CombineConfig, MODULE),
-    "confirm": (ConfirmConfig, MODULE),
-    "log": (LogConfig, MODULE),
+COMMANDS: dict[str, type[ChainConfig]] = {
+    "start": StartConfig,
+    "try": TryConfig,
+    "keep": KeepConfig,
+    "drop": DropConfig,
+    "combine": CombineConfig,
+    "confirm": ConfirmConfig,
+    "log": LogConfig,
 }
 
 
 def refuse_command(args: list[str]) -> None:
-    """Refuse a command line without a command.
+    """Answer a command line without a command.
 
     Raises:
-        ConfigError: always.
+        SystemExit: after printing the commands, if help is asked for.
+        ConfigError: otherwise.
     """
-    word = Path(args[0]).name if args else ""
-    raise ConfigError(f"command: {word!r} must be one of {', '.join(COMMANDS)}; COMMAND --help lists its settings")
+    commands = f"{', '.join(COMMANDS)}; COMMAND --help lists its settings"
+    if args[:1] in (["-h"], ["--help"]):
+        print(f"usage: research.py COMMAND [settings]\n\nCommands: {commands}.")
+        raise SystemExit(0)
+    raise ConfigError(f"command: {next(iter(args), '')!r} must be one of {commands}")

@@ -63,7 +63,8 @@ def research(run_experiment, monkeypatch):  # noqa: F811
         (run_experiment.lab / "started").unlink(missing_ok=True)
         printed.clear()
         monkeypatch.setattr(sys, "argv", ["research.py", command, *words, f"--lab={run_experiment.lab}"])
-        code = run_script("research", refuse_command, needs_torch=False, commands=COMMANDS)
+        commands = {name: (settings, "chain.commands") for name, settings in COMMANDS.items()}
+        code = run_script("research", refuse_command, needs_torch=False, commands=commands)
         out = "\n".join(text for is_out, text in printed if is_out)
         return SimpleNamespace(code=code, out=out, text="\n".join(text for _, text in printed))
 

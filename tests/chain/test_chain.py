@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -10,6 +11,8 @@ import pytest
 
 from chain import attempt, code, head, ledger
 from chain.ledger import locked_ledger
+from chain.log import collect
+from chain.state import Chain
 from experiments import experiment
 from experiments.experiment import Experiment
 
@@ -64,6 +67,11 @@ def test_better_idea_is_kept_on_the_branch(research):
     assert {name.rpartition("-")[2] for name in research.started()} == {"10000", "10001", "10002"}
     assert last["candidate"] == research.rows()[3]["candidate"]
     assert " ".join(last) == COLUMNS, "people's scripts read these columns"
+    table = research("log").out
+    assert re.search(r"#1 --model.mlp relu2 +20\S+ \S+ +start +better +kept +-", table) and "1 ideas, 1 better" in table
+    spent, heads, claims, ideas = collect(Chain(research.lab, research.rows()))
+    assert len(heads) == 2 and claims == ideas["kept"] and claims[0][1] < heads[0][1]
+    assert heads[1][0] == pytest.approx(spent) and (research.lab / "chain.png").stat().st_size > 1000
 
 
 def test_ideas_without_a_result_cost_no_wealth(research):
