@@ -245,4 +245,4 @@ def test_settings_page_has_every_default():
 def test_settings_page_explains_choices_and_sections():
     text = settings.page()
     assert "- **`model.position`** (one of learned, rope; default learned): Position encoding" in text
-    assert "\n## schedule\n\nThe learning rate and the global batch as functions of the step.\n" in text
+    assert "\n## schedule\n\nThe learning rate and the global batch size as functions of the step.\n" in text
