@@ -36,7 +36,7 @@ class Ledger:
         self.file = file
         file.seek(0)
         lines = file.read().split("\n")
-        self.complete = sum(len(line.encode()) + 1 for line in lines[:-1])
+        self.complete = sum(len(line.encode(errors="surrogateescape")) + 1 for line in lines[:-1])
         """Bytes of the complete lines."""
         if lines[-1]:
             message = f"{file.name}: ignoring an incomplete last row; rerun the command that wrote it"
@@ -107,7 +107,7 @@ def locked_ledger(lab: Path) -> Iterator[Ledger]:
     """
     try:
         lab.mkdir(parents=True, exist_ok=True)
-        file = open(lab / "ledger.tsv", "a+", encoding="utf-8", errors="replace", newline="\n")  # noqa: SIM115
+        file = open(lab / "ledger.tsv", "a+", encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"lab: {lab} cannot be written: {error.strerror}; choose another --lab") from None
     with file:

@@ -69,7 +69,7 @@ def research(run_experiment, monkeypatch):  # noqa: F811
         return SimpleNamespace(code=code, out=out, text="\n".join(text for _, text in printed))
 
     def rows():
-        with open(run_experiment.lab / "ledger.tsv", newline="") as file:
+        with open(run_experiment.lab / "ledger.tsv", newline="", errors="replace") as file:
             return [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
 
     def start(*words):

@@ -215,6 +215,9 @@ def test_incomplete_last_row_is_ignored_and_replaced(decided, research):
     assert found.code == 0 and "ignoring an incomplete last row" in found.text
     assert research("drop", "1").code == 0
     assert path.read_text().startswith(whole) and research.rows()[-1]["decision"] == "dropped"
+    damaged = path.read_bytes().replace(b"optimizer", b"\xff")
+    path.write_bytes(damaged)
+    assert research("keep", str(decided("--optimizer.lr 3"))).code == 0 and path.read_bytes().startswith(damaged)
     path.write_text(whole.replace("\tbetter\t", "\t") + "x\n")
     found = research("drop", "1")
     assert found.code == 2 and "line 3 has 28 cells instead of 29" in found.text
