@@ -396,6 +396,7 @@ def test_scale_parameters_keeps_queries_per_key(heads, kv_heads, size):
     assert kv is None or larger["model.n_heads"] // kv == heads // kv_heads
     assert larger["model.n_heads"] == pytest.approx(heads * size**0.5, abs=2)
     assert larger["model.d_model"] // larger["model.n_heads"] == 64 // heads
+    assert larger["model.d_ff"] == pytest.approx(64 * size**0.5, abs=4) and larger["model.d_ff"] % 8 == 0
     assert larger["optimizer.lr"] == pytest.approx(1 / size**0.5), "inversely proportional to the width"
 
 

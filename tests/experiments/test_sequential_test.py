@@ -162,6 +162,7 @@ def test_nominal_alphas_spend_total_alpha(total_alpha):
     spent = alpha_spent(12, total_alpha)
     assert decided == pytest.approx(spent, abs=4 * math.sqrt(spent / 200_000))
     assert nominal_alphas(20, total_alpha)[:4] == nominal_alphas(6, total_alpha), "levels depend on later analyses"
+    assert alpha_spent(MIN_SEEDS - 1, total_alpha) == 0, "nothing before the first analysis"
     assert alpha_spent(10**9, total_alpha) < total_alpha == pytest.approx(alpha_spent(10**12, total_alpha), abs=1e-6)
 
 
