@@ -61,7 +61,7 @@ def build() -> Path:
     return library
 
 
-def install() -> None:
+def install(replace_inductor: bool = True) -> None:
     """Replace torch's CUDA in this process; a second call only counts the visible devices again."""
     if not hasattr(torch.cuda, "fake"):
         spec = importlib.util.spec_from_file_location("fake_cuda_ext", build())
@@ -71,7 +71,8 @@ def install() -> None:
         patch_torch_cuda(ext)
         patch_nccl(ext)
         patch_attention()
-        patch_compilation()
+        if replace_inductor:
+            patch_compilation()
         torch.empty(0).pin_memory()  # initialises CUDA, before which no memory counts as pinned; computes nothing
     torch.cuda.fake.set_count(visible_devices())
 

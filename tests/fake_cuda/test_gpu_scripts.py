@@ -137,3 +137,20 @@ def test_gpu_target_is_rehearsed(folder):  # noqa: F811
     done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert re.search(r"\d+ passed", done.stdout) and '"tokens_per_second"' in done.stdout
+
+
+def test_inductor_fuses_block_and_loss(folder, tmp_path):  # noqa: F811
+    """A change that breaks fusion changes these numbers; products and attention alone are not Triton's."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path), "triton==3.9.0"]
+    if subprocess.run(install).returncode:
+        pytest.skip("Triton cannot be installed")
+    env = fake_gpus(1, PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
+    command = [sys.executable, "tests/fake_cuda/inductor.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-5000:]
+    generated = json.loads(done.stdout.splitlines()[-1])
+    assert generated["kernels"] == {"forward": 8, "backward": 12, "loss": 2}
+    assert generated["failed"] == []
+    attention = "torch.ops.aten._scaled_dot_product_flash_attention"
+    products = {"extern_kernels.addmm": 6, "extern_kernels.mm": 12}
+    assert generated["called"] == products | {f"{attention}.default": 1, f"{attention}_backward.default": 1}
