@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -65,6 +66,17 @@ def test_flex_attention_equals_cpu(settings, corpus, folder, tmp_path):  # noqa:
     run = train_on_gpus("one_gpu", 1, *settings, out_dir=tmp_path)
     assert_same_training(run, train_on_cpu(*settings, out_dir=tmp_path / "cpu"))
     assert run.of_kind("sync") == {("event", "training/metrics.py")}
+
+
+def test_logged_step_waits_once_for_each_kind_of_result(folder, tmp_path):  # noqa: F811
+    """Not for each block, call and name; the evaluation of stories waits for each batch, to score its tokens."""
+    settings = "--tracking.log_every 2 --tracking.block_stats true --evaluation.every 6 --model.n_layers 4".split()
+    run = train_on_gpus("fsdp2", 2, *settings, out_dir=tmp_path)
+    waits: Counter[str] = Counter()
+    for (kind, _, place), count in run.events.items():
+        waits[place.partition(":")[0]] += count / 2 * (kind == "sync")
+    assert waits["training/block_stats.py"] == 2, "norms and activations"
+    assert waits["training/evaluation.py"] == 1 and waits["data/synthetic/excess.py"] == 2, run.events
 
 
 @pytest.fixture(scope="module")
