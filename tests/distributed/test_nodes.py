@@ -79,7 +79,7 @@ def launch(nodes, *arguments, max_restarts=0):
 
 
 def wait_for_steps(run, steps, launchers):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not ((run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= steps):
         assert all(launcher.poll() is None for launcher in launchers), [each.communicate()[0] for each in launchers]
         assert time.monotonic() < deadline
@@ -87,19 +87,19 @@ def wait_for_steps(run, steps, launchers):
 
 
 def end(launchers):
-    outputs = [launcher.communicate(timeout=180)[0] for launcher in launchers]
+    outputs = [launcher.communicate(timeout=300)[0] for launcher in launchers]
     return [launcher.returncode for launcher in launchers], outputs
 
 
 def test_cut_link_ends_all_then_run_resumes(nodes, uninterrupted, runs):
-    launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 15)
+    launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 5)
     wait_for_steps(runs / "run", 20, launchers)
     ip("-n", nodes[0], "link", "set", "eth0", "down")
     exit_codes, outputs = end(launchers)
     assert exit_codes == [1, 1]
     for rank, output in enumerate(outputs):
         assert f"train.py: error: process {rank} lost the others in" in output, output
-        assert "Timed out waiting 15000ms" in output or "Application timeout caused pair closure" in output
+        assert "Timed out waiting 5000ms" in output or "Application timeout caused pair closure" in output
     ip("-n", nodes[0], "link", "set", "eth0", "up")
     exit_codes, outputs = end(launch(nodes, "--out_dir", runs))
     assert exit_codes == [0, 0] and "resumed at step" in outputs[0], outputs
