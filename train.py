@@ -112,7 +112,7 @@ def train(
         rank,
         num_processes,
         num_workers=config.data.num_workers,
-        timeout_seconds=config.timeout_seconds / 2,  # before the collective in which the others wait times out
+        timeout_seconds=config.timeout_seconds / 2,  # to fail before the others, waiting in a collective, time out
         stop_requested=lambda: signals.received,
     )
     last_step = config.steps
@@ -122,21 +122,22 @@ def train(
     flops_per_token = state.network.flops_per_token(config.seq_len)
     throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator))
     with (
-        Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # exports for tracking.log_model
+        Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # exports for log_model
         Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
+        # The metrics of each step tell all processes if one has a reason to stop, so that all stop after the same step.
         stop_request = StopRequest(signals)
         stop_request.stop_if(lambda: corpus_check.failed)  # require_verified raises the error
         stop_request.stop_if(lambda: saver.failed)  # save or wait raises the error
         stop_request.fail_if(lambda: loader.problem)  # raise_on_all raises it
-        verification = corpus_check.begin()
-        reporter.say(summary(config, accelerator, state.network, run.path, start, verification, corpus.conversations))
+        verified = corpus_check.begin()  # text for the summary
+        reporter.say(summary(config, accelerator, state.network, run.path, start, verified, corpus.conversations))
 
         upcoming = deque([next(batches, []), next(batches, [])])
         stop_request.raise_on_all(start.step)
         # A save fails if training has since changed anything that checkpoints do not contain.
-        saver.record_initial_state(state.network, state.optimizer)
+        saver.record_unsaved_state(state.network, state.optimizer)
         prime(state, upcoming[0][0])  # a discarded backward: compiles, and fixes the order in which DDP sums
         if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the last step is evaluated
             digest = state_digests(state.network, state.optimizer)
@@ -146,8 +147,8 @@ def train(
         throughput.restart(start.step)
 
         for step in range(start.step, last_step):
-            # Fetched two steps ahead: if a batch is missing, this step's metrics say so to all processes, which read
-            # them after the next step, the last one for which all of them have a batch.
+            # Fetched two steps ahead. If this process lacks the batch of step + 2, the metrics of this step tell the
+            # others. All read that after step + 1 at the latest, for which each of them still has a batch, and stop.
             micro_batches = upcoming.popleft()
             upcoming.append(next(batches, []))
             completed = step + 1
@@ -157,7 +158,8 @@ def train(
 
             train_step(state, step, micro_batches, stop_request)  # forward, backward, clip, update
 
-            # Without `wait` the result of the previous step: for that of this step the host would wait for the device.
+            # Without `wait` this is the result of the previous step, unless updates may be skipped: reading that of
+            # this step would make the host wait for the device.
             result = state.metrics_queue.read(wait=log_now or eval_now or save_now)
             stop_now = result is not None and result.stop
             save_now = save_now or stop_now
@@ -168,7 +170,8 @@ def train(
                 metrics["state/digest"] = str(digests)
                 if compare_now:
                     digests.check_replicas(completed)
-            if log_now and result is not None:
+            if log_now:
+                assert result is not None, "read with wait"
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= state.block_statistics.metrics | throughput.measure(completed)

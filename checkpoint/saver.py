@@ -63,7 +63,7 @@ class Saver(AbstractContextManager):
         self.pending: Future[None] | None = None
         self.unsaved: UnsavedState | None = None
 
-    def record_initial_state(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def record_unsaved_state(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Record the state before training, so that a save can refuse state that a checkpoint would not contain."""
         self.unsaved = UnsavedState(network, optimizer)
 

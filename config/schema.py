@@ -77,9 +77,9 @@ class DataConfig:
         if nameless := [path for path in self.mix or {} if not isinstance(path, str)]:
             return [f"data.mix: {nameless[0]} is not a path"]
         if self.source == "text":
-            lacks = (self.path is None) == (not self.mix)
-            needs = "data.source: text needs either data.path (a folder written by data.prepare) or data.mix (several)"
-            return ([needs] if lacks else []) + self._problems_of_facts()
+            neither_or_both = (self.path is None) == (not self.mix)
+            needs = "data.source: text needs one of data.path (a folder written by data.prepare) and data.mix (several)"
+            return ([needs] if neither_or_both else []) + self._problems_of_facts()
         if self.source not in ("random", "stories"):  # a fork's own, which may read files
             return []
         of_text = {"path": self.path, "mix": self.mix, "hash": self.hash}
@@ -140,7 +140,7 @@ class ScheduleConfig:
 
     batch_warmup_from: PositiveInt | None = None
     """Batch-size warm-up: sequences in the first global batch, a multiple of micro_batch_size * processes that divides
-    global_batch_size. The size then grows by this number each time. null: all batches have global_batch_size."""
+    global_batch_size. The size then grows by this number at evenly spaced steps. null: always global_batch_size."""
 
     batch_warmup_steps: NonNegativeInt | None = None
     """Steps before the first batch of global_batch_size; the increases are evenly spaced over them."""
@@ -201,7 +201,7 @@ class EvaluationConfig:
     100,000. 0: none."""
 
     num_logged_generations: UpTo1000 = 2
-    """Texts of up to 128 tokens generated and logged at every evaluation; at most 1,000. 0: none."""
+    """Texts of up to 128 tokens generated and logged at every evaluation and at the end; at most 1,000. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
     """Sampling temperature of these generations."""
@@ -327,7 +327,7 @@ class TrainConfig:
 
     check_replicas_every: NonNegativeInt = 100
     """Steps between comparisons of the processes' weights and moments by digests; they are also compared before each
-    save. 0: never."""
+    save. 0: never, not even then."""
 
     timeout_seconds: TimeoutSeconds = 600
     """Seconds that a process waits for the others in a collective operation, or for a checkpoint to be written, before
@@ -384,7 +384,7 @@ class TrainConfig:
                 "model.vocab_size: null means that of the tokenizer, but data.source: random has none; set one"
             )
         if self.data.source != "text" and self.evaluation.num_samples is None:
-            endless = f"data.source: {self.data.source} is endless"
+            endless = f"the validation set of data.source: {self.data.source} is endless"
             problems.append(f"evaluation.num_samples: null means all samples, but {endless}; set a number")
         return problems
 

@@ -1,4 +1,4 @@
-"""Training and validation sets. A new data source is one file in this folder and one branch in `load_corpus`."""
+"""Training and validation sets. See docs/forking.md to add a source."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ Sums = dict[str, tuple[Tensor | float, Tensor | float]]
 
 
 class SampleDataset(Protocol):
-    """A map-style dataset: sample i is `{"input_ids": int64 [T], "labels": int64 [T]}`."""
+    """A map-style dataset of samples {"input_ids": int64 [T], "labels": int64 [T]}, with "position_ids" if isolated."""
 
     def __len__(self) -> int: ...
 
@@ -36,8 +36,8 @@ class Corpus:
 
     train: SampleDataset
     validation: SampleDataset
-    """May have `entropy_nats` (the lowest expected loss of any model, in nats summed over all targets) and `num_bytes`
-    (of its text, for bits per byte)."""
+    """None for source text without evaluations. May have `entropy_nats` (the lowest expected loss of any model, in nats
+    summed over all targets) and `num_bytes` (of its text, for bits per byte)."""
     tokenizer: Tokenizer | None
     vocab_size: int
     quotas: list[int] | None = None
@@ -45,7 +45,7 @@ class Corpus:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of a run that the corpus determines, such as the hash of its files: {"data.hash": ...}."""
     verification: "Verification | None" = None
-    """Verification of the files, not started."""
+    """Compares the files with their hashes while training runs; None: no files."""
     score: Callable[[Tensor, dict[str, Tensor]], Sums] | None = None
     """Computes further validation metrics, logged as val/NAME, from the logits [B, T, V] (position t predicts
     label t + 1) and the batch."""
@@ -54,7 +54,7 @@ class Corpus:
     describe_text: Callable[[str], str] | None = None
     """Describes a generated text: whether it is valid, and its log-probability."""
     conversations: str = ""
-    """Description of how conversations became training samples, printed at the start of a run."""
+    """Description of how conversations became training samples, printed at the start of a run; empty: it has none."""
     score_texts: Callable[[list[str]], Sums] | None = None
     """Scores generated texts, logged as generation/NAME at the end of a run."""
 
@@ -137,7 +137,7 @@ def _load_text(config: TrainConfig) -> Corpus:
     train: list[Any] = [TextDataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
     validation: list[Any] = [
         TextDataset(corpus, "validation", config.seq_len, packing, number)
-        for corpus, number in zip(corpora, num_samples, strict=False)
+        for corpus, number in zip(corpora, num_samples, strict=False)  # no validation sets without evaluations
     ]
     conversations = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
     if data.mix:

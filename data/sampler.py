@@ -76,7 +76,7 @@ class BatchSizes:
             -(-i * (warmup_steps or 0) // num_increases)  # i / num_increases of the warm-up, rounded up
             for i in range(1, num_increases + 1)
         ]
-        self._sums = [0, *accumulate(self.increase_steps)]
+        self._sums_of_increase_steps = [0, *accumulate(self.increase_steps)]
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> "BatchSizes":
@@ -90,8 +90,9 @@ class BatchSizes:
 
     def sequences_before(self, step: int) -> int:
         """Return the number of sequences in all global batches before that of `step`."""
+        # Each increase, at step t, adds first_size sequences to the steps t, ..., step - 1.
         num_increases = bisect_right(self.increase_steps, step)
-        return self.first_size * ((1 + num_increases) * step - self._sums[num_increases])
+        return self.first_size * ((1 + num_increases) * step - self._sums_of_increase_steps[num_increases])
 
 
 class GlobalBatches(BatchSizes):
@@ -137,7 +138,7 @@ class MixedBatches(GlobalBatches):
 
     Each block of MIX_BLOCK consecutive samples contains exactly quotas[c] samples of corpus c, at positions permuted by
     (seed, block). The samples of each corpus come in an order, and in epochs, of its own. The corpus of a position, and
-    the number of earlier samples of that corpus, are therefore computed in O(1).
+    its position within that corpus, are therefore computed in O(1).
     """
 
     def __init__(self, sizes: list[int], quotas: list[int], global_batch_size: int, seed: int, *warmup: int | None):
@@ -153,8 +154,8 @@ class MixedBatches(GlobalBatches):
         for c in np.unique(corpora):
             in_corpus = corpora == c
             first_slot, first_index = self.quota_ends[c] - self.quotas[c], sum(self.sizes[:c])
-            num_earlier = blocks[in_corpus] * self.quotas[c] + slots[in_corpus] - first_slot  # samples of this corpus
-            indices[in_corpus] = first_index + self.orders[c].at(num_earlier)
+            within_corpus = blocks[in_corpus] * self.quotas[c] + slots[in_corpus] - first_slot
+            indices[in_corpus] = first_index + self.orders[c].at(within_corpus)
         return indices
 
 
@@ -171,7 +172,7 @@ def apportion(number: int, quotas: list[int]) -> list[int]:
         ValueError: there are fewer samples than corpora.
     """
     if number < len(quotas):
-        raise ValueError(f"{number} is less than one for each of {len(quotas)} corpora")
+        raise ValueError(f"{number} is fewer than the {len(quotas)} corpora")
     counts, remainders = np.divmod(np.array(quotas) * number, sum(quotas))
     counts[np.argsort(-remainders, kind="stable")[: number - counts.sum()]] += 1
     for empty in np.flatnonzero(counts == 0):

@@ -24,7 +24,7 @@ def rope_tables(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor
     """Return cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864) at `positions` [..., T].
 
     Both are float32 [..., T, D]. Dimensions i and i + D/2 form a pair (the convention of transformers), rotated by
-    position / theta^(2i/D). Each forward computes them anew, which is cheap: a buffer would be cast by
+    position / theta^(2i/D). Each forward computes them anew, which is cheap; a buffer would be cast by
     model.bfloat16(), left uninitialised by a construction on the meta device, and broadcast by DDP.
     """
     frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
@@ -204,8 +204,8 @@ class GPTModel(GenerationMixin):
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
             num_items_in_batch: divisor of the summed loss, such as the number of targets in the global batch.
                 Default: the number of targets in `labels`, so that the loss is their mean (NaN without any).
-            logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all
-                without `labels` and no logits with them, because they are by far the largest tensor of a training step.
+            logits_to_keep: number of last positions for which logits are returned; 0: all. Default:
+                all, or none if there are `labels`, because logits are by far the largest tensor of a training step.
             position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Not
                 supported together with `attention_mask`.
             cache: one KVCache per block, which holds the positions before `input_ids` and is extended by `input_ids`.
@@ -255,7 +255,7 @@ class GPTModel(GenerationMixin):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def num_matmul_parameters(self) -> int:
-        """Count the parameters that each token is multiplied by, for FLOPs and scaling laws.
+        """Count the parameters that are applied to each token, for FLOPs and scaling laws; norms and biases, too.
 
         Embedding tables, which are looked up, do not count; the output projection does, tied or not, and a layer that
         is registered under several names counts each time.

@@ -99,7 +99,8 @@ class NextTokenLoss:
         hidden_NC, targets_N = hidden_BTC.flatten(0, 1), F.pad(labels_BT[:, 1:], (0, 1), value=-100).flatten()
         chunk_rows = rows_per_chunk(len(hidden_NC), len(weight_VC), hidden_NC.device.type)
         if self.chunked or (self.chunked is None and len(hidden_NC) > chunk_rows):
-            weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()  # needs_input_grad ignores no_grad
+            # ctx.needs_input_grad is true for a parameter even under no_grad
+            weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()
             loss_sum, metrics = ChunkedLoss.apply(hidden_NC, weight_VC, targets_N, chunk_rows, self)
         else:
             logits_NV = linear(hidden_NC, weight_VC)
@@ -204,5 +205,5 @@ class ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss: Tensor, _) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # In place, because it may be the largest tensor of the step; a second backward raises an error.
+        # grad_weight in place, because it may be the largest tensor of the step; a second backward raises an error.
         return grad_hidden * grad_loss, grad_weight.mul_(grad_loss).to(ctx.weight_dtype), None, None, None

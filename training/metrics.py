@@ -117,7 +117,7 @@ class MetricsQueue:
             rank: the data-parallel rank of this process.
             num_processes: data-parallel processes.
             max_skipped: updates that may be skipped in a row because their loss or gradient is not finite.
-            run_directory: named in the remedy of that error.
+            run_directory: named in the replay command of that error.
         """
         self.batches, self.micro_batch_size, self.device = batches, micro_batch_size, device
         self.rank, self.num_processes = rank, num_processes
@@ -179,7 +179,7 @@ class MetricsQueue:
     def read(self, wait: bool = False) -> StepMetrics | None:
         """Read the pending steps except the newest, or with `wait` all of them.
 
-        The newest is read too if updates may be skipped, and after a step in which a process had to stop.
+        The newest is read too if updates may be skipped, or if an older pending step has `stop` set.
 
         Returns:
             The newest result read so far, whose `stop` is set if any result read here has it; None before the first.
@@ -223,7 +223,7 @@ class MetricsQueue:
         in_a_row = f", {self.skipped_in_a_row} times in a row" if self.skipped_in_a_row > 1 else ""
         without_targets = ", no target token in the global batch" if num_targets == 0 else ""
         return (
-            f"step {step}: loss = {loss}, gradient norm = {grad_norm}{in_a_row}{without_targets}, on process(es) "
-            f"{ranks} whose training samples were {samples}; no checkpoint contains this step. "
+            f"step {step}: loss = {loss}, gradient norm = {grad_norm}{in_a_row}{without_targets}, in micro-batches "
+            f"of process(es) {ranks} with the training samples {samples}; no checkpoint contains this step. "
             f"To inspect the step: python replay.py {shlex.quote(str(self.run_directory))} {step}"
         )

@@ -49,7 +49,7 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
 
 
 def apply_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:
-    """Apply the scheduled values of step `step` (from 0) in the optimizer's groups and the dropout layers."""
+    """Apply the scheduled values of step `step` (from 0) to the optimizer's groups, and to dropout if scheduled."""
     for group in optimizer.param_groups:
         for name in SCHEDULES.keys() & group.keys():
             unscheduled = group.setdefault(f"initial_{name}", group[name])
@@ -103,12 +103,13 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) on the linear layers inside the blocks, AdamW on everything else, as one optimizer.
+    """Muon (Jordan et al. 2024) on the blocks' linear weights, AdamW on everything else, as one optimizer.
 
-    The update of a matrix is its orthogonalised momentum, scaled to the root mean square of AdamW's updates (Liu et al.
-    2025, arXiv:2502.16982), so that one learning rate and one weight decay serve both, as in torch.optim.Muon. As in
-    NorMuon (Li et al. 2025, arXiv:2510.05491), each row of it is divided by the root of an exponential moving average
-    of the row's mean square, and the matrix is then rescaled to the Frobenius norm that it had before.
+    The update of a matrix is its orthogonalised Nesterov momentum, scaled to the root mean square of AdamW's updates,
+    about 0.2 (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and one weight decay serve both, as in
+    torch.optim.Muon. As in NorMuon (Li et al. 2025, arXiv:2510.05491), each row of it is divided by the root of an
+    exponential moving average of the row's mean square, and the matrix is then rescaled to the Frobenius norm that it
+    had before.
 
     Matrices of one shape are updated together. They are orthogonalised in bfloat16, but in float32 on CPUs, few of
     which compute in bfloat16.
@@ -141,7 +142,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
                 self.state[weight]["second_momentum_buffer"] = torch.zeros(len(weight), 1, device=weight.device)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]  # all of them
+        gradients = [weight.grad for weight in weights if weight.grad is not None]  # all; for the type checker
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
         foreach_lerp_(momenta, gradients, 1 - beta1)

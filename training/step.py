@@ -41,6 +41,7 @@ class TrainState:
     """`network` as Accelerate prepared it: wrapped in DDP, sharded by FSDP2, or with autocast alone."""
     optimizer: torch.optim.Optimizer
     global_batches: BatchSizes
+    """Only the sizes are read."""
     metrics_queue: MetricsQueue
     block_statistics: BlockStatistics
     reducer: GradientReducer | None = None
@@ -75,8 +76,8 @@ def train_step(
     """Update the weights once with the gradient of the mean loss over the target tokens of the global batch.
 
     The number of target tokens on all processes is known only after the all-reduce of the step's metrics. Each
-    micro-batch therefore contributes (sum of its losses) / (tokens in the global batch), and once all gradients are
-    summed they are multiplied by tokens / targets, in the pass that clips them.
+    micro-batch therefore contributes (sum of its losses) / (tokens in the global batch), times the loss scale of fp16.
+    Once all gradients are summed, the pass that clips them divides them by (targets / tokens), times that scale.
 
     Args:
         state: its weights, moments and metrics change.
@@ -91,32 +92,33 @@ def train_step(
         NonFiniteError: with `on_nonfinite: skip`, if more than `max_skipped` updates in a row had an infinite or NaN
             loss or gradient. With `stop`, `state.metrics_queue.read` raises it after the next step.
     """
-    config, accelerator, metrics = state.config, state.accelerator, state.metrics_queue
+    config, accelerator, queue = state.config, state.accelerator, state.metrics_queue
     apply_schedules(state.optimizer, state.network, config, step)
-    scale = loss_scale(accelerator.mixed_precision, step, metrics.skipped)
+    scale = loss_scale(accelerator.mixed_precision, step, queue.skipped)
     global_tokens = float(state.global_batches.size(step) * config.seq_len)
-    # DDP and FSDP2 average the gradients over the processes. A loss that is larger by their number makes that a sum.
-    ddp_factor = 1 if state.reducer else metrics.num_processes
+    # DDP and FSDP2 average the gradients over the processes. Multiplying the loss by their number makes that a sum.
+    ddp_factor = 1 if state.reducer else queue.num_processes
     num_targets = torch.stack([count_targets(micro_batch) for micro_batch in micro_batches]).sum()
     num_micro_batches, outputs = len(micro_batches), []
     for index, micro_batch in enumerate(micro_batches):
         is_last = index == num_micro_batches - 1
-        state.seed_all(derive_seed(config.seed, "dropout", step, metrics.rank * num_micro_batches + index))
+        state.seed_all(derive_seed(config.seed, "dropout", step, queue.rank * num_micro_batches + index))
         with nullcontext() if is_last else accelerator.no_sync(state.model):
             divisor = global_tokens / ddp_factor
             _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=divisor)
             outputs.append((loss.detach() / ddp_factor, auxiliary))
             if is_last:
                 stop = stop_request is not None and stop_request.is_set
-                pending = metrics.dispatch(step + 1, outputs, num_targets, global_tokens, stop)
+                pending = queue.dispatch(step + 1, outputs, num_targets, global_tokens, stop)
             backward(scale * loss, state.model, accelerator)
         if state.reducer:
             state.reducer.add_micro_batch(num_micro_batches)
+    # The setting itself, unless a fork schedules it; None: no clipping.
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
     denominator = (pending.num_targets() * (scale / global_tokens)).float()
     pending.copy_to_host(normalize_and_clip(state.parameters, denominator, max_norm))
     # The host waits for the metrics before the update only if they decide whether it is skipped.
-    result = metrics.read() if metrics.max_skipped else None
+    result = queue.read() if queue.max_skipped else None
     with state.block_statistics.record_update():
         if result is None or result.finite:
             state.optimizer.step()

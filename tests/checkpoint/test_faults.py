@@ -245,7 +245,10 @@ def test_max_skipped_in_a_row_counts_across_restarts(runs):
     arguments = [*SKIP, "--out_dir", runs, "--max_skipped_in_a_row", 1]
     for steps_with_nan in ("2,4,5", "5"):  # step 2 alone is within the limit
         done = train(*arguments, processes=2, exit_code=1, faults=f"nan:1:{steps_with_nan}")
-        assert "step 5: loss = nan, gradient norm = nan, 2 times in a row, on process(es) [1]" in done.stderr
+        assert (
+            "step 5: loss = nan, gradient norm = nan, 2 times in a row, in micro-batches of process(es) [1]"
+            in done.stderr
+        )
         assert newest_valid(runs / "run" / "checkpoints")[1].step == 4
 
 

@@ -201,7 +201,7 @@ def test_load_corpus_of_mixture(folder):
     assert [len(part) for part in corpus.validation.datasets] == [6, 2]
     corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 7))
     assert [len(part) for part in corpus.validation.datasets] == [5, 2]
-    assert "evaluation.num_samples: 1 is less than one for each of 2 corpora of data.mix" in refusal(
+    assert "evaluation.num_samples: 1 is fewer than the 2 corpora of data.mix" in refusal(
         folder, "--data.mix", mix, "--evaluation.num_samples", 1
     )
 

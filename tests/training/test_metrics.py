@@ -29,7 +29,7 @@ def test_nan_loss_names_process_and_samples(monkeypatch):
     batches = SimpleNamespace(indices=lambda step: [*range(8)])
     metrics = MetricsQueue(batches, 2, CPU, rank=1, num_processes=2, run_directory=Path("my runs/a"))
     dispatched(metrics, 1.0, math.nan, grad_norm=math.nan)
-    with pytest.raises(NonFiniteError, match=r"on process\(es\) \[1\] whose training samples were \[6, 7\]") as stopped:
+    with pytest.raises(NonFiniteError, match=r"of process\(es\) \[1\] with the training samples \[6, 7\]") as stopped:
         metrics.read(wait=True)
     assert str(stopped.value).endswith("python replay.py 'my runs/a' 1"), "quoted for a shell"
 
