@@ -12,6 +12,7 @@ alone. The loss and the bytes are computed here, so they are the same measure fo
 import functools
 import json
 import sys
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -142,11 +143,11 @@ def preview(checks: str, *settings: str) -> dict[str, object]:
         broken: the checks that failed.
     """
     import torch
+    from torch.utils.data import Subset
 
     import train
     from checks.short_run import parse_short_run
     from config.parser import parse_config
-    from config.resolve import replace_settings
     from data.corpus import load_corpus
     from data.loader import load_batch
     from model.gpt import GPTModel
@@ -176,9 +177,13 @@ def preview(checks: str, *settings: str) -> dict[str, object]:
         config = parse_config(words)
         corpus = load_corpus(config)
         num_rows = len(corpus.validation)
+        indices = range(min(num_rows, PREVIEW_SAMPLES))
+        few = Subset(corpus.validation, indices)  # pyright: ignore[reportArgumentType] - it is map-style
+        evaluate = train.evaluate
+        train.evaluate = lambda model, corpus, *others: evaluate(model, replace(corpus, validation=few), *others)
         GPTModel.forward, train.plot_run = record_rows, lambda *_: None
         try:
-            train.main(replace_settings(config, {"evaluation.num_samples": min(num_rows, PREVIEW_SAMPLES)}))
+            train.main(config)
             last = [*read_rows(Path(folder, "preview", "metrics.jsonl"))][-1]
         except NonFiniteError:
             pass

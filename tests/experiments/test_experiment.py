@@ -320,6 +320,11 @@ def test_budget_minutes_limits_started_runs(run_experiment, monkeypatch):
     assert 4 <= len(begun) <= 5 and found["verdict"] == "unknown", "more than four of ten requested runs have started"
 
 
+def test_budget_minutes_stops_runs_in_progress(run_experiment):
+    (run_experiment.root / "train.py").write_text(FAKE.replace("state =", "import time\ntime.sleep(8)\nstate =", 1))
+    assert run_experiment("--model.mlp relu2", budget_minutes=2 / 60)["finished_runs"] == [0, 0]
+
+
 @pytest.mark.parametrize(("launch", "at_once"), [(None, 2), (sys.executable, 1)])
 def test_launch_runs_one_at_a_time(launch, at_once, run_experiment, monkeypatch):
     monkeypatch.setattr(runner, "available_cores", lambda: 2)
