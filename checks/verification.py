@@ -332,19 +332,20 @@ def main(config: TrainConfig) -> None:
     check_launch(config)
     with contextlib.suppress(ConfigError):  # where it is not possible, the check of exact reports it
         use_portable_arithmetic()
-    verification, failed = Verification(config), []
-    say = verification.accelerator.print
+    verification = Verification(config)
+    checks, failed, say = verification.checks(), [], verification.accelerator.print
     try:
         precision = verification.accelerator.mixed_precision.replace("no", "fp32")
         say(f"{verification.num_processes} x {verification.device.type}, {precision}")
-        for guarantee, check in verification.checks().items():
+        for guarantee, check in checks.items():
             result, figure = verification.run(check)
-            failed += [guarantee] if result == "FAIL" else []
+            if result == "FAIL":
+                failed.append(guarantee)
             say(f"{result}  {guarantee:<44} {figure}", flush=True)
     finally:
         if verification.rank == 0:
             shutil.rmtree(verification.config.out_dir)
     if failed:
-        raise RunError(f"{len(failed)} of {len(verification.checks())} checks failed: {'; '.join(failed)}")
+        raise RunError(f"{len(failed)} of {len(checks)} checks failed: {'; '.join(failed)}")
     say("Everything holds.")
     verification.accelerator.wait_for_everyone()
