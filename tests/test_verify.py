@@ -42,7 +42,7 @@ CHECKS = [
 # Mutations and the check that must find each: (file, before, after, check).
 MUTATIONS = {
     "loss_not_divided_by_processes": (
-        "training/step.py", "1 if state.reducer else metrics.num_processes", "1", "gradient = hand-written all-reduce"),
+        "training/step.py", "1 if state.reducer else queue.num_processes", "1", "gradient = hand-written all-reduce"),
     "shares_overlap": (
         "data/sampler.py", " + rank * size", "",
         "order is a permutation in every epoch"),
