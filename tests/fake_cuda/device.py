@@ -5,7 +5,6 @@ CUDA_VISIBLE_DEVICES says how many, as on a machine with eight GPUs.
 
 import collections
 import importlib.util
-import math
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import torch._functorch.config
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[2]
@@ -371,10 +371,8 @@ def patch_attention() -> None:
             else:
                 kernel = "math" if more.get("enable_gqa") else "efficient"
             note_if_recording("attention", kernel if attn_mask is None else f"{kernel}, dense mask")
-        if attn_mask is not None and attn_mask.dtype == torch.bool:  # the next function would add it as 0 and 1
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
-        attend = torch.ops.aten._scaled_dot_product_attention_math.default
-        return attend(query, key, value, attn_mask, dropout_p, is_causal, **more)[0]
+        with sdpa_kernel(SDPBackend.MATH):  # the only one of the CPU's that accepts what each of a GPU's accepts
+            return attend_on_cpu(query, key, value, attn_mask, dropout_p, is_causal, **more)
 
     F.scaled_dot_product_attention = scaled_dot_product_attention
 
