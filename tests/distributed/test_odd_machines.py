@@ -110,7 +110,7 @@ ROWS = {
     "W&B that needs an account, off": Row(
         {"WANDB_MODE": "disabled", "WANDB_API_KEY": "", "HOME": "/nonexistent"},
         words=["train.py", *ONE_STEP, "--tracking.wandb", "online"],
-        expected=["W&B is off, by the environment variable WANDB_MODE=disabled", "Training finished."],
+        expected=["W&B is off by the environment variable WANDB_MODE=disabled", "Training finished."],
     ),
     # Terminals
     "a name that ASCII lacks": Row(
