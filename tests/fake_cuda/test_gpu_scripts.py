@@ -68,7 +68,7 @@ def test_flex_attention_equals_cpu(settings, corpus, folder, tmp_path):  # noqa:
     assert run.of_kind("sync") == {("event", "training/metrics.py")}
 
 
-def test_logged_step_waits_once_for_each_kind_of_result(folder, tmp_path):  # noqa: F811
+def test_logged_step_waits_once_per_kind_of_result(folder, tmp_path):  # noqa: F811
     """Not for each block, call and name; the evaluation of stories waits for each batch, to score its tokens."""
     settings = "--tracking.log_every 2 --tracking.block_stats true --evaluation.every 6 --model.n_layers 4".split()
     run = train_on_gpus("fsdp2", 2, *settings, out_dir=tmp_path)
