@@ -69,7 +69,7 @@ def test_command_of_first_pages(command, out_dir):
     if "replay.py" in command:
         assert done.stdout.count("reproduced bitwise (1 digest(s))") == 2, "replay must be launched like the run"
     if command == "make verify":
-        assert done.stdout.count("\nPASS  ") == 12 and "\nEverything holds.\n" in done.stdout
+        assert done.stdout.count("\nPASS  ") == 14 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
         assert "val/entropy" in done.stdout and "generation/valid" in done.stdout
         assert "The run is in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
