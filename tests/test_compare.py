@@ -244,6 +244,7 @@ def test_welch_p_value_matches_known_values():
         welch_p_value([1.0], [2.0, 3.0]) is None
         and welch_p_value([1.0, 1.0], [1.0, 1.0]) == 1
         and welch_p_value([1, 1], [2, 2]) == 0
+        and welch_p_value([1.0, 3.0], [2.0, 4.0]) == pytest.approx(1 - 1 / math.sqrt(5))
     )
     # For two samples of two with equal variance there are 2 degrees of freedom, and the tail has a closed form.
     t = 1 / math.sqrt(0.02 / 2 + 0.02 / 2)

@@ -295,6 +295,7 @@ def test_background_threads_have_lowest_priority(tmp_path):
     verification = Verification([SimpleNamespace(path=tmp_path, metadata=facts)])
     verification._verify = lambda *_: of_verification.append(priority())
     verification._run()
+    assert verification.problem is None
     assert saver.executor.submit(priority).result() == 19 and set(of_verification) == {19}
     assert priority() == before, "the thread that trains keeps its own"
 

@@ -391,6 +391,14 @@ def make_arm(**changes):
     return Arm(ROOT, "", Launch(), (), settings | changes, ROOT)
 
 
+def test_branch_has_parent_of_same_seed():
+    trunk = replace(make_arm(name="lab"), first_seed=5)
+    branch = replace(trunk.changed({"steps": 600}), trunk=trunk)
+    words = branch.run(2).command
+    assert words[words.index("--seed") + 1] == "7"
+    assert words[words.index("--branch_from") + 1].startswith(f"{trunk.runs / trunk.name}-7/checkpoints/")
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 2), (12, 4, 2), (16, 4, 2), (4, None, 2), (4, 1, 4)])
 def test_scale_parameters_keeps_queries_per_key(heads, kv_heads, size):
     larger = variants.scale_parameters(

@@ -151,7 +151,11 @@ def test_flex_attention_is_for_gpus_without_dropout(dropout, head_size, flex, mo
 
 
 @torch.no_grad()
-@pytest.mark.filterwarnings("error", "ignore:.*torch.autograd.function.Function.*instantiated")  # by torch.compile
+@pytest.mark.filterwarnings(
+    "error",
+    "ignore:.*torch.autograd.function.Function.*instantiated",  # by torch.compile
+    "ignore:Guards may run slower",  # by torch, on Python 3.13.0 alone
+)
 def test_compiled_blocks_do_not_recompile_for_new_masks(monkeypatch):
     """The mask is a new function in every step; recompiling for each would end in running uncompiled."""
     settings = dict(vocab_size=50, n_heads=4, n_kv_heads=2, d_model=64, d_ff=64, dropout=0.0, window=30)
