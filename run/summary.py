@@ -56,7 +56,7 @@ def summary(
     if config.compile:
         lack = missing_compiler(device)
         arithmetic.append(f"not compiled: {lack}" if lack else "compiled")
-    if device.type == "cuda" and config.tf32:
+    if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         arithmetic.append("TF32")
     if config.activation_checkpointing:
         arithmetic.append("activation checkpointing")
