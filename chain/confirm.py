@@ -19,10 +19,10 @@ from config.errors import ConfigError
 from experiments import change
 from experiments.arm import ArmFailed
 from experiments.change import Change, checked_out, diff_of
-from experiments.experiment import Experiment, parse_sizes
+from experiments.experiment import Experiment
 from experiments.score import choose_metric
 from experiments.sequential_test import welch_p_value
-from experiments.settings import ExperimentConfig
+from experiments.settings import ExperimentConfig, parse_sizes
 from jobs.runner import Failed, JobRunner
 
 LEVEL = 0.05  # of the intervals: each is one test of a number of seeds that was fixed before

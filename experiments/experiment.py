@@ -23,10 +23,10 @@ from experiments.arm import Arm, ArmFailed, Launch, last_frame
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
 from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
 from experiments.config_files import copy_config_files
+from experiments.outliers import Futile, Identical, check_first_loss, check_losses, is_identical
 from experiments.result import Comparison, Costs, format_report, make_row
 from experiments.score import BITS, EXCESS_LOSS, LOSS, check_metric, check_targets, choose_metric, score_arm, score_file
 from experiments.sequential_test import (
-    MAX_DEVIATIONS,
     MIN_POWER,
     MIN_SEEDS,
     TOTAL_ALPHA,
@@ -35,7 +35,7 @@ from experiments.sequential_test import (
     decide,
     estimate_difference,
 )
-from experiments.settings import ExperimentConfig, print_error
+from experiments.settings import ExperimentConfig, parse_sizes, print_error, refuse_runner_settings
 from experiments.variants import (
     PREVIEW_STEPS,
     budget_arms,
@@ -54,7 +54,6 @@ SAME_LOSS = 1e-5  # relative; another order of sums changes less
 MAX_LEAKED = 0.01  # fraction of validation rows among the training rows, beyond that of the baseline
 THROUGHPUT_ROUNDS, THROUGHPUT_SECONDS = 3, 4.0
 TUNING_FACTORS, TUNING_SEEDS = (0.25, 0.5, 1.0, 2.0, 4.0), 2
-RUNNER_WORDS = ("--seed", "--out_dir", "--resume")  # set for each run
 
 
 def main(config: ExperimentConfig) -> None:
@@ -99,14 +98,6 @@ def exit_code_of(error: BaseException) -> int:
     """Return the exit code with which an error ends experiment.py."""
     codes: dict[type[BaseException], int] = {ConfigError: 2, Stopped: 75, KeyboardInterrupt: 130}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
-
-
-class Identical(Exception):
-    """Both arms train the same weights; the message says after how many steps."""
-
-
-class Futile(Exception):
-    """The candidate is unlikely to be better; the message says why."""
 
 
 class Experiment:
@@ -510,76 +501,6 @@ def separate(arm: Arm) -> Arm:
     return replace(arm, first_seed=arm.first_seed + 2 * SEPARATE_SEEDS)
 
 
-def is_identical(baseline: Arm, candidate: Arm) -> bool:
-    """Return whether the first runs of two arms, of the same seed, ended with the same fingerprint of the weights."""
-    ours, theirs = (arm.run(0).last_row().get("state/digest") for arm in (baseline, candidate))
-    return baseline.first_seed == candidate.first_seed and ours is not None and ours == theirs
-
-
 def num_unfinished(runs: list[Training]) -> int:
     """Return how many runs are not finished."""
     return sum(not run.is_finished() for run in runs)
-
-
-def check_first_loss(baseline: list[float], candidate: float, metric: str) -> None:
-    """Check that the first run of the candidate is not far worse than those of the baseline.
-
-    Raises:
-        Futile: it is, by more than MAX_DEVIATIONS standard deviations over seeds.
-    """
-    mean, deviation = statistics.fmean(baseline), statistics.stdev(baseline)
-    if candidate > mean + MAX_DEVIATIONS * deviation > mean:
-        raise Futile(
-            f"its {metric} is {candidate:.4f} after one run, {(candidate - mean) / deviation:.0f} standard deviations "
-            f"over seeds above the mean of the baseline, {mean:.4f}"
-        )
-
-
-def check_losses(baseline: list[float], candidate: list[float], entropy: float | None) -> None:
-    """Refuse losses that no honest candidate has.
-
-    Args:
-        baseline: losses by seed.
-        candidate: losses by seed, at least two.
-        entropy: of the data; if known, losses are excess losses.
-
-    Raises:
-        ArmFailed: seeds of the candidate have equal losses, or its mean is below the entropy by more than the noise.
-    """
-    if len(set(candidate)) < len(candidate) and len(set(baseline)) == len(baseline):
-        raise ArmFailed("the losses of different seeds are equal: the candidate does not use its seed")
-    noise = 3 * statistics.stdev(candidate) / math.sqrt(len(candidate))
-    if entropy is not None and statistics.fmean(candidate) + noise < 0:
-        raise ArmFailed(
-            f"its mean loss is {-statistics.fmean(candidate):.4f} nats/token below the entropy of the data: it was "
-            "trained on the validation set"
-        )
-
-
-def refuse_runner_settings(words: list[str]) -> None:
-    """Refuse settings that are set for each run.
-
-    Raises:
-        ConfigError: one is among the words.
-    """
-    for word in words:
-        if (option := word.partition("=")[0]) in RUNNER_WORDS:
-            name = option.removeprefix("--")
-            raise ConfigError(
-                f"{name}: is set for each run, of the seeds 0, 1, 2, ...; leave it out, or give --first_seed"
-            )
-
-
-def parse_sizes(text: str) -> list[float]:
-    """Parse factors on the parameters.
-
-    Raises:
-        ConfigError: one is not a number of at least 1.
-    """
-    try:
-        sizes = [float(word) for word in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or not all(1 <= size < math.inf for size in sizes):
-        raise ConfigError(f"sizes: {text!r} must be numbers of at least 1, separated by commas, as 1,4")
-    return sorted(set(sizes))

@@ -1,6 +1,7 @@
 """Settings of experiment.py; importable without torch."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,8 @@ from config.parser import PASSED_ON, parse_tool
 from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "lab.yaml"
+
+RUNNER_WORDS = ("--seed", "--out_dir", "--resume")  # set for each run
 
 
 @dataclass
@@ -105,3 +108,32 @@ class ReportConfig:
 
     lab: str = "lab"
     """The directory of the log."""
+
+
+def refuse_runner_settings(words: list[str]) -> None:
+    """Refuse settings that are set for each run.
+
+    Raises:
+        ConfigError: one is among the words.
+    """
+    for word in words:
+        if (option := word.partition("=")[0]) in RUNNER_WORDS:
+            name = option.removeprefix("--")
+            raise ConfigError(
+                f"{name}: is set for each run, of the seeds 0, 1, 2, ...; leave it out, or give --first_seed"
+            )
+
+
+def parse_sizes(text: str) -> list[float]:
+    """Parse factors on the parameters.
+
+    Raises:
+        ConfigError: one is not a number of at least 1.
+    """
+    try:
+        sizes = [float(word) for word in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(1 <= size < math.inf for size in sizes):
+        raise ConfigError(f"sizes: {text!r} must be numbers of at least 1, separated by commas, as 1,4")
+    return sorted(set(sizes))

@@ -1,0 +1,56 @@
+"""Results that end an experiment before its sequential test does: equal runs, hopeless ones, impossible losses."""
+
+import math
+import statistics
+
+from experiments.arm import Arm, ArmFailed
+from experiments.sequential_test import MAX_DEVIATIONS
+
+
+class Identical(Exception):
+    """Both arms train the same weights; the message says after how many steps."""
+
+
+class Futile(Exception):
+    """The candidate is unlikely to be better; the message says why."""
+
+
+def is_identical(baseline: Arm, candidate: Arm) -> bool:
+    """Return whether the first runs of two arms, of the same seed, ended with the same fingerprint of the weights."""
+    ours, theirs = (arm.run(0).last_row().get("state/digest") for arm in (baseline, candidate))
+    return baseline.first_seed == candidate.first_seed and ours is not None and ours == theirs
+
+
+def check_first_loss(baseline: list[float], candidate: float, metric: str) -> None:
+    """Check that the first run of the candidate is not far worse than those of the baseline.
+
+    Raises:
+        Futile: it is, by more than MAX_DEVIATIONS standard deviations over seeds.
+    """
+    mean, deviation = statistics.fmean(baseline), statistics.stdev(baseline)
+    if candidate > mean + MAX_DEVIATIONS * deviation > mean:
+        raise Futile(
+            f"its {metric} is {candidate:.4f} after one run, {(candidate - mean) / deviation:.0f} standard deviations "
+            f"over seeds above the mean of the baseline, {mean:.4f}"
+        )
+
+
+def check_losses(baseline: list[float], candidate: list[float], entropy: float | None) -> None:
+    """Refuse losses that no honest candidate has.
+
+    Args:
+        baseline: losses by seed.
+        candidate: losses by seed, at least two.
+        entropy: of the data; if known, losses are excess losses.
+
+    Raises:
+        ArmFailed: seeds of the candidate have equal losses, or its mean is below the entropy by more than the noise.
+    """
+    if len(set(candidate)) < len(candidate) and len(set(baseline)) == len(baseline):
+        raise ArmFailed("the losses of different seeds are equal: the candidate does not use its seed")
+    noise = 3 * statistics.stdev(candidate) / math.sqrt(len(candidate))
+    if entropy is not None and statistics.fmean(candidate) + noise < 0:
+        raise ArmFailed(
+            f"its mean loss is {-statistics.fmean(candidate):.4f} nats/token below the entropy of the data: it was "
+            "trained on the validation set"
+        )
