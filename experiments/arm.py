@@ -282,3 +282,10 @@ def _identities(config: Path, sessions: Path, steps: int, _times: tuple[int, ...
     parents = [row.branched_from.digest for row in rows if row.branched_from]
     shared = settings | {"branched": parents[:1]}
     return [shared | {name: getattr(row, name) for name in SESSION_FACTS} for row in surviving_sessions(rows, steps)]
+
+
+def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
+    """Return the resolved settings in which two arms differ, as [baseline, candidate]."""
+    ours, theirs = baseline.compared_settings, candidate.compared_settings
+    names = sorted(ours.keys() | theirs.keys())
+    return {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}

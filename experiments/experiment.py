@@ -19,7 +19,7 @@ from config.paths import expand_user_path
 from data.files import temporary_folder
 from distributed.cores import available_cores
 from experiments import log, settings
-from experiments.arm import Arm, ArmFailed, Launch, last_frame
+from experiments.arm import Arm, ArmFailed, Launch, changed_settings, last_frame
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
 from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
 from experiments.config_files import copy_config_files
@@ -456,13 +456,6 @@ class Experiment:
             end = f"{best.settings[setting]:g}"
             print(f"tune: the best {setting} tried, {end}, is at an end of the range", file=sys.stderr)
         return replace(best, first_seed=arm.first_seed)
-
-
-def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
-    """Return the resolved settings in which two arms differ, as [baseline, candidate]."""
-    ours, theirs = baseline.compared_settings, candidate.compared_settings
-    names = sorted(ours.keys() | theirs.keys())
-    return {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
 
 
 def describe_load(jobs: JobRunner) -> str:
