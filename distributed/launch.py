@@ -48,7 +48,8 @@ def join_process_group(config: TrainConfig) -> None:
         print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
     use_cpu, timeout = uses_cpu(os.environ), timedelta(seconds=config.timeout_seconds)
     # Groups that are made later without a timeout, as by DeviceMesh for hybrid sharding, get these defaults of torch.
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
+    c10d.default_pg_timeout = timeout
+    c10d.default_pg_nccl_timeout = timeout  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(
         "gloo" if use_cpu else "cpu:gloo,cuda:nccl",
         store=fresh_store(process_rank(), num_processes(), config.timeout_seconds),
