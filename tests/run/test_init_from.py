@@ -187,7 +187,7 @@ def test_init_from_refuses_corpus_with_larger_vocabulary(made, tmp_path):
     )
     config = parse_config(arguments(made, "--init_from", tmp_path / "small"))
     config, _ = resolve_initial_model(config)
-    with pytest.raises(ConfigError, match=r"model.vocab_size: 100 is less .* prepare the corpus with that of .*small$"):
+    with pytest.raises(ConfigError, match=r"model.vocab_size: 100 is less .* corpus with the tokenizer of .*small$"):
         load_corpus(config)
 
 
