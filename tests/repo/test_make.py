@@ -14,6 +14,10 @@ from tests.fork_trial import TrialError, check_defaults, compare_defaults, compa
 
 
 def make(target, directory, **options):
+    """Run make as from a shell, although `make test` may have started the tests."""
+    of_make = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
+    environment = {name: value for name, value in os.environ.items() if name not in of_make}
+    options = {"env": environment} | options
     return subprocess.run(["make", target], cwd=directory, capture_output=True, text=True, **options)
 
 
