@@ -71,7 +71,8 @@ class BlockStatistics:
         pairs = zip(columns["update_ratio"], columns["weight_norm"], strict=True)
         columns["update_ratio"] = [update / (weight or 1.0) for update, weight in pairs]
         # All calls are gathered and then added, so that the sum does not depend on the number of processes.
-        mean_squares = iter(torch.stack([square for calls in recorded for square in calls]).tolist())
+        squares = [square for calls in recorded for square in calls]
+        mean_squares = iter(torch.stack(squares).tolist() if squares else [])
         gathered = gather_object([[[next(mean_squares) for _ in calls] for calls in recorded]])
         calls_of_block = [sum(per_process, []) for per_process in zip(*gathered, strict=True)]
         columns["activation_rms"] = [math.sqrt(mean(calls, [len(calls)])) if calls else 0.0 for calls in calls_of_block]

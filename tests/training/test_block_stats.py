@@ -122,3 +122,13 @@ def test_block_statistics_handle_shared_and_skipped_blocks():
         seen = [statistics.metrics[f"layers/activation_rms/{block}"] for block in range(3)]
         assert seen[0] == seen[2] == pytest.approx(expected)
         assert (seen[1] == 0) is left_out_now
+
+
+def test_block_statistics_without_any_call_are_zero():
+    """Stochastic depth may skip the only block."""
+    block = torch.nn.Linear(1, 1)
+    statistics = BlockStatistics([block])
+    statistics.recording = True
+    with statistics.record_update():
+        pass
+    assert statistics.metrics["layers/activation_rms/0"] == 0
