@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from data.corpus import Corpus
 from data.loader import load_batch
 from distributed.collectives import all_gather
-from training.metrics import NonFiniteError, forward_with_metrics, mean, sum_dtype
+from training.metrics import NonFiniteError, fill_slots, forward_with_metrics, mean, sum_dtype
 
 
 @torch.no_grad()
@@ -43,8 +43,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         sums |= score(logits, batch) if score else {}
         names, values = list(sums), [value for pair in sums.values() for value in pair]
         rows.append(torch.zeros(len(values), dtype=sum_dtype(accelerator.device), device=accelerator.device))
-        for slot, value in enumerate(values if index < len(starts) else []):
-            rows[-1][slot].fill_(value)  # the host reads nothing before the last batch
+        fill_slots(rows[-1], values if index < len(starts) else [])  # the host reads nothing before the last batch
     model.train()
     columns = all_gather(torch.stack(rows)).flatten(0, 1).T.tolist()  # two for each name, with a value of each batch
     totals = dict(zip(names, zip(columns[::2], columns[1::2], strict=True), strict=True))

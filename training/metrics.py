@@ -45,6 +45,12 @@ def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
     return math.fsum(sums) / count if all_finite and (count := math.fsum(counts)) else math.nan
 
 
+def fill_slots(buffer: Tensor, values: Sequence[Tensor | float]) -> None:
+    """Write numbers and 0-dim tensors to the first slots; `buffer[slot] = value` would synchronise with the GPU."""
+    for slot, value in enumerate(values):
+        buffer[slot].fill_(value)
+
+
 def sum_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of gathered sums and counts: float64, exact for counts below 2**53; MPS has only float32."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -169,9 +175,8 @@ class MetricsQueue:
         # adds the values in the same order on any number of processes.
         num_slots = 3 + self.num_processes * len(values)
         buffer = torch.zeros(num_slots, dtype=sum_dtype(self.device), device=self.device)
-        first_slot = 2 + self.rank * len(values)
-        for slot, value in ((0, num_targets), (1, stop), *enumerate(values, first_slot)):
-            buffer[slot].fill_(value)  # `buffer[slot] = value` would synchronise with the GPU
+        fill_slots(buffer, (num_targets, stop))
+        fill_slots(buffer[2 + self.rank * len(values) :], values)
         work = dist.all_reduce(buffer, async_op=True) if self.num_processes > 1 else None
         self._pending.append(PendingStep(completed_steps, loss_denominator, buffer, work))
         return self._pending[-1]
