@@ -41,7 +41,7 @@ law: env ## train a ladder of model sizes, fit a scaling law and predict a large
 trial: env ## kill, resume and verify a fork; with its settings: make trial ARGS="--model.mlp relu2"
 	.venv/bin/python -m tests.fork_trial $(ARGS)
 
-test: test-env ## run the tests, about 4 minutes on 2 cores
+test: test-env ## run the tests, 4 to 6 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
 test-all: test-env ## run the slow tests too
