@@ -30,7 +30,7 @@ TABLES = {  # quantities of a result, and their column headers
     "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
 }
 MANY = 6  # rounds, from which on a range is that between the quartiles
-NO_RATIO = {"val/loss", "tokens", "mfu"}
+NO_RATIO = {"val/loss", "tokens", "flops_per_second", "mfu"}
 
 
 def machine() -> dict[str, str | int | float]:
