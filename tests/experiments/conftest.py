@@ -12,7 +12,7 @@ from experiments.settings import ExperimentConfig
 from jobs import runner
 
 # In place of train.py: the excess loss over an entropy of 0.5 is EFFECT / steps, with noise of 0.4% over seeds, and
-# depends on the settings that a candidate may change.
+# depends on the settings that a candidate may change. The noise depends on settings and code alone, not on names of runs.
 FAKE = """
 import json, math, os, random, sys
 EFFECT = 40
@@ -53,7 +53,9 @@ with open(os.path.join(os.path.dirname(settings["out_dir"]), "started"), "a") as
     print(settings["name"], file=file)
 excess = EFFECT / settings["steps"] * (0.9 if settings["model.mlp"] == "relu2" else 1)
 excess *= math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10) * 64 / settings["model.d_model"]
-excess *= 1 + 0.004 * random.Random(settings["name"]).gauss(0, 1)
+trained = {name: value for name, value in settings.items() if name not in ("name", "out_dir")}
+noise = random.Random(f"{trained} {open(__file__).read()}")
+excess *= 1 + 0.004 * noise.gauss(0, 1)
 state = "finished" if math.isfinite(excess) else "failed"
 row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/excess_loss": excess, "val/entropy": 0.5}
 row |= {"perf/tokens_per_second": 100.0, "state/digest": str(random.Random(excess).random())}

@@ -251,7 +251,9 @@ def test_branch_is_trained_by_its_own_code(run_experiment):
 
 def test_data_changes_need_consent(run_experiment):
     git_in(run_experiment.root)
-    (run_experiment.root / "train.py").write_text(FAKE.replace('settings["name"]).gauss', 'settings["seed"]).gauss'))
+    (run_experiment.root / "train.py").write_text(
+        FAKE.replace("* noise.gauss", "* random.Random(settings['seed']).gauss")
+    )
     assert "changes train.py, which define the data" in run_experiment(".", error=ConfigError)
     assert not run_experiment.started()
     found = run_experiment(".", allow_data_changes=True)

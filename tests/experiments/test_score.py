@@ -113,7 +113,9 @@ def test_identical_preview_starts_no_run(run_experiment):
 
 
 def test_equal_weights_are_identical_after_one_seed(run_experiment):
-    (run_experiment.root / "train.py").write_text(FAKE.replace('Random(settings["name"])', 'Random(settings["seed"])'))
+    (run_experiment.root / "train.py").write_text(
+        FAKE.replace("* noise.gauss", "* random.Random(settings['seed']).gauss")
+    )
     found = run_experiment("--evaluation.num_samples 6", stop_early=False)
     assert found["verdict"] == "identical" and len(run_experiment.started()) == 2
     assert found["candidates_tried"] == 0
