@@ -23,7 +23,7 @@ from config.errors import ConfigError
 from config.paths import expand_user_path
 from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
-from data.corpus import Corpus, Sums, load_corpus
+from data.corpus import Corpus, MetricSums, load_corpus
 from data.files import write_atomically
 from data.json_objects import finite_or_null
 from distributed.launch import start_accelerator
@@ -117,7 +117,7 @@ def data_facts(data: DataConfig) -> dict[str, Any]:
 def with_positions(corpus: Corpus) -> Corpus:
     """Return the corpus with a score that adds the loss at each position."""
 
-    def score(logits_BTV: Tensor, batch: dict[str, Tensor]) -> Sums:
+    def score(logits_BTV: Tensor, batch: dict[str, Tensor]) -> MetricSums:
         targets = batch["labels"][:, 1:]
         losses = F.cross_entropy(logits_BTV[:, :-1].float().transpose(1, 2), targets, reduction="none")  # 0 for -100
         pairs = zip(losses.cpu().double().sum(0).tolist(), (targets != -100).sum(0).tolist(), strict=True)

@@ -1,12 +1,12 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
 A run is a function of its config, which contains the seed: the learning rate, the global batch and every random draw of
-step s are functions of (config, s). Its only state is the weights, the optimizer's moments, the integer s and the
-numbers of skipped updates.
+step s are functions of (config, s). Its only state is the weights, the optimizer's moments, the integer s and two
+counts of skipped updates (in total and in a row).
 """
 
-# Before the slow imports, so that --help and errors need none of them. Imports this file again as `train`, calls `main`
-# and exits.
+# run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
+# then imports this file as the module `train`, calls main(config) and exits.
 if __name__ == "__main__":
     from cli.scripts import run_and_exit
 
@@ -28,7 +28,7 @@ from data.sampler import GlobalBatches
 from distributed.launch import start_accelerator
 from distributed.launch_checks import check_launch, check_same_settings
 from distributed.signals import Preempted, StopSignal
-from distributed.state_hash import state_digests
+from distributed.state_hash import state_digest
 from distributed.tree_reduce import TreeSum
 from export import export_newest
 from model.gpt import GPTModel
@@ -44,7 +44,7 @@ from run.resume import Start
 from run.summary import summary
 from training.block_stats import BlockStatistics
 from training.ema import ema_weights
-from training.evaluation import evaluate, require_finite_loss
+from training.evaluation import evaluate, require_finite_val_loss
 from training.generations import sample_texts
 from training.gradients import trainable_parameters
 from training.metrics import MetricsQueue
@@ -52,7 +52,7 @@ from training.optimizer import build_optimizer, learning_rates
 from training.prepare_model import prepare_network
 from training.profiler import step_profiler
 from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
-from training.step import TrainState, prime, train_step
+from training.step import TrainState, train_step, warm_up
 from training.stop import StopRequest
 from training.throughput import Throughput, peak_flops
 
@@ -73,12 +73,12 @@ def main(config: TrainConfig) -> None:
         run.check(config)
         accelerator = start_accelerator(config)
         check_same_settings(config, accelerator)
-        signals = StopSignal()
+        stop_signal = StopSignal()  # installs the handlers
         start = run.open(config, accelerator)
         if start.step < config.steps:
-            train(config, corpus, run, start, accelerator, signals, initial_model)
+            train(config, corpus, run, start, accelerator, stop_signal, initial_model)
         else:
-            require_finite_loss(start.metrics, start.step)
+            require_finite_val_loss(start.metrics, start.step)  # otherwise a failed run would succeed when repeated
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
             plot_run(run.path, accelerator)
         accelerator.wait_for_everyone()
@@ -91,7 +91,7 @@ def train(
     run: RunDirectory,
     start: Start,
     accelerator: Accelerator,
-    signals: StopSignal,
+    stop_signal: StopSignal,
     initial_model: Loaded | None,
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together."""
@@ -101,8 +101,9 @@ def train(
     state = build_train_state(config, global_batches, run.path, accelerator, initial_model)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state.model, state.optimizer)
-        state_digests(state.network, state.optimizer).require_equal(start.metrics.get("state/digest"), start.checkpoint)
-    state.metrics_queue.skipped, state.metrics_queue.skipped_in_a_row = start.skipped  # numbers of updates
+        # The restored weights and moments must have the digest that the checkpoint records.
+        state_digest(state.network, state.optimizer).require_equal(start.metrics.get("state/digest"), start.checkpoint)
+    state.metrics_queue.num_skipped, state.metrics_queue.num_skipped_in_a_row = start.skipped
 
     loader = BatchLoader(
         corpus.train,
@@ -112,8 +113,8 @@ def train(
         rank,
         num_processes,
         num_workers=config.data.num_workers,
-        timeout_seconds=config.timeout_seconds / 2,  # to fail before the others, waiting in a collective, time out
-        stop_requested=lambda: signals.received,
+        timeout_seconds=config.timeout_seconds / 2,  # fail before the collectives of the other processes time out
+        stop_requested=lambda: stop_signal.received,
     )
     last_step = config.steps
     if config.stop_after is not None and start.step < config.stop_after < config.steps:
@@ -122,33 +123,34 @@ def train(
     flops_per_token = state.network.flops_per_token(config.seq_len)
     throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator))
     with (
-        Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # exports for log_model
+        Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # export_newest: for log_model
         Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
-        # The metrics of each step tell all processes if one has a reason to stop, so that all stop after the same step.
-        stop_request = StopRequest(signals)
-        stop_request.stop_if(lambda: corpus_check.failed)  # require_verified raises the error
-        stop_request.stop_if(lambda: saver.failed)  # save or wait raises the error
-        stop_request.fail_if(lambda: loader.problem)  # raise_on_all raises it
-        verified = corpus_check.begin()  # text for the summary
-        reporter.say(summary(config, accelerator, state.network, run.path, start, verified, corpus.conversations))
+        # The all-reduce of each step's metrics carries a stop flag, so that all processes stop after the same step.
+        stop_request = StopRequest(stop_signal)
+        stop_request.stop_if(lambda: corpus_check.failed)  # corpus_check.require_verified() raises the error
+        stop_request.stop_if(lambda: saver.failed)  # saver.save() raises the error
+        stop_request.fail_if(lambda: loader.problem)  # stop_request.raise_on_all() raises the error
+        corpus_status = corpus_check.begin()
+        reporter.say(summary(config, accelerator, state.network, run.path, start, corpus_status, corpus.conversations))
 
-        upcoming = deque([next(batches, []), next(batches, [])])
-        stop_request.raise_on_all(start.step)
+        upcoming = deque([next(batches, []), next(batches, [])])  # micro-batches of the next two steps
+        stop_request.raise_on_all(start.step)  # if a loader has failed at once
         # A save fails if training has since changed anything that checkpoints do not contain.
         saver.record_unsaved_state(state.network, state.optimizer)
-        prime(state, upcoming[0][0])  # a discarded backward: compiles, and fixes the order in which DDP sums
-        if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the last step is evaluated
-            digest = state_digests(state.network, state.optimizer)
+        warm_up(state, upcoming[0][0])  # a forward and backward without an update: compiles, fixes DDP's bucket order
+        # Evaluate the initial weights, unless only the last step is evaluated.
+        if start.step == 0 and 0 < config.evaluation.every < config.steps:
+            digest = state_digest(state.network, state.optimizer)
             initial_metrics = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
             reporter.log(0, {"state/digest": str(digest)} | initial_metrics)
-        gc.freeze()  # objects created so far live to the end; the garbage collector need not scan them again and again
+        gc.freeze()  # exempts the objects created so far, which live to the end, from garbage collection
         throughput.restart(start.step)
 
         for step in range(start.step, last_step):
-            # Fetched two steps ahead. If this process lacks the batch of step + 2, the metrics of this step tell the
-            # others. All read that after step + 1 at the latest, for which each of them still has a batch, and stop.
+            # Prefetch step + 2. `next` returns [] after the last step, and if the loader has ended early; then this
+            # step sends the stop flag. Each process reads it by the end of step + 1, whose batch all of them have.
             micro_batches = upcoming.popleft()
             upcoming.append(next(batches, []))
             completed = step + 1
@@ -158,25 +160,25 @@ def train(
 
             train_step(state, step, micro_batches, stop_request)  # forward, backward, clip, update
 
-            # Without `wait` this is the result of the previous step, unless updates may be skipped: reading that of
-            # this step would make the host wait for the device.
+            # Without `wait` this is the previous step's result, because reading this step's would synchronise with the
+            # device. (With on_nonfinite: skip, train_step has already read this step's.)
             result = state.metrics_queue.read(wait=log_now or eval_now or save_now)
             stop_now = result is not None and result.stop
             save_now = save_now or stop_now
             compare_now = should_compare_replicas(config, completed, save_now)
             metrics = {}
             if log_now or eval_now or save_now or compare_now:
-                digests = state_digests(state.network, state.optimizer)
-                metrics["state/digest"] = str(digests)
+                digest = state_digest(state.network, state.optimizer)
+                metrics["state/digest"] = str(digest)
                 if compare_now:
-                    digests.check_replicas(completed)
+                    digest.check_replicas(completed)
             if log_now:
                 assert result is not None, "read with wait"
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= state.block_statistics.metrics | throughput.measure(completed)
-                metrics |= {"train/skipped": state.metrics_queue.skipped} if config.max_skipped else {}
-            if eval_now or completed == config.steps:  # texts are generated after the last step in any case
+                metrics |= {"train/skipped": state.metrics_queue.num_skipped} if config.max_skipped else {}
+            if eval_now or completed == config.steps:  # the last step always generates texts
                 with ema_weights(state.optimizer):
                     if eval_now:
                         metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
@@ -184,21 +186,23 @@ def train(
             reporter.log(completed, metrics)
             if save_now:
                 corpus_check.require_verified(stopping=stop_now)  # waits, but not long when stopping
-                skipped = state.metrics_queue.skipped, state.metrics_queue.skipped_in_a_row
+                skipped = state.metrics_queue.num_skipped, state.metrics_queue.num_skipped_in_a_row
                 saver.save(completed, state.model, state.optimizer, metrics, skipped)
                 run.record_progress(completed)
             if stop_now or completed == last_step:
                 saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends or raises
+            # A damaged corpus or a failed save has raised above. A signal or a failed loader raises here; after the
+            # last step neither matters.
             if stop_now and completed < config.steps:
                 stop_request.raise_on_all(completed)
             if eval_now or save_now:
-                throughput.restart(completed)
+                throughput.restart(completed)  # excludes the time of the evaluation and of the save
             if profiler:
                 profiler.step()
 
         if last_step < config.steps:
             raise Preempted(f"stopped after step {last_step} (stop_after); run the same command again to resume")
-        require_finite_loss(metrics, config.steps)
+        require_finite_val_loss(metrics, config.steps)
         plot_run(run.path, accelerator, reporter.say)
         reporter.say(f"The run is in {run.path}.")
 
@@ -216,7 +220,7 @@ def build_train_state(
     network = GPTModel(config.model)
     if initial_model:
         copy_initial_weights(network, initial_model)
-    prepare_network(network, config, device)
+    prepare_network(network, config, device)  # tf32, torch.compile, activation checkpointing, chunked loss
     optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)
     reducer = None
     if config.exact:

@@ -18,7 +18,7 @@ from checkpoint.tokenizer_files import changed_files
 from checkpoint.unshard import whole_tensors
 from config.errors import ConfigError, RunError
 from distributed.nested import broadcast_from_main
-from distributed.state_hash import digests
+from distributed.state_hash import digest_tensors
 from run.resume import differing_settings
 from run.stored_settings import complete_settings
 from training.schedule import should_evaluate, should_log
@@ -151,7 +151,7 @@ def checkpoint_problem(run: RecordedRun, checkpoint: Path, manifest: Manifest) -
         logged, saved = row.get(name, MISSING), manifest.metrics.get(name, MISSING)
         if logged != saved:
             return f"{name} at step {manifest.step} is {logged} in metrics.jsonl, and {saved} in the manifest"
-    digest = str(digests(whole_tensors(checkpoint, manifest)))
+    digest = str(digest_tensors(whole_tensors(checkpoint, manifest)))
     if digest != (logged := row.get("state/digest", MISSING)):
         return f"its tensors have the digest {digest}, and metrics.jsonl has {logged}"
     return ""

@@ -109,7 +109,7 @@ def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any)
         pending = train_step(state, done, [{"input_ids": tokens, "labels": tokens}])
         metrics.read()
         done += 1
-        return pending.buffer[2] * pending.loss_denominator / pending.num_targets()
+        return pending.buffer[2] * pending.loss_divisor / pending.wait_for_num_targets()
 
     return network, optimizer, step
 

@@ -51,7 +51,7 @@ from training.gradients import complete_gradients, trainable_parameters
 from training.metrics import MetricsQueue
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
-from training.step import GradientReducer, TrainState, prime, train_step
+from training.step import GradientReducer, TrainState, train_step, warm_up
 
 
 @dataclass
@@ -235,7 +235,7 @@ class Verification:
                 batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
                 micro_batches = split_micro_batches(batch, size)
                 if step == 0:
-                    prime(state, micro_batches[0])
+                    warm_up(state, micro_batches[0])
                 train_step(state, step, micro_batches)
                 result = metrics.read(wait=True)
                 assert result is not None, "a step was dispatched"

@@ -18,7 +18,7 @@ from data.synthetic.stories import StoriesDataset, get_story_generator
 if TYPE_CHECKING:
     from data.integrity import Verification
 
-Sums = dict[str, tuple[Tensor | float, Tensor | float]]
+MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
 """Metrics as (sum, count) by name; the names must be the same in every call."""
 
 
@@ -46,7 +46,7 @@ class Corpus:
     """Settings of a run that the corpus determines, such as the hash of its files: {"data.hash": ...}."""
     verification: "Verification | None" = None
     """Compares the files with their hashes while training runs; None: no files."""
-    score: Callable[[Tensor, dict[str, Tensor]], Sums] | None = None
+    score: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None
     """Computes further validation metrics, logged as val/NAME, from the logits [B, T, V] (position t predicts
     label t + 1) and the batch."""
     end_of_text: int | None = None
@@ -55,7 +55,7 @@ class Corpus:
     """Describes a generated text: whether it is valid, and its log-probability."""
     conversations: str = ""
     """Description of how conversations became training samples, printed at the start of a run; empty: it has none."""
-    score_texts: Callable[[list[str]], Sums] | None = None
+    score_texts: Callable[[list[str]], MetricSums] | None = None
     """Scores generated texts, logged as generation/NAME at the end of a run."""
 
     def fill_in(self, config: TrainConfig) -> TrainConfig:

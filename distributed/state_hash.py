@@ -33,8 +33,8 @@ class ReplicasDiffer(RunError):
 
 
 @dataclass(frozen=True)
-class StateDigests:
-    """Digests of the tensors of a run's state; str() combines them into 16 hexadecimal digits."""
+class StateDigest:
+    """The digest of a run's state, kept for each tensor; str() combines the values into 16 hexadecimal digits."""
 
     names: list[str]
     values: Tensor
@@ -67,8 +67,8 @@ class StateDigests:
             )
 
 
-def state_digests(network: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigests:
-    """Compute the digests of all weights and moments, named as in a checkpoint. All processes call this together.
+def state_digest(network: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
+    """Compute the digest of all weights and moments, named as in a checkpoint. All processes call this together.
 
     Raise RunError if the optimizer keeps a DTensor that is not sharded by rows.
     """
@@ -83,11 +83,11 @@ def state_digests(network: nn.Module, optimizer: torch.optim.Optimizer) -> State
                 )
             if torch.is_tensor(moment):
                 tensors[f"optimizer.state.{name}.{key}"] = moment
-    return digests(tensors)
+    return digest_tensors(tensors)
 
 
 @torch.no_grad()
-def digests(tensors: dict[str, Tensor]) -> StateDigests:
+def digest_tensors(tensors: dict[str, Tensor]) -> StateDigest:
     """Compute the digest of each named tensor, possibly sharded by rows. All processes call this together."""
     device = next(iter(tensors.values())).device
     parts = [_local_rows(tensor) for tensor in tensors.values()]
@@ -107,7 +107,7 @@ def digests(tensors: dict[str, Tensor]) -> StateDigests:
         if dist.get_rank(group) > 0:
             values[whole] = 0
         dist.all_reduce(values, group=group)
-    return StateDigests(list(tensors), values)
+    return StateDigest(list(tensors), values)
 
 
 def _sharding_group(tensor) -> dist.ProcessGroup:

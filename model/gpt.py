@@ -254,7 +254,7 @@ class GPTModel(GenerationMixin):
         """Count the parameters, shared ones once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def num_matmul_parameters(self) -> int:
+    def num_compute_parameters(self) -> int:
         """Count the parameters that are applied to each token, for FLOPs and scaling laws; norms and biases, too.
 
         Embedding tables, which are looked up, do not count; the output projection does, tied or not, and a layer that
@@ -275,7 +275,7 @@ class GPTModel(GenerationMixin):
         """
         attended = sum(min(window or seq_len, seq_len) for window in self.windows)
         attention_flops = 12 * self.config.n_heads * self.config.head_size * attended
-        return 6 * self.num_matmul_parameters() + attention_flops
+        return 6 * self.num_compute_parameters() + attention_flops
 
 
 def build_on_meta_device(config: GPTConfig) -> GPTModel:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint.storage import copy_to_cpu
-from distributed.state_hash import VALUES_AT_ONCE, digests
+from distributed.state_hash import VALUES_AT_ONCE, digest_tensors
 from distributed.tree_reduce import TreeSum
 from model.config import GPTConfig
 from model.gpt import GPTModel
@@ -165,7 +165,7 @@ def test_tree_sum_equals_sum_of_two_processes(runs):
 def test_gpu_digest_equals_cpu_digest(monkeypatch):
     monkeypatch.setitem(VALUES_AT_ONCE, GPU.type, 1000)
     state = small_model().state_dict()
-    assert str(digests(state)) == str(digests({name: tensor.cpu() for name, tensor in state.items()}))
+    assert str(digest_tensors(state)) == str(digest_tensors({name: tensor.cpu() for name, tensor in state.items()}))
 
 
 # Determinism

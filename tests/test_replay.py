@@ -25,7 +25,7 @@ from cli import scripts
 from config.errors import ConfigError, RunError
 from data.files import sha256
 from distributed.signals import Preempted
-from distributed.state_hash import digests
+from distributed.state_hash import digest_tensors
 from tests import forked
 from tests.conftest import TINY_STORIES, assert_same_bits, environment, python, tensors, train
 
@@ -224,7 +224,7 @@ def forge(run, step, tensors=None, into=None, **facts):
     if tensors is not None:
         [name] = manifest.files
         save_file(tensors, checkpoint / name)
-        metrics = {**manifest.metrics, "state/digest": str(digests(tensors))}
+        metrics = {**manifest.metrics, "state/digest": str(digest_tensors(tensors))}
         facts = {"files": {name: File((checkpoint / name).stat().st_size, sha256(checkpoint / name))}, **facts}
         facts = {"metrics": metrics, **facts}
     replace(manifest, **facts).write(checkpoint)

@@ -95,7 +95,7 @@ def test_ladder_shares_settings_with_config_file():
     run = LadderRun(64, 10, 1e-3)
     network = GPTModel(model)
     assert run.tokens == 10 * 16 * 96
-    assert run.parameters == network.num_matmul_parameters()
+    assert run.parameters == network.num_compute_parameters()
     assert run.flops == network.flops_per_token(96) * run.tokens
 
 

@@ -42,7 +42,8 @@ CHECKS = [
 # Mutations and the check that must find each: (file, before, after, check).
 MUTATIONS = {
     "loss_not_divided_by_processes": (
-        "training/step.py", "1 if state.reducer else queue.num_processes", "1", "gradient = hand-written all-reduce"),
+        "training/step.py", "global_tokens / queue.num_processes", "global_tokens",
+        "gradient = hand-written all-reduce"),
     "shares_overlap": (
         "data/sampler.py", " + rank * size", "",
         "order is a permutation in every epoch"),

@@ -37,12 +37,12 @@ def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
     accelerator.backward(loss)
 
 
-def prime_ddp(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
-    """Run the first backward of a start, whose gradients the caller discards.
+def warm_up_ddp(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
+    """Run the first backward of a process, whose gradients the caller discards.
 
     DDP lays out its buckets in the order in which gradients arrive in its first backward, and sums in that order from
-    then on. Every start therefore runs one backward in which all parameters arrive, the last one first, whatever the
-    batch used: a resumed run sums in the same order as one that never stopped.
+    then on. In this backward the gradients of all parameters arrive, the last one first, whichever the batch used: a
+    resumed run therefore sums in the same order as one that never stopped.
     """
     if isinstance(model, DistributedDataParallel):
         parameters = trainable_parameters(model)
@@ -73,22 +73,22 @@ def complete_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     return gradients
 
 
-def normalize_and_clip(parameters: list[nn.Parameter], denominator: Tensor | float, max_norm: float) -> Tensor:
-    """Divide the gradients in place by `denominator` and clip the quotient to a global L2 norm of `max_norm`.
+def normalize_and_clip(parameters: list[nn.Parameter], divisor: Tensor | float, max_norm: float) -> Tensor:
+    """Divide the gradients in place by `divisor` and clip the quotient to a global L2 norm of `max_norm`.
 
-    Both are one multiplication, so the gradients are read twice, as by clipping alone. Nothing is read back to the
-    host, which would synchronise with the GPU.
+    Both are done by one multiplication, so the gradients are read twice, as in clipping alone. Nothing is read back to
+    the host, which would synchronise with the GPU.
 
     Args:
         parameters: their `.grad` may be None (zero) or sharded (DTensor).
-        denominator: 0-dim tensor on the device of the gradients, or a number.
+        divisor: 0-dim tensor on the device of the gradients, or a number.
         max_norm: infinity for no clipping.
 
     Returns:
         The global L2 norm of the normalised gradients before clipping, 0-dim.
     """
     gradients = complete_gradients(parameters)
-    norm = full_tensor(torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))) / denominator
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / denominator
+    norm = full_tensor(torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))) / divisor
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / divisor
     foreach_mul_(gradients, factor.to(norm.dtype))
     return norm

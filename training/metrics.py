@@ -1,9 +1,8 @@
-"""The metrics of a step: one small all-reduce whose result the host reads one step late.
+"""The metrics of a step: one small all-reduce whose result the host usually reads one step late.
 
-The all-reduce overlaps with the last backward of its step, because on busy CPUs it takes milliseconds.
-Reading the result at once would make the host wait for the device in every step, so it is read after the next step was
-dispatched. It is read at once only where something depends on it: for a log line, an evaluation, a checkpoint and the
-end, and in every step if updates may be skipped.
+The all-reduce overlaps the last backward of its step, because on busy CPUs it takes milliseconds. Reading the result at
+once would make the host wait for the device, so it is read after the next step was dispatched. It is read at once only
+if something depends on it: a log line, an evaluation, a checkpoint or, if updates may be skipped, every update.
 """
 
 import math
@@ -22,10 +21,10 @@ from torch import Tensor, nn
 from config.errors import RunError
 from data.sampler import GlobalBatches
 
-AuxiliaryMetrics = Mapping[str, tuple[Tensor | float, Tensor | float]]
+MetricSums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """(sum, count) of each auxiliary metric of a model, see GPTModel.forward."""
 
-# Names of train/ and val/ that the loop logs itself.
+# Metric names (after train/ or val/) that the loop logs itself; a model may not report them.
 RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped", "perplexity", "entropy", "excess_loss", "bits_per_byte"}
 
 
@@ -33,16 +32,21 @@ class NonFiniteError(RunError):
     """The loss or the gradient norm of a step is infinite or NaN; the message names the step and the samples."""
 
 
-def forward_with_metrics(model: nn.Module, **inputs) -> tuple[Any, Tensor, AuxiliaryMetrics]:
+def forward_with_metrics(model: nn.Module, **inputs) -> tuple[Any, Tensor, MetricSums]:
     """Run the model; return logits (None unless requested), loss, and auxiliary metrics ({} if there are none)."""
     logits, loss, *metrics = model(**inputs)
     return logits, loss, metrics[0] if metrics else {}
 
 
+def exact_sum(values: Sequence[float]) -> float:
+    """Return the sum, rounded once; NaN if a value is not finite."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
     """Return sum(sums) / sum(counts), both sums rounded once; NaN if the count is 0 or a value is not finite."""
-    all_finite = all(map(math.isfinite, (*sums, *counts)))
-    return math.fsum(sums) / count if all_finite and (count := math.fsum(counts)) else math.nan
+    count = exact_sum(counts)
+    return exact_sum(sums) / count if count else math.nan
 
 
 def fill_slots(buffer: Tensor, values: Sequence[Tensor | float]) -> None:
@@ -61,14 +65,13 @@ class StepMetrics:
     """Metrics of one step over all processes, on the host."""
 
     completed_steps: int
-    """Including this one: 1 for the first update of a run."""
+    """Number of completed steps, including this one: 1 for the first update of a run."""
     means: dict[str, float]
     """`loss` (nats per target token) and the auxiliary metrics of the model, each over the global batch."""
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     stop: bool
     """Whether any process has a reason to stop."""
-
     finite: bool
     """Whether the training objective and `grad_norm` are finite."""
 
@@ -78,23 +81,26 @@ class PendingStep:
     """A step whose metrics are not on the host yet."""
 
     completed_steps: int
-    loss_denominator: float
+    loss_divisor: float
     buffer: Tensor
-    """[number of target tokens, number of processes that want to stop, the values of each micro-batch of the global
-    batch in turn (the loss, then sum and count of each auxiliary metric), gradient norm], of `sum_dtype`."""
+    """Slots of dtype `sum_dtype`: number of target tokens; number of processes that request a stop; for each
+    micro-batch of the global batch its loss and the sum and count of each auxiliary metric; gradient norm."""
     all_reduce: "dist.Work | None"
     on_host: Tensor = field(init=False)
     copied: "torch.Event | None" = None
 
-    def num_targets(self) -> Tensor:
-        """Return the number of target tokens in the global batch, 0-dim, on the device; the host does not wait."""
+    def wait_for_num_targets(self) -> Tensor:
+        """Wait for the all-reduce and return the number of target tokens in the global batch, 0-dim, on the device.
+
+        With NCCL only the CUDA stream waits, not the host.
+        """
         if self.all_reduce:
             self.all_reduce.wait()
             self.all_reduce = None
         return self.buffer[0]
 
     def copy_to_host(self, grad_norm: Tensor) -> None:
-        """Start the copy of the buffer, completed by the gradient norm, which is the same on all processes."""
+        """Store the gradient norm, the same on all processes, in the last slot, and start copying the buffer."""
         self.buffer[-1].fill_(grad_norm)
         on_cuda = self.buffer.device.type == "cuda"
         self.on_host = self.buffer.to("cpu", non_blocking=on_cuda)
@@ -102,7 +108,12 @@ class PendingStep:
 
 
 class MetricsQueue:
-    """Sends the metrics of each step (`dispatch`) and reads them later (`read`)."""
+    """Sends the metrics of each step (`dispatch`) and reads them later (`read`).
+
+    Attributes:
+        num_skipped: updates skipped since step 0; checkpoints contain both numbers.
+        num_skipped_in_a_row: updates skipped in a row, up to the last step read.
+    """
 
     def __init__(
         self,
@@ -117,24 +128,25 @@ class MetricsQueue:
         """Start without pending steps and skipped updates.
 
         Args:
-            batches: sample indices of every global batch, named in the error about a step that is not finite.
+            batches: global batches; NonFiniteError lists their sample indices.
             micro_batch_size: sequences.
             device: the device on which the metrics are summed over the processes.
             rank: the data-parallel rank of this process.
             num_processes: data-parallel processes.
             max_skipped: updates that may be skipped in a row because their loss or gradient is not finite.
-            run_directory: named in the replay command of that error.
+            run_directory: for the replay command in NonFiniteError.
         """
         self.batches, self.micro_batch_size, self.device = batches, micro_batch_size, device
         self.rank, self.num_processes = rank, num_processes
         self.max_skipped, self.run_directory = max_skipped, run_directory
-        self.skipped = self.skipped_in_a_row = 0  # updates; part of the state of a run
+        self.num_skipped = 0
+        self.num_skipped_in_a_row = 0
         self._names: list[str] = []
         self._pending: deque[PendingStep] = deque()
-        self._newest: StepMetrics | None = None
+        self._last_read: StepMetrics | None = None
 
-    def register_names(self, auxiliary: AuxiliaryMetrics) -> None:
-        """Fix the names of the auxiliary metrics from the model's first forward; called by all processes together.
+    def register_names(self, auxiliary: MetricSums) -> None:
+        """Record the names of the auxiliary metrics in the model's first forward; called by all processes together.
 
         Raises:
             RunError: processes have different names, or a name is one that the loop logs itself.
@@ -149,18 +161,18 @@ class MetricsQueue:
     def dispatch(
         self,
         completed_steps: int,
-        outputs: Sequence[tuple[Tensor, AuxiliaryMetrics]],
-        num_targets: Tensor,
-        loss_denominator: float,
+        outputs: Sequence[tuple[Tensor, MetricSums]],
+        local_targets: Tensor,
+        loss_divisor: float,
         stop: bool = False,
     ) -> PendingStep:
         """Start the all-reduce of a step's metrics; call it before the backward of the last micro-batch.
 
         Args:
             completed_steps: including this one.
-            outputs: for each micro-batch the summed loss divided by `loss_denominator`, and the auxiliary metrics.
-            num_targets: target tokens in the local micro-batches, 0-dim int64.
-            loss_denominator: constant that each loss was divided by.
+            outputs: for each micro-batch the summed loss divided by `loss_divisor`, and the auxiliary metrics.
+            local_targets: number of target tokens in the local micro-batches, 0-dim int64.
+            loss_divisor: number by which each summed loss was divided.
             stop: whether this process has a reason to stop.
 
         Raises:
@@ -175,29 +187,32 @@ class MetricsQueue:
         # adds the values in the same order on any number of processes.
         num_slots = 3 + self.num_processes * len(values)
         buffer = torch.zeros(num_slots, dtype=sum_dtype(self.device), device=self.device)
-        fill_slots(buffer, (num_targets, stop))
+        fill_slots(buffer, (local_targets, stop))
         fill_slots(buffer[2 + self.rank * len(values) :], values)
         work = dist.all_reduce(buffer, async_op=True) if self.num_processes > 1 else None
-        self._pending.append(PendingStep(completed_steps, loss_denominator, buffer, work))
+        self._pending.append(PendingStep(completed_steps, loss_divisor, buffer, work))
         return self._pending[-1]
 
     def read(self, wait: bool = False) -> StepMetrics | None:
-        """Read the pending steps except the newest, or with `wait` all of them.
+        """Read pending results, oldest first.
 
-        The newest is read too if updates may be skipped, or if an older pending step has `stop` set.
+        The newest one stays pending, so that the host does not wait for the device, unless `wait` is true or an older
+        result requests a stop.
 
         Returns:
-            The newest result read so far, whose `stop` is set if any result read here has it; None before the first.
+            The last result read, now or earlier; None if there is none yet. Its `stop` is true if that of any result
+            read in this call is.
 
         Raises:
             NonFiniteError: on all processes, if the loss or the gradient norm of a step is infinite or NaN; if such
                 updates are skipped, after more than `max_skipped` in a row.
         """
-        wait, stop = wait or self.max_skipped > 0, False
+        stop = False
         while len(self._pending) > 1 or (self._pending and (wait or stop)):
-            self._newest = self._read_oldest()
-            stop = self._newest.stop = self._newest.stop or stop
-        return self._newest
+            self._last_read = self._read_oldest()
+            stop = stop or self._last_read.stop
+            self._last_read.stop = stop
+        return self._last_read
 
     def _read_oldest(self) -> StepMetrics:
         pending = self._pending.popleft()
@@ -206,26 +221,25 @@ class MetricsQueue:
         num_targets, stop, *values, grad_norm = pending.on_host.tolist()
         stride = 1 + 2 * len(self._names)  # values of one micro-batch
         losses, *columns = (values[offset::stride] for offset in range(stride))
-        # mean(..., [1.0]) is the sum, rounded once, or NaN if a loss is not finite.
-        loss = mean(losses, [1.0]) * pending.loss_denominator / num_targets if num_targets else math.nan
+        loss = exact_sum(losses) * pending.loss_divisor / num_targets if num_targets else math.nan
         sums_and_counts = zip(self._names, columns[::2], columns[1::2], strict=True)
         means = {"loss": loss} | {name: mean(sums, counts) for name, sums, counts in sums_and_counts}
-        # The training objective decides, not a "loss" that the model reports in its place.
+        # Test the training objective, even if the model reports an auxiliary metric "loss", which is then in `means`.
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         result = StepMetrics(pending.completed_steps, means, grad_norm, stop > 0, finite)
-        self.skipped += not finite
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row > self.max_skipped:
+        self.num_skipped += not finite
+        self.num_skipped_in_a_row = 0 if finite else self.num_skipped_in_a_row + 1
+        if self.num_skipped_in_a_row > self.max_skipped:
             raise NonFiniteError(self._explain(pending.completed_steps, losses, loss, grad_norm, num_targets))
         return result
 
     def _explain(self, step: int, losses: list[float], loss: float, grad_norm: float, num_targets: float) -> str:
-        # Where all losses are finite and the gradient is not, any micro-batch of the global batch may be the cause.
+        # If all losses are finite and the gradient is not, any micro-batch of the global batch may be the cause.
         suspects = [i for i, value in enumerate(losses) if not math.isfinite(value)] or range(len(losses))
         ranks = sorted({i * self.num_processes // len(losses) for i in suspects})
         size, indices = self.micro_batch_size, self.batches.indices(step - 1)
         samples = [index for i in suspects for index in indices[i * size : (i + 1) * size]]
-        in_a_row = f", {self.skipped_in_a_row} times in a row" if self.skipped_in_a_row > 1 else ""
+        in_a_row = f", {self.num_skipped_in_a_row} times in a row" if self.num_skipped_in_a_row > 1 else ""
         without_targets = ", no target token in the global batch" if num_targets == 0 else ""
         return (
             f"step {step}: loss = {loss}, gradient norm = {grad_norm}{in_a_row}{without_targets}, in micro-batches "

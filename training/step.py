@@ -15,7 +15,7 @@ from data.sampler import BatchSizes
 from model.gpt import GPTModel
 from model.seeds import derive_seed
 from training.block_stats import BlockStatistics
-from training.gradients import backward, loss_scale, normalize_and_clip, prime_ddp, trainable_parameters
+from training.gradients import backward, loss_scale, normalize_and_clip, trainable_parameters, warm_up_ddp
 from training.metrics import MetricsQueue, PendingStep, forward_with_metrics
 from training.optimizer import apply_schedules
 from training.schedule import scheduled_value
@@ -40,8 +40,7 @@ class TrainState:
     model: nn.Module
     """`network` as Accelerate prepared it: wrapped in DDP, sharded by FSDP2, or with autocast alone."""
     optimizer: torch.optim.Optimizer
-    global_batches: BatchSizes
-    """Only the sizes are read."""
+    batch_sizes: BatchSizes
     metrics_queue: MetricsQueue
     block_statistics: BlockStatistics
     reducer: GradientReducer | None = None
@@ -55,17 +54,18 @@ class TrainState:
 
 
 def count_targets(batch: Batch) -> Tensor:
-    """Count the target tokens, 0-dim int64: labels other than -100, except the first, which nothing predicts."""
+    """Count the target tokens, 0-dim int64: labels other than -100, from position 1 on (none predicts position 0)."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def prime(state: TrainState, micro_batch: Batch) -> None:
+def warm_up(state: TrainState, micro_batch: Batch) -> None:
     """Run one forward and backward and discard the gradients; called by all processes together.
 
-    It compiles, and fixes the order in which DDP sums (see prime_ddp), so that a resumed run sums in the same order.
+    This compiles the model and fixes the order of DDP's buckets (see warm_up_ddp), so that a resumed run sums the
+    gradients in the same order.
     """
     _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=1.0)
-    prime_ddp(loss, state.model, state.accelerator)
+    warm_up_ddp(loss, state.model, state.accelerator)
     state.optimizer.zero_grad()
     state.metrics_queue.register_names(auxiliary)
 
@@ -75,50 +75,57 @@ def train_step(
 ) -> PendingStep:
     """Update the weights once with the gradient of the mean loss over the target tokens of the global batch.
 
-    The number of target tokens on all processes is known only after the all-reduce of the step's metrics. Each
-    micro-batch therefore contributes (sum of its losses) / (tokens in the global batch), times the loss scale of fp16.
-    Once all gradients are summed, the pass that clips them divides them by (targets / tokens), times that scale.
+    The mean is loss_sum / N, the summed loss and the number of target tokens of all processes. N is known only after an
+    all-reduce, which overlaps the last backward. The backward passes therefore divide by M, the number of all tokens in
+    the global batch (sequences x seq_len), and normalize_and_clip corrects the summed gradients:
+
+        backward:            gradients of scale * loss_sum / M, where scale is the loss scale of fp16, otherwise 1
+        normalize_and_clip:  divides them by scale * N / M
 
     Args:
-        state: its weights, moments and metrics change.
+        state: updated in place.
         step: from 0.
-        micro_batches: those of this process, in order.
-        stop_request: tells all processes, with the metrics, if this one has to stop.
+        micro_batches: the local micro-batches of this step, in order.
+        stop_request: this process's reasons to stop; sent to all processes with the metrics.
 
     Returns:
         The metrics of the step, to be read by `state.metrics_queue.read`.
 
     Raises:
         NonFiniteError: with `on_nonfinite: skip`, if more than `max_skipped` updates in a row had an infinite or NaN
-            loss or gradient. With `stop`, `state.metrics_queue.read` raises it after the next step.
+            loss or gradient. With `on_nonfinite: stop`, `state.metrics_queue.read` raises it, one step later.
     """
     config, accelerator, queue = state.config, state.accelerator, state.metrics_queue
     apply_schedules(state.optimizer, state.network, config, step)
-    scale = loss_scale(accelerator.mixed_precision, step, queue.skipped)
-    global_tokens = float(state.global_batches.size(step) * config.seq_len)
-    # DDP and FSDP2 average the gradients over the processes. Multiplying the loss by their number makes that a sum.
-    ddp_factor = 1 if state.reducer else queue.num_processes
-    num_targets = torch.stack([count_targets(micro_batch) for micro_batch in micro_batches]).sum()
-    num_micro_batches, outputs = len(micro_batches), []
+    scale = loss_scale(accelerator.mixed_precision, step, queue.num_skipped)
+    global_tokens = float(state.batch_sizes.size(step) * config.seq_len)  # M
+    # A reducer sums gradients over processes. DDP and FSDP2 average them, so each process divides by its part of M.
+    loss_divisor = global_tokens if state.reducer else global_tokens / queue.num_processes
+    local_targets = torch.stack([count_targets(micro_batch) for micro_batch in micro_batches]).sum()
+    num_micro_batches = len(micro_batches)
+    outputs = []
     for index, micro_batch in enumerate(micro_batches):
         is_last = index == num_micro_batches - 1
-        state.seed_all(derive_seed(config.seed, "dropout", step, queue.rank * num_micro_batches + index))
+        # The index in the global batch, so that dropout does not depend on the number of processes.
+        global_index = queue.rank * num_micro_batches + index
+        state.seed_all(derive_seed(config.seed, "dropout", step, global_index))
         with nullcontext() if is_last else accelerator.no_sync(state.model):
-            divisor = global_tokens / ddp_factor
-            _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=divisor)
-            outputs.append((loss.detach() / ddp_factor, auxiliary))
-            if is_last:
+            _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=loss_divisor)
+            outputs.append((loss.detach(), auxiliary))
+            if is_last:  # start the all-reduce of the metrics now, so that it overlaps the last backward
                 stop = stop_request is not None and stop_request.is_set
-                pending = queue.dispatch(step + 1, outputs, num_targets, global_tokens, stop)
+                pending = queue.dispatch(step + 1, outputs, local_targets, loss_divisor, stop)
             backward(scale * loss, state.model, accelerator)
         if state.reducer:
             state.reducer.add_micro_batch(num_micro_batches)
-    # The setting itself, unless a fork schedules it; None: no clipping.
+    # grad_clip is constant unless SCHEDULES has an entry for it; None: no clipping.
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
-    denominator = (pending.num_targets() * (scale / global_tokens)).float()
-    pending.copy_to_host(normalize_and_clip(state.parameters, denominator, max_norm))
-    # The host waits for the metrics before the update only if they decide whether it is skipped.
-    result = queue.read() if queue.max_skipped else None
+    global_targets = pending.wait_for_num_targets()  # N
+    grad_divisor = (global_targets * (scale / global_tokens)).float()
+    grad_norm = normalize_and_clip(state.parameters, grad_divisor, max_norm)
+    pending.copy_to_host(grad_norm)
+    # With on_nonfinite: skip, the host must read this step's metrics now to decide whether to update.
+    result = queue.read(wait=True) if queue.max_skipped else None
     with state.block_statistics.record_update():
         if result is None or result.finite:
             state.optimizer.step()

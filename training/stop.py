@@ -11,12 +11,12 @@ from distributed.signals import Preempted, StopSignal
 class StopRequest:
     """Collects the reasons of this process to stop: signals, and failed background work.
 
-    Every process sends `is_set` with the metrics of each step. All of them read it one step later at the
-    latest, and so stop after the same step.
+    Every process sends `is_set` with the metrics of each step. All of them read it at the latest one step later, and
+    therefore stop after the same step.
     """
 
-    def __init__(self, signals: StopSignal):
-        self._signals = signals
+    def __init__(self, stop_signal: StopSignal):
+        self._stop_signal = stop_signal
         self._conditions: list[Callable[[], bool]] = []
         self._problems: list[Callable[[], str | None]] = []
 
@@ -31,7 +31,8 @@ class StopRequest:
     @property
     def is_set(self) -> bool:
         """Whether this process has a reason to stop."""
-        return self._signals.received or any(condition() for condition in self._conditions) or bool(self._problem())
+        failed = any(condition() for condition in self._conditions)
+        return self._stop_signal.received or failed or bool(self._problem())
 
     def raise_on_all(self, completed_steps: int) -> None:
         """Raise the problem or the signal of any process on all processes, which call this together.
@@ -40,7 +41,7 @@ class StopRequest:
             RunError: a process has a problem.
             Preempted: a process got a signal.
         """
-        reports = gather_object([(self._problem(), self._signals.received)])
+        reports = gather_object([(self._problem(), self._stop_signal.received)])
         if problems := [problem for problem, _ in reports if problem]:
             raise RunError(f"step {completed_steps + 1}: {problems[0]}")
         if any(received for _, received in reports):

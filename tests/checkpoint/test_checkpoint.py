@@ -37,7 +37,7 @@ from config.errors import ConfigError
 from config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
 from data.files import sha256
 from data.integrity import Verification
-from distributed.state_hash import digests, state_digests
+from distributed.state_hash import digest_tensors, state_digest
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from run.load import find_checkpoint
@@ -269,7 +269,7 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
     config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
     saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
     for step in (2, 3):
-        saved = str(state_digests(*state))
+        saved = str(state_digest(*state))
         saver.save(step, *state, {}, skipped)
         assert not saver.failed
         train_on(*state, 1)
@@ -278,7 +278,7 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
         saver.wait()
         may_write.clear()
         [file] = step_directory(tmp_path, step).glob("*.safetensors")
-        assert str(digests(load_file(file))) == saved != str(state_digests(*state)), (
+        assert str(digest_tensors(load_file(file))) == saved != str(state_digest(*state)), (
             "the state of its step, not of a later one"
         )
     assert remaining_steps(tmp_path) == [3]
@@ -307,11 +307,11 @@ def test_shared_blocks_are_saved_and_restored(tmp_path):
     [file] = tmp_path.iterdir()
     stored = load_file(file)
     assert torch.equal(stored["model.blocks.1.mlp.up_proj.weight"], stored["model.blocks.0.mlp.up_proj.weight"])
-    assert str(digests(stored)) == str(state_digests(network, optimizer))
+    assert str(digest_tensors(stored)) == str(state_digest(network, optimizer))
     other = build_trained(1, steps=1, share_blocks=True)
     storage.read(tmp_path, *other)
     assert other[0].blocks[1] is other[0].blocks[0]
-    assert str(state_digests(*other)) == str(state_digests(network, optimizer))
+    assert str(state_digest(*other)) == str(state_digest(network, optimizer))
     with pytest.raises(ConfigError, match="resume: .*gone cannot be read: FileNotFoundError"):
         storage.read(tmp_path / "gone", *other)
 

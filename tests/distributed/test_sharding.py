@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoint.unshard import whole_tensors
-from distributed.state_hash import digests
+from distributed.state_hash import digest_tensors
 from run.load import find_checkpoint
 from tests import forked
 from tests.conftest import (
@@ -99,7 +99,7 @@ def assert_sharded_like_ddp(kind, processes, run, done, ddp):
     rows_agree(run, ddp[0], rel=2e-6)
     assert stories(done) == stories(ddp[1]) and stories(done)
     checkpoint, manifest = find_checkpoint(run)
-    digest = str(digests(whole_tensors(checkpoint, manifest)))
+    digest = str(digest_tensors(whole_tensors(checkpoint, manifest)))
     assert manifest.metrics["state/digest"] == digest, (
         "the digest summed over shards differs from that of whole tensors"
     )

@@ -13,7 +13,7 @@ import yaml
 from checkpoint.manifest import read_manifest
 from config.errors import ConfigError, RunError
 from distributed.cpu import prepare_exact
-from distributed.state_hash import VALUES_AT_ONCE, _factors, _hash_rows, digests, state_digests
+from distributed.state_hash import VALUES_AT_ONCE, _factors, _hash_rows, digest_tensors, state_digest
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 
@@ -27,7 +27,7 @@ TENSORS = {
 
 
 def changed(**tensors):
-    return str(digests(TENSORS | tensors))
+    return str(digest_tensors(TENSORS | tensors))
 
 
 def test_digest_changes_with_any_bit_or_permutation():
@@ -46,22 +46,22 @@ def test_digest_changes_with_any_bit_or_permutation():
     found |= {changed(vector=TENSORS["vector"].flip(0)), changed(number=torch.tensor(-3.0))}
     found.add(changed(matrix=matrix.T.reshape(5, 7)))
     renamed = {("Matrix" if name == "matrix" else name): tensor for name, tensor in TENSORS.items()}
-    found.add(str(digests(renamed)))
+    found.add(str(digest_tensors(renamed)))
     assert len(found) == 1 + 5 * 7 * 3 + 5 + 2 + 2
 
 
 def test_digest_changes_when_tensors_swap():
     a, b = torch.ones(3, 3), torch.zeros(3, 3)
-    assert str(digests({"a": a, "b": b})) != str(digests({"a": b, "b": a}))
+    assert str(digest_tensors({"a": a, "b": b})) != str(digest_tensors({"a": b, "b": a}))
 
 
 def test_digest_does_not_depend_on_chunks(monkeypatch):
     """Hashed by numpy as a whole, and in chunks as on a GPU."""
     large = torch.randn(400, 1000)
-    whole = str(digests({"large": large}))
+    whole = str(digest_tensors({"large": large}))
     for at_once in (1, 3000):
         monkeypatch.setitem(VALUES_AT_ONCE, "cpu", at_once)
-        assert whole == str(digests({"large": large}))
+        assert whole == str(digest_tensors({"large": large}))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
@@ -87,7 +87,7 @@ def test_logged_digest_equals_digest_of_checkpoint(run):
     rows = {row["step"]: row for row in metrics(run)}
     assert list(rows) == [2, 3, 4, 5] and len({row["state/digest"] for row in rows.values()}) == 4
     for step in (2, 4, 5):
-        assert rows[step]["state/digest"] == str(digests(tensors(run, step)))
+        assert rows[step]["state/digest"] == str(digest_tensors(tensors(run, step)))
 
 
 def test_loaded_state_must_match_the_manifest(run):
@@ -164,7 +164,7 @@ def test_state_not_sharded_by_rows_is_refused(dimension, placement, mesh):
     placements = [Replicate() if dimension is None else Shard(dimension)]
     optimizer.state[network.weight]["basis"] = distribute_tensor(torch.eye(4), mesh, placements)
     with pytest.raises(RunError, match=r"^optimizer.state.weight.basis, which SGD keeps, is a DTensor of") as caught:
-        state_digests(network, optimizer)
+        state_digest(network, optimizer)
     assert placement in str(caught.value)
     optimizer.state[network.weight]["basis"] = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
-    state_digests(network, optimizer)
+    state_digest(network, optimizer)

@@ -233,7 +233,7 @@ def test_state_dict_is_parameters_without_shared_memory(settings):
 def test_num_parameters_matches_architecture(settings, total, lookups):
     model = make_model(**settings)
     assert model.num_parameters() == total
-    assert model.num_matmul_parameters() == total - lookups
+    assert model.num_compute_parameters() == total - lookups
 
 
 def test_flops_count_shared_blocks_at_each_use():

@@ -19,7 +19,7 @@ def dispatched(metrics, *outputs, num_targets=12, denominator=12.0, grad_norm=1.
     outputs = [output if isinstance(output, tuple) else (output, {}) for output in outputs]
     outputs = [(torch.tensor(loss), auxiliary) for loss, auxiliary in outputs]
     pending = metrics.dispatch(step, outputs, torch.tensor(num_targets), denominator, stop)
-    targets = pending.num_targets()
+    targets = pending.wait_for_num_targets()
     pending.copy_to_host(torch.tensor(grad_norm))
     return targets.item()
 
