@@ -12,7 +12,7 @@ from experiments.settings import ExperimentConfig
 from jobs import runner
 
 # In place of train.py: the excess loss over an entropy of 0.5 is EFFECT / steps, with noise of 0.4% over seeds, and
-# depends on the settings that a candidate may change. The noise depends on settings and code alone, not on names of runs.
+# depends on the settings that a candidate may change. The noise depends on settings and code alone, not on run names.
 FAKE = """
 import json, math, os, random, sys
 EFFECT = 40
