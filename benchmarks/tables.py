@@ -109,7 +109,7 @@ def section(name: str) -> str:
     where = f"`{record['command']}`; {hardware}, torch {record['versions']['torch']}, {record['date']}"
     measured = [case[quantity] for case in cases for quantity in TABLES[name] if isinstance(case.get(quantity), list)]
     if (rounds := max(map(len, measured), default=0)) >= MANY:
-        where += f"; quartiles of {rounds} turns"
+        where += f"; quartiles of {rounds} rounds"
     if others := [cores for case in cases for cores in case.get("others_cores", [])]:
         where += f"; cores busy with other work: median {median(others):.2f}, at most {max(others):.2f}"
     header, *lines = ("| " + " | ".join(row) + " |" for row in table_rows(record["figures"], TABLES[name]))

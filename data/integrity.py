@@ -153,7 +153,7 @@ class Verification:
         if not done:
             return f"{files}, being verified in the background; no checkpoint is saved before"
         rest = self.num_bytes - self.num_bytes_read
-        return f"{files}, verified: {self.num_bytes_read:,} read now, {rest:,} unchanged since they were read"
+        return f"{files}, verified: {self.num_bytes_read:,} bytes read, {rest:,} skipped as unchanged since the last check"
 
     def _run(self) -> None:
         try:

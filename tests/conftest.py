@@ -124,8 +124,9 @@ def what_is_started(*flags: str) -> dict[str, str]:
 
 
 def commands(page: str) -> list[str]:
-    """The lines of all blocks of commands that a page shows."""
-    return [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+    """The lines of all blocks of commands that a page shows, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if not line.startswith("#")]
 
 
 def shell(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
