@@ -152,8 +152,9 @@ class Verification:
         files = f"{len(self.files)} files, {self.num_bytes:,} bytes"
         if not done:
             return f"{files}, being verified in the background; no checkpoint is saved before"
-        rest = self.num_bytes - self.num_bytes_read
-        return f"{files}, verified: {self.num_bytes_read:,} bytes read, {rest:,} skipped as unchanged since the last check"
+        skipped = self.num_bytes - self.num_bytes_read
+        read = f"{self.num_bytes_read:,} bytes read"
+        return f"{files}, verified: {read}, {skipped:,} skipped as unchanged since the last check"
 
     def _run(self) -> None:
         try:
