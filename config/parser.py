@@ -20,8 +20,8 @@ from model.field_types import describe, invalid_values
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
 
-# Metadata of the fields of a script's settings: a field with a default that may be given by position, and a field of
-# all words that are not options of the script, which are passed on to train.py.
+# Field metadata for parse_tool. POSITIONAL: a field with a default that is a positional argument. PASSED_ON: a list[str]
+# field for all arguments that are not options of the script; they are passed on to train.py.
 POSITIONAL: dict[str, bool] = {"positional": True}
 PASSED_ON: dict[str, bool] = {"passed_on": True}
 
@@ -41,29 +41,30 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     Without `--config`, configs/stories.yaml is read. `--help` and `--print_config` print and exit.
 
     Args:
-        args: the command line without the program; by default that of this process.
-        num_processes: number of training processes, which the batch size must fit.
+        args: the command line without the program; default: sys.argv[1:].
+        num_processes: the number of training processes, which must be able to split the global batch.
 
     Raises:
         ConfigError: the parser's first error, or all inconsistent values together.
     """
-    own_args = sys.argv[1:] if args is None else args
-    has_config = any(arg.split("=")[0] == "--config" for arg in own_args)
-    args = own_args if has_config else ["--config", str(DEFAULT_CONFIG), *own_args]
+    user_args = sys.argv[1:] if args is None else args
+    has_config = any(arg.split("=")[0] == "--config" for arg in user_args)
+    args = user_args if has_config else ["--config", str(DEFAULT_CONFIG), *user_args]
     parser = _train_parser()
     try:
-        if "--print_config" in args:  # the parser prints before it refuses words that it does not know
+        if "--print_config" in args:  # jsonargparse prints and exits before it reports unknown arguments
             _parse(parser, [arg for arg in args if arg != "--print_config"])
         settings = _parse(parser, args)
     except ConfigError as error:
         raise _with_file_name(parser, args, error) from None
     config_files = settings.pop("config")
-    if None in config_files:
+    if None in config_files:  # as after --config '{steps: 3}'
         raise ConfigError("config: settings were given where a YAML file is meant; use --section.field VALUE for them")
     if settings["name"] is None:
         settings["name"] = Path(str(config_files[-1])).stem
     if settings["init_from"] is not None:
-        given = parser.parse_args(own_args, defaults=False).get("model")
+        # The initial model determines the settings of `model`, except those that the user gave.
+        given = parser.parse_args(user_args, defaults=False).get("model")
         settings["model"] = PartialModel(frozenset(vars(given) if given else ()), **vars(settings["model"]))
     config = TrainConfig(**settings)
     require_consistent(config, num_processes)
@@ -74,10 +75,10 @@ def parse_tool(settings_class: type, program: str, args: list[str] | None = None
     """Parse the command line of a program other than train.py.
 
     Args:
-        settings_class: a dataclass. Fields without a default are positional; of type list[str], they take one word or
-            more. A bool may be given without a value, which means true. See also POSITIONAL and PASSED_ON.
+        settings_class: a dataclass. Fields without a default are positional; of type list[str], they take one argument
+            or more. A bool may be given without a value, which means true. See also POSITIONAL and PASSED_ON.
         program: the name of the program in `--help`.
-        args: the command line without the program; by default that of this process.
+        args: the command line without the program; default: sys.argv[1:].
         positional: whether fields without a default are positional.
 
     Returns:
@@ -87,43 +88,39 @@ def parse_tool(settings_class: type, program: str, args: list[str] | None = None
         ConfigError: the parser's first error, or all values that are out of range.
     """
     parser = _parser(settings_class, program, settings_class.__doc__ or "")
-    lists = {setting.name for setting in fields(settings_class) if setting.type == list[str]}
-    places = {setting.name: setting for setting in fields(settings_class) if "positional" in setting.metadata}
-    parser.add_class_arguments(settings_class, as_group=False, as_positional=positional, skip={*lists, *places})
+    settings = fields(settings_class)
+    lists = {setting.name for setting in settings if setting.type == list[str]}
+    optional = {setting.name: setting for setting in settings if "positional" in setting.metadata}
+    parser.add_class_arguments(settings_class, as_group=False, as_positional=positional, skip={*lists, *optional})
     for name in lists:
         parser.add_argument(name, nargs="+")
-    for name, setting in places.items():
+    for name, setting in optional.items():
         parser.add_argument(name, nargs="?", type=setting.type, default=setting.default)
     args = sys.argv[1:] if args is None else args
-    if any("passed_on" in setting.metadata for setting in fields(settings_class)):
+    if any("passed_on" in setting.metadata for setting in settings):
         args = _move_options_first(args, settings_class)
-    switches = {f"--{setting.name}" for setting in fields(settings_class) if setting.type is bool}
-    args = [
-        f"{word}=true" if word in switches and value not in ("true", "false") else word
-        for word, value in pairwise([*args, ""])
+    flags = {f"--{setting.name}" for setting in settings if setting.type is bool}
+    args = [  # --flag becomes --flag=true, unless its value follows
+        f"{arg}=true" if arg in flags and next_arg not in ("true", "false") else arg
+        for arg, next_arg in pairwise([*args, ""])
     ]
-    settings = settings_class(**_parse(parser, args))
-    if problems := invalid_values(settings):
+    parsed = settings_class(**_parse(parser, args))
+    if problems := invalid_values(parsed):
         raise ConfigError("\n".join(problems))
-    return settings
+    return parsed
 
 
 def _move_options_first(args: list[str], settings_class: type) -> list[str]:
-    """Return the options of `settings_class`, then `--`, then all other words of a command line."""
-    options = {f"--{setting.name}": setting.type for setting in fields(settings_class) if setting.type != list[str]}
-    own, passed_on, words = [], [], iter([*args, ""])
-    following = next(words)
-    while following:
-        word, following = following, next(words, "")
-        if word.partition("=")[0] not in {"-h", "--help", *options}:
-            passed_on.append(word)
-            continue
-        own.append(word)
-        takes_value = word in options and (options[word] is not bool or following in ("true", "false"))
-        if takes_value and following:
-            own.append(following)
-            following = next(words, "")
-    return [*own, "--", *passed_on]
+    """Return the options of `settings_class` with their values, then `--`, then all other arguments."""
+    types = {f"--{setting.name}": setting.type for setting in fields(settings_class) if setting.type != list[str]}
+    options, others, i = [], [], 0
+    while i < len(args):
+        arg, next_arg = args[i], args[i + 1 : i + 2]  # the latter is [] after the last argument
+        takes_value = arg in types and (types[arg] is not bool or next_arg in (["true"], ["false"]))
+        is_option = arg.partition("=")[0] in {"-h", "--help", *types}
+        (options if is_option else others).extend([arg, *next_arg] if takes_value else [arg])
+        i += 1 + takes_value
+    return [*options, "--", *others]
 
 
 @cache  # building it reads the source for the docstrings, which takes longer than parsing
@@ -149,7 +146,7 @@ def _parser(settings_class: type, program: str, description: str) -> _Parser:
 
 
 def _load_value(text: str) -> Any:
-    """Read a file or a word of the command line; a word that YAML takes for a comment (`#x`) stays what it is."""
+    """Read a config file or an argument as YAML; an argument that is a YAML comment (`#x`) remains a string."""
     value = read_strings(text)
     return text if value is None else value
 
@@ -175,8 +172,8 @@ def _parse(parser: _Parser, args: list[str]) -> dict[str, Any]:
 
 def _with_file_name(parser: _Parser, args: list[str], error: ConfigError) -> ConfigError:
     """Prefix the parser's error with the config file that causes it, if one does."""
-    words = [word for arg in args for word in arg.split("=", 1)]
-    for file in (value for name, value in pairwise(words) if name == "--config" and Path(value).is_file()):
+    parts = [part for arg in args for part in arg.split("=", 1)]
+    for file in (value for name, value in pairwise(parts) if name == "--config" and Path(value).is_file()):
         try:
             _parse(parser, ["--config", file])
         except ConfigError as error_of_file:
@@ -206,7 +203,7 @@ def _explain(message: str, settings_class: type) -> str:
 
 
 def _setting_names(settings_class: Any) -> list[str]:
-    """Return the names of all settings, as `steps` or `optimizer.lr`."""
+    """Return the dotted names of all settings, such as `steps` and `optimizer.lr`."""
     names = [field.name for field in fields(settings_class) if not is_dataclass(field.type)]
     for section in (field for field in fields(settings_class) if is_dataclass(field.type)):
         names += [f"{section.name}.{name}" for name in _setting_names(section.type)]
@@ -214,7 +211,7 @@ def _setting_names(settings_class: Any) -> list[str]:
 
 
 def _annotation(setting: str, settings_class: Any) -> Any:
-    """Return the type of the field that is named as `steps` or `optimizer.lr`; None if there is no such field."""
+    """Return the type of the setting with a dotted name such as `optimizer.lr`; None if there is no such setting."""
     section, _, name = setting.rpartition(".")
     types = {field.name: field.type for field in fields(settings_class)}
     if section:
