@@ -20,8 +20,8 @@ from model.field_types import describe, invalid_values
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
 
-# Field metadata for parse_tool. POSITIONAL: a field with a default that is a positional argument. PASSED_ON: a list[str]
-# field for all arguments that are not options of the script; they are passed on to train.py.
+# Field metadata for parse_tool. POSITIONAL: a field with a default that is a positional argument. PASSED_ON: a field of
+# type list[str] for all arguments that are not options of the script; they are passed on to train.py.
 POSITIONAL: dict[str, bool] = {"positional": True}
 PASSED_ON: dict[str, bool] = {"passed_on": True}
 

@@ -1,6 +1,7 @@
 """All settings of a run, with types, checks, and docstrings that are also their `--help`."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,9 +37,9 @@ class DataConfig:
     """source text: the prepared corpus, a folder written by data.prepare --out."""
 
     mix: dict[str, PositiveFloat] | None = None
-    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Each 1,000 training sequences
-    contain every corpus in proportion to its weight, and so do the evaluation.num_samples validation sequences (null:
-    all validation sequences of all corpora)."""
+    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Every 1,000 training sequences
+    contain each corpus in proportion to its weight. So do the validation sequences, unless evaluation.num_samples is
+    null: then all validation sequences of all corpora are used."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences. concat: windows of the concatenated documents; isolated: the same,
@@ -47,12 +48,12 @@ class DataConfig:
     conversations into a sequence as fit, isolated from each other; padded puts one."""
 
     hash: str | None = None
-    """source text: hash of the tokens and the tokenizer. null: filled in at the first start, so that the run is never
+    """source text: hash of the tokens and the tokenizer. null: filled in when the run first starts, so that it is never
     resumed with another corpus."""
 
     seed: NonNegativeInt | None = None
-    """sources random and stories: seed of the training and the validation set. null: that of the run or checkpoint that
-    is resumed, else 0; runs that differ only in their own `seed` have the same data."""
+    """sources random and stories: seed of the training and the validation set. null: the value stored in the run or
+    checkpoint that is resumed, otherwise 0; the top-level `seed` does not affect it."""
 
     num_samples: PositiveInt = 1000
     """sources random and stories: sequences in the training set. An epoch visits each once."""
@@ -74,25 +75,25 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """List the settings that do not fit the source."""
-        if nameless := [path for path in self.mix or {} if not isinstance(path, str)]:
-            return [f"data.mix: {nameless[0]} is not a path"]
+        if not_paths := [path for path in self.mix or {} if not isinstance(path, str)]:
+            return [f"data.mix: {not_paths[0]} is not a path"]
         if self.source == "text":
             neither_or_both = (self.path is None) == (not self.mix)
             needs = "data.source: text needs one of data.path (a folder written by data.prepare) and data.mix (several)"
-            return ([needs] if neither_or_both else []) + self._problems_of_facts()
-        if self.source not in ("random", "stories"):  # a fork's own, which may read files
+            return ([needs] if neither_or_both else []) + self._facts_problems()
+        if self.source not in ("random", "stories"):  # a source that a fork added, which may use any of these settings
             return []
-        of_text = {"path": self.path, "mix": self.mix, "hash": self.hash}
-        given = {name: value for name, value in of_text.items() if value is not None}
+        text_settings = {"path": self.path, "mix": self.mix, "hash": self.hash}
+        given = {name: value for name, value in text_settings.items() if value is not None}
         given |= {"packing": self.packing} if self.packing != "concat" else {}
         return [
             f"data.{name}: {value} is for data.source: text, but data.source is {self.source}; change one of the two"
             for name, value in given.items()
-        ] + self._problems_of_facts()
+        ] + self._facts_problems()
 
-    def _problems_of_facts(self) -> list[str]:
+    def _facts_problems(self) -> list[str]:
         if self.facts > 65536:
-            return [f"data.facts: {self.facts} is more than there are words for; use at most 65536"]
+            return [f"data.facts: {self.facts} is too large; use at most 65536"]
         if self.facts and self.source != "stories":
             return [f"data.facts: {self.facts} is for data.source: stories, but data.source is {self.source}; use 0"]
         return []
@@ -114,8 +115,8 @@ class OptimizerConfig:
     """Decoupled weight decay, on matrices only: not on biases, norm gains or anything else with one dimension."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the running averages of the gradient and of its square; for muon of the gradient and of the square
-    of the update."""
+    """Decay rates of two running averages. adamw: of the gradient and of its square; muon: of the gradient and of the
+    mean square of each row of the update."""
 
     grad_clip: PositiveFloat | None = 1.0
     """Largest global L2 norm of the gradient; larger gradients are scaled down to it. null: no clipping."""
@@ -143,7 +144,7 @@ class ScheduleConfig:
     global_batch_size. The size then grows by this number at evenly spaced steps. null: always global_batch_size."""
 
     batch_warmup_steps: NonNegativeInt | None = None
-    """Steps before the first batch of global_batch_size; the increases are evenly spaced over them."""
+    """Steps until the batch size reaches global_batch_size; the increases are evenly spaced over them."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,8 @@ class CheckpointConfig:
     """Write checkpoints in the background, from a copy in CPU memory, while training continues."""
 
     on_failure: Literal["stop", "continue"] = "stop"
-    """Action when a checkpoint cannot be written, as on a full disk. continue: keep training and try again at the
-    next one; the last one of a run must succeed."""
+    """Action when a checkpoint cannot be written, as on a full disk. stop: stop the run; continue: keep training and
+    save again at the next checkpoint. The last checkpoint of a run must be written in any case."""
 
     @property
     def stops_on_failure(self) -> bool:
@@ -222,7 +223,7 @@ class TrackingConfig:
     """The run's project in W&B or Trackio."""
 
     group: str | None = None
-    """The run's group in W&B. null: none, but for a run of sweep.py the name of the sweep."""
+    """The run's group in W&B. null: none; sweep.py sets it to the name of the sweep."""
 
     tags: list[str] | None = None
     """The run's tags in W&B, such as [baseline, wide]."""
@@ -234,18 +235,21 @@ class TrackingConfig:
     """Steps between log lines."""
 
     block_stats: bool = False
-    """For every block, log the norms of weights and gradients, the RMS of the activations and the norm of the update
-    divided by that of the weights, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
+    """For every block, log the norms of weights and gradients, the RMS of the activations and the ratio of update norm
+    to weight norm, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
 
     def problems(self) -> list[str]:
         """List the settings that the tracker does not support."""
-        of_wandb = {"group": self.group, "tags": self.tags, "log_model": self.log_model}
-        of_wandb |= {"wandb": self.wandb == "online" and "online"}
+        if self.tracker == "wandb":
+            return []
+        wandb_settings = {"group": self.group, "tags": self.tags, "log_model": self.log_model}
+        if self.wandb == "online":  # the other values, one of which is the default, have no effect
+            wandb_settings["wandb"] = "online"
         return [
             f"tracking.{name}: {value} is for tracking.tracker: wandb, but tracking.tracker is {self.tracker}; change "
             "one of the two"
-            for name, value in of_wandb.items()
-            if value and self.tracker != "wandb"
+            for name, value in wandb_settings.items()
+            if value
         ]
 
 
@@ -267,7 +271,7 @@ class TrainConfig:
 
     global_batch_size: PositiveInt | None = None
     """Sequences in an optimizer step, over all processes. Gradient accumulation steps are derived from it:
-    global_batch_size / (micro_batch_size * processes). null: micro_batch_size * processes of the first start."""
+    global_batch_size / (micro_batch_size * processes). null: micro_batch_size * processes when the run first starts."""
 
     micro_batch_size: PositiveInt = 8
     """Sequences in one forward and backward of a process."""
@@ -276,8 +280,8 @@ class TrainConfig:
     """Sequence length in tokens."""
 
     resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the newest valid checkpoint of this run, if there is one; never: start anew, after renaming an
-    existing run directory."""
+    """auto: resume from the newest valid checkpoint of this run, if there is one; never: start from step 0, after
+    renaming an existing run directory."""
 
     branch_from: str | None = None
     """Path of a checkpoint whose weights, moments and step a new run starts from. null: none."""
@@ -288,7 +292,8 @@ class TrainConfig:
     differ. null: random weights."""
 
     init_hash: str | None = None
-    """Hash of the weights of init_from. null: filled in at the first start, so that a restart uses the same weights."""
+    """Hash of the weights of init_from. null: filled in when the run first starts, so that it is never resumed with
+    other weights."""
 
     exact: bool = False
     """Train to the same bits on 1, 2, 4, 8, ... processes: gradients are summed in a fixed tree instead of by DDP, with
@@ -299,8 +304,8 @@ class TrainConfig:
     prints a warning and trains uncompiled."""
 
     tf32: bool = False
-    """On an NVIDIA GPU, multiply float32 matrices in TF32: several times as fast without mixed precision, but factors
-    are rounded to 10 bits after the binary point. Not with `exact`."""
+    """On an NVIDIA GPU, multiply float32 matrices in TF32: several times as fast without mixed precision, but inputs
+    are rounded to a 10-bit mantissa. Not with `exact`."""
 
     activation_checkpointing: bool = False
     """Store only the input of each transformer block and recompute its activations in the backward: less memory for
@@ -312,8 +317,8 @@ class TrainConfig:
     chunk (32 MiB on a CPU, 1 GiB on a GPU)."""
 
     stop_after: PositiveInt | None = None
-    """Save and stop after this step, as a signal does; the same command then resumes the run up to `steps`. Ignored by
-    a run that is already past it."""
+    """Save and stop after this step, as on a signal; the same command then resumes the run up to `steps`. Ignored by a
+    run that has already completed this step."""
 
     profile: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step, such as [20, 22], of which every process writes a Chrome trace into the run directory."""
@@ -362,48 +367,87 @@ class TrainConfig:
         """List the values that are out of range; if there are none, the settings that contradict each other."""
         if problems := invalid_values(self):
             return problems
-        if self.init_from is not None and self.init_hash is None:  # its model settings are not loaded yet
-            return self._problems_of_names()
+        if self.init_from is not None and self.init_hash is None:  # all is checked once the initial model is loaded
+            return [*self._path_problems()]
         problems = self.model.problems() + self.data.problems() + self.tracking.problems()
-        sizes = self._problems_of_sizes(num_processes) if not problems else []
-        problems += self._problems_of_names() + sizes + self._problems_of_sequences()
-        return problems + self._problems_of_processes(num_processes) + self._problems_of_steps()
+        return [
+            *problems,
+            *self._path_problems(),
+            *(self._memory_problems(num_processes) if not problems else []),
+            *self._seq_len_and_source_problems(),
+            *self._batch_and_exact_problems(num_processes),
+            *self._schedule_problems(),
+            *self._other_problems(),
+        ]
 
-    def _problems_of_sequences(self) -> list[str]:
-        problems = []
+    def _path_problems(self) -> Iterator[str]:
+        """Check the name of the run and the paths."""
+        name = self.name
+        is_plain = name is None or (Path(name).name == name and name != ".." and not name.startswith("~"))
+        if not is_plain or name == "":
+            yield f"name: {name!r} is not a plain directory name; use out_dir for the directory above it"
+        for setting in ("name", "out_dir", "branch_from", "init_from"):
+            value = getattr(self, setting)
+            if value is not None and not value.isprintable():
+                yield f"{setting}: {value!r} has characters that cannot be printed; use others"
+        if self.init_from is not None and self.branch_from is not None:
+            yield f"init_from: {self.init_from} and branch_from: {self.branch_from}: set only one of them"
+        try:
+            expand_user_path("out_dir", self.out_dir)
+        except ConfigError as error:
+            yield str(error)
+
+    def _memory_problems(self, num_processes: int) -> Iterator[str]:
+        """Check, before anything is allocated, that this machine has enough memory for the sizes."""
+        memory = psutil.virtual_memory().total + psutil.swap_memory().total
+        model = self.model
+        sizes = {name: getattr(model, name) for name in ("vocab_size", "d_model", "d_ff", "n_layers")}
+        local_batch_size = (self.global_batch_size or self.micro_batch_size * num_processes) / num_processes
+        needed_bytes = {
+            f"model: its {model.num_weights:,} weights with {sizes}": 4 * model.num_weights,
+            # input_ids and labels of a whole step, int64
+            f"global_batch_size: {self.global_batch_size}, seq_len: {self.seq_len}": (
+                16 * local_batch_size * self.seq_len
+            ),
+            # the loss and the number of targets of each batch
+            f"evaluation.num_samples: {self.evaluation.num_samples}": (
+                8 * (self.evaluation.num_samples or 0) / self.evaluation.micro_batch_size
+            ),
+        }
+        for what, num_bytes in needed_bytes.items():
+            if num_bytes > memory:
+                yield (
+                    f"{what}: needs {num_bytes / 1e9:,.0f} GB in each process, and this machine has "
+                    f"{memory / 1e9:,.0f} GB"
+                )
+
+    def _seq_len_and_source_problems(self) -> Iterator[str]:
         longest = self.model.max_position_embeddings
         if self.seq_len < 2:
-            problems.append(f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more")
+            yield f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more"
         if self.seq_len > longest:
             remedy = f"{self.init_from} supports no more" if self.init_from else "lower the one or raise the other"
-            problems.append(
-                f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: {longest}; {remedy}"
-            )
+            yield f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: {longest}; {remedy}"
         if self.data.source == "random" and self.model.vocab_size is None:
-            problems.append(
-                "model.vocab_size: null means that of the tokenizer, but data.source: random has none; set one"
-            )
+            yield "model.vocab_size: null means that of the tokenizer, but data.source: random has none; set one"
         if self.data.source != "text" and self.evaluation.num_samples is None:
             endless = f"the validation set of data.source: {self.data.source} is endless"
-            problems.append(f"evaluation.num_samples: null means all samples, but {endless}; set a number")
-        return problems
+            yield f"evaluation.num_samples: null means all samples, but {endless}; set a number"
 
-    def _problems_of_processes(self, num_processes: int) -> list[str]:
-        problems = []
-        sizes = {"global_batch_size": self.global_batch_size}
-        sizes |= {"schedule.batch_warmup_from": self.schedule.batch_warmup_from}
+    def _batch_and_exact_problems(self, num_processes: int) -> Iterator[str]:
+        sizes = {
+            "global_batch_size": self.global_batch_size,
+            "schedule.batch_warmup_from": self.schedule.batch_warmup_from,
+        }
         for name, size in sizes.items():
             if size is not None and size % (self.micro_batch_size * num_processes):
-                problems.append(self._remedy_for_batch(name, size, num_processes))
+                yield self._indivisible_batch_message(name, size, num_processes)
         if self.exact and num_processes & (num_processes - 1):
-            problems.append(
-                f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
-            )
+            yield f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
         if self.exact and self.tf32:
-            problems.append("exact: true multiplies in full float32; set tf32 to false")
-        return problems
+            yield "exact: true multiplies in full float32; set tf32 to false"
 
-    def _remedy_for_batch(self, name: str, size: int, num_processes: int) -> str:
+    def _indivisible_batch_message(self, name: str, size: int, num_processes: int) -> str:
         """Return the message for a batch that the processes cannot split, with the nearest sizes that work."""
         sequences_at_once = self.micro_batch_size * num_processes
         message = (
@@ -416,100 +460,50 @@ class TrainConfig:
         counts = [str(count) for count in range(1, min(micro_batches, 1024) + 1) if micro_batches % count == 0]
         return f"{message}; numbers of processes that can split it: {', '.join(counts)}"
 
-    def _problems_of_steps(self) -> list[str]:
-        """List the problems of the schedule, the optimizer, checkpoints and the profile."""
-        problems = []
-        schedule, optimizer, checkpoint = self.schedule, self.optimizer, self.checkpoint
+    def _schedule_problems(self) -> Iterator[str]:
+        schedule = self.schedule
         if schedule.min_lr_ratio > 1:
-            problems.append(
-                f"schedule.min_lr_ratio: {schedule.min_lr_ratio} must be a fraction of the peak, so at most 1"
-            )
+            yield f"schedule.min_lr_ratio: {schedule.min_lr_ratio} must be a fraction of the peak, so at most 1"
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
             decay = f" and schedule.decay_steps: {schedule.decay_steps}" if schedule.decay_steps else ""
-            problems.append(f"schedule.warmup_steps: {schedule.warmup_steps}{decay}: more than steps: {self.steps}")
-        problems += self._problems_of_batch_warmup()
-        if not all(0 <= beta < 1 for beta in optimizer.betas):
-            problems.append(f"optimizer.betas: {list(optimizer.betas)} must both be at least 0 and below 1")
+            yield f"schedule.warmup_steps: {schedule.warmup_steps}{decay}: more than steps: {self.steps}"
+        first, steps, whole = schedule.batch_warmup_from, schedule.batch_warmup_steps, self.global_batch_size
+        if first is None:
+            if steps:
+                yield (
+                    f"schedule.batch_warmup_steps: {steps} needs schedule.batch_warmup_from, sequences in the first "
+                    "batch"
+                )
+            return
+        if steps is None:
+            yield f"schedule.batch_warmup_from: {first} needs schedule.batch_warmup_steps, over which the batch grows"
+            return
+        if steps > self.steps:
+            yield f"schedule.batch_warmup_steps: {steps}: more than steps: {self.steps}"
+        if whole is not None and whole < first:
+            yield f"schedule.batch_warmup_from: {first} is more than global_batch_size: {whole}"
+        elif whole is not None and whole % first:
+            yield (
+                f"global_batch_size: {whole} is not a multiple of schedule.batch_warmup_from: {first}, by which the "
+                f"batch grows; the nearest that work: {_nearest(whole, first)}"
+            )
+
+    def _other_problems(self) -> Iterator[str]:
+        """Check the optimizer's betas, the checkpoints to keep and the steps to profile."""
+        checkpoint, betas = self.checkpoint, self.optimizer.betas
+        if not all(0 <= beta < 1 for beta in betas):
+            yield f"optimizer.betas: {list(betas)} must both be at least 0 and below 1"
         if checkpoint.keep_every % checkpoint.every:
-            problems.append(
+            yield (
                 f"checkpoint.keep_every: {checkpoint.keep_every} is not a multiple of checkpoint.every: "
                 f"{checkpoint.every}"
             )
         if self.profile and self.profile[0] > self.profile[1]:
-            problems.append(f"profile: {list(self.profile)} must be the first and the last step, in this order")
-        return problems
-
-    def _problems_of_batch_warmup(self) -> list[str]:
-        first, steps = self.schedule.batch_warmup_from, self.schedule.batch_warmup_steps
-        if first is None:
-            needs = (
-                f"schedule.batch_warmup_steps: {steps} needs schedule.batch_warmup_from, sequences in the first batch"
-            )
-            return [needs] if steps else []
-        if steps is None:
-            return [
-                f"schedule.batch_warmup_from: {first} needs schedule.batch_warmup_steps, over which the batch grows"
-            ]
-        problems, whole = [], self.global_batch_size
-        if steps > self.steps:
-            problems.append(f"schedule.batch_warmup_steps: {steps}: more than steps: {self.steps}")
-        if whole is not None and whole < first:
-            problems.append(f"schedule.batch_warmup_from: {first} is more than global_batch_size: {whole}")
-        elif whole is not None and whole % first:
-            problems.append(
-                f"global_batch_size: {whole} is not a multiple of schedule.batch_warmup_from: {first}, by which the "
-                f"batch grows; the nearest that work: {_nearest(whole, first)}"
-            )
-        return problems
-
-    def _problems_of_sizes(self, num_processes: int) -> list[str]:
-        """List the sizes that need more memory than this machine has, before anything is allocated."""
-        memory = psutil.virtual_memory().total + psutil.swap_memory().total
-        model = self.model
-        sizes = {name: getattr(model, name) for name in ("vocab_size", "d_model", "d_ff", "n_layers")}
-        local_batch_size = (self.global_batch_size or self.micro_batch_size * num_processes) / num_processes
-        batches = (self.evaluation.num_samples or 0) / self.evaluation.micro_batch_size
-        needs = [
-            (f"model: its {model.num_weights:,} weights with {sizes}", 4 * model.num_weights),
-            # input_ids and labels of a whole step
-            (
-                f"global_batch_size: {self.global_batch_size}, seq_len: {self.seq_len}",
-                16 * local_batch_size * self.seq_len,
-            ),
-            # the loss and the number of targets of each batch
-            (f"evaluation.num_samples: {self.evaluation.num_samples}", 8 * batches),
-        ]
-        return [
-            f"{what}: needs {num_bytes / 1e9:,.0f} GB in each process, and this machine has {memory / 1e9:,.0f} GB"
-            for what, num_bytes in needs
-            if num_bytes > memory
-        ]
-
-    def _problems_of_names(self) -> list[str]:
-        problems = []
-        name = self.name
-        is_plain = name is None or (Path(name).name == name and name != ".." and not name.startswith("~"))
-        if not is_plain or name == "":
-            problems.append(f"name: {name!r} is not a plain directory name; use out_dir for the directory above it")
-        for setting, value in (
-            ("name", name),
-            ("out_dir", self.out_dir),
-            ("branch_from", self.branch_from),
-            ("init_from", self.init_from),
-        ):
-            if value is not None and not value.isprintable():
-                problems.append(f"{setting}: {value!r} has characters that cannot be printed; use others")
-        if self.init_from is not None and self.branch_from is not None:
-            problems.append(f"init_from: {self.init_from} and branch_from: {self.branch_from}: set only one of them")
-        try:
-            expand_user_path("out_dir", self.out_dir)
-        except ConfigError as error:
-            problems.append(str(error))
-        return problems
+            yield f"profile: {list(self.profile)} must be the first and the last step, in this order"
 
 
 def _nearest(size: int, unit: int) -> str:
-    """Return the multiples of `unit` below and above a size, in words."""
+    """Return the positive multiples of `unit` next below and above `size`, such as "8 or 16"."""
     below = size // unit * unit
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
 
@@ -519,6 +513,6 @@ def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
     flat = {}
     sections = {name for name, default in asdict(TrainConfig()).items() if isinstance(default, dict)}
     for key, value in json.loads(json.dumps(settings)).items():
-        inside = isinstance(value, dict) and key in sections
-        flat |= {f"{key}.{name}": item for name, item in value.items()} if inside else {key: value}
+        is_section = key in sections and isinstance(value, dict)
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if is_section else {key: value}
     return flat

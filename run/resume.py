@@ -27,7 +27,7 @@ FREE_SETTINGS = OF_SCHEDULES | {
     *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
 FIXED_SETTINGS = {"evaluation.ema_decay"}  # exceptions: the EMA is a part of the optimizer's state
-# Filled in at the first start if they are null.
+# Filled in when the run first starts if they are null.
 RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
 
 NONE_LEFT = "no valid checkpoint is left"

@@ -294,8 +294,8 @@ def test_own_options_may_be_anywhere(monkeypatch, capsys):
     words = ["--seed", "0,1", "--launch", "accelerate launch --cpu", "--name", "x"]
     expected = SweepConfig(["--seed", "0,1", "--name", "x"], launch="accelerate launch --cpu")
     assert parse_tool(SweepConfig, "sweep.py", words) == expected
-    empty_values = ["--name", "", "--launch", "", "--seed", "0,1", ""]
-    assert parse_tool(SweepConfig, "sweep.py", empty_values) == SweepConfig(["--name", "", "--seed", "0,1", ""], launch="")
+    words = ["--name", "", "--launch", "", "--seed", "0,1", ""]
+    assert parse_tool(SweepConfig, "sweep.py", words) == SweepConfig(["--name", "", "--seed", "0,1", ""], launch="")
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--seed", "0,x", "--launch=python"])
     streams = sys.stdout, sys.stderr
     assert scripts.run_script("sweep", SweepConfig, needs_torch=False) == 2
