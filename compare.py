@@ -1,6 +1,6 @@
 """Compares runs: python compare.py RUN RUN..., for a sweep python compare.py runs/*.
 
-Prints which settings differ, at which step runs diverge, losses, throughput and cost, and which recipes differ
+Prints which settings differ, at which step runs diverge, losses, throughput and cost, and which configurations differ
 significantly over their seeds. Plots the curves in one figure. Runs that predict different data are compared
 separately. docs/comparing.md explains the output.
 """

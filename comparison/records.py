@@ -1,4 +1,4 @@
-"""Runs read from disk for comparison: curves, costs, where two diverge, and which are one recipe with other seeds.
+"""Runs read from disk for comparison: curves, costs, where two diverge, and which differ only in their seeds.
 
 Nothing here needs torch.
 """
@@ -27,15 +27,15 @@ from run.status import Status
 
 SEEDS = ("seed", "data.seed")
 NEVER = -1  # the step where equal runs diverge
-# Runs of one recipe may differ in these settings: the location, and what changes losses by rounding at most.
+# Runs of one configuration may differ in these settings: the location, and what changes losses by rounding at most.
 IGNORED_SETTINGS = FREE_SETTINGS - OF_SCHEDULES - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
 IGNORED_SETTINGS |= {
     f"evaluation.{name}"
     for name in ("every", "micro_batch_size", "num_scored_generations", "num_logged_generations", "temperature")
 }
-Recipe = tuple[Any, ...]
+Configuration = tuple[Any, ...]
 """What runs that differ in their seeds alone have in common: their other settings and facts and, for a branch, its
-first step and the recipe of its parent or, if that run is gone, the digest of its state."""
+first step and the configuration of its parent or, if that run is gone, the digest of its state."""
 
 
 @dataclass(eq=False)
@@ -161,7 +161,7 @@ class Record:
         return ", ".join([str(codes[0][1]), *changes])
 
     def seeds(self) -> tuple[Any, ...]:
-        """Return the sequence of seeds from step 1; runs of one recipe with equal sequences are the same run.
+        """Return the sequence of seeds from step 1; runs of one configuration with equal sequences are the same run.
 
         A branch adds its seeds to its parent's unless they are equal; if the parent is gone, the digest of the state
         that the branch started from stands for the parent's seeds.
@@ -172,13 +172,13 @@ class Record:
         before = self.origin.seeds() if self.origin else (self.branch.digest or self.branch.run,)
         return before if before[-1] == own else (*before, own)
 
-    def recipe(self) -> Recipe:
+    def configuration(self) -> Configuration:
         """Return what the run has in common with runs that differ by their seeds alone."""
-        names = sorted(name for name in self.settings if belongs_to_recipe(name) and name not in SEEDS)
+        names = sorted(name for name in self.settings if belongs_to_configuration(name) and name not in SEEDS)
         settings = tuple((name, json.dumps(self.settings[name], sort_keys=True)) for name in names)
         if self.branch is None:
             return (settings,)
-        parent = self.origin.recipe() if self.origin else self.branch.digest or self.branch.run
+        parent = self.origin.configuration() if self.origin else self.branch.digest or self.branch.run
         return settings, self.branch.step, parent
 
 
@@ -192,7 +192,7 @@ def prediction_task(record: Record) -> tuple[Any, ...]:
     return source, setting("data.facts"), setting("data.zipf") if setting("data.facts") else None
 
 
-def belongs_to_recipe(name: str) -> bool:
+def belongs_to_configuration(name: str) -> bool:
     """Return whether a setting affects the training, not only where or how fast it happens."""
     return not IGNORED_SETTINGS & {name, name.split(".")[0]}
 
@@ -240,7 +240,7 @@ def read_records(paths: list[Path]) -> tuple[list[Record], list[str]]:
 def read_ancestors(records: list[Record]) -> list[Record]:
     """Return the runs and, for branches, the runs on disk that may be their parents, and the parents of those.
 
-    Parents decide which branches are one recipe, which must not depend on the runs that happen to be compared.
+    Parents decide which branches are one configuration, which must not depend on the runs that happen to be compared.
     """
     known = {record.path.resolve(): record for record in records}
     queue = [*records]
@@ -297,7 +297,7 @@ def differing_settings(records: list[Record]) -> list[str]:
 def changed_by_branch(branch: Record) -> list[str]:
     """Return the settings and facts in which a branch differs from the same steps of its parent."""
     assert branch.parent is not None
-    names = [name for name in differing_settings([branch.parent, branch]) if belongs_to_recipe(name)]
+    names = [name for name in differing_settings([branch.parent, branch]) if belongs_to_configuration(name)]
     runs = (branch.parent, branch)
     facts_then, facts_now = (run.settings | {"code": run.code(after=branch.fork_step)} for run in runs)
     return [name for name in names if name not in FACTS] + compare_facts(facts_then, facts_now)
@@ -327,7 +327,7 @@ def measure_effect(branch: Record, records: list[Record]) -> tuple[int, float, l
 
 
 def final_values(records: list[Record], metric: str = "val/loss") -> list[float]:
-    """Return a metric after the last step of runs of one recipe, one value for each seed."""
+    """Return a metric after the last step of runs of one configuration, one value for each seed."""
     losses = [(record.seeds(), record.final(metric)) for record in records]
     return average_by_seed([(seeds, loss) for seeds, loss in losses if loss is not None])
 

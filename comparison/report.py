@@ -1,7 +1,7 @@
 """Figures and an HTML page that compare runs: losses as PNG; every metric, with the tables, as HTML.
 
-Runs of one recipe, which differ by their seeds alone, are one curve: the mean over seeds, in a band from the lowest to
-the highest. A run that has not reached its last step, for example because it diverged, is a separate curve in the
+The runs of one configuration differ only in their seeds and are one curve: the mean over seeds, in a band from lowest
+to highest. A run that has not reached its last step, for example because it diverged, is a separate curve in the
 same colour, so that the mean does not jump where a run ends.
 """
 
@@ -47,7 +47,7 @@ Line = list[tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves of a recipe."""
+    """The curves of a configuration."""
 
     label: str
     metrics: dict[str, list[Line]]
@@ -59,9 +59,12 @@ class Curves:
 
 
 def make_curves(group: Group, x: str) -> list[Curves]:
-    """Make the curves of each recipe over an axis of X_AXES; runs that logged too little for the axis are left out."""
-    all_curves, have_one_seed = [], all(len({r.seeds() for r in records}) == 1 for records in group.recipes.values())
-    for label, records in group.recipes.items():
+    """Make the curves of each configuration over an axis of X_AXES, without runs that logged too little for it."""
+    all_curves, have_one_seed = (
+        [],
+        all(len({r.seeds() for r in records}) == 1 for records in group.configurations.values()),
+    )
+    for label, records in group.configurations.items():
         num_seeds = len({record.seeds() for record in records})
         name = records[0].label if have_one_seed else f"{label} ({num_seeds} seeds)" if num_seeds > 1 else label
         all_curves.append(Curves(name, make_lines([record for record in records if record.step_to_x(x)], x)))
@@ -69,7 +72,7 @@ def make_curves(group: Group, x: str) -> list[Curves]:
 
 
 def make_lines(records: list[Record], x: str) -> dict[str, list[Line]]:
-    """Make the lines of one recipe by metric: the mean of its finished runs, then its unfinished runs."""
+    """Make the lines of one configuration by metric: the mean of its finished runs, then its unfinished runs."""
     finished = {record.seeds(): record for record in records if record.final() is not None}  # ignores repetitions
     unfinished = [record for record in records if record.final() is None]
     lines: dict[str, list[Line]] = {}
@@ -164,7 +167,7 @@ def plot_lines(axes: "Axes", lines: list[Line], style: dict[str, Any]) -> None:
 
 
 def plot_evaluations(axes: "Axes", lines: list[Line], style: dict[str, Any], index: int) -> None:
-    """Plot lines with the markers of recipe number `index` and with their bands."""
+    """Plot lines with the markers of configuration number `index` and with their bands."""
     for line in lines:
         xs, values, *band = (list(column) for column in zip(*line, strict=True))
         axes.plot(xs, values, **style, **markers(index, len(line)))
@@ -175,7 +178,7 @@ def plot_evaluations(axes: "Axes", lines: list[Line], style: dict[str, Any], ind
 def save_page(groups: list[tuple[str, list[Curves], list[Table]]], path: Path, x: str = "steps") -> None:
     """Write a self-contained HTML page with every metric of groups of runs, to hover and zoom, and their tables.
 
-    Recipes have the colours and dashes of the figure.
+    Configurations have the colours and dashes of the figure.
 
     Raises:
         OSError: The page cannot be written.

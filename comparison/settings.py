@@ -8,7 +8,7 @@ from model.field_types import PositiveFloat
 
 @dataclass
 class CompareConfig:
-    """Compares runs: settings, divergence, losses, costs, and significant differences between recipes."""
+    """Compares runs: settings, divergence, losses, costs, and significant differences between configurations."""
 
     runs: list[str]
     """Run directories. Divergence is measured from the first one that predicts the same data."""

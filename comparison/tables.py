@@ -1,4 +1,4 @@
-"""The tables of compare.py: losses, costs, and which recipes differ significantly over their seeds."""
+"""The tables of compare.py: losses, costs, and which configurations differ significantly over their seeds."""
 
 import json
 import os.path
@@ -13,9 +13,9 @@ from cli.output import aligned, printable
 from comparison.records import (
     NEVER,
     SEEDS,
-    Recipe,
+    Configuration,
     Record,
-    belongs_to_recipe,
+    belongs_to_configuration,
     differing_settings,
     final_values,
     first_divergence,
@@ -29,8 +29,8 @@ MAX_LISTED_RUNS = 4
 LOSSES = ("train/loss", "val/loss")
 # Settings that select the sequences on which the validation loss is measured.
 VALIDATION_SETTINGS = ("evaluation.num_samples", "seq_len", "data.packing")
-Recipes = dict[str, list[Record]]
-"""Runs by the label of their recipe."""
+Configurations = dict[str, list[Record]]
+"""Runs by the label of their configuration."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Group:
 
     title: str
     records: list[Record]
-    recipes: Recipes
+    configurations: Configurations
 
-    def recipe_index(self, record: Record) -> int:
-        """Return the index of the run's recipe, which determines its colour."""
-        return next(index for index, records in enumerate(self.recipes.values()) if record in records)
+    def configuration_index(self, record: Record) -> int:
+        """Return the index of the run's configuration, which determines its colour."""
+        return next(index for index, records in enumerate(self.configurations.values()) if record in records)
 
 
 @dataclass
@@ -51,8 +51,8 @@ class Table:
     """Rows of cells, the first of them titles."""
 
     rows: list[list[str]]
-    recipes: list[int | None] = field(default_factory=list)
-    """For each row except the titles, the index of its recipe in the group, or None."""
+    configurations: list[int | None] = field(default_factory=list)
+    """For each row except the titles, the index of its configuration in the group, or None."""
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
@@ -66,7 +66,7 @@ def group_by_data(records: list[Record]) -> list[Group]:
     by_data: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         by_data.setdefault(prediction_task(record), []).append(record)
-    return [Group(describe_data(members[0]), members, group_by_recipe(members)) for members in by_data.values()]
+    return [Group(describe_data(members[0]), members, group_by_configuration(members)) for members in by_data.values()]
 
 
 def describe_data(record: Record) -> str:
@@ -83,17 +83,17 @@ def describe_data(record: Record) -> str:
     return f"stories of {facts} facts (zipf {setting('data.zipf')})" if facts else "stories"
 
 
-def group_by_recipe(records: list[Record]) -> Recipes:
+def group_by_configuration(records: list[Record]) -> Configurations:
     """Group runs that differ by their seeds alone.
 
-    A label names the settings in which recipes differ or, if these are too many, the runs.
+    A label names the settings in which configurations differ or, if these are too many, the runs.
     """
-    groups: dict[Recipe, list[Record]] = {}
+    groups: dict[Configuration, list[Record]] = {}
     for record in records:
-        groups.setdefault(record.recipe(), []).append(record)
+        groups.setdefault(record.configuration(), []).append(record)
     differing = differing_settings([members[0] for members in groups.values()])
-    names = [name for name in differing if belongs_to_recipe(name) and name not in SEEDS]
-    labelled: Recipes = {}
+    names = [name for name in differing if belongs_to_configuration(name) and name not in SEEDS]
+    labelled: Configurations = {}
     for members in groups.values():
         first = members[0]
         parts = [f"{name} {format_setting(first, name)}" for name in names]
@@ -160,7 +160,7 @@ def loss_table(group: Group, target_loss: float | None) -> Table:
             steps = (first_divergence(reference, record, *metrics) for metrics in (["state/digest"], LOSSES))
             row += ["never" if step == NEVER else format_value(step, "d") for step in steps]
         table.rows.append(row)
-        table.recipes.append(group.recipe_index(record))
+        table.configurations.append(group.configuration_index(record))
     if len(records) > 1:
         table.notes.append(f"diverges: the first step logged by both where it differs from {reference.label}")
     return table
@@ -180,7 +180,7 @@ def cost_table(group: Group) -> Table:
             format_value(statistics.median(speeds) if speeds else None, ",.0f"),
         ]
         table.rows.append([*row, "-" if memory is None else f"{memory / 1e6:,.0f} MB"])
-        table.recipes.append(group.recipe_index(record))
+        table.configurations.append(group.configuration_index(record))
     return table
 
 
@@ -191,18 +191,22 @@ def sort_key(record: Record) -> tuple[bool, float, str]:
 
 
 def significance_table(group: Group) -> Table | None:
-    """Create a row for each recipe with its statistics over seeds; None if there is nothing to compare."""
-    finished = [(records, values) for records in group.recipes.values() if (values := final_values(records))]
+    """Create a row for each configuration with its statistics over seeds; None if there is nothing to compare."""
+    finished = [(records, values) for records in group.configurations.values() if (values := final_values(records))]
     if len(group.records) == 1 or not finished:
         return None
     names, warnings = differing_settings([records[0] for records, _ in finished]), []
     if "steps" in names:
-        warnings.append("warning: these recipes train for different numbers of steps, which adds to every difference")
+        warnings.append(
+            "warning: these configurations train for different numbers of steps, which adds to every difference"
+        )
     if measured := [name for name in names if name in VALIDATION_SETTINGS]:
         warnings.append(f"warning: these losses are not measured on the same sequences ({', '.join(measured)})")
     if all(len(values) == 1 for _, values in finished):
-        return Table([], notes=[*warnings, "No recipe has finished with two seeds: significance needs at least two."])
-    table = rank_recipes(group.recipes, "val/loss")
+        return Table(
+            [], notes=[*warnings, "No configuration has finished with two seeds: significance needs at least two."]
+        )
+    table = rank_configurations(group.configurations, "val/loss")
     table.notes = warnings + table.notes
     return table
 
@@ -220,19 +224,21 @@ def tokenizer_tables(groups: list[Group]) -> list[Table]:
             by_text.setdefault(text, []).append(group)
     tables = []
     for members in (members for members in by_text.values() if len(members) > 1):
-        recipes = {
-            group.title + (f": {label}" if len(group.recipes) > 1 else ""): records
+        configurations = {
+            group.title + (f": {label}" if len(group.configurations) > 1 else ""): records
             for group in members
-            for label, records in group.recipes.items()
+            for label, records in group.configurations.items()
         }
-        records = [record for records in recipes.values() for record in records]
+        records = [record for records in configurations.values() for record in records]
         num_bytes = max(record.final("val/bytes") or 0 for record in records)
         kept = [record for record in records if measures_whole_text(record, num_bytes)]
-        comparable = {label: [r for r in records if r in kept] for label, records in recipes.items()}
-        table = rank_recipes({label: records for label, records in comparable.items() if records}, "val/bits_per_byte")
-        if len(table.rows) < 3:  # fewer than two recipes have finished
+        comparable = {label: [r for r in records if r in kept] for label, records in configurations.items()}
+        table = rank_configurations(
+            {label: records for label, records in comparable.items() if records}, "val/bits_per_byte"
+        )
+        if len(table.rows) < 3:  # fewer than two configurations have finished
             continue
-        table.recipes = [None for _ in table.recipes]  # their indices differ between groups
+        table.configurations = [None for _ in table.configurations]  # their indices differ between groups
         finished = [record for record in records if record.final("val/bits_per_byte") is not None]
         if left_out := [record.label for record in finished if record not in kept]:
             table.notes.append(f"left out, evaluated on another part of the text: {', '.join(left_out)}")
@@ -248,30 +254,32 @@ def measures_whole_text(record: Record, num_bytes: float) -> bool:
     return evaluated is not None and measure_same_text(evaluated, num_bytes)
 
 
-def rank_recipes(recipes: Recipes, metric: str) -> Table:
-    """Rank recipes by the mean of a metric over seeds and test the best against each of the others."""
+def rank_configurations(configurations: Configurations, metric: str) -> Table:
+    """Rank configurations by the mean of a metric over seeds and test the best against each of the others."""
     from experiments.sequential_test import welch_p_value  # imports scipy, which takes a second
 
-    samples = [(label, values) for label, records in recipes.items() if (values := final_values(records, metric))]
+    samples = [
+        (label, values) for label, records in configurations.items() if (values := final_values(records, metric))
+    ]
     samples.sort(key=lambda sample: statistics.fmean(sample[1]))
-    best, labels = samples[0][1] if samples else [], [*recipes]
+    best, labels = samples[0][1] if samples else [], [*configurations]
     p_values = {label: welch_p_value(best, values) for label, values in samples[1:]}  # None if a second seed is missing
     num_comparisons = sum(p is not None for p in p_values.values())
-    table = Table([["recipe", "seeds", metric, "std", "above best", "p", "verdict"]])
+    table = Table([["configuration", "seeds", metric, "std", "above best", "p", "verdict"]])
     for label, values in samples:
         mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
         row = [label, str(len(values)), format_value(mean), format_value(deviation)]
         if values is not best:
             row.append(format_value(mean - statistics.fmean(best)))
             if (p := p_values[label]) is None:
-                missing = "this recipe" if len(best) > 1 else "the best" if len(values) > 1 else "both"
+                missing = "this configuration" if len(best) > 1 else "the best" if len(values) > 1 else "both"
                 row += ["-", f"needs a second seed of {missing}"]
             else:
                 p = min(1.0, p * num_comparisons)
                 row += [f"{p:.2g}", "significant" if p < SIGNIFICANCE_LEVEL else "not significant"]
         table.rows.append(row)
-        table.recipes.append(labels.index(label))
-    if unfinished := [one.label for records in recipes.values() for one in records if one.final(metric) is None]:
+        table.configurations.append(labels.index(label))
+    if unfinished := [one.label for records in configurations.values() for one in records if one.final(metric) is None]:
         table.notes.append(f"left out, without a validation loss after the last step: {', '.join(unfinished)}")
     if num_comparisons:
         test = "Welch's t-test against the best, Bonferroni-corrected for"

@@ -227,13 +227,13 @@ def test_compare_and_sweep_import_no_torch():
 # Noise
 
 
-def of_no_recipe(seed):
+def of_no_configuration(seed):
     return {"tracking": {"log_every": seed + 1}, "evaluation": {"every": seed + 1, "num_logged_generations": seed}}
 
 
-def recipe(tmp_path, name, losses, lr):
+def configuration(tmp_path, name, losses, lr):
     return [
-        fake_run(tmp_path / f"{name}{seed}", rows_of(val=[9, 9, loss]), seed=seed, lr=lr, **of_no_recipe(seed))
+        fake_run(tmp_path / f"{name}{seed}", rows_of(val=[9, 9, loss]), seed=seed, lr=lr, **of_no_configuration(seed))
         for seed, loss in enumerate(losses)
     ]
 
@@ -258,40 +258,52 @@ def test_scipy_is_imported_for_verdicts_only(pair):
     subprocess.run([sys.executable, "-c", code, *pair], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_recipe_table_groups_seeds_and_tests_significance(tmp_path, capsys):
+def test_configuration_table_groups_seeds_and_tests_significance(tmp_path, capsys):
     good, same, bad = [1.0, 1.1, 1.2], [1.05, 1.15, 1.13], [2.0, 2.1, 2.3]
-    runs = recipe(tmp_path, "g", good, 0.1) + recipe(tmp_path, "s", same, 0.2) + recipe(tmp_path, "b", bad, 0.3)
-    first, second, third = table(printed(capsys, *runs), "recipe")
-    assert first["recipe"] == "optimizer.lr 0.1" and "p" not in first
+    runs = (
+        configuration(tmp_path, "g", good, 0.1)
+        + configuration(tmp_path, "s", same, 0.2)
+        + configuration(tmp_path, "b", bad, 0.3)
+    )
+    first, second, third = table(printed(capsys, *runs), "configuration")
+    assert first["configuration"] == "optimizer.lr 0.1" and "p" not in first
     assert first["seeds"] == "3" and first["val/loss"] == "1.1000"
     assert first["std"] == f"{statistics.stdev(good):.4f}"
     p = min(1.0, 2 * welch_p_value(good, same))
-    assert (second["recipe"], second["p"], second["verdict"]) == ("optimizer.lr 0.2", f"{p:.2g}", "not significant")
+    assert (second["configuration"], second["p"], second["verdict"]) == (
+        "optimizer.lr 0.2",
+        f"{p:.2g}",
+        "not significant",
+    )
     assert (third["p"], third["verdict"]) == (f"{2 * welch_p_value(good, bad):.2g}", "significant")
     assert third["above best"] == f"{statistics.fmean(bad) - 1.1:.4f}"
 
 
-def test_recipe_of_one_seed_has_no_verdict(tmp_path, capsys):
+def test_configuration_of_one_seed_has_no_verdict(tmp_path, capsys):
     good, bad = [1.0, 1.1, 1.2], [2.0, 2.1, 2.3]
-    runs = recipe(tmp_path, "g", good, 0.1) + recipe(tmp_path, "one", [1.5], 0.2) + recipe(tmp_path, "b", bad, 0.3)
+    runs = (
+        configuration(tmp_path, "g", good, 0.1)
+        + configuration(tmp_path, "one", [1.5], 0.2)
+        + configuration(tmp_path, "b", bad, 0.3)
+    )
     shown = printed(capsys, *runs)
     assert (
-        table(shown, "recipe")[2]["p"] == f"{welch_p_value(good, bad):.2g}"
+        table(shown, "configuration")[2]["p"] == f"{welch_p_value(good, bad):.2g}"
         and "Bonferroni-corrected for 1 comparison" in shown
     )
 
 
 def test_repeated_run_is_no_second_seed(tmp_path, capsys):
-    runs = recipe(tmp_path, "g", [1.0], 0.1) + recipe(tmp_path, "b", [2.0, 2.1], 0.3)
+    runs = configuration(tmp_path, "g", [1.0], 0.1) + configuration(tmp_path, "b", [2.0, 2.1], 0.3)
     shutil.copytree(runs[0], tmp_path / "again")
     shown = printed(capsys, *runs, tmp_path / "again")
-    first, second = table(shown, "recipe")
+    first, second = table(shown, "configuration")
     assert (first["seeds"], first["std"]) == ("1", "-")
     assert second["p"] == "-" and "needs a second seed of" in shown
 
 
 @pytest.mark.parametrize("fact", ["code", "precision"])
-def test_other_code_or_precision_is_another_recipe(fact, tmp_path, capsys):
+def test_other_code_or_precision_is_another_configuration(fact, tmp_path, capsys):
     """Two seeds each, in both orders."""
     runs, other = [], {"code": "bbbbbbbbbbbb", "precision": "bf16"}[fact]
     for name, facts, losses in (("main", {}, [1.0, 1.1]), ("branch", {fact: other}, [2.0, 2.1])):
@@ -300,10 +312,10 @@ def test_other_code_or_precision_is_another_recipe(fact, tmp_path, capsys):
             runs.append(fake_run(tmp_path / f"{name}-{seed}", rows, seed=seed, starts=[start(**facts)]))
     for order in (runs, runs[::-1]):
         shown = printed(capsys, *order)
-        main_, branch = table(shown, "recipe")
+        main_, branch = table(shown, "configuration")
         assert (main_["val/loss"], branch["val/loss"], branch["above best"]) == ("1.0500", "2.0500", "1.0000")
         name = {"code": "code", "precision": "mixed_precision"}[fact]
-        assert branch["recipe"] == f"{name} {other}" and f"{other} in branch-" in shown
+        assert branch["configuration"] == f"{name} {other}" and f"{other} in branch-" in shown
     assert ("bbbbbbbbbbbb (commit 12345678)" in shown) == (fact == "code")
 
 
@@ -321,7 +333,7 @@ def test_run_resumed_under_other_code_lists_both(tmp_path, capsys):
     printed_codes = {record.label: record.settings["code"] for record in read_records(runs)[0]}
     both = "aaaaaaaaaaaa, bbbbbbbbbbbb from step 21"
     assert printed_codes == {"whole": "a" * 12, "again": "a" * 12, "both": both, "old": None}
-    assert sorted(row["seeds"] for row in table(printed(capsys, *runs), "recipe")) == ["1", "1", "2"]
+    assert sorted(row["seeds"] for row in table(printed(capsys, *runs), "configuration")) == ["1", "1", "2"]
 
 
 def test_repeated_seed_counts_once_by_mean_loss(tmp_path, capsys):
@@ -329,16 +341,16 @@ def test_repeated_seed_counts_once_by_mean_loss(tmp_path, capsys):
     runs = [fake_run(tmp_path / name, rows_of(val=[9, 9, x]), seed=s) for name, x, s in
             (("a", 1.0, 0), ("again", 1.2, 0), ("b", 2.1, 1))]  # fmt: skip
     for order in (runs, runs[::-1]):
-        (recipe_,) = table(printed(capsys, *order), "recipe")
-        assert (recipe_["seeds"], recipe_["val/loss"]) == ("2", "1.6000")
+        (configuration_,) = table(printed(capsys, *order), "configuration")
+        assert (configuration_["seeds"], configuration_["val/loss"]) == ("2", "1.6000")
 
 
-def test_recipe_label_omits_ignored_settings(tmp_path, capsys):
+def test_configuration_label_omits_ignored_settings(tmp_path, capsys):
     runs = [fake_run(tmp_path / f"r{i}", rows_of(val=[9, 9, 1 + i]), seed=i % 2, lr=10.0 ** -(i // 2), compile=i > 1,
                      checkpoint={"every": 1 + i}) for i in range(4)]  # fmt: skip
     shown = printed(capsys, *runs)
     assert "  compile: " in shown and "  checkpoint.every: " in shown
-    assert [row["recipe"] for row in table(shown, "recipe")] == ["optimizer.lr 1.0", "optimizer.lr 0.1"]
+    assert [row["configuration"] for row in table(shown, "configuration")] == ["optimizer.lr 1.0", "optimizer.lr 0.1"]
 
 
 @pytest.mark.parametrize(
@@ -348,11 +360,11 @@ def test_recipe_label_omits_ignored_settings(tmp_path, capsys):
         ({"evaluation": {"num_samples": 9}}, "(evaluation.num_samples)"),
     ],
 )
-def test_recipes_measured_differently_get_a_warning(settings, warning, tmp_path, capsys):
-    runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
+def test_configurations_measured_differently_get_a_warning(settings, warning, tmp_path, capsys):
+    runs = configuration(tmp_path, "g", [1.0, 1.1], 0.1)
     runs += [fake_run(tmp_path / f"o{i}", rows_of(val=[9, 2 + i / 10, 2]), seed=i, lr=0.1, **settings) for i in (0, 1)]
     shown = printed(capsys, *runs)
-    assert [row["seeds"] for row in table(shown, "recipe")] == ["2", "2"]
+    assert [row["seeds"] for row in table(shown, "configuration")] == ["2", "2"]
     assert (
         [line for line in shown.splitlines() if line.startswith("warning: ")]
         == [line for line in shown.splitlines() if warning in line and line.startswith("warning: ")]
@@ -360,10 +372,10 @@ def test_recipes_measured_differently_get_a_warning(settings, warning, tmp_path,
     )
 
 
-def test_losses_on_more_samples_are_of_another_recipe(tmp_path, capsys):
-    runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
+def test_losses_on_more_samples_are_of_another_configuration(tmp_path, capsys):
+    runs = configuration(tmp_path, "g", [1.0, 1.1], 0.1)
     runs.append(fake_run(tmp_path / "more", rows_of(val=[9, 9, 1.2]), seed=2, lr=0.1, evaluation={"num_samples": 9}))
-    assert [row["seeds"] for row in table(printed(capsys, *runs), "recipe")] == ["2", "1"]
+    assert [row["seeds"] for row in table(printed(capsys, *runs), "configuration")] == ["2", "1"]
 
 
 def test_significance_needs_two_seeds(pair, capsys):
@@ -372,25 +384,27 @@ def test_significance_needs_two_seeds(pair, capsys):
 
 @pytest.mark.parametrize("seed", [9, 1], ids=["own seed", "seed of a finished run"])
 def test_unfinished_run_is_not_counted_as_seed(seed, tmp_path, capsys):
-    runs = recipe(tmp_path, "g", [1.0, 1.1], 0.1)
+    runs = configuration(tmp_path, "g", [1.0, 1.1], 0.1)
     runs.append(fake_run(tmp_path / "half", rows_of(val=[0.5]), seed=seed, lr=0.1, state="running"))
     shown = printed(capsys, *runs)
-    assert (table(shown, "recipe")[0]["seeds"], table(shown, "recipe")[0]["val/loss"]) == ("2", "1.0500")
+    assert (table(shown, "configuration")[0]["seeds"], table(shown, "configuration")[0]["val/loss"]) == ("2", "1.0500")
     assert "left out, without a validation loss after the last step: half" in shown
 
 
-@pytest.mark.parametrize(("best", "other", "whose"), [(1, 2, "the best"), (2, 1, "this recipe"), (1, 1, "both")])
-def test_verdict_names_recipe_that_needs_seed(best, other, whose, tmp_path, capsys):
+@pytest.mark.parametrize(("best", "other", "whose"), [(1, 2, "the best"), (2, 1, "this configuration"), (1, 1, "both")])
+def test_verdict_names_configuration_that_needs_seed(best, other, whose, tmp_path, capsys):
     losses = {"a": [1.0, 1.1][:best], "b": [2.0, 2.1][:other], "c": [3.0, 3.1]}
-    runs = [run for n, (name, values) in enumerate(losses.items()) for run in recipe(tmp_path, name, values, 0.1 + n)]
-    assert table(printed(capsys, *runs), "recipe")[1]["verdict"] == f"needs a second seed of {whose}"
+    runs = [
+        run for n, (name, values) in enumerate(losses.items()) for run in configuration(tmp_path, name, values, 0.1 + n)
+    ]
+    assert table(printed(capsys, *runs), "configuration")[1]["verdict"] == f"needs a second seed of {whose}"
 
 
-def test_recipe_with_many_settings_has_its_runs_name(tmp_path, capsys):
+def test_configuration_with_many_settings_has_its_runs_name(tmp_path, capsys):
     many = {f"model_{n}": n for n in range(7)}
     runs = [fake_run(tmp_path / f"plain-seed_{n}", rows_of(val=[9, 9, 1 + n / 9]), seed=n) for n in range(2)]
     runs += [fake_run(tmp_path / f"deep-{n}", rows_of(val=[9, 9, 3 + n / 9]), seed=n, **many) for n in range(2)]
-    assert [row["recipe"] for row in table(printed(capsys, *runs), "recipe")] == ["plain", "deep"]
+    assert [row["configuration"] for row in table(printed(capsys, *runs), "configuration")] == ["plain", "deep"]
 
 
 # Runs of different data
@@ -461,9 +475,9 @@ def test_tokenizers_are_compared_by_bits_per_byte(tmp_path, capsys):
     runs.insert(0, of_text(tmp_path / "older", "bytes", [9, 8, 1.1], 1, text=None))  # records no hash of the text
     shown = printed(capsys, *runs)
     across = shown.partition("The same text in the tokens of several tokenizers:\n")[2]
-    first, second = table(across, "recipe")
-    assert (first["recipe"], first["val/bits_per_byte"]) == ("text of bytes (hash bytes000)", f"{1.1 / 4:.4f}")
-    assert (second["recipe"], second["above best"]) == ("text of words (hash words000)", f"{3.0 / 4:.4f}")
+    first, second = table(across, "configuration")
+    assert (first["configuration"], first["val/bits_per_byte"]) == ("text of bytes (hash bytes000)", f"{1.1 / 4:.4f}")
+    assert (second["configuration"], second["above best"]) == ("text of words (hash words000)", f"{3.0 / 4:.4f}")
     quarters = [[loss / 4 for loss in values] for values in losses.values()]
     assert (
         second["p"] == f"{welch_p_value(*quarters):.2g}"
@@ -483,7 +497,7 @@ def test_tokenizer_table_names_run_of_other_bytes(tmp_path, capsys):
     sizes = {"bytes": 16406, "words": 16300, "other": 2159}
     runs = [of_text(tmp_path / name, name, [9, 8, 1.0], num_bytes=size) for name, size in sizes.items()]
     across = printed(capsys, *runs).partition("several tokenizers:\n")[2]
-    assert len(table(across, "recipe")) == 2
+    assert len(table(across, "configuration")) == 2
     assert "left out, evaluated on another part of the text: other\n" in across
 
 
@@ -496,7 +510,7 @@ def test_single_seeds_measured_differently_get_a_warning(tmp_path, capsys):
     runs = [fake_run(tmp_path / f"l{n}", rows_of(val=[3, 2, 1.0 + n]), seq_len=n) for n in (16, 32)]
     shown = printed(capsys, *runs)
     assert "warning: these losses are not measured on the same sequences (seq_len)" in shown
-    assert "No recipe has finished with two seeds" in shown
+    assert "No configuration has finished with two seeds" in shown
 
 
 def test_out_may_be_a_folder(pair, capsys, tmp_path, page_alone, monkeypatch):
@@ -624,9 +638,9 @@ def test_branch_tokens_include_those_of_its_parent(family, capsys, tmp_path):
     assert tokens["faster"] == f"{30 * 4 * 16:,d}" and tokens["wide"] == f"{(10 * 4 + 20 * 16) * 16:,d}"
 
 
-def test_branch_is_no_seed_of_its_parents_recipe(family, capsys):
-    rows = table(printed(capsys, *family), "recipe")
-    seeds = {(row["val/loss"], row["recipe"].rpartition("from step ")[2]): row["seeds"] for row in rows}
+def test_branch_is_no_seed_of_its_parents_configuration(family, capsys):
+    rows = table(printed(capsys, *family), "configuration")
+    seeds = {(row["val/loss"], row["configuration"].rpartition("from step ")[2]): row["seeds"] for row in rows}
     assert seeds[f"{statistics.fmean([3.2, 2.9]):.4f}", "10"] == "2" and [*seeds.values()] == ["1", "1", "1", "2"]
 
 
@@ -662,29 +676,29 @@ def two_parents(tmp_path):
 
 def test_branches_of_two_parents_are_two_seeds(two_parents, capsys, tmp_path, page_alone):
     parents, branches = two_parents
-    (row,) = table(printed(capsys, *branches, out=str(tmp_path / "picture")), "recipe")
+    (row,) = table(printed(capsys, *branches, out=str(tmp_path / "picture")), "configuration")
     assert (row["seeds"], row["val/loss"]) == ("2", "5.0500")
     [(label, metrics)] = page_groups(tmp_path / "picture.html")[0]["curves"]
     assert "(2 seeds)" in label
     assert metrics["val/loss"][0][-1] == [30, pytest.approx(5.05), 5.0, 5.1]
 
 
-def test_branch_recipes_ignore_order_of_runs(two_parents, capsys):
-    """Whether the parents are compared too, and in which order runs are named, changes no recipe."""
+def test_branch_configurations_ignore_order_of_runs(two_parents, capsys):
+    """Whether the parents are compared too, and in which order runs are named, changes no configuration."""
     parents, branches = two_parents
     for runs in (branches, branches[::-1], [*parents, *branches], [parents[1], *branches], [*branches, parents[0]]):
-        rows = table(printed(capsys, *runs), "recipe")
-        assert [row["seeds"] for row in rows if "from step 10" in row["recipe"] or len(rows) == 1] == ["2"], runs
+        rows = table(printed(capsys, *runs), "configuration")
+        assert [row["seeds"] for row in rows if "from step 10" in row["configuration"] or len(rows) == 1] == ["2"], runs
 
 
-def test_branches_of_retrained_parent_are_two_recipes(two_parents):
-    """The run that was started afresh has another learning rate, so its branch is another recipe."""
+def test_branches_of_retrained_parent_are_two_configurations(two_parents):
+    """The run that was started afresh has another learning rate, so its branch is another configuration."""
     parents, branches = two_parents
     config = yaml.safe_load((parents[1] / "config.yaml").read_text())
     (parents[1] / "config.yaml").write_text(yaml.safe_dump(config | {"optimizer": {"lr": 0.5}}))
     for runs in (branches, branches[::-1], [*parents, *branches], [parents[1], *branches[::-1]]):
         records = {record.label: record for record in read_records(runs)[0]}
-        assert records["branch-0"].recipe() != records["branch-1"].recipe()
+        assert records["branch-0"].configuration() != records["branch-1"].configuration()
 
 
 def test_repeated_branch_with_parents_seed_adds_none(family):
@@ -695,11 +709,11 @@ def test_repeated_branch_with_parents_seed_adds_none(family):
 
 
 def test_branches_of_real_runs(runs, capsys):
-    recipe = [*TINY_STORIES, "--out_dir", runs]
-    train(*recipe, "--name", "base")
+    configuration = [*TINY_STORIES, "--out_dir", runs]
+    train(*configuration, "--name", "base")
     begin = ["--branch_from", runs / "base" / "checkpoints" / "step-00000004"]
-    train(*recipe, *begin, "--name", "smaller", "--optimizer.weight_decay", 0.5)
-    train(*recipe, *begin, "--name", "seed", "--seed", 1)
+    train(*configuration, *begin, "--name", "smaller", "--optimizer.weight_decay", 0.5)
+    train(*configuration, *begin, "--name", "seed", "--seed", 1)
     rows = [json.loads(line) for line in (runs / "base" / "metrics.jsonl").read_text().splitlines()]
     begun = json.loads((runs / "seed" / "sessions.jsonl").read_text())
     digest = next(row["state/digest"] for row in rows if row["step"] == 4)
@@ -713,13 +727,13 @@ def test_branches_of_real_runs(runs, capsys):
     )
     assert {row["digest diverges"] for row in table(shown) if row["run"] != "base"} == {"5"}
     # Started again, a branch resumes from its own checkpoints and is not a branch of itself.
-    train(*recipe, *begin, "--name", "seed", "--seed", 1)
+    train(*configuration, *begin, "--name", "seed", "--seed", 1)
     assert len(read_records([runs / "base", runs / "seed"])[0][1].rows) == 4
     # Nor is a run whose checkpoints are in another directory.
     shutil.move(runs / "base" / "checkpoints", runs / "elsewhere")
     (runs / "base" / "checkpoints").symlink_to(runs / "elsewhere")
     shutil.rmtree(runs / "elsewhere" / "step-00000008")
-    train(*recipe, "--name", "base")
+    train(*configuration, "--name", "base")
     starts = (runs / "base" / "sessions.jsonl").read_text().splitlines()
     assert len(starts) == 2 and "branched_from" not in json.loads(starts[1])
 
@@ -756,7 +770,7 @@ def test_commands_of_comparing_page_work(runs):
 
 
 def page_data(page: Path):
-    """Metrics of the first group of a page, by recipe, for recipes drawn as one line."""
+    """Metrics of the first group of a page, by configuration, for configurations drawn as one line."""
     curves = page_groups(page)[0]["curves"]
     return {name: {metric: lines[0] for metric, lines in metrics.items()} for name, metrics in curves}
 

@@ -107,15 +107,15 @@ def test_loss_curve_has_legend_and_axis_labels(run, drawn):
     assert axes.get_title() == "a_run" and validation.get_linewidth() >= 2 * training.get_linewidth()
 
 
-def test_picture_and_page_draw_recipes_alike(tmp_path, monkeypatch):
-    """One recipe of three seeds and two of one seed; only the first has an excess loss."""
+def test_picture_and_page_draw_configurations_alike(tmp_path, monkeypatch):
+    """One configuration of three seeds and two of one seed; only the first has an excess loss."""
     figures = []
     monkeypatch.setattr(report, "new_figure", lambda *size: figures.append(style.new_figure(*size)) or figures[-1])
-    recipes = [Curves(f"run {n}", {"val/loss": [[(1, 5.0 + n), (2, 1.0 + n)]]}) for n in range(2)]
+    configurations = [Curves(f"run {n}", {"val/loss": [[(1, 5.0 + n), (2, 1.0 + n)]]}) for n in range(2)]
     band = {"val/loss": [[(1, 4.0, 3.5, 4.5), (2, 0.7, 0.6, 0.8)]], "val/entropy": [[(2, 0.5)]]}
-    recipes.append(Curves("mean (3 seeds)", band | {EXCESS_LOSS: [[(1, 3.5, 3.0, 4.0), (2, 0.2, 0.1, 0.3)]]}))
-    save_picture("stories", recipes, tmp_path / "all.png", "tokens")
-    save_page([("stories", recipes, [])], tmp_path / "all.html", "tokens")
+    configurations.append(Curves("mean (3 seeds)", band | {EXCESS_LOSS: [[(1, 3.5, 3.0, 4.0), (2, 0.2, 0.1, 0.3)]]}))
+    save_picture("stories", configurations, tmp_path / "all.png", "tokens")
+    save_page([("stories", configurations, [])], tmp_path / "all.html", "tokens")
     (losses, above), (key,) = figures[0].axes, figures[0].legends
     assert [text.get_text() for text in key.get_texts()] == [
         *(
