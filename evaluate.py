@@ -30,7 +30,7 @@ from distributed.launch import start_accelerator
 from plotting.run_plots import save_loss_by_position
 from plotting.style import report_plot_errors
 from run.corpus_check import CorpusCheck
-from run.load import Loaded, load_with_source
+from run.load import LoadedModel, load_with_source
 from run.settings import EvaluateConfig
 from run.stored_settings import USE_ITS_CODE, unknown_settings
 from run.tokenizer import check_tokenizer
@@ -79,7 +79,7 @@ def check_data(directory: Path, manifest: Manifest) -> None:
         raise ConfigError(f"{directory}: {'; '.join(lines)}; {USE_ITS_CODE}, or name a corpus with --data")
 
 
-def settings_of(config: EvaluateConfig, loaded: Loaded) -> TrainConfig:
+def settings_of(config: EvaluateConfig, loaded: LoadedModel) -> TrainConfig:
     """Return training settings for the corpus and the model."""
     settings, limit = loaded.config, loaded.model.config.max_position_embeddings
     if settings is None or config.data is not None:

@@ -28,10 +28,10 @@ from model.hf import to_transformers
 from plotting.run_plots import save_loss_curve
 from plotting.style import report_plot_errors
 from run.load import (
-    Loaded,
+    LoadedModel,
     Weights,
     find_checkpoint,
-    load_checkpoint,
+    load_model_from_checkpoint,
     load_with_source,
     report_skipped,
     uses_ema,
@@ -107,7 +107,7 @@ def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
 
 
 @torch.no_grad()
-def average_newest(loaded: Loaded, config: ExportConfig) -> list[tuple[Path, Manifest]]:
+def average_newest(loaded: LoadedModel, config: ExportConfig) -> list[tuple[Path, Manifest]]:
     """Replace the weights by their mean over the newest valid checkpoints, summed in float64; return these checkpoints.
 
     Raise ConfigError if the run has too few. A running training may remove some while they are read.
@@ -118,7 +118,7 @@ def average_newest(loaded: Loaded, config: ExportConfig) -> list[tuple[Path, Man
     for directory in readable_checkpoints(path / "checkpoints"):
         try:
             manifest = validate(directory)
-            weights = load_checkpoint(directory, manifest, config.weights).model.state_dict()
+            weights = load_model_from_checkpoint(directory, manifest, config.weights).model.state_dict()
         except (InvalidCheckpoint, ConfigError, OSError, SafetensorError) as error:
             report_skipped([str(error) if directory.exists() else f"{directory}: removed while it was read"])
             continue
@@ -137,7 +137,7 @@ def average_newest(loaded: Loaded, config: ExportConfig) -> list[tuple[Path, Man
     return sources
 
 
-def write_model(folder: Path, loaded: Loaded) -> None:
+def write_model(folder: Path, loaded: LoadedModel) -> None:
     """Write the weights, the configs and the tokenizer; raise ConfigError if transformers has no such model."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -166,7 +166,7 @@ def write_model(folder: Path, loaded: Loaded) -> None:
         raise OSError(str(error)) from None
 
 
-def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> None:
+def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: LoadedModel) -> None:
     """Make a tokenizer truncate at the model's context length and, without a chat template, prepend end-of-text."""
     for name in ("is_local", "local_files_only"):  # arguments of its loading, not properties
         tokenizer.init_kwargs.pop(name, None)
@@ -181,7 +181,7 @@ def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: Loaded) -> N
 
 
 def model_card(
-    name: str, place: str, loaded: Loaded, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights
+    name: str, place: str, loaded: LoadedModel, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights
 ) -> str:
     """Return the model card, whose example loads the model from `place`, and save its figure in `folder`."""
     tokenizer = loaded.tokenizer
@@ -215,7 +215,7 @@ def model_card(
     return "\n".join(lines)
 
 
-def example_prompt(loaded: Loaded) -> str:
+def example_prompt(loaded: LoadedModel) -> str:
     """Return the prompt of the example in the card."""
     if loaded.tokenizer is not None and loaded.tokenizer.chat_template:
         return '[{"role": "user", "content": "Hello"}]'
@@ -232,7 +232,7 @@ def without_folders(setting: Any) -> Any:
     return Path(setting).name if isinstance(setting, str) and setting.startswith(("/", "~")) else setting
 
 
-def data_facts(loaded: Loaded) -> str:
+def data_facts(loaded: LoadedModel) -> str:
     """Describe the training data."""
     assert loaded.config is not None, "only cards of runs describe data"
     data = loaded.config.data

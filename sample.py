@@ -26,7 +26,7 @@ from data.synthetic.stories import get_story_generator
 from data.tokenizer import wrap_tokenizer_errors
 from distributed.cpu import prepare_cpu
 from model.seeds import derive_seed
-from run.load import Loaded, load_run
+from run.load import LoadedModel, load_run
 from run.settings import SampleConfig
 
 
@@ -59,7 +59,7 @@ def main(config: SampleConfig) -> None:
             print()
 
 
-def converse(loaded: Loaded, config: SampleConfig) -> None:
+def converse(loaded: LoadedModel, config: SampleConfig) -> None:
     """Answer user messages, one per line; drop the oldest exchanges when the context is full."""
     assert loaded.tokenizer is not None, "main checks it"
     if loaded.tokenizer.chat_template is None:
@@ -122,7 +122,7 @@ def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
             return
 
 
-def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[int]:
+def encode(loaded: LoadedModel, prompt: str, special_tokens: bool = False) -> list[int]:
     """Return the token ids of an end-of-text token, which begins every document in training, and the prompt."""
     tokenizer: Any = loaded.tokenizer  # transformers declares unions that its fast tokenizers never are
     begin = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -136,7 +136,7 @@ def encode(loaded: Loaded, prompt: str, special_tokens: bool = False) -> list[in
 
 @torch.no_grad()
 def generate_sample(
-    loaded: Loaded, prompt: str, tokens: list[int], index: int, config: SampleConfig, ends: Collection[int] = ()
+    loaded: LoadedModel, prompt: str, tokens: list[int], index: int, config: SampleConfig, ends: Collection[int] = ()
 ) -> str:
     """Print the prompt and a continuation of `tokens`; for stories, also log-probabilities.
 

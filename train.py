@@ -37,10 +37,10 @@ from plotting.style import report_plot_errors
 from run import trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory
-from run.load import Loaded, copy_initial_weights
+from run.load import LoadedModel, copy_initial_weights
 from run.reporting import Reporter
 from run.resolve import resolve
-from run.resume import Start
+from run.resume import StartingPoint
 from run.summary import summary
 from training.block_stats import BlockStatistics
 from training.ema import ema_weights
@@ -89,10 +89,10 @@ def train(
     config: TrainConfig,
     corpus: Corpus,
     run: RunDirectory,
-    start: Start,
+    start: StartingPoint,
     accelerator: Accelerator,
     stop_signal: StopSignal,
-    initial_model: Loaded | None,
+    initial_model: LoadedModel | None,
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
@@ -132,7 +132,7 @@ def train(
         stop_request.stop_if(lambda: corpus_check.failed)  # corpus_check.require_verified() raises the error
         stop_request.stop_if(lambda: saver.failed)  # saver.save() raises the error
         stop_request.fail_if(lambda: loader.problem)  # stop_request.raise_on_all() raises the error
-        corpus_status = corpus_check.begin()
+        corpus_status = corpus_check.wait_briefly()
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus_status, corpus.conversations))
 
         upcoming = deque([next(batches, []), next(batches, [])])  # micro-batches of the next two steps
@@ -212,7 +212,7 @@ def build_train_state(
     global_batches: GlobalBatches,
     run_directory: Path,
     accelerator: Accelerator,
-    initial_model: Loaded | None,
+    initial_model: LoadedModel | None,
 ) -> TrainState:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device

@@ -29,7 +29,7 @@ def provenance(root: Path = ROOT) -> dict[str, str | None]:
     }
 
 
-def arrangement(accelerator: Accelerator) -> dict[str, str | int | None]:
+def launch_facts(accelerator: Accelerator) -> dict[str, str | int | None]:
     """Return the facts about the launch that may change the bits of a run without being settings of it."""
     from distributed.launch import num_shards  # benchmarks that need only `provenance` run where less is installed
 

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from checkpoint.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
-from checkpoint.provenance import arrangement, provenance
+from checkpoint.provenance import launch_facts, provenance
 from checkpoint.tokenizer_files import expected_hashes, hash_files
 from checkpoint.unsaved_state import UnsavedState, check_optimizer_state
 from config.errors import ConfigError, RunError
@@ -48,7 +48,7 @@ class Saver(AbstractContextManager):
         self, checkpoints: Path, config: TrainConfig, accelerator: Accelerator, sync_metrics: Callable[[], None]
     ):
         self.checkpoints, self.config, self.sync_metrics = checkpoints, config.checkpoint, sync_metrics
-        self.facts = {"config": asdict(config), "provenance": provenance(), **arrangement(accelerator)}
+        self.facts = {"config": asdict(config), "provenance": provenance(), **launch_facts(accelerator)}
         self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
         if self.rank == 0:
             run = checkpoints.parent

@@ -22,13 +22,13 @@ from config.schema import flat_settings
 from data.sampler import BatchSizes
 from plotting.style import step_to_x
 from run.reader import Branch, RunReader, Session, surviving_sessions
-from run.resume import FREE_SETTINGS, OF_SCHEDULES
+from run.resume import FREE_SETTINGS, SCHEDULE_SETTINGS
 from run.status import Status
 
 SEEDS = ("seed", "data.seed")
 NEVER = -1  # the step where equal runs diverge
 # Runs of one configuration may differ in these settings: the location, and what changes losses by rounding at most.
-IGNORED_SETTINGS = FREE_SETTINGS - OF_SCHEDULES - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
+IGNORED_SETTINGS = FREE_SETTINGS - SCHEDULE_SETTINGS - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
 IGNORED_SETTINGS |= {
     f"evaluation.{name}"
     for name in ("every", "micro_batch_size", "num_scored_generations", "num_logged_generations", "temperature")

@@ -1,4 +1,4 @@
-"""Verify the files of the corpus while training starts; no checkpoint is saved before all are known to be undamaged."""
+"""Verify the files of the corpus in the background; no checkpoint is saved before all are known to be undamaged."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from config.errors import ConfigError, RunError
 if TYPE_CHECKING:  # it needs pyarrow, and sources other than text do not
     from data.integrity import Verification
 
-GRACE_SECONDS = 3  # how long a start waits, which is enough for most corpora
+GRACE_SECONDS = 3  # how long the first step waits for the verification; enough for most corpora
 
 
 class CorpusCheck:
@@ -20,9 +20,9 @@ class CorpusCheck:
     """
 
     def __init__(self, verification: "Verification | None", accelerator: Accelerator, timeout_seconds: int):
-        self.verification, self.verifies = verification, accelerator.is_local_main_process
-        self.round_seconds = timeout_seconds / 2  # the others wait in a collective operation, which must not time out
-        if verification and self.verifies:
+        self.verification, self.is_verifier = verification, accelerator.is_local_main_process
+        self.max_wait_seconds = timeout_seconds / 2  # the other processes wait in a collective, which must not time out
+        if verification and self.is_verifier:
             verification.start()
 
     @property
@@ -30,39 +30,42 @@ class CorpusCheck:
         """Whether this process has found a damaged file; `require_verified` raises the error on all processes."""
         return self.verification is not None and self.verification.problem is not None
 
-    def begin(self) -> str | None:
-        """Wait up to GRACE_SECONDS and describe the progress; called by all processes together.
+    def wait_briefly(self) -> str | None:
+        """Wait up to GRACE_SECONDS and return the status for the summary; called by all processes together.
 
-        On all processes, raise ConfigError if a file is damaged.
+        On all processes, raise ConfigError if a file is damaged. Return None without a verification.
         """
-        return self.verification and self.verification.describe(done=self._exchange(GRACE_SECONDS))
+        if self.verification is None:
+            return None
+        return self.verification.describe(done=self._wait_and_gather(GRACE_SECONDS))
 
     def require_verified(self, stopping: bool = False) -> None:
         """Return once every file is known to be what data.prepare wrote; called by all processes together.
 
-        On all processes, raise ConfigError if a file is damaged, and RunError if nothing was read for the timeout, or,
-        when the run is `stopping`, if not everything was read within half of it.
+        On all processes, raise ConfigError if a file is damaged, and RunError if no byte is read within
+        `timeout_seconds`, or, when the run is `stopping`, if the verification does not finish within half of that.
         """
-        if self.verification:
-            if self.verifies:
-                self.verification.start()
-            before = -1
-            while not self._exchange(self.round_seconds):
-                if stopping or self.num_bytes_read == before:
-                    read = f"{self.num_bytes_read:,} of {self.verification.num_bytes:,} bytes were read"
-                    waited = self.round_seconds if stopping else 2 * self.round_seconds
-                    raise RunError(
-                        f"no checkpoint is saved before the corpus is verified, and after {waited:g} s only {read}; is "
-                        "its disk slow, or gone?"
-                    )
-                before = self.num_bytes_read
+        if self.verification is None:
+            return
+        if self.is_verifier:
+            self.verification.start()  # again, to read files that have changed since
+        previously_read = -1
+        while not self._wait_and_gather(self.max_wait_seconds):
+            if stopping or self.num_bytes_read == previously_read:
+                read = f"{self.num_bytes_read:,} of {self.verification.num_bytes:,} bytes were read"
+                waited = self.max_wait_seconds if stopping else 2 * self.max_wait_seconds
+                raise RunError(
+                    f"no checkpoint is saved before the corpus is verified, and after {waited:g} s only {read}; is its "
+                    "disk slow, or gone?"
+                )
+            previously_read = self.num_bytes_read
 
-    def _exchange(self, seconds: float) -> bool:
-        """Wait, exchange the outcomes, and return whether all machines have verified their files."""
+    def _wait_and_gather(self, seconds: float) -> bool:
+        """Wait for this process's verification, and return whether those of all machines are done."""
         assert self.verification is not None
-        done = not self.verifies or self.verification.wait(min(seconds, self.round_seconds))
-        answers = gather_object([(done, self.verification.problem, self.verification.num_bytes_read)])
-        if problems := [problem for _, problem, _ in answers if problem]:
+        done = not self.is_verifier or self.verification.wait(min(seconds, self.max_wait_seconds))
+        outcomes = gather_object([(done, self.verification.problem, self.verification.num_bytes_read)])
+        if problems := [problem for _, problem, _ in outcomes if problem]:
             raise ConfigError(problems[0])
-        self.num_bytes_read = sum(num_bytes for *_, num_bytes in answers)
-        return all(done for done, *_ in answers)
+        self.num_bytes_read = sum(num_bytes for *_, num_bytes in outcomes)
+        return all(done for done, *_ in outcomes)

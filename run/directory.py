@@ -13,7 +13,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from checkpoint.provenance import arrangement, network_size, provenance, uncommitted_changes
+from checkpoint.provenance import launch_facts, network_size, provenance, uncommitted_changes
 from checkpoint.tokenizer_files import keep_tokenizer
 from config.errors import ConfigError, RunError
 from config.resolve import with_stored_model
@@ -24,10 +24,10 @@ from distributed.world import is_main_process
 from run.lock import LOCK_FILE, RunLock
 from run.metrics_log import truncate_after_step
 from run.resume import (
-    Start,
+    StartingPoint,
     check_existing_run,
     check_new_run,
-    choose_start,
+    choose_starting_point,
     differing_settings,
     resumed_settings,
     starts_afresh,
@@ -65,16 +65,16 @@ class RunDirectory:
             check_existing_run(self.path, config, before)
         self._checked_config = config
 
-    def open(self, config: TrainConfig, accelerator: Accelerator) -> Start:
+    def open(self, config: TrainConfig, accelerator: Accelerator) -> StartingPoint:
         """Choose the checkpoint to start from and write the resolved config; called by all processes together.
 
         On all processes, raise ConfigError if no valid checkpoint is left or it does not fit the settings, and RunError
         if the directory cannot be read or written.
         """
-        answer: list[Start | Exception] = [Start()]
+        answer: list[StartingPoint | Exception] = [StartingPoint()]
         if accelerator.is_main_process:
             try:
-                answer = [self._prepare(config, arrangement(accelerator) | provenance())]
+                answer = [self._prepare(config, launch_facts(accelerator) | provenance())]
             except OSError as error:
                 answer = [RunError(f"{self.path} cannot be prepared: {error}")]
             except Exception as error:  # sent to the other processes, which would otherwise wait forever
@@ -100,7 +100,7 @@ class RunDirectory:
                 write_outcome(self.status_file, "preempted", str(preempted))
             raise
         except BaseException as error:
-            if is_main_process() and (self.is_open or self._can_claim(config)):
+            if is_main_process() and (self.is_open or self._try_lock(config)):
                 write_outcome(self.status_file, "failed", f"{type(error).__name__}: {error}")
             raise
         else:
@@ -114,14 +114,14 @@ class RunDirectory:
         if is_main_process():
             write_status(self.status_file, Status("running", step))
 
-    def _prepare(self, config: TrainConfig, now: dict[str, Any]) -> Start:
+    def _prepare(self, config: TrainConfig, now: dict[str, Any]) -> StartingPoint:
         """Lock the directory, move an old run aside with `resume: never`, choose the start and write its files."""
         self.lock.acquire()
         if starts_afresh(config) and any(entry.name != LOCK_FILE for entry in self.path.iterdir()):
             print(f"The existing run was moved to {move_aside(self.path)}.")
             self.lock.acquire()
         self.is_open = True
-        start = choose_start(self.path, config, now)
+        start = choose_starting_point(self.path, config, now)
         self.checkpoints.mkdir(exist_ok=True)
         last_kept = start.step if start.checkpoint else -1  # else the evaluation at step 0 would be logged twice
         truncate_after_step(self.metrics_file, last_kept, one_per_step=True)
@@ -140,7 +140,7 @@ class RunDirectory:
         self.record_progress(start.step)
         return start
 
-    def _record_session(self, start: Start, now: dict[str, Any]) -> None:
+    def _record_session(self, start: StartingPoint, now: dict[str, Any]) -> None:
         """Append a row to sessions.jsonl, and write the uncommitted changes of the code into a file beside it."""
         changes = uncommitted_changes()
         name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff" if changes else None
@@ -153,7 +153,7 @@ class RunDirectory:
         with open(self.sessions_file, "a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _can_claim(self, config: TrainConfig) -> bool:
+    def _try_lock(self, config: TrainConfig) -> bool:
         """Return whether the directory holds the run of these settings and no other process is training in it."""
         with suppress(ConfigError, OSError):
             before = resumed_settings(self.path, config)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Weights = Literal["evaluated", "trained"]
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model with its settings and tokenizer."""
 
     config: TrainConfig | None
@@ -55,7 +55,7 @@ class Loaded(NamedTuple):
 
 def load_run(
     path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: Weights = "evaluated"
-) -> Loaded:
+) -> LoadedModel:
     """Load the model at `path`: a run, a checkpoint, a folder in transformers' format, or a name on the Hub.
 
     `checkpoint` of a run is latest, best (lowest validation loss), or a step. Raise ConfigError, which names `setting`,
@@ -66,7 +66,7 @@ def load_run(
 
 def load_with_source(
     path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: Weights = "evaluated"
-) -> tuple[Loaded, tuple[Path, Manifest] | None]:
+) -> tuple[LoadedModel, tuple[Path, Manifest] | None]:
     """Load a model as load_run does, with the directory and manifest of its checkpoint if it is from a run."""
     path = expand_user_path(setting, path)
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
@@ -74,18 +74,18 @@ def load_with_source(
     if not is_run(path):
         if checkpoint != "latest":
             raise ConfigError(f"checkpoint: {checkpoint!r}, but {str(path)!r} is not a run; leave it out")
-        return Loaded(None, *load_transformers(str(path), setting)), None
+        return LoadedModel(None, *load_transformers(str(path), setting)), None
     while True:
         directory, manifest = find_checkpoint(path, checkpoint)
         try:
-            return load_checkpoint(directory, manifest, weights), (directory, manifest)
+            return load_model_from_checkpoint(directory, manifest, weights), (directory, manifest)
         except (ConfigError, OSError, SafetensorError):
             if directory.exists():
                 raise
         report_skipped([f"{directory}: removed while it was read"])  # by a training that keeps only the newest
 
 
-def load_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "evaluated") -> Loaded:
+def load_model_from_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "evaluated") -> LoadedModel:
     """Load the model of a checkpoint that find_checkpoint returned."""
     try:
         config = config_of(manifest.config)
@@ -93,7 +93,7 @@ def load_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "eva
         raise ConfigError(f"{directory}: {error}") from None
     model = GPTModel(config.model).eval()
     read_weights(directory, manifest, model.state_dict(), uses_ema(config, weights))
-    return Loaded(config, model, load_run_tokenizer(directory, config, manifest.tokenizer))
+    return LoadedModel(config, model, load_run_tokenizer(directory, config, manifest.tokenizer))
 
 
 def uses_ema(config: TrainConfig, weights: Weights) -> bool:
@@ -101,7 +101,7 @@ def uses_ema(config: TrainConfig, weights: Weights) -> bool:
     return weights == "evaluated" and config.evaluation.ema_decay is not None
 
 
-def copy_initial_weights(network: GPTModel, initial: Loaded) -> None:
+def copy_initial_weights(network: GPTModel, initial: LoadedModel) -> None:
     """Copy the weights of `initial` into a new network; raise ConfigError if that has no place for some of them.
 
     Parameters that `initial` lacks, such as those that a fork adds, keep their random initial values.

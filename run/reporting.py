@@ -52,7 +52,7 @@ class Reporter(AbstractContextManager):
         )
         self.metrics_file = RowWriter(run.metrics_file)
         self.samples_file = run.generations_file
-        self.remote = start_tracker(config, run, step, self.say, export_newest)
+        self.tracker = start_tracker(config, run, step, self.say, export_newest)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of `step`: a line of metrics.jsonl, a point in the tracker, a line or bar on the screen.
@@ -68,8 +68,8 @@ class Reporter(AbstractContextManager):
             self.metrics_file.append({"step": step, **finite_or_null(dict(metrics))})
         except OSError as error:
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept in memory.")
-        if self.remote is not None:
-            self.remote.log(step, metrics)
+        if self.tracker is not None:
+            self.tracker.log(step, metrics)
         if training := {name: value for name, value in metrics.items() if name.startswith(TRAINING)}:
             self._show_training(step, training)
         shown = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
@@ -96,8 +96,8 @@ class Reporter(AbstractContextManager):
                 file.append(*({"step": step, name: text} for text in texts))
         except OSError as error:
             self.say(f"generations.jsonl cannot be written ({error.strerror}).")
-        if self.remote is not None:
-            self.remote.log_texts(step, name, texts)
+        if self.tracker is not None:
+            self.tracker.log_texts(step, name, texts)
 
     def say(self, text: str) -> None:
         """Print above the progress bar."""
@@ -110,8 +110,8 @@ class Reporter(AbstractContextManager):
             return
         self.bar.close()
         self.metrics_file.close()
-        if self.remote is not None:
-            self.remote.finish(exception)
+        if self.tracker is not None:
+            self.tracker.finish(exception)
 
     def _show_training(self, step: int, metrics: dict[str, float]) -> None:
         short = {

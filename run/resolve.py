@@ -8,8 +8,8 @@ from data.corpus import Corpus, load_corpus
 from distributed.cpu import use_portable_arithmetic
 from distributed.world import num_processes
 from run.directory import RunDirectory
-from run.load import Loaded, hash_weights, load_run
-from run.resume import data_seed_of_branch, has_replaced_initial_model, resumed_settings
+from run.load import LoadedModel, hash_weights, load_run
+from run.resume import can_resume_without_initial_model, data_seed_of_branch, resumed_settings
 from run.tokenizer import check_tokenizer
 
 
@@ -18,7 +18,7 @@ class Resolved(NamedTuple):
 
     config: TrainConfig
     corpus: Corpus
-    initial: Loaded | None
+    initial: LoadedModel | None
     """The model that `init_from` names; None if there is none, or a checkpoint of the run replaces it."""
 
 
@@ -31,7 +31,7 @@ def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
     initial, needs_initial = None, config.init_from is not None
     if run is not None and (stored := resumed_settings(run.path, config)) is not None:
         config = step.with_stored_settings(config, stored)
-        if needs_initial and has_replaced_initial_model(run.path, config, stored):
+        if needs_initial and can_resume_without_initial_model(run.path, config, stored):
             config, needs_initial = step.with_stored_model(config, stored), False
     elif run is not None and config.data.seed is None:
         config = step.replace_settings(config, {"data.seed": data_seed_of_branch(config)})
@@ -46,7 +46,7 @@ def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
     return Resolved(config, corpus, initial)
 
 
-def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, Loaded]:
+def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel]:
     """Load the model that `init_from` names, and return the config with its settings and the hash of its weights, too.
 
     Raise ConfigError if there is no such model, or it contradicts a setting that the user gave.

@@ -20,8 +20,8 @@ from training.schedule import SCHEDULES, scheduled_value
 # A resumed run may change these, because they change its weights by rounding at most. Three kinds are compared in
 # another way: schedules by their values until now; data.path and the paths of data.mix by data.hash, if there is one;
 # init_from by init_hash.
-OF_SCHEDULES = {"steps", *(f"schedule.{name}" for name in ("name", "warmup_steps", "decay_steps", "min_lr_ratio"))}
-FREE_SETTINGS = OF_SCHEDULES | {
+SCHEDULE_SETTINGS = {"steps", *(f"schedule.{name}" for name in ("name", "warmup_steps", "decay_steps", "min_lr_ratio"))}
+FREE_SETTINGS = SCHEDULE_SETTINGS | {
     *("name", "out_dir", "resume", "branch_from", "compile", "on_nonfinite"),
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
     *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
@@ -34,7 +34,7 @@ NONE_LEFT = "no valid checkpoint is left"
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingPoint:
     """The state that a session starts from: step 0, or a checkpoint."""
 
     checkpoint: Path | None = None
@@ -64,7 +64,7 @@ def data_seed_of_branch(config: TrainConfig) -> int:
     return 0
 
 
-def has_replaced_initial_model(run: Path, config: TrainConfig, stored: dict[str, Any]) -> bool:
+def can_resume_without_initial_model(run: Path, config: TrainConfig, stored: dict[str, Any]) -> bool:
     """Return whether the run, with the same `init_from`, has a checkpoint, so that the initial model is not needed.
 
     It may have been trained further since, or deleted.
@@ -130,10 +130,10 @@ def check_new_run(run: Path, config: TrainConfig) -> None:
             raise ConfigError(f"init_from: {value!r} is the directory of this run itself; choose another name")
 
 
-def choose_start(run: Path, config: TrainConfig, now: dict[str, Any]) -> Start:
+def choose_starting_point(run: Path, config: TrainConfig, now: dict[str, Any]) -> StartingPoint:
     """Choose the newest valid checkpoint of the run, else `branch_from`, else step 0; print how code and launch differ.
 
-    `now` is the `provenance` and `arrangement` of this start. Raise ConfigError if all checkpoints of the run are
+    `now` is the `provenance` and `launch_facts` of this start. Raise ConfigError if all checkpoints of the run are
     damaged, or the chosen one does not fit the config or the launch.
     """
     checkpoints = run / "checkpoints"
@@ -157,14 +157,14 @@ def choose_start(run: Path, config: TrainConfig, now: dict[str, Any]) -> Start:
             raise ConfigError(f"branch_from: {invalid}") from None
         check_branch(config, path, manifest)
     if manifest is None:
-        return Start()
+        return StartingPoint()
     then = vars(manifest) | manifest.provenance
     if "code" in compare_facts(then, now):
         print(f"Other code: {path} was trained by {describe_code(then)}, and this is {describe_code(now)}.")
     if changed := compare_summation_order(then, now, config.exact):
         counts = ", ".join(f"{now[name]} {name} instead of {then[name]}" for name in changed)
         print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
-    return Start(path, manifest.step, manifest.skipped, manifest.metrics)
+    return StartingPoint(path, manifest.step, manifest.skipped, manifest.metrics)
 
 
 def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:

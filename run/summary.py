@@ -10,7 +10,7 @@ from data.sampler import BatchSizes
 from distributed.launch import num_shards
 from model.attention import HAS_TRITON
 from model.gpt import GPTModel
-from run.resume import Start
+from run.resume import StartingPoint
 from training.gradients import trainable_parameters
 from training.prepare_model import missing_compiler
 
@@ -37,7 +37,7 @@ def summary(
     accelerator: Accelerator,
     model: GPTModel,
     directory: Path,
-    start: Start,
+    start: StartingPoint,
     corpus: str | None,
     conversations: str,
 ) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-    from run.load import Loaded
+    from run.load import LoadedModel
 
 # Tokenizers with equal vocabularies but different rules almost always split this text differently.
 PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
@@ -63,7 +63,7 @@ def load_run_tokenizer(
     raise ConfigError(f"the tokenizer of {directory} is neither in {places[0]} nor in {places[1]}")
 
 
-def check_tokenizer(name: str, loaded: "Loaded", corpus: Corpus) -> None:
+def check_tokenizer(name: str, loaded: "LoadedModel", corpus: Corpus) -> None:
     """Raise ConfigError if the corpus has another tokenizer than the model `name`, or a larger vocabulary."""
     problem, size = "", loaded.model.config.vocab_size
     if loaded.tokenizer is not None and corpus.tokenizer is not None:

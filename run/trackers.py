@@ -39,7 +39,7 @@ def check(config: TrainConfig) -> None:
     exported to transformers.
     """
     tracking = config.tracking
-    if kind_of(tracking.tracker) is TrackerRun:
+    if tracker_class(tracking.tracker) is TrackerRun:
         if tracking.tracker not in map(str, get_available_trackers()):
             raise ConfigError(f"tracking.tracker: {tracking.tracker} is not installed: pip install {tracking.tracker}")
     elif tracking.wandb == "online" and not disabled_by_environment():
@@ -65,7 +65,7 @@ def start_tracker(
     if tracking.tracker == "wandb" and (variable := disabled_by_environment()):
         say(f"W&B is off by the environment variable {variable}: metrics go to metrics.jsonl only.")
         return None
-    return kind_of(tracking.tracker)(config, run, step, say, export_newest)
+    return tracker_class(tracking.tracker)(config, run, step, say, export_newest)
 
 
 def disabled_by_environment() -> str | None:
@@ -77,7 +77,7 @@ def disabled_by_environment() -> str | None:
     return None
 
 
-def kind_of(tracker: str) -> "type[TrackerRun]":
+def tracker_class(tracker: str) -> "type[TrackerRun]":
     """Return the class that logs to the tracker of this name."""
     match tracker:
         case "wandb":
@@ -98,34 +98,34 @@ class TrackerRun:
         self.config, self.directory, self.say, self.export_newest = config, run.path, say, export_newest
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tracker")
         self.run: Any = None  # the run object of the tracker; None before it is started and after an error
-        self._try(lambda: self._start(step), starting=True)
+        self._submit(lambda: self._start(step), starting=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the numbers of a step."""
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-        self._try(lambda: self.run.log(numbers, step=step))
+        self._submit(lambda: self.run.log(numbers, step=step))
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
         """Log generated texts, in the form that the tracker has for texts."""
         match self.config.tracking.tracker:
             case "tensorboard":
-                self._try(lambda: self.run.log({name: as_code(*texts)}, step=step))
+                self._submit(lambda: self.run.log({name: as_code(*texts)}, step=step))
             case "trackio":
                 rows = [[text] for text in texts]
-                self._try(lambda: self.run.log({name: import_module("trackio").Table(["text"], rows)}, step=step))
+                self._submit(lambda: self.run.log({name: import_module("trackio").Table(["text"], rows)}, step=step))
 
     def finish(self, failure: BaseException | None) -> None:
         """Return when everything is written; `failure` is the exception that ended the run, if any.
 
         It returns after a timeout too, since other processes, or a scheduler that stops the run, are waiting.
         """
-        self._try(lambda: self._finish(failure))
+        self._submit(lambda: self._finish(failure))
         seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
         if not wait([self.thread.submit(lambda: None)], seconds).done:
             name = self.config.tracking.tracker
             self.say(f"{name} has not finished after {seconds:g} s; metrics.jsonl has everything.")
 
-    def _try(self, action: Callable[[], object], starting: bool = False) -> None:
+    def _submit(self, action: Callable[[], object], starting: bool = False) -> None:
         """Call `action` in the thread."""
         name = self.config.tracking.tracker
 
@@ -186,7 +186,7 @@ class WandbRun(TrackerRun):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step."""
-        self._try(lambda: self.run.log({"step": step, **metrics}))
+        self._submit(lambda: self.run.log({"step": step, **metrics}))
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
         """Add rows to the table of texts and log the whole table: W&B restarts incremental ones on an offline resume.
@@ -203,7 +203,7 @@ class WandbRun(TrackerRun):
             self._log_samples()
         if isinstance(failure, NonFiniteError):
             title = f"{self.config.name}: the loss is not finite"[-63:]
-            self._try(lambda: self.run.alert(title, str(failure), level="ERROR"))
+            self._submit(lambda: self.run.alert(title, str(failure), level="ERROR"))
         elif failure is None and self.config.tracking.log_model:
             self._log_model()
         super().finish(failure)
@@ -216,7 +216,7 @@ class WandbRun(TrackerRun):
         self.num_logged, step = len(self.samples), self.samples[-1]["step"]
         name = next(key for key in self.samples[-1] if key != "step")
         rows = [[row["step"], row[name]] for row in self.samples if name in row]
-        self._try(lambda: self.run.log({"step": step, name: import_module("wandb").Table(["step", "text"], rows)}))
+        self._submit(lambda: self.run.log({"step": step, name: import_module("wandb").Table(["step", "text"], rows)}))
 
     def _log_model(self) -> None:
         """Export the newest checkpoint and log the folder as an artifact."""
@@ -236,7 +236,7 @@ class WandbRun(TrackerRun):
                 model.add_file(str(file), policy="immutable")  # the run directory keeps it for a later `wandb sync`
             self.run.log_artifact(model)
 
-        self._try(log)
+        self._submit(log)
 
     def _log_code(self, run) -> None:
         """Log the sources that train, and the uncommitted changes of all starts."""

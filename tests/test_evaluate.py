@@ -27,7 +27,7 @@ from evaluate import EvaluateConfig
 from export import ExportConfig
 from model.config import GPTConfig
 from model.seeds import derive_seed
-from run.load import Loaded, load_run
+from run.load import LoadedModel, load_run
 from sample import SampleConfig
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
@@ -141,7 +141,7 @@ def test_tokenizer_larger_than_the_model_is_refused(made, tmp_path):
 @pytest.mark.parametrize(("positions", "window"), [(40_960, 1024), (512, 512)])
 def test_evaluation_seq_len_of_hub_model_is_bounded(positions, window):
     """A row of 40,960 positions and Qwen3's 151,936 tokens has 25 GB of logits."""
-    loaded = Loaded(None, SimpleNamespace(config=GPTConfig(max_position_embeddings=positions, vocab_size=9)), None)
+    loaded = LoadedModel(None, SimpleNamespace(config=GPTConfig(max_position_embeddings=positions, vocab_size=9)), None)
     assert evaluate.settings_of(EvaluateConfig("Qwen/Qwen3-0.6B", data="corpus"), loaded).seq_len == window
 
 

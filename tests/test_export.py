@@ -16,7 +16,7 @@ from config.errors import ConfigError, RunError
 from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
 from export import ExportConfig
-from run.load import Loaded, load_run
+from run.load import LoadedModel, load_run
 from tests.conftest import TINY_STORIES, metrics, python, tensors, train
 from tests.data.prepare.test_prepare import make
 
@@ -119,14 +119,14 @@ def test_average_skips_checkpoint_removed_while_read(runs, tmp_path, monkeypatch
     run = shutil.copytree(runs / "gpt2", tmp_path / "run")
     for step in (1, 2, 3, 4):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
-    load = export.load_checkpoint
+    load = export.load_model_from_checkpoint
 
     def load_one(directory, *others):
         if directory.name == "step-00000007":
             shutil.rmtree(directory)
         return load(directory, *others)
 
-    monkeypatch.setattr(export, "load_checkpoint", load_one)
+    monkeypatch.setattr(export, "load_model_from_checkpoint", load_one)
     state = load_run(exported(run, tmp_path / "out", average=3)).model.state_dict()
     assert f"{run / 'checkpoints' / 'step-00000007'}: removed while it was read" in capsys.readouterr().err
     states = [load_run(run / "checkpoints" / f"step-{step:08d}").model.state_dict() for step in (8, 6, 5)]
@@ -185,14 +185,14 @@ def test_card_ignores_replaced_corpus_at_same_path(tmp_path):
     metadata = make(tmp_path / "plays.txt", tmp_path / "plays")
     for of_run in (metadata["hash"], f"00ff+{metadata['hash']}"):
         config = TrainConfig(data=DataConfig(source="text", path=str(tmp_path / "plays"), hash=of_run))
-        assert export.data_facts(Loaded(config, None, None)).endswith("- `plays`: 1 documents, 9 tokens by `byte`")
+        assert export.data_facts(LoadedModel(config, None, None)).endswith("- `plays`: 1 documents, 9 tokens by `byte`")
     config = replace_settings(config, {"data.hash": "00ff"})
-    assert export.data_facts(Loaded(config, None, None)).endswith("- `plays`")
+    assert export.data_facts(LoadedModel(config, None, None)).endswith("- `plays`")
 
 
 def test_card_names_a_deleted_corpus():
     config = TrainConfig(data=DataConfig(source="text", path="/gone/plays", hash="00ff"))
-    facts = export.data_facts(Loaded(config, None, None))
+    facts = export.data_facts(LoadedModel(config, None, None))
     assert facts == "Content hash of the tokens and the tokenizer: `00ff`.\n- `plays`"
 
 

@@ -521,7 +521,7 @@ def test_verification_names_changed_file(corpus):
 def test_corpus_check_finds_change_at_save(corpus, monkeypatch):
     monkeypatch.setattr(corpus_check, "gather_object", lambda mine: mine)
     check = CorpusCheck(Verification([TextCorpus(str(corpus))]), SimpleNamespace(is_local_main_process=True), 60)
-    assert "verified: " in check.begin()
+    assert "verified: " in check.wait_briefly()
     check.require_verified()
     flip(corpus / "train" / "000000.arrow", 100)
     with pytest.raises(ConfigError, match="train/000000.arrow"):
@@ -634,7 +634,7 @@ def test_corpus_check_reports_damage_on_all_processes(corpus, monkeypatch):
         for verification, reads in zip(verifications, (True, True, False), strict=True)
     ]
     for check in checks:
-        assert "being verified" in check.begin() and not check.failed
+        assert "being verified" in check.wait_briefly() and not check.failed
     assert [done for done, *_ in gathered] == [False, False, True], "training starts meanwhile"
     release.set()
     assert verifications[0].wait() and checks[0].failed and not checks[2].failed

@@ -25,7 +25,7 @@ from data.files import sha256
 from data.prepare.prepare import encode_text
 from data.synthetic.stories import StoriesDataset, log_prob
 from data.tokenizer import load_tokenizer, save_tokenizer
-from run.load import Loaded, find_checkpoint, load_run, load_with_source
+from run.load import LoadedModel, find_checkpoint, load_run, load_with_source
 from sample import SampleConfig
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 from tests.model.test_model import make_model
@@ -292,8 +292,8 @@ def test_sample_refuses_run_without_tokenizer(runs):
 def test_encode_without_end_of_text_requires_prompt():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"ma": 0})))
     with pytest.raises(ConfigError, match="prompt: .* no end-of-text token .*; give a prompt"):
-        sample.encode(Loaded(None, None, tokenizer), "")
-    assert sample.encode(Loaded(None, None, tokenizer), "ma") == [0]
+        sample.encode(LoadedModel(None, None, tokenizer), "")
+    assert sample.encode(LoadedModel(None, None, tokenizer), "ma") == [0]
 
 
 def test_prompt_is_encoded_like_corpus(run, tmp_path, capsys):
@@ -301,7 +301,7 @@ def test_prompt_is_encoded_like_corpus(run, tmp_path, capsys):
     prompt = "a<|endoftext|>b"
     save_tokenizer("byte", tmp_path / "tokenizer", [])
     of_corpus, facts = load_tokenizer(tmp_path / "tokenizer")
-    loaded = Loaded(None, None, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+    loaded = LoadedModel(None, None, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
     for _ in range(2):  # special_tokens does not affect the next call
         assert sample.encode(loaded, prompt) == [256, *encode_text(of_corpus, 256, prompt, False)[1]["input_ids"]]
         assert sample.encode(loaded, prompt, special_tokens=True) == [256, 97, 256, 98]
@@ -317,7 +317,7 @@ def test_encode_refuses_prompt_that_panics_tokenizer():
     words.pre_tokenizer = pre_tokenizers.Split(Regex("(a|a)+$"), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     with pytest.raises(ConfigError, match="prompt: the tokenizer has no tokens for 'a*b': .*retry-limit"):
-        sample.encode(Loaded(None, None, tokenizer), "a" * 40 + "b")
+        sample.encode(LoadedModel(None, None, tokenizer), "a" * 40 + "b")
 
 
 def test_load_run_refuses_home_of_unknown_user():
@@ -431,7 +431,7 @@ def test_sample_streams_whole_characters(monkeypatch, tmp_path):
             shown.append(self.getvalue())
 
     monkeypatch.setattr(sys, "stdout", Screen())
-    sample.generate_sample(Loaded(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(""))
+    sample.generate_sample(LoadedModel(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(""))
     assert shown == ["ma", "man", "mané", "mané ", "mané €", "mané €!"]
 
 
@@ -442,7 +442,7 @@ def test_sample_keeps_space_after_prompt(monkeypatch, capsys):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     model = make_model(vocab_size=3).eval()
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[1]])]))
-    sample.generate_sample(Loaded(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(""))
+    sample.generate_sample(LoadedModel(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(""))
     assert capsys.readouterr().out == "ma ni\n"
 
 
@@ -453,7 +453,7 @@ def test_sample_escapes_generated_control_characters(monkeypatch, capsys):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     model = make_model(vocab_size=3).eval()
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[0]]), torch.tensor([[1]])]))
-    text = sample.generate_sample(Loaded(None, model, tokenizer), "\x9b1m", [2], 0, SampleConfig(""))
+    text = sample.generate_sample(LoadedModel(None, model, tokenizer), "\x9b1m", [2], 0, SampleConfig(""))
     assert capsys.readouterr().out == "\\x9b1m\\x1b[2J\n\n"
     assert text == "\x9b1m\x1b[2J\n"
 

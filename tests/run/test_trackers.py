@@ -281,12 +281,12 @@ def test_custom_tracker_requires_no_package(tracked, tmp_path, monkeypatch):
             self.run = open(tmp_path / "lines", "w")
 
         def log(self, step, metrics):
-            self._try(lambda: print(step, metrics["train/loss"], file=self.run))
+            self._submit(lambda: print(step, metrics["train/loss"], file=self.run))
 
         def _finish(self, failure):
             self.run.close()
 
-    monkeypatch.setattr(trackers, "kind_of", lambda tracker: Lines)
+    monkeypatch.setattr(trackers, "tracker_class", lambda tracker: Lines)
     monkeypatch.setattr(trackers, "get_available_trackers", list)
     with tracked("--tracking.tracker", "tensorboard") as tracker:
         tracker.log(3, {"train/loss": 1.5})
