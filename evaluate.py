@@ -60,6 +60,7 @@ def main(config: EvaluateConfig) -> None:
         metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
     positions = {name: metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")}
     if accelerator.is_main_process:
+        assert corpus.validation is not None, "it has been evaluated"
         metrics: dict[str, Any] = metrics | {"run": config.run} | ({"step": found[1].step} if found else {})
         metrics |= {"data": data_facts(settings.data), "windows": len(corpus.validation), "seq_len": settings.seq_len}
         metrics |= {"targets": "answers"} if corpus.conversations else {}

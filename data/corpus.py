@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from data.integrity import Verification
 
 MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
-"""Metrics as (sum, count) by name; the names must be the same in every call."""
+"""(sum, count) of each metric by name; the names must be the same in every call."""
 
 
 class SampleDataset(Protocol):
@@ -32,10 +32,10 @@ class SampleDataset(Protocol):
 
 @dataclass
 class Corpus:
-    """A training and a validation set, their tokenizer, and what is measured on their texts."""
+    """A training set, a validation set, their tokenizer, and scores of the model's logits and texts."""
 
     train: SampleDataset
-    validation: SampleDataset
+    validation: SampleDataset | None
     """None for source text without evaluations. May have `entropy_nats` (the lowest expected loss of any model, in nats
     summed over all targets) and `num_bytes` (of its text, for bits per byte)."""
     tokenizer: Tokenizer | None
@@ -137,14 +137,14 @@ def _load_text(config: TrainConfig) -> Corpus:
     train: list[Any] = [TextDataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
     validation: list[Any] = [
         TextDataset(corpus, "validation", config.seq_len, packing, number)
-        for corpus, number in zip(corpora, num_samples, strict=False)  # no validation sets without evaluations
+        for corpus, number in zip(corpora, num_samples, strict=False)  # num_samples is [] without evaluations
     ]
     conversations = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
     if data.mix:
         train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
     return Corpus(
         train[0],
-        validation[0] if validation else cast(Any, None),
+        validation[0] if validation else None,
         corpora[0].tokenizer,
         vocab_size=_checked_vocab_size(config, corpora[0].vocab_size),
         quotas=quotas if data.mix else None,

@@ -19,7 +19,7 @@ from data.sampler import GlobalBatches
 from distributed.signals import ignore_stop_signals
 
 Batch = dict[str, Tensor]
-"""Arguments of the model's forward by name, each [B, T]: `input_ids`, `labels` and, for packed documents, others."""
+"""Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`."""
 
 SAMPLES_AT_ONCE = 64
 POLL_SECONDS = 0.2  # between two checks for a stop request while a worker is late
@@ -32,7 +32,7 @@ class BatchLoader:
 
     Args:
         dataset: Map-style training set; see `load_batch`.
-        global_batches: Their sample indices.
+        global_batches: Sample indices of each step's global batch.
         micro_batch_size: Sequences in a micro-batch.
         device: Where the batches are put; copies to a CUDA device are asynchronous, from pinned memory.
         rank: Index of this process among `num_processes`.
@@ -63,9 +63,9 @@ class BatchLoader:
     def batches(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step from `start` to `stop` - 1.
 
-        With workers the iteration ends early if a stop is requested while a batch is late, and, with `problem` set, if
-        a batch takes longer than `timeout_seconds` or a worker has died. Other processes may still have batches, so the
-        caller must stop them too.
+        With workers, iteration ends early in two cases: a stop is requested while a batch is late; or a batch takes
+        longer than `timeout_seconds` or a worker dies, and then `problem` is set. Other processes may still have
+        batches, so the caller must stop them too.
         """
         steps = range(start, stop)
         for batch in self._load_with_workers(steps) if self.num_workers else self._load_here(steps):
@@ -110,7 +110,7 @@ class BatchLoader:
             while isinstance(arrays := self._next(received, workers), dict):
                 yield {name: torch.from_numpy(array) for name, array in arrays.items()}
         finally:
-            for process in workers:  # Python waits for them at exit, for a hanging one for ever
+            for process in workers:  # at exit Python joins its child processes, and a hanging one would never end
                 process.kill()
 
     def _next(self, received: Queue, workers: list[BaseProcess]) -> dict[str, np.ndarray] | None:
@@ -177,5 +177,5 @@ def _receive(batches: Iterator[dict[str, np.ndarray]], received: Queue) -> None:
 
 
 def _start_worker(worker_id: int) -> None:
-    # A scheduler signals all processes at once; the training must get its data until it has stopped.
+    # A scheduler signals the workers too, but training needs batches until it has saved and stopped.
     ignore_stop_signals()

@@ -65,8 +65,8 @@ class BatchSizes:
     """Sizes of the global batches of a run, in sequences.
 
     The first batch has `warmup_from` sequences. At equal intervals the size increases by `warmup_from`, and from step
-    `warmup_steps` on it is `global_batch_size`. All sizes are multiples of the first, so all of them split into whole
-    micro-batches on any number of processes on which the first does.
+    `warmup_steps` on it is `global_batch_size`. All sizes are multiples of the first: if the first divides into whole
+    micro-batches on every process, all do.
     """
 
     def __init__(self, global_batch_size: int, warmup_from: int | None = None, warmup_steps: int | None = None):
@@ -101,9 +101,15 @@ class GlobalBatches(BatchSizes):
     A global batch may contain the end of one epoch and the beginning of the next, so no sample is ever dropped.
     """
 
-    def __init__(self, num_samples: int, global_batch_size: int, seed: int, *warmup: int | None):
-        """Define the order of `num_samples`; `warmup` is (warmup_from, warmup_steps) of BatchSizes."""
-        super().__init__(global_batch_size, *warmup)
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        seed: int,
+        warmup_from: int | None = None,
+        warmup_steps: int | None = None,
+    ):
+        super().__init__(global_batch_size, warmup_from, warmup_steps)
         self.num_samples, self.seed = num_samples, seed
         self._cached_key, self._cached_indices = None, []
 
@@ -129,7 +135,7 @@ class GlobalBatches(BatchSizes):
         return [list(islice(indices, size)) for size in sizes]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the sample index at each position, counted from the start of the run, both int64 [n]."""
+        """Return the sample index for each position in the sequence of all samples of the run, both int64 [n]."""
         return permute_groups(positions, self.num_samples, self.seed, "epoch")[1]
 
 
@@ -137,17 +143,26 @@ class MixedBatches(GlobalBatches):
     """Global batches of a mixture of corpora, whose samples are numbered one corpus after another.
 
     Each block of MIX_BLOCK consecutive samples contains exactly quotas[c] samples of corpus c, at positions permuted by
-    (seed, block). The samples of each corpus come in an order, and in epochs, of its own. The corpus of a position, and
-    its position within that corpus, are therefore computed in O(1).
+    (seed, block). Each corpus has its own epochs, and its own order in each. The corpus of a position, and its position
+    within that corpus, are therefore computed in O(1).
     """
 
-    def __init__(self, sizes: list[int], quotas: list[int], global_batch_size: int, seed: int, *warmup: int | None):
-        super().__init__(sum(sizes), global_batch_size, seed, *warmup)
+    def __init__(
+        self,
+        sizes: list[int],
+        quotas: list[int],
+        global_batch_size: int,
+        seed: int,
+        warmup_from: int | None = None,
+        warmup_steps: int | None = None,
+    ):
+        super().__init__(sum(sizes), global_batch_size, seed, warmup_from, warmup_steps)
         self.sizes, self.quotas, self.quota_ends = sizes, quotas, np.cumsum(quotas)
+        # One per corpus, used only for `at`.
         self.orders = [GlobalBatches(size, 1, derive_seed(seed, "corpus", c)) for c, size in enumerate(sizes)]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the sample index at each position, counted from the start of the run, both int64 [n]."""
+        """Return the sample index for each position in the sequence of all samples of the run, both int64 [n]."""
         blocks, slots = permute_groups(positions, MIX_BLOCK, self.seed, "block")
         corpora = np.searchsorted(self.quota_ends, slots, side="right")
         indices = np.empty_like(positions)

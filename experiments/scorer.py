@@ -176,6 +176,7 @@ def preview(checks: str, *settings: str) -> dict[str, object]:
                 broken += [f"{name}: {figure}"] if result == "FAIL" else []
         config = parse_config(words)
         corpus = load_corpus(config)
+        assert corpus.validation is not None, "the settings have evaluations"
         num_rows = len(corpus.validation)
         indices = range(min(num_rows, PREVIEW_SAMPLES))
         few = Subset(corpus.validation, indices)  # pyright: ignore[reportArgumentType] - it is map-style

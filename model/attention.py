@@ -31,7 +31,7 @@ def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Mask, dropou
         return attend(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
     if uses_eager_attention(q_BHTD, mask, grouped, dropout):
         return EagerAttention.apply(q_BHTD, k_BKSD, v_BKSD, mask)
-    causal = mask is None and q_BHTD.shape[-2] > 1
+    causal = mask is None and q_BHTD.shape[-2] > 1  # a single query, after cached keys, attends to all of them
     return F.scaled_dot_product_attention(
         q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
     )
@@ -90,7 +90,9 @@ class EagerAttention(torch.autograd.Function):
 
 
 def document_ids(position_ids: Tensor) -> Tensor | None:
-    """Return the document of each token, int64 [B, T], from 1 in each row; on a CPU None if each row is one document.
+    """Return the document of each token, int64 [B, T], from 1 in each row; None if each row is one document.
+
+    The latter is tested on a CPU only, because it would synchronise with a GPU.
 
     Args:
         position_ids: int64 [B, T], 0 at the first token of each document.
@@ -148,7 +150,7 @@ def attention_masks(
         flex: whether to return masks for flex attention where nothing is cached or padded.
     """
     begin, end, device = num_cached, num_cached + input_ids.shape[1], input_ids.device
-    real_BT = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
+    is_token_BT = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
     document_BT = None if position_ids is None else document_ids(position_ids)
     num_rows = None if document_BT is None else len(document_BT)
     # is_causal=True aligns the mask with the first key, which is wrong for several queries after cached keys.
@@ -157,12 +159,12 @@ def attention_masks(
     for window in set(windows):
         width = end if window is None else min(window, end)
         mask_mod = make_mask_mod(width, document_BT)
-        if width == end and document_BT is None and real_BT is None and not needs_offset_causal_mask:
+        if width == end and document_BT is None and is_token_BT is None and not needs_offset_causal_mask:
             masks[window] = None
-        elif flex and begin == 0 and real_BT is None:
+        elif flex and begin == 0 and is_token_BT is None:
             masks[window] = create_block_mask(mask_mod, num_rows, None, end, end, device=device)
         else:
             mask = dense_mask(mask_mod, begin, end, num_rows, device)
             # For a query without any key (left padding) PyTorch's kernel returns zeros, since torch 2.5.
-            masks[window] = mask if real_BT is None else mask & real_BT[:, None, None, :]
+            masks[window] = mask if is_token_BT is None else mask & is_token_BT[:, None, None, :]
     return masks

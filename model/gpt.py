@@ -24,8 +24,8 @@ def rope_tables(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor
     """Return cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864) at `positions` [..., T].
 
     Both are float32 [..., T, D]. Dimensions i and i + D/2 form a pair (the convention of transformers), rotated by
-    position / theta^(2i/D). Each forward computes them anew, which is cheap; a buffer would be cast by
-    model.bfloat16(), left uninitialised by a construction on the meta device, and broadcast by DDP.
+    position / theta^(2i/D). They are recomputed in every forward, which is cheap. A buffer would be cast by
+    model.bfloat16(), uninitialised after construction on the meta device, and broadcast by DDP.
     """
     frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
     angle = positions[..., None].float() * frequency
@@ -234,6 +234,7 @@ class GPTModel(GenerationMixin):
         x_BTC = self.token_embedding(input_ids)
         positions = torch.arange(num_cached, seq_len, device=input_ids.device) if position_ids is None else position_ids
         if self.config.position == "rope":
+            # [1, T] or [B, 1, T], so that the tables broadcast over the heads.
             rope = rope_tables(positions.unsqueeze(-2), self.config.head_size, self.config.rope_theta)
         else:
             x_BTC = x_BTC + self.position_embedding(positions)
@@ -246,7 +247,7 @@ class GPTModel(GenerationMixin):
         if labels is not None:
             loss, metrics = self.next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch)
         if labels is None or logits_to_keep is not None:
-            kept_BTC = x_BTC[:, -(logits_to_keep or 0) :]
+            kept_BTC = x_BTC[:, -(logits_to_keep or 0) :]  # 0 or None: all positions
             logits = soft_cap(linear(kept_BTC, self.output_weight), self.config.logit_softcap)
         return (logits, loss, metrics) if metrics else (logits, loss)
 
@@ -255,10 +256,10 @@ class GPTModel(GenerationMixin):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def num_compute_parameters(self) -> int:
-        """Count the parameters that are applied to each token, for FLOPs and scaling laws; norms and biases, too.
+        """Count the parameters used in the computation of every token, for FLOPs and scaling laws.
 
-        Embedding tables, which are looked up, do not count; the output projection does, tied or not, and a layer that
-        is registered under several names counts each time.
+        These are all but embedding tables, which are looked up: also norms and biases, a negligible part, and the
+        output projection, tied or not. A layer that is registered under several names counts each time.
         """
         layers = [
             layer
@@ -270,7 +271,7 @@ class GPTModel(GenerationMixin):
     def flops_per_token(self, seq_len: int) -> int:
         """Count the floating-point operations to train on one token (PaLM, appendix B, arXiv:2204.02311).
 
-        Forward and backward take 6 per matmul parameter. In each layer, attention scores and the weighted sum of
+        Forward and backward take 6 per compute parameter. In each layer, attention scores and the weighted sum of
         values take 12 n_heads head_dim per position in the window (or seq_len), by convention not halved for causality.
         """
         attended = sum(min(window or seq_len, seq_len) for window in self.windows)

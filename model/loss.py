@@ -16,7 +16,7 @@ from model.kernels import linear
 
 # Largest size of a chunk's logits in float32: on a CPU they should fit into the cache, on a GPU keep it busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
-# With fewer rows, adding each chunk's gradient to that of the whole weight would dominate.
+# With fewer rows, adding each chunk's [V, C] weight gradient to the sum would dominate the time.
 MIN_CHUNK_ROWS = 128
 # GPU kernels work on tiles of this many rows.
 TILE_ROWS = {"cpu": 1, "cuda": 128}
@@ -111,7 +111,7 @@ class NextTokenLoss:
 
 
 def rows_per_chunk(num_rows: int, vocab_size: int, device_type: str) -> int:
-    """Return the rows of a chunk; all chunks are equal if possible, since torch.compile compiles each shape anew."""
+    """Return the number of rows in a chunk; chunks are equal if possible: torch.compile recompiles for each shape."""
     device_type = device_type if device_type in TILE_ROWS else "cpu"
     tile = TILE_ROWS[device_type]
     most_rows = max(MIN_CHUNK_ROWS, CHUNK_BYTES[device_type] // (4 * vocab_size) // tile * tile)
@@ -178,13 +178,14 @@ class ChunkedLoss(torch.autograd.Function):
         sum_dtype = torch.promote_types(dtype, torch.float32)
         total = hidden_NC.new_zeros((), dtype=sum_dtype)
         metrics: dict[str, Tensor] = {}
-        grad_hidden = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC
+        grad_hidden = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC  # or a placeholder for the zip below
         grad_weight = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
+        closed_form = needs_gradient and loss.is_cross_entropy
         with torch.autocast(device, enabled=False):
             weight = weight_VC.to(dtype)
             chunks = hidden_NC.to(dtype).split(chunk_rows), targets_N.split(chunk_rows), grad_hidden.split(chunk_rows)
             for hidden, targets, grad_chunk in zip(*chunks, strict=True):
-                logits, closed_form = linear(hidden, weight), needs_gradient and loss.is_cross_entropy
+                logits = linear(hidden, weight)
                 loss_sum, sums, grad_logits = loss.differentiate(
                     logits, targets, loss.config, closed_form, needs_gradient
                 )
@@ -192,7 +193,8 @@ class ChunkedLoss(torch.autograd.Function):
                 metrics = {name: metrics.get(name, 0) + value for name, value in sums.items()}
                 if grad_logits is not None and grad_weight is not None:
                     grad_chunk.copy_(linear(grad_logits, weight.t()))
-                    # With few rows a temporary of the weight's size costs as much as the product.
+                    # addmm_ avoids a temporary of the weight's size, which with few rows costs as much as the product.
+                    # It needs one dtype, and on a CPU its bits depend on the processor (see model/kernels.py).
                     if chunk_rows < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
                         grad_weight.addmm_(grad_logits.t(), hidden)
                     else:

@@ -8,7 +8,7 @@ if something depends on it: a log line, an evaluation, a checkpoint or, if updat
 import math
 import shlex
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from config.errors import RunError
+from data.corpus import MetricSums
 from data.sampler import GlobalBatches
-
-MetricSums = Mapping[str, tuple[Tensor | float, Tensor | float]]
-"""(sum, count) of each auxiliary metric of a model, see GPTModel.forward."""
 
 # Metric names (after train/ or val/) that the loop logs itself; a model may not report them.
 RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped", "perplexity", "entropy", "excess_loss", "bits_per_byte"}
@@ -33,7 +31,7 @@ class NonFiniteError(RunError):
 
 
 def forward_with_metrics(model: nn.Module, **inputs) -> tuple[Any, Tensor, MetricSums]:
-    """Run the model; return logits (None unless requested), loss, and auxiliary metrics ({} if there are none)."""
+    """Run the model; return logits (None unless requested), loss, and auxiliary metrics (see GPTModel.forward)."""
     logits, loss, *metrics = model(**inputs)
     return logits, loss, metrics[0] if metrics else {}
 

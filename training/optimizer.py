@@ -59,7 +59,7 @@ def apply_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config
         for module in network.modules():
             if isinstance(module, nn.Dropout):
                 module.p = rate
-            elif isinstance(getattr(module, "dropout", None), float):
+            elif isinstance(getattr(module, "dropout", None), float):  # Attention, which passes it to the kernel
                 module.dropout = rate
 
 
@@ -105,11 +105,10 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) on the blocks' linear weights, AdamW on everything else, as one optimizer.
 
-    The update of a matrix is its orthogonalised Nesterov momentum, scaled to the root mean square of AdamW's updates,
-    about 0.2 (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and one weight decay serve both, as in
-    torch.optim.Muon. As in NorMuon (Li et al. 2025, arXiv:2510.05491), each row of it is divided by the root of an
-    exponential moving average of the row's mean square, and the matrix is then rescaled to the Frobenius norm that it
-    had before.
+    The Nesterov momentum of a matrix is orthogonalised. As in NorMuon (Li et al. 2025, arXiv:2510.05491), each row is
+    then divided by the root of an exponential moving average of its mean square, and the Frobenius norm is restored.
+    This update is scaled to a root mean square of 0.2, typical of AdamW's updates (Liu et al. 2025, arXiv:2502.16982),
+    so that one learning rate and one weight decay serve both, as in torch.optim.Muon.
 
     Matrices of one shape are updated together. They are orthogonalised in bfloat16, but in float32 on CPUs, few of
     which compute in bfloat16.
@@ -142,7 +141,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
                 self.state[weight]["second_momentum_buffer"] = torch.zeros(len(weight), 1, device=weight.device)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]  # all; for the type checker
+        gradients = [weight.grad for weight in weights if weight.grad is not None]  # none is None; for pyright
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
         foreach_lerp_(momenta, gradients, 1 - beta1)
@@ -157,4 +156,5 @@ class MuonAndAdamW(torch.optim.Optimizer):
         updates = normalized * (frobenius_norm(updates) / frobenius_norm(normalized).clamp(min=1e-7))
         foreach_mul_(weights, 1 - lr * group["weight_decay"])
         updates = [shard_like(weight, update) for weight, update in zip(weights, updates, strict=True)]
+        # The root mean square of an orthogonal matrix [rows, columns] is 1 / sqrt(max(rows, columns)).
         foreach_add_(weights, updates, alpha=-lr * 0.2 * math.sqrt(max(nesterov.shape[-2:])))
