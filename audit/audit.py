@@ -33,7 +33,7 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
     Raises:
         RunError: Something is not what retraining gives, or records contradict each other.
         ConfigError: The run has no checkpoint to audit.
-        Preempted: A signal asked to stop.
+        Preempted: A stop signal was received.
     """
     kept = sorted(run.manifests.items(), key=lambda item: item[1].step)
     starts = [*run.branch_point, None][:1] + [path for path, _ in kept]

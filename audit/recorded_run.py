@@ -155,7 +155,7 @@ class RecordedRun:
         Training stops and resumes at the same steps as the run did. `changes` overrides settings, as `section.name`.
 
         Raises:
-            Preempted: A signal asked to stop.
+            Preempted: A stop signal was received.
         """
         rows, generations, failure = {}, {}, None
         for end in self.session_ends(read_manifest(checkpoint).step if checkpoint else 0, until):

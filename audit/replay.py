@@ -43,7 +43,7 @@ def main(config: ReplayConfig) -> None:
     Raises:
         ConfigError: There is no such run or step, or it cannot be retrained here.
         RunError: The audit found something.
-        Preempted: A signal asked to stop.
+        Preempted: A stop signal was received.
     """
     if (config.step is None) == (not config.audit):
         raise ConfigError("step: name a step of the run to replay, or --audit N to retrain N intervals of it")
@@ -126,7 +126,7 @@ def print_block_stats(row: dict) -> None:
 
 
 def print_sequences(run: RecordedRun, checkpoint: Path | None, step: int, config: ReplayConfig) -> None:
-    """Print the step's sequences with the highest losses and, if asked for, the step in other precisions.
+    """Print the step's sequences with the highest losses and, if requested, the step in other precisions.
 
     `checkpoint` has the weights before the step; None: the initial weights.
     """

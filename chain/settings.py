@@ -124,7 +124,7 @@ def refuse_command(args: list[str]) -> None:
     """Answer a command line without a command.
 
     Raises:
-        SystemExit: after printing the commands, if help is asked for.
+        SystemExit: after printing the commands, if help is requested.
         ConfigError: otherwise.
     """
     commands = f"{', '.join(COMMANDS)}; COMMAND --help lists its settings"

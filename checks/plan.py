@@ -264,7 +264,7 @@ def main(config: TrainConfig) -> None:
     Raises:
         ConfigError: a setting does not fit the launch or the data, as in train.py.
         RunError: a step cannot run on fake tensors.
-        Preempted: a signal asked to stop.
+        Preempted: a stop signal was received.
     """
     check_launch(config)
     config, corpus, _ = resolve(config)

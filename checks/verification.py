@@ -325,7 +325,7 @@ def main(config: TrainConfig) -> None:
     Raises:
         ConfigError: the settings do not fit the launch or the data.
         RunError: a guarantee does not hold.
-        Preempted: a signal asked to stop.
+        Preempted: a stop signal was received.
     """
     if config.steps < 2:
         raise ConfigError(f"verify_steps: {config.steps} leaves none to do after a resume; use 2 or more")

@@ -203,7 +203,7 @@ class Experiment:
         return change.data_files
 
     def resolve_arms(self, baseline: Arm, code: Path, change: Change) -> tuple[Arm, Arm]:
-        """Return both arms, tuned if asked for, after the checks that need no whole run.
+        """Return both arms, tuned if requested, after the checks that need no whole run.
 
         Raises:
             ConfigError: the arms are not comparable.
@@ -295,7 +295,7 @@ class Experiment:
         return replace(arm, first_seed=self.config.first_seed)
 
     def resolve_candidate(self, baseline: Arm, code: Path, change: Change) -> Arm:
-        """Return the candidate arm, matched in size to the baseline if asked for.
+        """Return the candidate arm, matched in size to the baseline if requested.
 
         Raises:
             ConfigError: its settings are refused, or it has neither other code nor other settings.

@@ -52,7 +52,7 @@ class Training:
 
     @cached_property
     def reader(self) -> RunReader:
-        """Reader of the run directory; it parses each row of metrics once, however often it is asked."""
+        """Reader of the run directory; it parses each row of metrics once."""
         return RunReader(self.directory)
 
     @property

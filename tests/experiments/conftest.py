@@ -76,10 +76,10 @@ sys.exit(state == "failed")
 """
 
 
-def fake_scorer(asked, command, *words):
+def fake_scorer(arm, command, *words):
     """In place of experiments/scorer.py, which needs torch."""
     if command == "measure":
-        loss = asked.run(0).last_row()["val/loss"]
+        loss = arm.run(0).last_row()["val/loss"]
         facts = {
             "targets": "abc",
             "num_targets": 7,
@@ -90,11 +90,11 @@ def fake_scorer(asked, command, *words):
         }
         return facts | {"parameters": 1000, "flops_per_token": 6000}
     if command == "preview":
-        settings = {name: value for name, value in asked.settings.items() if name != "evaluation.num_samples"}
-        return {"digest": f"{asked.code_hash} {settings}", "loss": 1.0, "rows": 128, "validation_rows": 0, "broken": []}
+        settings = {name: value for name, value in arm.settings.items() if name != "evaluation.num_samples"}
+        return {"digest": f"{arm.code_hash} {settings}", "loss": 1.0, "rows": 128, "validation_rows": 0, "broken": []}
     if command == "targets":
         return {"targets": "abc", "num_targets": 7}
-    width = asked.settings["model.d_ff"] * (3 if asked.settings["model.mlp"] == "swiglu" else 2)
+    width = arm.settings["model.d_ff"] * (3 if arm.settings["model.mlp"] == "swiglu" else 2)
     return {"parameters": 500 + width, "flops_per_token": 6 * width}
 
 
@@ -110,7 +110,7 @@ def run_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment_settings, "DEFAULT_CONFIG", config)
     monkeypatch.setattr(change, "ROOT", root)
     monkeypatch.setattr(score, "run_scorer", fake_scorer)
-    monkeypatch.setattr(variants, "network_shape", lambda asked: fake_scorer(asked, "shape"))
+    monkeypatch.setattr(variants, "network_shape", lambda arm: fake_scorer(arm, "shape"))
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(experiment, "code_hash", lambda: None)
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}

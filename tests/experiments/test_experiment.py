@@ -156,8 +156,8 @@ def test_broken_baseline_is_an_error(run_experiment):
     ],
 )
 def test_incomparable_arms_are_refused(changes, message, run_experiment, monkeypatch):
-    def other(asked, *words):
-        return fake_scorer(asked, *words) | (changes if asked.settings["model.mlp"] == "relu2" else {})
+    def other(arm, *words):
+        return fake_scorer(arm, *words) | (changes if arm.settings["model.mlp"] == "relu2" else {})
 
     monkeypatch.setattr(score, "run_scorer", other)
     assert message in run_experiment("--model.mlp relu2", error=ConfigError)
@@ -169,21 +169,21 @@ def run_experiment_tokenizers(run_experiment, monkeypatch):
     """Tokens of the baseline's corpus have ten bytes, of the candidate's eleven: as many as the name has letters."""
     whole = ("--data.source", "text", "--evaluation.num_samples", "null")
 
-    def asked_for(text="same", common=whole, error=None, speedup=False, **facts):
-        def ask_of_text(asked, what, *words):
-            path = asked.settings["data.path"]
+    def compare_tokenizers(text="same", common=whole, error=None, speedup=False, **facts):
+        def score_text(arm, what, *words):
+            path = arm.settings["data.path"]
             found = {"targets": path, "entropy": None, "num_targets": 3300 // len(path), "num_bytes": 3300}
-            return fake_scorer(asked, what, *words) | found | (facts if path == "of eleven ." else {})
+            return fake_scorer(arm, what, *words) | found | (facts if path == "of eleven ." else {})
 
         texts = {"of ten ...": "same", "of eleven .": text}
-        monkeypatch.setattr(score, "run_scorer", ask_of_text)
-        monkeypatch.setattr(Arm, "validation_text", lambda asked: texts[asked.settings["data.path"]])
+        monkeypatch.setattr(score, "run_scorer", score_text)
+        monkeypatch.setattr(Arm, "validation_text", lambda arm: texts[arm.settings["data.path"]])
         monkeypatch.setattr(experiment, "THROUGHPUT_ROUNDS", 0)
         return run_experiment(
             "--data.path 'of eleven .'", "--data.path", "of ten ...", *common, error=error, speedup=speedup
         )
 
-    return asked_for
+    return compare_tokenizers
 
 
 def test_tokenizers_are_compared_by_bits_per_byte(run_experiment_tokenizers):
@@ -199,7 +199,7 @@ def test_tokenizers_are_compared_by_bits_per_byte(run_experiment_tokenizers):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("facts", "message"),
     [
         ({"text": "other"}, "the texts differ as well (hashes same and other)"),
         ({"text": None}, "the bytes of the text are unknown for the candidate"),
@@ -211,12 +211,12 @@ def test_tokenizers_are_compared_by_bits_per_byte(run_experiment_tokenizers):
     ],
     ids=str,
 )
-def test_incomparable_tokenizers_are_refused(asked, message, run_experiment_tokenizers):
-    assert message in run_experiment_tokenizers(**asked, error=ConfigError)
+def test_incomparable_tokenizers_are_refused(facts, message, run_experiment_tokenizers):
+    assert message in run_experiment_tokenizers(**facts, error=ConfigError)
 
 
 def test_non_causal_candidate_fails(run_experiment, monkeypatch):
-    monkeypatch.setattr(score, "run_scorer", lambda asked, *words: fake_scorer(asked, *words) | {"is_causal": False})
+    monkeypatch.setattr(score, "run_scorer", lambda arm, *words: fake_scorer(arm, *words) | {"is_causal": False})
     found = run_experiment("--model.mlp relu2")
     assert found["verdict"] == "failed" and "later tokens" in found["message"]
 
@@ -698,8 +698,8 @@ def test_ctrl_c_then_same_command_resumes(tmp_path):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 75 and "rerun the same command to resume" in said
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 75 and "rerun the same command to resume" in stderr
     assert not (tmp_path / "lab" / "log.jsonl").exists()
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["verdict"] == "worse", done.stderr
