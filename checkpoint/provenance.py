@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import accelerate
@@ -13,6 +14,7 @@ from config.schema import TrainConfig
 from model.gpt import build_on_meta_device
 
 
+@cache  # the code of this process, even if its files are edited later; git is slow on a network disk
 def provenance(root: Path = ROOT) -> dict[str, str | None]:
     """Return the versions of Python, torch and Accelerate, the hash of the code that trains, and the commit.
 

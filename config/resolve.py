@@ -1,7 +1,7 @@
-"""Resolve a config: fill in the settings that the command line leaves null.
+"""Fill in the settings that the command line leaves null.
 
-Each function returns a new config. `run.resolve.resolve` calls them in order: the settings of the run that is resumed,
-the initial model, the corpus (`Corpus.complete`), the launch.
+Each function returns a new config. `run.resolve.resolve` calls them in order: from the settings of the run that is
+resumed, the initial model, the corpus (`Corpus.fill_in`) and the launch.
 """
 
 from collections.abc import Mapping
@@ -79,20 +79,20 @@ def with_stored_model(config: TrainConfig, stored: Mapping[str, Any]) -> TrainCo
 
 
 def with_initial_model(config: TrainConfig, initial: GPTConfig, weights_hash: str) -> TrainConfig:
-    """Take the model's settings from the model that `init_from` names, and record the hash of its weights.
+    """Take the settings of `model` from the initial model, which `init_from` names, and record its weights' hash.
 
     Raises:
         ConfigError: a setting that the user gave contradicts that model, or its weights are not those of `init_hash`.
     """
     given = given_model_settings(config)
     for name in sorted(given - NOT_FROM_INITIAL_MODEL):
-        value, there = getattr(config.model, name), getattr(initial, name)
-        if value not in (None, there):
-            raise ConfigError(f"model.{name}: {value}, but {there} in {config.init_from}; leave it out")
-    own = {name: getattr(config.model, name) for name in NOT_FROM_INITIAL_MODEL & given}
+        value, initial_value = getattr(config.model, name), getattr(initial, name)
+        if value not in (None, initial_value):
+            raise ConfigError(f"model.{name}: {value}, but {initial_value} in {config.init_from}; leave it out")
+    changes = {name: getattr(config.model, name) for name in NOT_FROM_INITIAL_MODEL & given}
     if config.init_hash not in (None, weights_hash):
         raise ConfigError(f"init_hash: {config.init_hash}, but the weights of {config.init_from} have {weights_hash}")
-    return replace(config, model=replace(initial, **own), init_hash=weights_hash)
+    return replace(config, model=replace(initial, **changes), init_hash=weights_hash)
 
 
 def with_launch(config: TrainConfig, num_processes: int) -> TrainConfig:

@@ -95,7 +95,7 @@ def different_facts(path: Path, facts: dict[str, str | None]) -> list[str]:
     completed = status.step if status else 0
     trained = [session for session in surviving_sessions(run.sessions(), completed) if session.step < completed]
     lines = [
-        f"{name}: {getattr(session, name)} there, {facts[name]} now"
+        f"{name}: {getattr(session, name)} in the run, {facts[name]} now"
         for session in trained
         for name in compare_facts(vars(session), facts)
     ]

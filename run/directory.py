@@ -48,7 +48,7 @@ class RunDirectory:
         self._checked_config: TrainConfig | None = None
 
     def check(self, config: TrainConfig) -> None:
-        """Raise ConfigError if the directory cannot be written, or has a run whose weights these settings would change.
+        """Raise ConfigError if the directory cannot be written, or holds a run that these settings would change.
 
         Every process calls it before anything is allocated; nothing is written.
         """
@@ -58,11 +58,11 @@ class RunDirectory:
             tempfile.TemporaryFile(dir=existing).close()
         except OSError as error:
             raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
-        before = resumed_settings(self.path, config)
-        if before is None:
+        stored = resumed_settings(self.path, config)
+        if stored is None:
             check_new_run(self.path, config)
         else:
-            check_existing_run(self.path, config, before)
+            check_existing_run(self.path, config, stored)
         self._checked_config = config
 
     def open(self, config: TrainConfig, accelerator: Accelerator) -> StartingPoint:
@@ -88,10 +88,10 @@ class RunDirectory:
 
     @contextmanager
     def record_outcome(self, config: TrainConfig) -> Iterator[None]:
-        """Write the outcome of this start into status.json: finished, preempted or failed.
+        """Write the outcome of this session into status.json: finished, preempted or failed.
 
-        That includes a refused start if the directory has the run of these settings, so that a program that restarts
-        runs does not read the outcome of an earlier start. The status of another run is not changed.
+        A session that is refused before it trains is recorded too, so that a program that restarts runs does not read
+        the outcome of the previous session; but only if the directory holds the run with these settings.
         """
         try:
             yield
@@ -100,7 +100,7 @@ class RunDirectory:
                 write_outcome(self.status_file, "preempted", str(preempted))
             raise
         except BaseException as error:
-            if is_main_process() and (self.is_open or self._try_lock(config)):
+            if is_main_process() and (self.is_open or self._lock_same_run(config)):
                 write_outcome(self.status_file, "failed", f"{type(error).__name__}: {error}")
             raise
         else:
@@ -114,56 +114,57 @@ class RunDirectory:
         if is_main_process():
             write_status(self.status_file, Status("running", step))
 
-    def _prepare(self, config: TrainConfig, now: dict[str, Any]) -> StartingPoint:
-        """Lock the directory, move an old run aside with `resume: never`, choose the start and write its files."""
+    def _prepare(self, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
+        """Lock the directory, move an old run aside with `resume: never`, choose the checkpoint and write all files."""
         self.lock.acquire()
         if starts_afresh(config) and any(entry.name != LOCK_FILE for entry in self.path.iterdir()):
             print(f"The existing run was moved to {move_aside(self.path)}.")
             self.lock.acquire()
         self.is_open = True
-        start = choose_starting_point(self.path, config, now)
+        start = choose_starting_point(self.path, config, facts)
         self.checkpoints.mkdir(exist_ok=True)
-        last_kept = start.step if start.checkpoint else -1  # else the evaluation at step 0 would be logged twice
+        last_kept = start.step if start.checkpoint else -1  # without a checkpoint step 0 is evaluated again
         truncate_after_step(self.metrics_file, last_kept, one_per_step=True)
         truncate_after_step(self.generations_file, start.step)
         truncate_after_step(self.sessions_file, config.steps)  # removes only an incomplete line, as by a full disk
         write_atomically(self.path / "config.yaml", yaml.safe_dump(settings_to_store(config), sort_keys=False))
-        now |= network_size(config)
+        facts |= network_size(config)
         if config.data.source == "text":
             from data.integrity import validation_text  # imports pyarrow, which other sources do not need
 
             corpora = [Path(corpus).expanduser() for corpus in config.data.corpora]
-            now["validation_text"] = validation_text(corpora)
+            facts["validation_text"] = validation_text(corpora)
+            # The tokenizers of a mixture are equal, but one may lack a chat template.
             with_template = [corpus for corpus in corpora if (corpus / "tokenizer" / "chat_template.jinja").exists()]
             keep_tokenizer((with_template or corpora)[0], self.path)
-        self._record_session(start, now | {"config": settings_to_store(config)})
+        self._record_session(start, facts | {"config": settings_to_store(config)})
         self.record_progress(start.step)
         return start
 
-    def _record_session(self, start: StartingPoint, now: dict[str, Any]) -> None:
+    def _record_session(self, start: StartingPoint, facts: dict[str, Any]) -> None:
         """Append a row to sessions.jsonl, and write the uncommitted changes of the code into a file beside it."""
         changes = uncommitted_changes()
         name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff" if changes else None
         if changes and name:
             write_atomically(self.path / name, changes + "\n")
-        row = {"step": start.step, **now, "uncommitted_changes": name}
+        row = {"step": start.step, **facts, "uncommitted_changes": name}
         if start.checkpoint and start.checkpoint.parent != self.checkpoints:  # the run is a branch
             parent = str(start.checkpoint.resolve().parent.parent)
             row["branched_from"] = {"run": parent, "step": start.step, "digest": start.metrics.get("state/digest")}
         with open(self.sessions_file, "a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _try_lock(self, config: TrainConfig) -> bool:
-        """Return whether the directory holds the run of these settings and no other process is training in it."""
+    def _lock_same_run(self, config: TrainConfig) -> bool:
+        """Lock the directory if it holds the run with these settings and is not in use; return whether it did."""
         with suppress(ConfigError, OSError):
-            before = resumed_settings(self.path, config)
-            if before is None:
+            stored = resumed_settings(self.path, config)
+            if stored is None:
                 return False
             if self._checked_config is not None:
                 config = self._checked_config  # which is resolved
             elif config.init_from is not None:
-                config = with_stored_model(config, before)
-            if not differing_settings(before, config) and config.branch_from in (None, before["branch_from"]):
+                config = with_stored_model(config, stored)
+            if not differing_settings(stored, config) and config.branch_from in (None, stored["branch_from"]):
                 self.lock.acquire()
                 return True
         return False

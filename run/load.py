@@ -38,7 +38,7 @@ from run.tokenizer import load_run_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# evaluated: the weights that `val/loss` was measured with, which are the EMA with `evaluation.ema_decay`.
+# evaluated: the weights that `val/loss` was measured with, which is the EMA if `evaluation.ema_decay` is set.
 Weights = Literal["evaluated", "trained"]
 
 
@@ -82,7 +82,7 @@ def load_with_source(
         except (ConfigError, OSError, SafetensorError):
             if directory.exists():
                 raise
-        report_skipped([f"{directory}: removed while it was read"])  # by a training that keeps only the newest
+        report_skipped([f"{directory}: removed while it was read"])  # by train.py, which keeps only the newest
 
 
 def load_model_from_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "evaluated") -> LoadedModel:
@@ -102,7 +102,7 @@ def uses_ema(config: TrainConfig, weights: Weights) -> bool:
 
 
 def copy_initial_weights(network: GPTModel, initial: LoadedModel) -> None:
-    """Copy the weights of `initial` into a new network; raise ConfigError if that has no place for some of them.
+    """Copy the weights of `initial` into a new network; raise ConfigError if the network lacks some of them.
 
     Parameters that `initial` lacks, such as those that a fork adds, keep their random initial values.
     """
@@ -130,7 +130,7 @@ def is_run(path: Path) -> bool:
 def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path, Manifest]:
     """Find a checkpoint of the run at `path`, or the one at `path` itself, and validate it.
 
-    Return its directory and manifest; a running training may remove it afterwards. The main process prints which
+    Return its directory and manifest; a running train.py may remove it afterwards. The main process prints which
     damaged ones are skipped. Raise ConfigError if none is left.
     """
     if (path / MANIFEST).exists():
@@ -158,7 +158,7 @@ def report_skipped(reasons: Iterable[str]) -> None:
 
 
 def _choose(path: Path, checkpoint: str | int) -> Path:
-    """Return the best checkpoint of a run, or the one of a step, by their manifests alone."""
+    """Return the best checkpoint of a run, or that of a step; of all checkpoints only the manifests are read."""
     manifests = readable_checkpoints(path / "checkpoints")
     damaged = [found for found in checkpoints_in(path / "checkpoints") if found not in manifests and found.exists()]
     report_skipped(f"{found}: its manifest is missing or damaged" for found in damaged)

@@ -26,10 +26,10 @@ class Branch:
 
 @dataclass(frozen=True)
 class Session:
-    """A row of sessions.jsonl: the settings, code and launch of one start of train.py. None: not recorded."""
+    """A row of sessions.jsonl: the settings, code and launch of one execution of train.py. None: not recorded."""
 
     step: int
-    """Completed steps at the start."""
+    """Completed steps when the session starts."""
     config: dict[str, Any] | None = None
     """The resolved settings, nested."""
     mixed_precision: str | None = None

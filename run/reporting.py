@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import AbstractContextManager, closing
+from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
@@ -23,7 +24,7 @@ SHORT_NAMES = {"perf/tokens_per_second": "tokens/s"}
 
 
 def format_metric(name: str, value: float) -> str:
-    """Format the value of a metric for the screen: as in FORMATS, else as a loss."""
+    """Format the value of a metric for the screen."""
     return format(value, FORMATS.get(name, ".4f" if value == 0 or abs(value) >= 0.01 else ".3g"))
 
 
@@ -51,10 +52,10 @@ class Reporter(AbstractContextManager):
             total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not has_room, file=sys.stdout
         )
         self.metrics_file = RowWriter(run.metrics_file)
-        self.samples_file = run.generations_file
+        self.generations_file = run.generations_file
         self.tracker = start_tracker(config, run, step, self.say, export_newest)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the metrics of `step`: a line of metrics.jsonl, a point in the tracker, a line or bar on the screen.
 
         Without metrics, only the progress bar advances.
@@ -73,12 +74,12 @@ class Reporter(AbstractContextManager):
         if training := {name: value for name, value in metrics.items() if name.startswith(TRAINING)}:
             self._show_training(step, training)
         shown = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
-        if words := [f"{name} = {format_metric(name, value)}" for name, value in shown.items()]:
+        if parts := [f"{name} = {format_metric(name, value)}" for name, value in shown.items()]:
             if (excess := metrics.get("val/excess_loss")) is not None:
                 entropy = metrics["val/entropy"]
                 amount = f"{excess / entropy:.1%}" if entropy else f"{excess:.4f} nats"
-                words.append(f"({amount} above the entropy of the data)")
-            self.say(f"[step {step} / {self.steps}] " + " ".join(words))
+                parts.append(f"({amount} above the entropy of the data)")
+            self.say(f"[step {step} / {self.steps}] " + " ".join(parts))
 
     def sync(self) -> None:
         """Return once all rows of metrics.jsonl are on the disk; raise OSError if they cannot be written."""
@@ -92,7 +93,7 @@ class Reporter(AbstractContextManager):
         for text in texts[:NUM_TEXTS_SHOWN]:
             self.say("  | " + text.replace("\n", "\n  | "))
         try:
-            with closing(RowWriter(self.samples_file)) as file:
+            with closing(RowWriter(self.generations_file)) as file:
                 file.append(*({"step": step, name: text} for text in texts))
         except OSError as error:
             self.say(f"generations.jsonl cannot be written ({error.strerror}).")

@@ -1,8 +1,15 @@
-"""Resolve the config of a training, for train.py, `--plan` and verify.py."""
+"""Resolve a config, for train.py, `--plan` and verify.py: fill in its null settings and load its data."""
 
 from typing import NamedTuple
 
-from config import resolve as step
+from config.resolve import (
+    replace_settings,
+    require_consistent,
+    with_initial_model,
+    with_launch,
+    with_stored_model,
+    with_stored_settings,
+)
 from config.schema import TrainConfig
 from data.corpus import Corpus, load_corpus
 from distributed.cpu import use_portable_arithmetic
@@ -14,40 +21,44 @@ from run.tokenizer import check_tokenizer
 
 
 class Resolved(NamedTuple):
-    """A config without open settings, and the data and model that were loaded to resolve it."""
+    """A config whose null settings are filled in, and the data and model that were loaded for it."""
 
     config: TrainConfig
     corpus: Corpus
     initial: LoadedModel | None
-    """The model that `init_from` names; None if there is none, or a checkpoint of the run replaces it."""
+    """The model that `init_from` names; None without `init_from`, or if the run resumes from a checkpoint."""
 
 
 def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
-    """Resolve a config from the run directory (if it starts a run), the initial model, the corpus and the launch.
+    """Fill in settings from the run directory, the initial model, the corpus and the launch.
 
     Called by every process, before the process group exists; nothing is written. Raise ConfigError if the settings
     contradict each other, the run, the initial model or the corpus.
+
+    Args:
+        config: the parsed config.
+        run: the run directory to resume from if it holds a run; None for `--plan` and verify.py.
     """
     initial, needs_initial = None, config.init_from is not None
     if run is not None and (stored := resumed_settings(run.path, config)) is not None:
-        config = step.with_stored_settings(config, stored)
+        config = with_stored_settings(config, stored)
         if needs_initial and can_resume_without_initial_model(run.path, config, stored):
-            config, needs_initial = step.with_stored_model(config, stored), False
+            config, needs_initial = with_stored_model(config, stored), False
     elif run is not None and config.data.seed is None:
-        config = step.replace_settings(config, {"data.seed": data_seed_of_branch(config)})
+        config = replace_settings(config, {"data.seed": data_seed_of_branch(config)})
     if needs_initial:
         config, initial = resolve_initial_model(config)
-    step.require_consistent(config, num_processes())
+    require_consistent(config, num_processes())  # before the corpus is loaded
     corpus = load_corpus(config)
     if initial is not None:
         check_tokenizer(str(config.init_from), initial, corpus)
-    config = step.with_launch(corpus.fill_in(config), num_processes())
-    step.require_consistent(config, num_processes())
+    config = with_launch(corpus.fill_in(config), num_processes())
+    require_consistent(config, num_processes())  # again, with the settings that are now filled in
     return Resolved(config, corpus, initial)
 
 
 def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel]:
-    """Load the model that `init_from` names, and return the config with its settings and the hash of its weights, too.
+    """Load the model that `init_from` names, and return it after the config with its settings and weight hash.
 
     Raise ConfigError if there is no such model, or it contradicts a setting that the user gave.
     """
@@ -55,6 +66,6 @@ def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel
         use_portable_arithmetic()
     initial = load_run(str(config.init_from), setting="init_from")
     digest = hash_weights(initial.model.state_dict())
-    config = step.with_initial_model(config, initial.model.config, digest)
-    step.require_consistent(config, num_processes())
+    config = with_initial_model(config, initial.model.config, digest)
+    require_consistent(config, num_processes())
     return config, initial

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a start of train.py resumes from, and refuse settings that would change the run."""
+"""Choose the checkpoint to resume from, and refuse settings that would change the run."""
 
 import os
 from contextlib import suppress
@@ -14,19 +14,19 @@ from config.paths import expand_user_path
 from config.schema import ScheduleConfig, TrainConfig, flat_settings
 from run.metrics_log import read_rows
 from run.status import read_status
-from run.stored_settings import complete_settings, read_settings
+from run.stored_settings import complete_settings, no_such_setting, read_settings
 from training.schedule import SCHEDULES, scheduled_value
 
-# A resumed run may change these, because they change its weights by rounding at most. Three kinds are compared in
-# another way: schedules by their values until now; data.path and the paths of data.mix by data.hash, if there is one;
-# init_from by init_hash.
+# A resumed run may change these, because they change its weights by rounding at most or are checked in another way:
+# check_resume compares the scheduled values of the completed steps, data.hash stands for data.path and the paths of
+# data.mix, and init_hash for init_from.
 SCHEDULE_SETTINGS = {"steps", *(f"schedule.{name}" for name in ("name", "warmup_steps", "decay_steps", "min_lr_ratio"))}
 FREE_SETTINGS = SCHEDULE_SETTINGS | {
     *("name", "out_dir", "resume", "branch_from", "compile", "on_nonfinite"),
     *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
     *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
-FIXED_SETTINGS = {"evaluation.ema_decay"}  # exceptions: the EMA is a part of the optimizer's state
+FIXED_SETTINGS = {"evaluation.ema_decay"}  # exceptions to FREE_SETTINGS: the EMA is part of the optimizer's state
 # Filled in when the run first starts if they are null.
 RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
 
@@ -41,18 +41,18 @@ class StartingPoint:
     step: int = 0
     """Completed steps."""
     skipped: tuple[int, int] = (0, 0)
-    """Skipped updates so far: in all, and in a row until the last step."""
+    """Skipped updates so far: in total, and in a row up to `step`."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of `step`."""
 
 
 def starts_afresh(config: TrainConfig) -> bool:
-    """Return whether an existing run must be moved aside: with `resume: never`, except when a launcher restarts it."""
+    """Return whether an existing run is moved aside: with `resume: never`, except when a launcher restarts it."""
     return config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
 
 
 def resumed_settings(run: Path, config: TrainConfig) -> dict[str, Any] | None:
-    """Return the flat settings of the run that this start resumes; None if it starts afresh."""
+    """Return the flat settings of the existing run; None if there is none, or it is moved aside."""
     return None if starts_afresh(config) else read_settings(run / "config.yaml")
 
 
@@ -65,34 +65,34 @@ def data_seed_of_branch(config: TrainConfig) -> int:
 
 
 def can_resume_without_initial_model(run: Path, config: TrainConfig, stored: dict[str, Any]) -> bool:
-    """Return whether the run, with the same `init_from`, has a checkpoint, so that the initial model is not needed.
+    """Return whether the run started from the same `init_from` and has a checkpoint to resume from.
 
-    It may have been trained further since, or deleted.
+    Then the initial model is not loaded: it may have been trained further, or deleted, since the run started.
     """
     is_same = stored["init_from"] == config.init_from and stored["init_hash"] is not None
     return is_same and bool(readable_checkpoints(run / "checkpoints"))
 
 
-def differing_settings(before: dict[str, Any], config: TrainConfig) -> list[str]:
-    """Return a line for each setting of `config` that would change the weights of a run with the settings `before`."""
-    now = flat_settings(asdict(config))
-    unresolved = {key for key in RESOLVED_AT_START if now[key] is None}
+def differing_settings(stored: dict[str, Any], config: TrainConfig) -> list[str]:
+    """Return a line for each setting of `config` that would change the weights of a run with the `stored` settings."""
+    given = flat_settings(asdict(config))
+    unresolved = {key for key in RESOLVED_AT_START if given[key] is None}
     if config.init_from is None:
         unresolved.discard("init_hash")  # it will stay null
     free = set(FREE_SETTINGS)
-    if before["data.hash"] is None:
-        free.discard("data.path")  # only the path identifies data without a hash, such as those of a fork's source
-    elif _have_same_weights(before["data.mix"], now["data.mix"]):
+    if stored["data.hash"] is None:
+        free.discard("data.path")  # only the path identifies data without a hash, as of a source that a fork added
+    elif _have_same_weights(stored["data.mix"], given["data.mix"]):
         free.add("data.mix")  # its keys are paths
     lines = []
-    for key in sorted((before.keys() | now.keys()) - unresolved):
+    for key in sorted((stored.keys() | given.keys()) - unresolved):
         section = key.split(".")[0]
-        is_free = key not in FIXED_SETTINGS and not free.isdisjoint((key, section))
-        if key not in now:
-            if not is_free:
-                lines.append(f"{key}: {before[key]} there, and no setting any more")
-        elif before[key] != now[key] and not is_free:
-            lines.append(f"{key}: {before[key]} there, {now[key]} now")
+        if key not in FIXED_SETTINGS and (key in free or section in free):
+            continue
+        if key not in given:
+            lines.append(no_such_setting(key, stored[key]))
+        elif stored[key] != given[key]:
+            lines.append(f"{key}: {stored[key]} in the run, {given[key]} now")
     return lines
 
 
@@ -101,12 +101,12 @@ def _have_same_weights(one: Any, other: Any) -> bool:
     return isinstance(one, dict) and isinstance(other, dict) and [*one.values()] == [*other.values()]
 
 
-def check_existing_run(run: Path, config: TrainConfig, before: dict[str, Any]) -> None:
-    """Raise ConfigError if `config` differs from the settings `before` of the run in a way that changes the weights."""
-    if config.branch_from != before["branch_from"]:
+def check_existing_run(run: Path, config: TrainConfig, stored: dict[str, Any]) -> None:
+    """Raise ConfigError if `config` differs from the `stored` settings of the run in a way that changes the weights."""
+    if config.branch_from != stored["branch_from"]:
         problem = f"branch_from: {config.branch_from!r} starts a new run, but {run} already holds one"
         raise ConfigError(f"{problem}; choose another name, or --resume never moves that run aside")
-    if different := differing_settings(before, config):
+    if different := differing_settings(stored, config):
         raise ConfigError(
             f"{run} has a run with other settings, which resuming would change:\n  "
             + "\n  ".join(different)
@@ -115,25 +115,27 @@ def check_existing_run(run: Path, config: TrainConfig, before: dict[str, Any]) -
 
 
 def check_new_run(run: Path, config: TrainConfig) -> None:
-    """Raise ConfigError if `branch_from` is absent, or an input is in the run that this start makes or moves aside."""
+    """Raise ConfigError if the directory `branch_from` does not exist, or an input is in the run directory itself."""
     if config.branch_from is not None and not os.path.isdir(config.branch_from):
         raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
     inputs = [("branch_from", config.branch_from), ("init_from", config.init_from), ("data.path", config.data.path)]
     inputs += [("data.mix", corpus) for corpus in config.data.mix or []]
     run = run.resolve()
     for setting, value in inputs:
-        place = expand_user_path(setting, value).resolve() if value else Path("/")
-        if starts_afresh(config) and place.exists() and run in (place, *place.parents):
+        if not value:
+            continue
+        path = expand_user_path(setting, value).resolve()
+        if starts_afresh(config) and path.exists() and run in (path, *path.parents):
             problem = f"{setting}: {value!r} is in the run that --resume never would move aside"
             raise ConfigError(f"{problem}; choose another name")
-        if setting == "init_from" and place == run and place.exists():
+        if setting == "init_from" and path == run and path.exists():
             raise ConfigError(f"init_from: {value!r} is the directory of this run itself; choose another name")
 
 
-def choose_starting_point(run: Path, config: TrainConfig, now: dict[str, Any]) -> StartingPoint:
+def choose_starting_point(run: Path, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
     """Choose the newest valid checkpoint of the run, else `branch_from`, else step 0; print how code and launch differ.
 
-    `now` is the `provenance` and `launch_facts` of this start. Raise ConfigError if all checkpoints of the run are
+    `facts` are the `provenance` and `launch_facts` of this session. Raise ConfigError if all checkpoints of the run are
     damaged, or the chosen one does not fit the config or the launch.
     """
     checkpoints = run / "checkpoints"
@@ -141,9 +143,9 @@ def choose_starting_point(run: Path, config: TrainConfig, now: dict[str, Any]) -
     for reason in rejected:
         print(f"Checkpoint skipped: {reason}")
     if path is not None and manifest is not None:
-        if "mixed_precision" in compare_facts(vars(manifest), now):
+        if "mixed_precision" in compare_facts(vars(manifest), facts):
             raise ConfigError(
-                f"mixed_precision: {now['mixed_precision']} of the launch, but {path} was trained with "
+                f"mixed_precision: {facts['mixed_precision']} of the launch, but {path} was trained with "
                 f"{manifest.mixed_precision}; use that, or a new run: --name NEW --branch_from {path}"
             )
         check_resume(config, path, manifest)
@@ -158,11 +160,11 @@ def choose_starting_point(run: Path, config: TrainConfig, now: dict[str, Any]) -
         check_branch(config, path, manifest)
     if manifest is None:
         return StartingPoint()
-    then = vars(manifest) | manifest.provenance
-    if "code" in compare_facts(then, now):
-        print(f"Other code: {path} was trained by {describe_code(then)}, and this is {describe_code(now)}.")
-    if changed := compare_summation_order(then, now, config.exact):
-        counts = ", ".join(f"{now[name]} {name} instead of {then[name]}" for name in changed)
+    trained_with = vars(manifest) | manifest.provenance
+    if "code" in compare_facts(trained_with, facts):
+        print(f"Other code: {path} was trained by {describe_code(trained_with)}, and this is {describe_code(facts)}.")
+    if changed := compare_summation_order(trained_with, facts, config.exact):
+        counts = ", ".join(f"{facts[name]} {name} instead of {trained_with[name]}" for name in changed)
         print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
     return StartingPoint(path, manifest.step, manifest.skipped, manifest.metrics)
 
@@ -172,20 +174,21 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
 
     A setting differs, a schedule has another value for a completed step, or `steps` is less than the completed steps.
     """
-    before = complete_settings(manifest.config)
-    if different := differing_settings(before, config):  # config.yaml was deleted or edited
+    stored = complete_settings(manifest.config)
+    if different := differing_settings(stored, config):  # config.yaml was deleted or edited
         raise ConfigError("\n  ".join([f"{path} has other settings, which resuming would change:", *different]))
-    old_schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
-    is_unchanged = old_schedule == config.schedule and before["steps"] == config.steps
-    num_compared = 0 if is_unchanged else min(manifest.step, config.steps)  # comparing millions of steps takes seconds
-    then = replace(config, schedule=old_schedule, steps=before["steps"])
-    values = {name: before[key] for key in before for name in SCHEDULES if key.endswith(f".{name}")}
-    for step, (name, value) in product(range(num_compared), values.items()):
-        old, new = scheduled_value(name, value, then, step), scheduled_value(name, value, config, step)
+    old_schedule = ScheduleConfig(**{field.name: stored[f"schedule.{field.name}"] for field in fields(ScheduleConfig)})
+    old_config = replace(config, schedule=old_schedule, steps=stored["steps"])
+    # Comparing millions of steps takes seconds, so equal schedules are not compared step by step.
+    num_compared = 0 if old_config == config else min(manifest.step, config.steps)
+    # The unscheduled values, such as that of optimizer.lr under "lr".
+    base_values = {name: stored[key] for key in stored for name in SCHEDULES if key.endswith(f".{name}")}
+    for step, (name, value) in product(range(num_compared), base_values.items()):
+        old, new = scheduled_value(name, value, old_config, step), scheduled_value(name, value, config, step)
         if old != new:
             what = "learning rate" if name == "lr" else name
             raise ConfigError(
-                f"steps: {config.steps} (before: {before['steps']}) and schedule: {asdict(config.schedule)} make the "
+                f"steps: {config.steps} (before: {stored['steps']}) and schedule: {asdict(config.schedule)} make the "
                 f"{what} of step {step} of this run {new}, but it was {old}; extend a run before its decay begins "
                 f"(schedule.name: constant or wsd), or branch: --name NEW --branch_from {path}"
             )
@@ -207,9 +210,10 @@ def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
 def _had_checkpoint(run: Path) -> bool:
     """Return whether the run certainly had a checkpoint; a killed run may have been writing its first one."""
     sessions, status = run / "sessions.jsonl", read_status(run / "status.json")
-    starts = {row["step"] for row in read_rows(sessions)} if sessions.exists() else set()
-    if len(starts) > 1:
-        return True  # one of these starts resumed from a checkpoint
+    first_steps = {row["step"] for row in read_rows(sessions)} if sessions.exists() else set()
+    if len(first_steps) > 1:
+        return True  # one of these sessions resumed from a checkpoint
     if status is None:
         return False
-    return (status.state in ("finished", "preempted") and status.step > 0) or NONE_LEFT in status.reason
+    was_refused = NONE_LEFT in status.reason  # an earlier session was refused because every checkpoint was damaged
+    return was_refused or (status.state in ("finished", "preempted") and status.step > 0)

@@ -59,8 +59,12 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
 def unknown_settings(settings: dict[str, Any]) -> dict[str, str]:
     """Return the settings of a run that this code does not have, each with a message."""
     known = flat_settings(asdict(TrainConfig()))
-    unknown = {key: value for key, value in complete_settings(settings).items() if key not in known}
-    return {key: f"{key}: {value} there, and no setting any more" for key, value in unknown.items()}
+    return {key: no_such_setting(key, value) for key, value in complete_settings(settings).items() if key not in known}
+
+
+def no_such_setting(key: str, value: Any) -> str:
+    """Return the message for a setting of a run that this code does not have."""
+    return f"{key}: {value} in the run, but this code has no such setting"
 
 
 def _without_unknown(settings: dict[str, Any]) -> TrainConfig:

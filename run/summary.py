@@ -38,10 +38,10 @@ def summary(
     model: GPTModel,
     directory: Path,
     start: StartingPoint,
-    corpus: str | None,
+    corpus_status: str | None,
     conversations: str,
 ) -> str:
-    """Describe a run in lines of the form `name: fact`; `corpus` and `conversations` are already described."""
+    """Describe a run in lines of the form `name: fact`; `corpus_status` and `conversations` are such facts."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
@@ -49,10 +49,12 @@ def summary(
     shards = num_shards(accelerator)
     replicas = f", {accelerator.num_processes // shards} replica(s) x {shards} shards" if shards > 1 else ""
     precision = accelerator.mixed_precision
-    dtypes = "fp32" if precision == "no" else f"{precision}, weights and sums of gradients in fp32"
-    if shards > 1:  # autocast casts a weight when it is multiplied, FSDP before it is gathered
-        dtypes = dtypes.replace("weights", f"weights gathered in {precision}, kept")
-    arithmetic = [dtypes]
+    if precision == "no":
+        arithmetic = ["fp32"]
+    elif shards == 1:  # autocast casts a weight when it is multiplied, FSDP before it is gathered
+        arithmetic = [f"{precision}, weights and sums of gradients in fp32"]
+    else:
+        arithmetic = [f"{precision}, weights gathered in {precision}, kept and sums of gradients in fp32"]
     if config.compile:
         lack = missing_compiler(device)
         arithmetic.append(f"not compiled: {lack}" if lack else "compiled")
@@ -77,5 +79,5 @@ def summary(
     }
     if device.type == "cuda" and config.data.packing == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, because Triton is not installed"
-    facts |= {"corpus": corpus, "conversations": conversations}
+    facts |= {"corpus": corpus_status, "conversations": conversations}
     return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items() if fact)

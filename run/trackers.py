@@ -78,7 +78,7 @@ def disabled_by_environment() -> str | None:
 
 
 def tracker_class(tracker: str) -> "type[TrackerRun]":
-    """Return the class that logs to the tracker of this name."""
+    """Return the class that logs to the tracker."""
     match tracker:
         case "wandb":
             return WandbRun
@@ -101,7 +101,7 @@ class TrackerRun:
         self._submit(lambda: self._start(step), starting=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the numbers of a step."""
+        """Log the metrics of a step, without the digest."""
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
         self._submit(lambda: self.run.log(numbers, step=step))
 
@@ -121,12 +121,13 @@ class TrackerRun:
         """
         self._submit(lambda: self._finish(failure))
         seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
-        if not wait([self.thread.submit(lambda: None)], seconds).done:
+        last = self.thread.submit(lambda: None)  # runs after all queued actions
+        if not wait([last], seconds).done:
             name = self.config.tracking.tracker
             self.say(f"{name} has not finished after {seconds:g} s; metrics.jsonl has everything.")
 
     def _submit(self, action: Callable[[], object], starting: bool = False) -> None:
-        """Call `action` in the thread."""
+        """Queue `action` for the thread; its first error is printed and ends the tracking."""
         name = self.config.tracking.tracker
 
         def call() -> None:
@@ -145,17 +146,17 @@ class TrackerRun:
         self.run.finish()
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings, launch and provenance of this start."""
-        *_, start = read_rows(self.directory / "sessions.jsonl")
-        arrangement = {name: start[name] for name in (*SUMMATION_ORDER, "mixed_precision")}
-        return {**settings_to_store(self.config), **arrangement, "provenance": provenance()}
+        """Return the settings, launch and provenance of this session."""
+        *_, session = read_rows(self.directory / "sessions.jsonl")
+        launch_facts = {name: session[name] for name in (*SUMMATION_ORDER, "mixed_precision")}
+        return {**settings_to_store(self.config), **launch_facts, "provenance": provenance()}
 
     def _start(self, step: int) -> None:
         name, kind = self.config.tracking.tracker, LOGGER_TYPE_TO_CLASS[self.config.tracking.tracker]
         # A branch starts after a step too, but must not resume the tracker run of a directory that was moved aside.
         is_resumed = step and len(list(read_rows(self.directory / "sessions.jsonl"))) > 1
         options = {
-            # purge_step hides the points that an earlier start logged of steps that are trained again.
+            # purge_step hides the points of steps that an earlier session logged and that are trained again.
             "tensorboard": {"logging_dir": self.directory, "purge_step": step + 1},
             "trackio": {
                 "name": self.config.name,
@@ -176,7 +177,7 @@ def as_code(*texts: str) -> str:
 
 
 class WandbRun(TrackerRun):
-    """A W&B run, which all starts of a run continue, with a table of texts, the code, an alert and the model."""
+    """A W&B run, which all sessions of a run share, with a table of texts, the code, an alert and the model."""
 
     def __init__(self, config: TrainConfig, run: RunDirectory, *others):
         self.samples = list(read_rows(run.generations_file)) if run.generations_file.exists() else []
@@ -202,7 +203,7 @@ class WandbRun(TrackerRun):
         if len(self.samples) > self.num_logged:
             self._log_samples()
         if isinstance(failure, NonFiniteError):
-            title = f"{self.config.name}: the loss is not finite"[-63:]
+            title = f"{self.config.name}: the loss is not finite"[-63:]  # W&B requires fewer than 64 characters
             self._submit(lambda: self.run.alert(title, str(failure), level="ERROR"))
         elif failure is None and self.config.tracking.log_model:
             self._log_model()
@@ -239,7 +240,7 @@ class WandbRun(TrackerRun):
         self._submit(log)
 
     def _log_code(self, run) -> None:
-        """Log the sources that train, and the uncommitted changes of all starts."""
+        """Log the sources that train, and the uncommitted changes of all sessions."""
         with TemporaryDirectory() as folder:
             for file in training_sources():  # log_code itself would walk all data and runs
                 copy = Path(folder, file.relative_to(ROOT))

@@ -160,7 +160,7 @@ def test_data_settings_of_other_code_are_refused(made, tmp_path):
     manifest.config["data"]["lower_case"] = True
     manifest.write(directory)
     with pytest.raises(
-        ConfigError, match=f"{directory}: data.lower_case: True there, .*, or name a corpus with --data"
+        ConfigError, match=f"{directory}: data.lower_case: True in the run, .*, or name a corpus with --data"
     ):
         evaluate.main(EvaluateConfig(str(tmp_path / "run")))
     evaluate.main(EvaluateConfig(str(tmp_path / "run"), data=str(made / "corpus"), num_samples=2))

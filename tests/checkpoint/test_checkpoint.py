@@ -437,7 +437,7 @@ def test_resume_refuses_settings_that_change_trajectory(run):
     before = (run / "config.yaml").read_text()
     arguments = [*SHORT, "--out_dir", run.parent, "--name", "run"]
     done = train(*arguments, "--optimizer.lr", 0.02, "--seed", 5, exit_code=2)
-    assert "optimizer.lr: 0.01 there, 0.02 now" in done.stderr and "seed: 0 there, 5 now" in done.stderr
+    assert "optimizer.lr: 0.01 in the run, 0.02 now" in done.stderr and "seed: 0 in the run, 5 now" in done.stderr
     assert "--resume never" in done.stderr
     done = train(*arguments, "--steps", 6, exit_code=2)  # would change the cosine schedule
     assert "steps: 6 (before: 4)" in done.stderr and "the learning rate" in done.stderr

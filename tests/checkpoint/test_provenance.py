@@ -61,6 +61,8 @@ def test_commit_is_dirty_only_for_code_changes(code):
     (code.parent / "secrets.env").write_text("KEY=secret\n")
     assert provenance(code)["git_commit"] == commit
     (code / "loop.py").write_text("changed\n")
+    assert provenance(code)["git_commit"] == commit, "read once"
+    provenance.cache_clear()
     assert provenance(code)["git_commit"] == f"{commit}-dirty"
 
 

@@ -68,7 +68,9 @@ def test_missing_stored_setting_is_current_default():
     settings, config = stored(optimizer__betas=..., model__zero_init=...)
     assert resume.differing_settings(complete_settings(settings), config) == []
     config = replace_settings(config, {"model.zero_init": True})
-    assert resume.differing_settings(complete_settings(settings), config) == ["model.zero_init: False there, True now"]
+    assert resume.differing_settings(complete_settings(settings), config) == [
+        "model.zero_init: False in the run, True now"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_resume_refuses_changed_batch_warmup(name):
     assert resume.differing_settings(complete_settings(settings), config) == []
     config = replace_settings(config, {f"schedule.{name}": 3})
     assert resume.differing_settings(complete_settings(settings), config) == [
-        f"schedule.{name}: {settings['schedule'][name]} there, 3 now"
+        f"schedule.{name}: {settings['schedule'][name]} in the run, 3 now"
     ]
 
 
@@ -131,7 +133,7 @@ def test_resume_refuses_changed_scheduled_values(monkeypatch):
 def test_data_path_may_change_with_equal_hash():
     settings, config = stored(data__path="a.csv")
     config = replace_settings(config, {"data.path": "b.csv"})
-    assert resume.differing_settings(complete_settings(settings), config) == ["data.path: a.csv there, b.csv now"]
+    assert resume.differing_settings(complete_settings(settings), config) == ["data.path: a.csv in the run, b.csv now"]
     settings["data"]["hash"] = "0123"
     config = replace_settings(config, {"data.hash": "0123"})
     assert resume.differing_settings(complete_settings(settings), config) == []
@@ -145,15 +147,15 @@ def test_mixture_paths_may_change_but_not_weights():
         settings["data"]["hash"] = digest
         config = replace_settings(config, {"data.mix": mix, "data.hash": digest})
         assert resume.differing_settings(complete_settings(settings), config) == [
-            f"data.mix: {settings['data']['mix']} there, {mix} now"
+            f"data.mix: {settings['data']['mix']} in the run, {mix} now"
         ]
 
 
 def test_removed_stored_setting_is_named():
     settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
     assert resume.differing_settings(complete_settings(settings), config) == [
-        "optimizer.nesterov: True there, and no setting any more",
-        "schedule.cycles: 3 there, and no setting any more",
+        "optimizer.nesterov: True in the run, but this code has no such setting",
+        "schedule.cycles: 3 in the run, but this code has no such setting",
     ]
 
 
@@ -165,7 +167,7 @@ def test_resume_with_missing_or_removed_setting(run):
     settings["optimizer"]["nesterov"] = True
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
     done = train(*RECIPE, "--out_dir", run.parent, exit_code=2)
-    assert "optimizer.nesterov: True there, and no setting any more" in done.stderr
+    assert "optimizer.nesterov: True in the run, but this code has no such setting" in done.stderr
 
 
 def test_data_seed_comes_from_run_or_parent(run):
@@ -173,7 +175,7 @@ def test_data_seed_comes_from_run_or_parent(run):
     train(*arguments, "--data.seed", 3, "--name", "other")
     checkpoint = run.with_name("other") / "checkpoints" / "step-00000005"
     done = train(*arguments, "--steps", 5, "--name", "other", "--data.seed", 0, exit_code=2)
-    assert "data.seed: 3 there, 0 now" in done.stderr
+    assert "data.seed: 3 in the run, 0 now" in done.stderr
     train(*arguments, "--steps", 5, "--name", "other")
     train(*arguments, "--steps", 6, "--name", "branch", "--branch_from", checkpoint)
     train(*arguments, "--steps", 1, "--name", "new")
@@ -204,7 +206,7 @@ def test_branch_refuses_another_optimizer(run):
     start = run / "checkpoints" / "step-00000004"
     arguments = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 6, "--branch_from", start]
     done = train(*arguments, "--optimizer.name", "muon", exit_code=2)
-    assert "optimizer.name: adamw there, muon now" in done.stderr and "Traceback" not in done.stderr
+    assert "optimizer.name: adamw in the run, muon now" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_branch_resumes_and_refuses_another_parent(run):
@@ -319,7 +321,7 @@ def test_resume_without_config_uses_checkpoint_settings(deleted, run):
     if not deleted:
         (run / "config.yaml").write_text(settings.replace("\nseed: 0", "\nseed: 5"))
     done = train(*RECIPE, "--out_dir", run.parent, "--steps", 6, "--seed", 5, exit_code=2)
-    assert "step-00000004 has other settings" in done.stderr and "seed: 0 there, 5 now" in done.stderr
+    assert "step-00000004 has other settings" in done.stderr and "seed: 0 in the run, 5 now" in done.stderr
     (run / "config.yaml").unlink(missing_ok=True)
     train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
 
@@ -579,7 +581,7 @@ def test_full_stdout_fails_results_but_not_training(words, exit_code, runs):
 def test_null_settings_are_resolved_before_comparison():
     settings, config = stored()
     settings["model"]["vocab_size"] = 17
-    assert resume.differing_settings(complete_settings(settings), config) == ["model.vocab_size: 17 there, 16 now"]
+    assert resume.differing_settings(complete_settings(settings), config) == ["model.vocab_size: 17 in the run, 16 now"]
     config = replace_settings(config, {"model.vocab_size": None})
     assert resume.differing_settings(complete_settings(settings), config) == []
 

@@ -120,7 +120,7 @@ def test_resume_ignores_changed_or_deleted_initial_run(change, made):
     else:
         shutil.rmtree(made / "runs" / change)
     refused = train(*command, 3, "--model.n_layers", 1, exit_code=2)
-    assert "model.n_layers: 2 there, 1 now" in refused.stderr
+    assert "model.n_layers: 2 in the run, 1 now" in refused.stderr
     train(*command, 3)
     assert [row["step"] for row in metrics(made / "runs" / f"from {change}")] == [1, 2, 3]
 

@@ -108,7 +108,10 @@ def test_load_run_names_model_setting_of_other_code(copy):
     write(directory, manifest, [(whole, {})])
     load_run(directory)  # settings outside model are ignored
     for lost, message in (
-        ({"logit_scale": 20.0}, "model.logit_scale: 20.0 there, and no setting any more; use the code that trained it"),
+        (
+            {"logit_scale": 20.0},
+            "model.logit_scale: 20.0 in the run, but this code has no such setting; use the code that trained it",
+        ),
         ({"position": "alibi"}, "model.position: alibi must be one of learned, rope; use the code that"),
     ):
         replace(manifest, config=manifest.config | {"model": manifest.config["model"] | lost}).write(directory)

@@ -32,7 +32,7 @@ def test_batch_warmup_resumes_bitwise_at_every_stage(run, runs):
 def test_batch_warmup_is_fixed_and_must_divide(run):
     for name, value in [("batch_warmup_from", 1), ("batch_warmup_steps", 5)]:
         done = train(*RECIPE, f"--schedule.{name}", value, "--out_dir", run.parent, exit_code=2)
-        assert f"schedule.{name}: " in done.stderr and f" there, {value} now" in done.stderr
+        assert f"schedule.{name}: " in done.stderr and f" in the run, {value} now" in done.stderr
     done = train(*RECIPE, "--out_dir", run.parent, processes=3, exit_code=1)
     assert "schedule.batch_warmup_from: 2 is not a multiple of micro_batch_size * processes = 1 * 3 = 3" in done.stderr
     assert "numbers of processes that can split it: 1, 2" in done.stderr

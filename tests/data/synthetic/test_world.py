@@ -190,7 +190,10 @@ def test_run_reports_kinds_and_refuses_changed_world(runs):
         kinds = [value for name, value in row.items() if name.startswith("val/excess_loss/")]
         assert len(kinds) == 8 and math.fsum(kinds) == pytest.approx(row["val/loss"] - row["val/entropy"], rel=1e-6)
     assert "generation/true_facts" in rows[-1]
-    for other, named in ((["--data.facts", 301], "data.facts: 300 there, 301 now"), (["--data.zipf", 2], "data.zipf")):
+    for other, named in (
+        (["--data.facts", 301], "data.facts: 300 in the run, 301 now"),
+        (["--data.zipf", 2], "data.zipf"),
+    ):
         done = train(*settings, *FACTS, *other, exit_code=2)
         assert named in done.stderr
 
