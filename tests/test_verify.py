@@ -61,8 +61,8 @@ MUTATIONS = {
     "sign_of_the_gradient_of_keys": (
         "model/attention.py", "(grad_scores_NTT.mT @ q_NTD).mul_(scale)", "(grad_scores_NTT.mT @ q_NTD).mul_(-scale)",
         "gradient = autograd of plain operations"),
-    "derivative_left_out_of_the_loss_in_chunks": (
-        "model/loss.py", "(gradient.gather(1, target_N1) - 1)", "gradient.gather(1, target_N1)",
+    "chunked_loss_scales_a_gradient": (
+        "model/loss.py", "grad_hidden * grad_loss", "grad_hidden * grad_loss * 2",
         "gradient = autograd of plain operations"),
 }  # fmt: skip
 
