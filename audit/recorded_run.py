@@ -27,6 +27,7 @@ from distributed.nested import broadcast_from_main, nested_training
 from distributed.world import is_main_process, num_processes
 from run.reader import RunReader, Session, surviving_sessions
 from run.stored_settings import config_of
+from training.metrics import NonFiniteError
 from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
 
 # Settings that a resume may change although they affect what a step computes by rounding, or what it logs: each step is
@@ -183,6 +184,8 @@ class RecordedRun:
         with nested_training():
             try:
                 train.main(config)
+            except NonFiniteError as error:
+                failure = RunError(error.cause)  # the remedy is a replay of the run in the temporary folder
             except RunError as error:
                 failure = error
         path = folder / f"until-{end}"

@@ -75,8 +75,7 @@ def replay_step(run: RecordedRun, step: int, config: ReplayConfig, folder: Path)
         before = retrained.checkpoint
     profile = (step, step) if config.profile else None
     retrained = run.retrain(before, step, folder, {"tracking.block_stats": True, "profile": profile})
-    failure = str(retrained.failure or "").partition(" To see what happened")[0]
-    print_on_main(failure or f"step {step}: {describe_outcome(run, retrained, why_inexact)}")
+    print_on_main(str(retrained.failure or f"step {step}: {describe_outcome(run, retrained, why_inexact)}"))
     if not is_main_process():
         return
     if config.profile:

@@ -72,6 +72,16 @@ def test_replay_of_a_skipped_update(tmp_path):
     assert "loss nan, gradient norm nan" in shown and "loss nan, training objective of this sequence alone nan" in shown
 
 
+def test_replay_of_diverged_run_prints_the_cause_alone(tmp_path):
+    """The loss of the second step is not finite; the suggested replay of the retrained run would be of no use."""
+    diverges = "--steps 2 --evaluation.every 0 --optimizer.lr 1e30 --name run --out_dir".split()
+    refused = train(*TINY_STORIES, *diverges, tmp_path, exit_code=1)
+    cause, remedy, command = refused.stderr.strip().partition("; no checkpoint contains this step. To inspect")
+    assert remedy and str(tmp_path) in command
+    shown = python(f"python replay.py {tmp_path / 'run'} 2 --arithmetic false").stdout
+    assert cause.partition("step 2: ")[2] + "\n" in shown and "replay.py" not in shown
+
+
 def test_replay_of_a_forked_step(tmp_path):
     """The gradient is that of the fork's training objective."""
     recipe = [*map(str, RECIPE), "--model.dropout", "0", "--out_dir", str(tmp_path), "--name", "fork"]

@@ -27,7 +27,11 @@ RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped", "perplexity", "entropy
 
 
 class NonFiniteError(RunError):
-    """The loss or the gradient norm of a step is infinite or NaN; the message names the step and the samples."""
+    """The loss or the gradient norm of a step is infinite or NaN; `cause`, without the remedy, names the samples."""
+
+    def __init__(self, cause: str, remedy: str = ""):
+        super().__init__(cause + remedy)
+        self.cause = cause
 
 
 def forward_with_metrics(model: nn.Module, **inputs) -> tuple[Any, Tensor, MetricSums]:
@@ -228,10 +232,15 @@ class MetricsQueue:
         self.num_skipped += not finite
         self.num_skipped_in_a_row = 0 if finite else self.num_skipped_in_a_row + 1
         if self.num_skipped_in_a_row > self.max_skipped:
-            raise NonFiniteError(self._explain(pending.completed_steps, losses, loss, grad_norm, num_targets))
+            step = pending.completed_steps
+            raise NonFiniteError(
+                self._cause(step, losses, loss, grad_norm, num_targets),
+                "; no checkpoint contains this step. To inspect the step: "
+                f"python replay.py {shlex.quote(str(self.run_directory))} {step}",
+            )
         return result
 
-    def _explain(self, step: int, losses: list[float], loss: float, grad_norm: float, num_targets: float) -> str:
+    def _cause(self, step: int, losses: list[float], loss: float, grad_norm: float, num_targets: float) -> str:
         # If all losses are finite and the gradient is not, any micro-batch of the global batch may be the cause.
         suspects = [i for i, value in enumerate(losses) if not math.isfinite(value)] or range(len(losses))
         ranks = sorted({i * self.num_processes // len(losses) for i in suspects})
@@ -241,6 +250,5 @@ class MetricsQueue:
         without_targets = ", no target token in the global batch" if num_targets == 0 else ""
         return (
             f"step {step}: loss = {loss}, gradient norm = {grad_norm}{in_a_row}{without_targets}, in micro-batches "
-            f"of process(es) {ranks} with the training samples {samples}; no checkpoint contains this step. "
-            f"To inspect the step: python replay.py {shlex.quote(str(self.run_directory))} {step}"
+            f"of process(es) {ranks} with the training samples {samples}"
         )
