@@ -1,6 +1,6 @@
 """The tokenizer in RUN/tokenizer: a copy, so that the model of a run can be used without the corpus.
 
-Every checkpoint has the hashes of its files. Loading and auditing a run compare them, and a start of train.py restores
+Every checkpoint has the hashes of its files. Loading and auditing a run compare them, and train.py restores
 a damaged copy from the corpus.
 """
 

@@ -71,15 +71,15 @@ class RunDirectory:
         On all processes, raise ConfigError if no valid checkpoint is left or it does not fit the settings, and RunError
         if the directory cannot be read or written.
         """
-        answer: list[StartingPoint | Exception] = [StartingPoint()]
+        outcome: list[StartingPoint | Exception] = [StartingPoint()]
         if accelerator.is_main_process:
             try:
-                answer = [self._prepare(config, launch_facts(accelerator) | provenance())]
+                outcome = [self._prepare(config, launch_facts(accelerator) | provenance())]
             except OSError as error:
-                answer = [RunError(f"{self.path} cannot be prepared: {error}")]
+                outcome = [RunError(f"{self.path} cannot be prepared: {error}")]
             except Exception as error:  # sent to the other processes, which would otherwise wait forever
-                answer = [error]
-        start = broadcast_object_list(answer)[0]
+                outcome = [error]
+        start = broadcast_object_list(outcome)[0]
         if isinstance(start, Exception):
             raise start
         if not all(gather_object([(self.path / "config.yaml").exists()])):
@@ -126,7 +126,7 @@ class RunDirectory:
         last_kept = start.step if start.checkpoint else -1  # without a checkpoint step 0 is evaluated again
         truncate_after_step(self.metrics_file, last_kept, one_per_step=True)
         truncate_after_step(self.generations_file, start.step)
-        truncate_after_step(self.sessions_file, config.steps)  # removes only an incomplete line, as by a full disk
+        truncate_after_step(self.sessions_file, config.steps)  # only to remove an incomplete line
         write_atomically(self.path / "config.yaml", yaml.safe_dump(settings_to_store(config), sort_keys=False))
         facts |= network_size(config)
         if config.data.source == "text":
@@ -143,9 +143,9 @@ class RunDirectory:
 
     def _record_session(self, start: StartingPoint, facts: dict[str, Any]) -> None:
         """Append a row to sessions.jsonl, and write the uncommitted changes of the code into a file beside it."""
-        changes = uncommitted_changes()
-        name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff" if changes else None
-        if changes and name:
+        name = None
+        if changes := uncommitted_changes():
+            name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff"
             write_atomically(self.path / name, changes + "\n")
         row = {"step": start.step, **facts, "uncommitted_changes": name}
         if start.checkpoint and start.checkpoint.parent != self.checkpoints:  # the run is a branch
@@ -161,7 +161,7 @@ class RunDirectory:
             if stored is None:
                 return False
             if self._checked_config is not None:
-                config = self._checked_config  # which is resolved
+                config = self._checked_config  # resolved
             elif config.init_from is not None:
                 config = with_stored_model(config, stored)
             if not differing_settings(stored, config) and config.branch_from in (None, stored["branch_from"]):
