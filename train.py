@@ -114,7 +114,7 @@ def train(
         num_processes,
         num_workers=config.data.num_workers,
         timeout_seconds=config.timeout_seconds / 2,  # fail before the collectives of the other processes time out
-        stop_requested=lambda: stop_signal.received,
+        stop_requested=lambda: stop_signal.received,  # a signal ends the wait for a late batch
     )
     last_step = config.steps
     if config.stop_after is not None and start.step < config.stop_after < config.steps:
@@ -123,8 +123,8 @@ def train(
     flops_per_token = state.network.flops_per_token(config.seq_len)
     throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator))
     with (
-        Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # export_newest: for log_model
-        Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,
+        Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # exports if tracking.log_model
+        Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,  # sync: writes metrics to disk first
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
         # The all-reduce of each step's metrics carries a stop flag, so that all processes stop after the same step.
@@ -137,7 +137,8 @@ def train(
 
         upcoming = deque([next(batches, []), next(batches, [])])  # micro-batches of the next two steps
         stop_request.raise_on_all(start.step)  # if a loader has failed at once
-        # A save fails if training has since changed anything that checkpoints do not contain.
+        # Each save compares with this: it fails if training has changed state that checkpoints do not contain, such as
+        # a number that an optimizer counts.
         saver.record_unsaved_state(state.network, state.optimizer)
         warm_up(state, upcoming[0][0])  # a forward and backward without an update: compiles, fixes DDP's bucket order
         # Evaluate the initial weights, unless only the last step is evaluated.
@@ -149,8 +150,9 @@ def train(
         throughput.restart(start.step)
 
         for step in range(start.step, last_step):
-            # Prefetch step + 2. `next` returns [] after the last step, and if the loader has ended early; then this
-            # step sends the stop flag. Each process reads it by the end of step + 1, whose batch all of them have.
+            # Prefetch step + 2. `next` returns [] after the last step, or if the loader failed or was stopped. In the
+            # second case this step's all-reduce sends the stop flag, and every process reads it at the latest after
+            # step + 1, whose micro-batches every process has already fetched.
             micro_batches = upcoming.popleft()
             upcoming.append(next(batches, []))
             completed = step + 1

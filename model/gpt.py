@@ -214,11 +214,12 @@ class GPTModel(GenerationMixin):
         Returns:
             logits: [B, positions kept, V] in the dtype of the computation, or None.
             loss: 0-dim, at least float32, in nats; None without labels.
-            metrics: auxiliary metrics {name: (sum, count)}, present only if `loss_of_logits` in model/loss.py (or a
-                fork of this function) reports some: numbers or 0-dim tensors, not divided by num_items_in_batch, with
-                the same names in every call. Sums and counts are added over micro-batches and processes, and sum /
-                count is logged as train/NAME and val/NAME. If the objective has auxiliary terms, report the
-                cross-entropy as "loss": it is then logged as train/loss and val/loss instead of the objective.
+            metrics: auxiliary metrics {name: (sum, count)}, present only if `loss_of_logits` in model/loss.py, or
+                code that a fork adds to `forward`, reports some: numbers or 0-dim tensors, not divided by
+                num_items_in_batch, with the same names in every call. Sums and counts are added over micro-batches and
+                processes, and sum / count is logged as train/NAME and val/NAME. If the objective has auxiliary terms,
+                report the cross-entropy as "loss": it is then logged as train/loss and val/loss instead of the
+                objective.
 
         Raises:
             ValueError: the sequence is longer than max_position_embeddings.
@@ -258,8 +259,9 @@ class GPTModel(GenerationMixin):
     def num_compute_parameters(self) -> int:
         """Count the parameters used in the computation of every token, for FLOPs and scaling laws.
 
-        These are all but embedding tables, which are looked up: also norms and biases, a negligible part, and the
-        output projection, tied or not. A layer that is registered under several names counts each time.
+        Embedding tables are not counted, because they are only looked up. Everything else is: norms and biases (a
+        negligible part), and the output projection even if it is tied to the embedding. A layer that is registered
+        under several names counts each time.
         """
         layers = [
             layer

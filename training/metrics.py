@@ -113,8 +113,8 @@ class MetricsQueue:
     """Sends the metrics of each step (`dispatch`) and reads them later (`read`).
 
     Attributes:
-        num_skipped: updates skipped since step 0; checkpoints contain both numbers.
-        num_skipped_in_a_row: updates skipped in a row, up to the last step read.
+        num_skipped: updates skipped since step 0.
+        num_skipped_in_a_row: updates skipped in a row, up to the last step read. Checkpoints contain both numbers.
     """
 
     def __init__(
@@ -202,8 +202,8 @@ class MetricsQueue:
         result requests a stop.
 
         Returns:
-            The last result read, now or earlier; None if there is none yet. Its `stop` is true if that of any result
-            read in this call is.
+            The last result read, now or earlier; None if there is none yet. Its `stop` is true if it, or
+            an older result that was read in the same call, requests a stop.
 
         Raises:
             NonFiniteError: on all processes, if the loss or the gradient norm of a step is infinite or NaN; if such

@@ -141,7 +141,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
                 self.state[weight]["second_momentum_buffer"] = torch.zeros(len(weight), 1, device=weight.device)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]  # none is None; for pyright
+        gradients = [weight.grad for weight in weights if weight.grad is not None]  # the `if` is for pyright alone
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
         foreach_lerp_(momenta, gradients, 1 - beta1)
