@@ -151,8 +151,8 @@ def train(
 
         for step in range(start.step, last_step):
             # Prefetch step + 2. `next` returns [] after the last step, or if the loader failed or was stopped. In the
-            # second case this step's all-reduce sends the stop flag, and every process reads it at the latest after
-            # step + 1, whose micro-batches every process has already fetched.
+            # latter case the process sends its stop flag in this step's all-reduce. Every process reads the flag by the
+            # end of step + 1, whose micro-batches all have already, so none starts step + 2.
             micro_batches = upcoming.popleft()
             upcoming.append(next(batches, []))
             completed = step + 1

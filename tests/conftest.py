@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,12 @@ test_yaml_files test_environment test_training test_plan test_waits test_stories
 test_arm test_launch_checks test_using_docs test_chat test_tree_reduce test_checkpoint test_ema test_tokenizer_files
 test_state_hash""".split()
 TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
+
+
+def thinned(values: Iterable[object], every: int) -> list[object]:
+    """Return parameters of a test, of which `make test` takes only the first of each `every`."""
+    slow = pytest.mark.slow
+    return [pytest.param(value, marks=slow if index % every else ()) for index, value in enumerate(values)]
 
 
 def environment(**extra: str) -> dict[str, str]:

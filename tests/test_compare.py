@@ -708,6 +708,7 @@ def test_repeated_branch_with_parents_seed_adds_none(family):
     assert records[1].seeds() == records[0].seeds()
 
 
+@pytest.mark.slow
 def test_branches_of_real_runs(runs, capsys):
     configuration = [*TINY_STORIES, "--out_dir", runs]
     train(*configuration, "--name", "base")

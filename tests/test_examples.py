@@ -254,6 +254,7 @@ def test_readme_shows_diffs_between_examples():
     assert blocks == expected
 
 
+@pytest.mark.slow
 def test_model_and_pipeline_parallel_equal_whole_model(run):
     output = run("python -m examples.model_parallel")
     torch.manual_seed(0)

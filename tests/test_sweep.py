@@ -182,6 +182,7 @@ def test_existing_run_with_other_settings_is_refused(sweep):
     assert sweep("--seed", "0,1", "--model.dropout", 0.2, error=ConfigError) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "there"), [("mixed_precision", "bf16"), ("code", "0123456789ab")])
 def test_sweep_refuses_run_of_other_precision_or_code(name, there, sweep):
     names = sweep("--seed", "0,1")
@@ -232,6 +233,7 @@ def test_sweep_with_init_from_resumes(sweep):
     assert sweep(*start, "--model.dropout", 0.2, error=ConfigError) == []
 
 
+@pytest.mark.slow
 def test_moved_or_newer_corpus_starts_runs_again(sweep, tmp_path):
     """Only train.py can compare the hashes of the data."""
     common = "--config", ROOT / "configs" / "shakespeare_cpu.yaml", "--seed", "0,1"
@@ -321,6 +323,7 @@ def test_signal_stops_run_and_sweep(sweep, tmp_path):
     assert (sweep.directory / "log").read_text().split() == ["tiny_stories-seed_0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learning_rate", [0.001, 1e-05, 3.1622776601683795e-05])
 def test_wandb_agent_command_is_valid(learning_rate, tmp_path):
     """The agent's own functions put the command of configs/wandb_sweep.yaml together; a fake python takes it."""

@@ -309,6 +309,7 @@ def verify_late_change(out_dir, file, *words):
     scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "result"), [pytest.param((), "PASS", marks=pytest.mark.slow), (("--verify_steps", "12"), "FAIL")]
 )

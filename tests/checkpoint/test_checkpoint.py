@@ -451,6 +451,7 @@ def test_resume_refuses_settings_that_change_trajectory(run):
     assert "complete: all 4 steps are done" in done.stdout and done.stdout.endswith("Training finished.\n")
 
 
+@pytest.mark.slow
 def test_extended_constant_schedule_equals_fresh_run(runs):
     arguments = [*SHORT, "--schedule.name", "constant", "--out_dir", runs, "--name", "run"]
     train(*arguments, "--steps", 2)

@@ -65,6 +65,7 @@ def test_hanging_process_is_detected_within_timeout(runs, undisturbed):
     assert_ends_like(runs / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_asynchronous_save_equals_synchronous_save(runs, undisturbed):
     train(*TINY, "--out_dir", runs, "--checkpoint.asynchronous", "false", processes=2)
     for step in range(1, STEPS + 1):

@@ -14,7 +14,7 @@ from checkpoint.manifest import read_manifest
 from config.errors import ConfigError
 from run.load import load_run
 from tests import forked
-from tests.conftest import environment, train
+from tests.conftest import environment, thinned, train
 from tests.data.prepare.test_prepare import content, make, make_documents, write_jsonl
 from tests.data.test_text import TINY
 
@@ -87,7 +87,7 @@ def test_checkpoint_records_hash_of_tokenizer_files(made):
     assert kept == {file.name: sha256(file.read_bytes()).hexdigest() for file in files} and len(kept) >= 2
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", thinned(DAMAGES, 3))
 def test_damaged_tokenizer_is_skipped_then_restored(damage, folder):
     do, file = DAMAGES[damage]
     do(folder / "run" / "tokenizer")

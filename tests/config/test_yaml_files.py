@@ -13,7 +13,7 @@ from config.schema import DataConfig, OptimizerConfig, TrackingConfig, TrainConf
 from evaluate import EvaluateConfig
 from run.stored_settings import read_settings
 from sample import SampleConfig
-from tests.conftest import TINY_STORIES, train
+from tests.conftest import TINY_STORIES, thinned, train
 
 WORDS = "010 1:30 1e3 1.0 1e-3 12e5 1_000 0x10 +5 .5 010.5 yes True off .inf nan 1e999 2020-01-01 = <<".split()
 ODD = ["~a", "null", "a: b", "a #b", "#a", "'a", '"', "- a", "[1]", "{a", "*a", "&a", "%"]
@@ -35,7 +35,7 @@ def outcome(*arguments):
         return str(refused)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", thinned(SETTINGS, 3))
 def test_file_value_means_the_same_as_command_line(setting, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     for word in WORDS:

@@ -61,6 +61,7 @@ def test_normalize_environment_refuses_wrong_counts(wrong, message):
         normalize_environment(variables | wrong)
 
 
+@pytest.mark.slow
 def test_processes_of_mpirun_train_together(runs):
     def mpirun(*arguments):
         port, launches = str(free_port()), []
@@ -135,6 +136,7 @@ def run_notebook(runs, processes, *more):
     return run("-c", [variables + NOTEBOOK], 0, environment())
 
 
+@pytest.mark.slow
 def test_notebook_launcher_trains_on_two_processes(runs):
     done = run_notebook(runs, 2)
     assert done.returncode == 0 and done.stdout.endswith("next cell\n"), done.stdout + done.stderr

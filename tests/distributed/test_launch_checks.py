@@ -245,6 +245,7 @@ def launch(flags, runs, **env):
     )
 
 
+@pytest.mark.slow
 def test_launched_run_reports_all_problems_together(write_launch_file, runs):
     wrong = {"mixed_precision": "fp16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}, "fsdp_config": {"fsdp_x": 2}}
     done = launch(["--config_file", write_launch_file(CPU, **wrong), "--cpu"], runs)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.conftest import ROOT, TINY_STORIES, environment, train
+from tests.conftest import ROOT, TINY_STORIES, environment, thinned, train
 
 ONE_STEP = [*TINY_STORIES, *"--steps 2 --micro_batch_size 2 --evaluation.every 0".split()]
 ENDLESS = [*ONE_STEP, "--steps", "1000000"]
@@ -143,7 +143,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", thinned(ROWS, 2))
 def test_unusual_machine_works_or_is_reported(name, runs, tmp_path):
     row = ROWS[name]
     named = [] if "--name" in row.words else ["--name", "run"]

@@ -139,6 +139,7 @@ def test_runs_resume_between_ddp_fsdp2_and_hsdp(runs, ddp, fsdp2):
     assert_same_bits(tensors(runs / "again" / "run", STEPS), tensors(fsdp2[0], STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, processes", [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)])
 def test_bf16_sharding_sums_gradients_in_float32(kind, processes, runs):
     words = "--checkpoint.every 1 --steps 3 --model.dropout 0 --optimizer.grad_clip null".split()
@@ -160,6 +161,7 @@ def test_bf16_sharding_sums_gradients_in_float32(kind, processes, runs):
     assert ((gradient.bfloat16() / gradient - 1).abs() < 1e-6).float().mean() < 0.5, "gradients were summed in bf16"
 
 
+@pytest.mark.slow
 def test_hsdp_replicas_are_compared(runs):
     done = sharded("hsdp", 4, *RUN, "--check_replicas_every", 1, "--out_dir", runs, exit_code=1, faults="flip:3:3")
     assert "step 3: the state differs between processes, in 1 of " in done.stderr, done.stderr

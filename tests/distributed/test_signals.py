@@ -133,6 +133,7 @@ def test_second_training_in_a_directory_is_refused(runs):
     assert launch.wait(WAIT_SECONDS) == 75
 
 
+@pytest.mark.slow
 def test_restart_need_not_wait_for_orphaned_workers(runs):
     arguments = [*LONG, *ENDLESS, "--data.num_workers", 1, "--out_dir", runs, "--name", "run"]
     launch = start(["train.py", *arguments], 0, runs / "run")
@@ -219,6 +220,7 @@ def test_signal_to_one_process_restarts_all(runs, uninterrupted):
     assert metrics(runs / "run") == metrics(uninterrupted)
 
 
+@pytest.mark.slow
 def test_second_signal_ends_the_process(runs, tmp_path):
     """The second one arrives during the save that the first one requested, which would take an hour."""
     (tmp_path / "wandb.py").write_text(
@@ -272,6 +274,7 @@ def short(tmp_path_factory):
     return out_dir / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "processes"),
     [

@@ -525,6 +525,7 @@ def test_format_multiplier_marks_bounds():
     assert format_multiplier([0.5, 0.5, 0.6], [0.4, 0.3, 0.7]) == "under 0.40 (95%: under 0.30 to 0.70)"
 
 
+@pytest.mark.slow
 def test_report_and_log_after_several_experiments(run_experiment):
     report.main(ReportConfig(str(run_experiment.lab)))  # without experiments
     for text in ("--optimizer.lr 3.0", "--model.mlp relu2", "--optimizer.lr 0", "--model.mlp gelu"):
@@ -594,6 +595,7 @@ def test_real_runs_detect_planted_defect(tiny, tmp_path, capsys):
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/entropy"] == measured["entropy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "trained"), [("wsd", 9 + 1 + 2 + 3), pytest.param("constant", 12, marks=pytest.mark.slow)]
 )

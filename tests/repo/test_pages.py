@@ -54,7 +54,7 @@ def shortened(command, out_dir):
 
 def marked(command):
     """Mark commands that start real launchers, other than `make train`, as slow."""
-    slow = "torchrun" in command or "multi_gpu.yaml" in command or command == "make verify"
+    slow = "torchrun" in command or "multi_gpu" in command or command == "make verify"
     return pytest.param(command, marks=pytest.mark.slow if slow else ())
 
 

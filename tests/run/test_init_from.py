@@ -79,6 +79,7 @@ def test_init_from_resumes_bitwise_and_on_two_processes(made):
     assert [row["train/loss"] for row in two] == pytest.approx([row["train/loss"] for row in straight], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_init_from_run_equals_init_from_export(made):
     train(*TINY_STORIES, "--steps", "2", "--out_dir", made / "runs", "--name", "first")
     export.main(ExportConfig(str(made / "runs" / "first"), str(made / "export")))
@@ -107,6 +108,7 @@ def test_restart_refuses_changed_initial_weights(made):
     assert "init_hash: " in train(*command, exit_code=2).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["trained on", "deleted"])
 def test_resume_ignores_changed_or_deleted_initial_run(change, made):
     """The run has its own checkpoint and no longer needs the initial weights."""

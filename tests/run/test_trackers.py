@@ -200,6 +200,7 @@ def test_wandb_finish_timeout_is_below_run_timeout(tracked, monkeypatch):
     assert 0 < init_options["settings"].finish_timeout < 30 and init_options["settings"].finish_timeout_raises
 
 
+@pytest.mark.slow
 def test_nonfinite_loss_raises_wandb_alert(runs):
     arguments = [*SHORT, "--tracking.log_model", "true", "--out_dir", runs, "--name", "run"]
     failed = train_offline(*arguments, exit_code=1, faults="nan:1:3")
@@ -228,6 +229,7 @@ def tracked(tmp_path):
     PartialState._reset_state()
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_each_step_once_after_rewind(runs):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

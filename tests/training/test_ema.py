@@ -89,10 +89,10 @@ def test_run_with_ema_resumes_bitwise(averaged, tmp_path):
 def test_resume_refuses_changed_ema_decay(words, averaged, tmp_path):
     before = tensors(averaged, 8)
     done = train(*RUN, *words, "--out_dir", averaged.parent, "--steps", 9, exit_code=2)
-    assert "evaluation.ema_decay: 0.7 there" in done.stderr and "Traceback" not in done.stderr
+    assert "evaluation.ema_decay: 0.7 in the run" in done.stderr and "Traceback" not in done.stderr
     branch = averaged / "checkpoints" / "step-00000004"
     done = train(*RUN, *words, "--out_dir", tmp_path, "--branch_from", branch, exit_code=2)
-    assert "evaluation.ema_decay: 0.7 there" in done.stderr and "Traceback" not in done.stderr
+    assert "evaluation.ema_decay: 0.7 in the run" in done.stderr and "Traceback" not in done.stderr
     assert_same_bits(tensors(averaged, 8), before)
 
 

@@ -40,6 +40,7 @@ def assert_failed(run, error, what):
     assert status(run)["state"] == "failed" and what in status(run)["reason"]
 
 
+@pytest.mark.slow
 def test_data_workers_accept_long_tmpdir(runs, tmp_path):
     """A socket of torch in a long TMPDIR could not be opened."""
     (folder := tmp_path / ("long" * 25)).mkdir()
@@ -88,6 +89,7 @@ def is_asleep(pid, samples=5):
     return seconds[-1] - seconds[0] <= 1
 
 
+@pytest.mark.slow
 def test_signal_before_first_batch_stops_at_once(runs):
     arguments = [*TINY_STORIES, "--data.num_workers", "1", "--out_dir", str(runs), "--name", "run"]
     launch = forked.Launch("-c", [HANGS_AT_FIRST, *arguments], 2, environment())

@@ -376,6 +376,7 @@ def test_byte_tokenizer_maps_bytes_to_themselves(tmp_path):
     assert (facts["vocab_size"], facts["end_of_text"]) == (257, END)
 
 
+@pytest.mark.slow
 def test_trained_tokenizer_is_lossless_and_deterministic(tmp_path, bpe):
     env = {**environment(), "RAYON_NUM_THREADS": "1" if os.cpu_count() > 1 else "2"}
     (tmp_path / "text").write_bytes(make_text(100_000, seed=9).encode())
@@ -848,6 +849,7 @@ p.cli = reporting
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [2, pytest.param(300, marks=pytest.mark.slow)])
 def test_prepare_bounds_memory_for_long_line(tmp_path, megabytes):
     """Peak memory stays far below the size of the text and its tokens."""
