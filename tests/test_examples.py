@@ -272,6 +272,7 @@ def test_model_and_pipeline_parallel_equal_whole_model(run):
     assert [float(value) for _, value in last] == pytest.approx([loss.item()] * 4, abs=3e-6)
 
 
+@pytest.mark.slow
 def test_ring_allreduce_is_correct_and_bandwidth_optimal(tmp_path, run):
     output = run("python -m examples.ring_allreduce --ranks 3")
     assert output.count("int64: sent 1.") == 3 and output.count("largest difference from dist.all_reduce 0\n") >= 3

@@ -152,6 +152,7 @@ def test_law_is_recovered_predicts_and_resumes(simulated_runs, capsys):
         main(replace(simulated_runs, arguments="--optimizer.name muon"))
 
 
+@pytest.mark.slow
 def test_widths_search_around_the_rule(simulated_runs, capsys):
     """All learning rates of a width give the same loss here, so the minimum is at an end."""
     main(replace(simulated_runs, law=False, widths=True, sizes="16,32", budgets="400,800"))

@@ -86,6 +86,7 @@ def test_windows_is_refused():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_fresh_store_reports_absent_processes(monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "SILENT_SECONDS", 0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

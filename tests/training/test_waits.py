@@ -120,6 +120,7 @@ def test_full_shared_memory_is_reported(size, code, runs):
         assert_failed(runs / "run", done.stderr, "cannot start its data workers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_hanging_save_ends_the_run(asynchronous, runs):
     arguments = [*TINY_STORIES, "--timeout_seconds", "1", "--checkpoint.on_failure", "continue", "--out_dir", str(runs)]
