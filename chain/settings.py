@@ -1,9 +1,10 @@
 """Settings of research.py; importable without torch."""
 
+import json
 from dataclasses import dataclass, field
 
 from config.errors import ConfigError
-from config.parser import PASSED_ON
+from config.parser import PASSED_ON, parse_tool
 from experiments.settings import DEFAULT_CONFIG
 from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -118,6 +119,20 @@ COMMANDS: dict[str, type[ChainConfig]] = {
     "confirm": ConfirmConfig,
     "log": LogConfig,
 }
+
+
+def parse_command(settings: type[ChainConfig], args: list[str]) -> ChainConfig:
+    """Parse the command line of a command; with --json, its errors are one JSON object as well.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+    try:
+        return parse_tool(settings, "research.py", args)
+    except ConfigError as error:
+        if "--json" in args or "--json=true" in args:
+            print(json.dumps({"status": "error", "message": str(error)}))
+        raise
 
 
 def refuse_command(args: list[str]) -> None:

@@ -15,6 +15,8 @@ from chain.log import collect
 from chain.state import Chain
 from experiments import experiment
 from experiments.experiment import Experiment
+from tests import forked
+from tests.conftest import environment
 
 COLUMNS = (
     "id time kind parent commit candidate idea note diff settings status decision loss difference low high "
@@ -309,3 +311,9 @@ def ends_within(seconds, function):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return False
+
+
+@pytest.mark.parametrize("words", [["try", "--json"], ["log", "--json", "--size", "2"], ["keep", "x", "--json=true"]])
+def test_wrong_arguments_give_one_json_object(words):
+    done = forked.run("research.py", words, 0, environment())
+    assert done.returncode == 2 and json.loads(done.stdout)["message"] in done.stderr
