@@ -15,7 +15,7 @@ WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
 BENCHMARKS = throughput overhead memory exactness checkpoint_stall startup generation $(if $(findstring --text,$(ARGS)),time_to_loss)
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-.PHONY: help env test-env train verify law trial test test-all test-repo test-gpu bench lint clean
+.PHONY: help env test-env train verify law record trial test test-all test-repo test-gpu bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,10 +38,13 @@ verify: env ## check the guarantees on this machine; of your model: make verify 
 law: env ## train a ladder of model sizes, fit a scaling law and predict a larger run; longer: make law ARGS="--seeds 5"
 	.venv/bin/python scale.py --law $(ARGS)
 
+record: env ## train a record of docs/track.md again and compare its bits: make record NAME=stories
+	.venv/bin/python -m docs.record $(NAME) $(ARGS)
+
 trial: env ## kill, resume and verify a fork; with its settings: make trial ARGS="--model.mlp relu2"
 	.venv/bin/python -m tests.fork_trial $(ARGS)
 
-test: test-env ## run the tests, 4 to 6 minutes on 2 cores
+test: test-env ## run the tests, 4 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
 test-all: test-env ## run the slow tests too

@@ -1,0 +1,108 @@
+"""Train a record of docs/track.md again and compare its bits: make record NAME=stories.
+
+`python -m docs.record NAME --measure 5` trains seeds 1 to 5 and writes docs/track.yaml and the table of docs/track.md.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import yaml
+from scipy.stats import sem, t
+
+from benchmarks.runner import cpu_seconds
+from benchmarks.tables import machine
+from run.reader import RunReader
+
+ROOT = Path(__file__).parent.parent
+PAGE, RECORDS, RUNS = ROOT / "docs" / "track.md", ROOT / "docs" / "track.yaml", ROOT / "runs" / "track"
+HEADER = ["record", "excess loss, nats/token", "tokens", "parameters", "CPU seconds", "digest of seed 1", "date"]
+# Of the evaluations, which do not change the weights, only the last counts.
+SETTINGS = "--exact true --evaluation.every 1000000 --evaluation.num_scored_generations 0 --tracking.wandb disabled"
+
+
+def train(name: str, config: str, seed: int) -> tuple[RunReader, float]:
+    """Train one seed of a record on one thread; return its run and the CPU seconds of the command."""
+    run = RunReader(RUNS / f"{name}-seed-{seed}")
+    command = [sys.executable, "train.py", "--config", config, *SETTINGS.split(), "--seed", str(seed)]
+    command += ["--out_dir", str(run.path.parent), "--name", run.path.name, "--resume", "never"]
+    before = cpu_seconds()
+    if code := subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
+        sys.exit(code)
+    return run, cpu_seconds() - before
+
+
+def measure(name: str, config: str, num_seeds: int) -> dict[str, Any]:
+    """Train `num_seeds` seeds; return the values of a record."""
+    runs, seconds = zip(*(train(name, config, seed) for seed in range(1, num_seeds + 1)), strict=True)
+    rows = [run.metrics()[-1] for run in runs]
+    return {
+        "config": config,
+        "excess_loss": [float(f"{row['val/excess_loss']:.6g}") for row in rows],
+        "tokens": rows[0]["train/tokens"],
+        "parameters": runs[0].sessions()[0].parameters,
+        "cpu_seconds": [round(each, 1) for each in seconds],
+        "digest": rows[0]["state/digest"],
+        "torch": torch.__version__.partition("+")[0],
+        "processor": machine()["cpu"],
+        "date": str(date.today()),
+    }
+
+
+def table(records: dict[str, dict[str, Any]]) -> str:
+    """Return the records, the lowest mean excess loss first, each with a 95% interval of Student's t."""
+    lines = [HEADER, ["---"] * len(HEADER)]
+    for name, record in sorted(records.items(), key=lambda item: mean(item[1]["excess_loss"])):
+        losses = record["excess_loss"]
+        half = t.ppf(0.975, len(losses) - 1) * sem(losses)
+        score = f"{mean(losses):.5f} ± {half:.5f} ({len(losses)} seeds)"
+        figures = [f"{record['tokens']:,}", f"{record['parameters']:,}", f"{median(record['cpu_seconds']):.0f}"]
+        lines.append([f"{name}: `{record['config']}`", score, *figures, f"`{record['digest']}`", record["date"]])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write(records: dict[str, dict[str, Any]]) -> None:
+    """Write docs/track.yaml, and the table of docs/track.md between its two marks."""
+    head = RECORDS.read_text().splitlines()[0]
+    RECORDS.write_text(f"{head}\n{yaml.safe_dump(records, sort_keys=False, default_flow_style=None, width=120)}")
+    marked = re.compile(r"(<!-- records -->\n).*?(<!-- end -->)", re.DOTALL)
+    PAGE.write_text(marked.sub(lambda found: f"{found[1]}{table(records)}\n{found[2]}", PAGE.read_text()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return 0 if the digest of seed 1 is that of the record, otherwise 1; with --measure, always 0."""
+    records = yaml.safe_load(RECORDS.read_text()) or {}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help=f"one of {', '.join(records)}")
+    parser.add_argument("--measure", type=int, metavar="SEEDS", help="train so many seeds and write the record")
+    parser.add_argument("--config", help="with --measure; default: configs/NAME.yaml")
+    options = parser.parse_args(arguments)
+    name = options.name
+    if options.measure:
+        records[name] = measure(name, options.config or f"configs/{name}.yaml", options.measure)
+        write(records)
+        return 0
+    if name not in records:
+        parser.error(f"name: {name!r} is not a record; use one of {', '.join(records)}")
+    record = records[name]
+    run, seconds = train(name, record["config"], 1)
+    row, processor = run.metrics()[-1], machine()["cpu"]
+    same, theirs = row["state/digest"] == record["digest"], record["excess_loss"][0]
+    print(f"record       {name}, {record['date']}, torch {record['torch']}, {record['processor']}")
+    print(
+        f"this run     {run.path}: torch {torch.__version__.partition('+')[0]}, {processor}, {seconds:.0f} CPU seconds"
+    )
+    print(f"excess loss  {row['val/excess_loss']:.6g} nats/token; of the record's seed 1: {theirs:.6g}")
+    print(f"digest       {row['state/digest']}: {'the same bits' if same else 'the record has ' + record['digest']}")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
