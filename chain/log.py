@@ -1,5 +1,6 @@
 """The command `log`: the ideas in order of time, and the chain as a figure."""
 
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +20,7 @@ OUTCOMES = {
     "kept unproven": {"marker": "D", "color": COLORS[0], "label": "accepted, unproven"},
     "better": {"marker": "^", "edgecolors": COLORS[2], "facecolors": "none", "label": "better, not accepted"},
     "other": {"marker": "s", "edgecolors": "0.5", "facecolors": "none", "label": "not better"},
+    "identical": {"marker": "|", "color": "0.3", "label": "identical", "clip_on": False},
     "failed": {"marker": "x", "color": COLORS[1], "label": "failed", "clip_on": False},
 }
 MAX_LABEL = 40  # characters, in the figure; in the table MAX_CELL
@@ -79,7 +81,7 @@ def draw(chain: Chain, path: Path) -> None:
     for name, style in OUTCOMES.items():
         if name in ideas:
             hours, losses = zip(*ideas[name], strict=True)
-            if name == "failed":  # it has no loss
+            if name in ("identical", "failed"):  # they have no loss
                 axes.scatter(hours, [1] * len(hours), s=24, transform=axes.get_xaxis_transform(), **style)
             else:
                 highest = MAX_RELATIVE_LOSS * heads[0][1]
@@ -111,15 +113,16 @@ def collect(chain: Chain) -> tuple[float, Points, Points, dict[str, Points]]:
         if row["kind"] == "baseline":
             heads.append((spent, float(row["loss"])))
         elif row["kind"] in IDEAS:
-            at[row["id"]] = spent, float(row["loss"] or "nan")
+            # An idea that is futile after one run has no mean loss; it was much worse.
+            at[row["id"]] = spent, float(row["loss"] or math.inf)
     ideas: dict[str, Points] = {}
     for row in chain.ideas.values():
         if row["decision"].startswith("kept"):
             outcome = row["decision"]
-        elif row["loss"]:
-            outcome = "better" if row["status"] == "better" else "other"
+        elif row["status"] in ("better", "identical"):
+            outcome = row["status"]
         else:
-            outcome = "failed"
+            outcome = "other" if row["loss"] or row["status"] == "futile" else "failed"
         ideas.setdefault(outcome, []).append(at[row["id"]])
     return spent, heads, [at[row["id"]] for row in chain.kept], ideas
 

@@ -81,6 +81,9 @@ def test_ideas_without_a_result_cost_no_wealth(research):
     assert research("try", "--optimizer.lr 0").code == 11
     failed = research.rows()[-1]
     assert (failed["status"], failed["wealth"]) == ("failed", "0.025") and "the loss is nan" in failed["message"]
+    for status, outcome in {"failed": "failed", "identical": "identical", "futile": "other"}.items():
+        rows = [row | {"status": status} if row["kind"] == "try" else row for row in research.rows()]
+        assert list(collect(Chain(research.lab, rows))[3]) == [outcome], "futile after one run, without a mean"
     assert research("try", "--model.mlp typo").code == 2
     assert research("try", "--model.mlp relu2", "--jobs=2").code == 0
     again = research("try", "--model.mlp=relu2", "--json")
