@@ -1,7 +1,7 @@
-"""Compares runs: python compare.py RUN RUN..., for a sweep python compare.py runs/*.
+"""Compare runs: python compare.py RUN RUN..., for a sweep python compare.py runs/*.
 
-Prints which settings differ, at which step runs diverge, losses, throughput and cost, and which configurations differ
-significantly over their seeds. Plots the curves in one figure. Runs that predict different data are compared
+Print which settings differ, at which step runs diverge, losses, throughput and cost, and which configurations differ
+significantly over their seeds. Plot the curves in one figure. Runs that predict different data are compared
 separately. docs/comparing.md explains the output.
 """
 
@@ -78,10 +78,10 @@ def format_report(groups: list[Group], tables: list[list[Table]], by_tokenizer: 
 
 
 def save_figures(groups: list[Group], tables: list[list[Table]], by_tokenizer: list[Table], out: Path, x: str) -> None:
-    """Write a figure for each group, and the page.
+    """Write a figure for each group, and the HTML page.
 
     Raises:
-        ConfigError: They cannot be written.
+        ConfigError: The files cannot be written.
     """
     suffixes = [f"-{number}.png" for number in range(1, len(groups) + 1)] if len(groups) > 1 else [".png"]
     if left_out := [record.label for group in groups for record in group.records if not record.step_to_x(x)]:

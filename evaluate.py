@@ -36,13 +36,13 @@ from run.stored_settings import USE_ITS_CODE, unknown_settings
 from run.tokenizer import check_tokenizer
 from training.evaluation import evaluate
 
-LOGIT_BYTES = 2**28
+LOGIT_BYTES = 2**28  # bound on the float32 logits of a batch, unless micro_batch_size is given
 
 
 def main(config: EvaluateConfig) -> None:
     """Evaluate, print the metrics, and save them with the loss at each position.
 
-    Raise ConfigError if the model or the corpus does not exist, they do not fit, or the metrics cannot be saved.
+    Raise ConfigError if the model or the corpus does not exist, they do not match, or the metrics cannot be saved.
     """
     loaded, found = load_with_source(config.run, config.checkpoint, weights=config.weights)
     if found and config.data is None:
@@ -81,7 +81,7 @@ def check_data(directory: Path, manifest: Manifest) -> None:
 
 
 def settings_of(config: EvaluateConfig, loaded: LoadedModel) -> TrainConfig:
-    """Return training settings for the corpus and the model."""
+    """Return the training settings with which to load the corpus for this model."""
     settings, limit = loaded.config, loaded.model.config.max_position_embeddings
     if settings is None or config.data is not None:
         if config.data is None:

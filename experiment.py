@@ -1,4 +1,4 @@
-"""Tests whether a change is better than the baseline.
+"""Test whether a change is better than the baseline.
 
     python experiment.py IDEA [settings of both arms]
     python experiment.py report

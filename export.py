@@ -168,7 +168,7 @@ def write_model(folder: Path, loaded: LoadedModel) -> None:
 
 def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: LoadedModel) -> None:
     """Make a tokenizer truncate at the model's context length and, without a chat template, prepend end-of-text."""
-    for name in ("is_local", "local_files_only"):  # arguments of its loading, not properties
+    for name in ("is_local", "local_files_only"):  # arguments of from_pretrained, not properties
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.model_max_length = loaded.model.config.max_position_embeddings
     # By default transformers 4 returns token_type_ids, which its GPT-2 adds to the embeddings.

@@ -1,4 +1,4 @@
-"""Replays a step of a run, or audits a run: python replay.py RUN STEP, python replay.py RUN --audit 3.
+"""Replay a step of a run, or audit a run: python replay.py RUN STEP, python replay.py RUN --audit 3.
 
 A run is a pure function of its config, its seed and the step, so any step can be retrained from the checkpoint before
 it, and every state digest on the way compared with the logged one. docs/debugging.md shows how to find what is wrong

@@ -102,8 +102,8 @@ def check_system(system: list[Message], template: ChatTemplate, room: int) -> No
 
 
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
-    """Yield the given prompt, else prompts from the terminal, else "" or, for chat, the lines of stdin."""
-    with suppress(AttributeError):  # invalid UTF-8 must not end the chat; stdin may be no byte stream, as in a notebook
+    """Yield the given prompt; else lines typed at the terminal; without one "" or, for chat, the lines of stdin."""
+    with suppress(AttributeError):  # invalid UTF-8 must not end the chat; a notebook's stdin is no byte stream
         sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue] suppressed
     is_terminal = sys.stdin is not None and sys.stdin.isatty()  # None: stdin is closed
     if given is not None or not (chat or is_terminal):

@@ -1,7 +1,7 @@
 """Recipes and scaling laws.
 
 python scale.py --depth N prints a whole recipe for a depth. --law trains a ladder of sizes and budgets, fits how the
-loss falls, predicts a run of four times the FLOPs of the largest and then trains it. --widths searches the learning
+loss falls, predicts a run with four times the FLOPs of the largest and then trains it. --widths searches the learning
 rates of several widths. Run the same command again to resume. docs/scaling_law.md has the rules and the law.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from scaling.ladder import LadderRun, Measurement
 
 LEARNING_RATE_FACTORS = (0.25, 0.5, 1, 2, 4)  # relative to the rule's
-# Set by the ladder for each run, or the same in all its runs: parameters, tokens and theory follow from them.
+# Settings that the ladder sets itself, because its numbers of parameters and tokens and its theory depend on them.
 LADDER_SETTINGS = (
     *("config", "model.", "data.", "steps", "seq_len", "global_batch_size", "seed", "name", "out_dir"),
     *("optimizer.lr", "schedule.warmup_steps"),
@@ -143,10 +143,10 @@ def split_arguments(arguments: str) -> list[str]:
 
 
 def check_same_ladder(out_dir: Path, common: dict[str, str | None]) -> None:
-    """Store what all runs of a ladder have in common and their names do not show; compare it with what is stored.
+    """Store the facts that the runs of a ladder share but their names do not show; compare them with stored ones.
 
     Raises:
-        ConfigError: the runs in the folder differ in it, so that finished ones would be taken for runs of this ladder.
+        ConfigError: the folder has runs of another ladder, which would be mistaken for finished runs of this one.
     """
     file = out_dir / "ladder.json"
     try:

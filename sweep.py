@@ -1,4 +1,4 @@
-"""Trains many runs: python sweep.py --optimizer.lr 1e-3,3e-4 --seed 0,1,2 [settings of train.py].
+"""Train many runs: python sweep.py --optimizer.lr 1e-3,3e-4 --seed 0,1,2 [settings of train.py].
 
 Every setting with several values, separated by commas, is swept: each combination is a run, whose name ends in the
 swept values. Rerun the same command to resume. The table of compare.py is printed at the end.
@@ -48,7 +48,7 @@ def main(config: SweepConfig) -> None:
             wanted[path] = replace(training, restart=training.is_finished())
     try:
         runner.train(wanted.values(), until_failure=False)
-    except Stopped:  # also in the outcomes
+    except Stopped:  # recorded in the outcomes, too
         pass
     except RunError as raised:
         error = raised

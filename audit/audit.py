@@ -36,7 +36,7 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
         Preempted: A stop signal was received.
     """
     kept = sorted(run.manifests.items(), key=lambda item: item[1].step)
-    starts = [*run.branch_point, None][:1] + [path for path, _ in kept]
+    starts = [next(iter(run.branch_point), None), *(path for path, _ in kept)]
     intervals = list(zip([run.initial_step, *(manifest.step for _, manifest in kept)], starts, kept, strict=False))
     if not intervals:
         raise ConfigError(f"audit: {run.path} has no checkpoint that can be read")
@@ -45,18 +45,18 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
         print_on_main(f"FAIL  {problem}")
         failures += 1
     chosen = broadcast_from_main(random.sample(intervals, min(count, len(intervals))))
-    for first, start, (end, manifest) in sorted(chosen, key=lambda interval: interval[0]):
-        reason = run.why_inexact(first, manifest.step)
+    for begin, start, (checkpoint, manifest) in sorted(chosen, key=lambda interval: interval[0]):
+        reason = run.why_inexact(begin, manifest.step)
         outcome, finding = "PASS", f"equal up to rounding ({reason})" if reason else "bitwise identical"
-        if problem := checkpoint_problem(run, end, manifest):
+        if problem := checkpoint_problem(run, checkpoint, manifest):
             outcome, finding = "FAIL", problem
         elif start is None and run.config.branch_from is not None:
             outcome, finding = "SKIP", f"its initial checkpoint no longer exists: {run.config.branch_from}"
-        elif problem := retraining_problem(run, start, first, manifest, folder):
+        elif problem := retraining_problem(run, start, begin, manifest, folder):
             outcome, finding = "FAIL", problem
         failures += outcome == "FAIL"
         inexact += [reason] * (outcome == "PASS" and bool(reason))
-        print_on_main(f"{outcome}  steps {first + 1} to {manifest.step}  {finding}")
+        print_on_main(f"{outcome}  steps {begin + 1} to {manifest.step}  {finding}")
     for skipped in unchecked(run, kept[-1][1].step, inexact):
         print_on_main(f"SKIP  {skipped}")
     if failures:
@@ -98,7 +98,7 @@ def record_problems(run: RecordedRun) -> Iterator[str]:
 
 
 def session_problems(run: RecordedRun) -> Iterator[str]:
-    """Describe contradictions of sessions.jsonl with the settings and the manifests, a line each."""
+    """Describe contradictions between sessions.jsonl, the settings and the manifests, a line each."""
     if not run.sessions:
         yield "sessions.jsonl: it is missing or empty, and every run has one"
         return
@@ -137,7 +137,7 @@ def is_patch_intact(file: Path) -> bool:
 
 
 def checkpoint_problem(run: RecordedRun, checkpoint: Path, manifest: Manifest) -> str:
-    """Describe the first contradiction of a checkpoint with its manifest, settings or log; "" if there is none."""
+    """Describe the first contradiction between a checkpoint and its manifest, settings or log; "" if there is none."""
     try:
         validate(checkpoint)
     except InvalidCheckpoint as invalid:
@@ -157,10 +157,10 @@ def checkpoint_problem(run: RecordedRun, checkpoint: Path, manifest: Manifest) -
     return ""
 
 
-def retraining_problem(run: RecordedRun, start: Path | None, first: int, manifest: Manifest, folder: Path) -> str:
-    """Retrain the steps from `first` + 1 to a checkpoint and describe the first difference; "" if there is none."""
+def retraining_problem(run: RecordedRun, start: Path | None, begin: int, manifest: Manifest, folder: Path) -> str:
+    """Retrain the steps from `begin` + 1 to a checkpoint and describe the first difference; "" if there is none."""
     last = manifest.step
-    for before, end in pairwise([first, *run.session_ends(first, last)]):
+    for before, end in pairwise([begin, *run.session_ends(begin, last)]):
         config = run.config_at(end)
         for step in range(before + 1, end + 1):
             needed = [*METRICS_OF_EVERY_LOG] if should_log(config, step) else []
@@ -174,4 +174,4 @@ def retraining_problem(run: RecordedRun, start: Path | None, first: int, manifes
         except InvalidCheckpoint as invalid:  # fails this interval only
             return f"the checkpoint before it is damaged: {invalid}"
     retrained = run.retrain(start, last, folder)
-    return str(retrained.failure or retrained.difference(run, run.why_inexact(first, last)))
+    return str(retrained.failure or retrained.difference(run, run.why_inexact(begin, last)))

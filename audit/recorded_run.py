@@ -30,12 +30,12 @@ from run.stored_settings import config_of
 from training.metrics import NonFiniteError
 from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
 
-# Settings that a resume may change although they affect what a step computes by rounding, or what it logs: each step is
-# retrained with the values of its session.
+# Settings that a resume may change and that affect what a step computes or logs: each step is retrained with the values
+# of its session.
 SESSION_SETTINGS = ("steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row")
 SESSION_SETTINGS += ("compile", "activation_checkpointing", "chunked_loss")
 MISSING = "missing"
-RELATIVE_TOLERANCE = 1e-3  # between the same step on other processors or numbers of processes
+RELATIVE_TOLERANCE = 1e-3  # of a metric on another processor or number of processes
 
 
 class RecordedRun:
@@ -46,10 +46,10 @@ class RecordedRun:
         rows: Rows of metrics.jsonl by step.
         generations: Rows of generations.jsonl by step.
         manifests: Manifests of the checkpoints, newest first.
-        branch_point: For a branch, the checkpoint that it was initialised from, if it still exists.
+        branch_point: For a branch, its initial checkpoint {path: manifest}; empty if that no longer exists.
         initial_step: The step of `branch_point`, or 0.
-        other_code: A line that says that other code than this trained it, else "".
-        unlogged: Metrics that retraining logs, but other code that trained the run did not.
+        other_code: A message that names the code that trained the run; "" if it was this code.
+        unlogged: Metrics that retraining logs, but the other code that trained the run did not.
     """
 
     def __init__(self, path: Path):
@@ -70,7 +70,7 @@ class RecordedRun:
             prepare_exact()  # before anything is computed
 
     def session_at(self, step: int) -> Session:
-        """Return the session that computed `step`; if its row is lost, what the next checkpoint's manifest says."""
+        """Return the session that computed `step`; if its row is lost, one made from the next manifest."""
         for session in reversed(self.sessions):
             if session.step < step:
                 return session
@@ -91,10 +91,10 @@ class RecordedRun:
         return [*sorted({session.step for session in self.sessions if begin < session.step < end}), end]
 
     def missing_metrics(self, step: int, names: Iterable[str]) -> list[str]:
-        """Return which of the metrics `names`, logged when `step` was retrained, are missing from the run's log.
+        """List the metrics of `names`, logged when `step` was retrained, that are missing from the run's log.
 
-        Retraining logs at every step; the run only at the steps that its settings name. Metrics that other code logged
-        at no step are added to `unlogged` instead.
+        Retraining logs every step, the run only those that its settings select. Metrics that other code never logged
+        are added to `unlogged` instead.
         """
         config = self.config_at(step)
         ignored = ["step", "perf/"]
@@ -112,7 +112,7 @@ class RecordedRun:
         return sorted(missing)
 
     def why_inexact(self, begin: int, end: int) -> str:
-        """Explain why retraining steps begin + 1 to `end` here may differ by rounding; "" if it is bitwise."""
+        """Explain why retraining steps begin + 1 to `end` here may differ by rounding; "" if it is bitwise equal."""
         here: dict[str, Any] = {"processes": num_processes(), "shards": 1}
         if env_flag(os.environ, "ACCELERATE_USE_FSDP"):
             here["shards"] = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", num_processes()))
@@ -185,7 +185,7 @@ class RecordedRun:
             try:
                 train.main(config)
             except NonFiniteError as error:
-                failure = RunError(error.cause)  # the remedy is a replay of the run in the temporary folder
+                failure = RunError(error.cause)  # not its remedy, which names the temporary folder
             except RunError as error:
                 failure = error
         path = folder / f"until-{end}"
@@ -224,7 +224,7 @@ class Retrained:
     generations: dict[int, list[dict[str, Any]]]
     """Rows of generations.jsonl by step."""
     failure: RunError | None
-    """Why it ended before its last step."""
+    """The error that ended it before its last step."""
 
     def difference(self, run: RecordedRun, why_inexact: str) -> str:
         """Describe the first metric or text in which the run differs; "" if there is none.

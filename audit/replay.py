@@ -34,7 +34,7 @@ from training.gradients import complete_gradients, trainable_parameters
 from training.optimizer import apply_schedules, build_optimizer
 from training.prepare_model import missing_compiler, prepare_network
 
-NUM_WORST_TOKENS, MAX_TEXT_LENGTH = 5, 120  # shown of a sequence: tokens, characters
+NUM_WORST_TOKENS, MAX_TEXT_LENGTH = 5, 120  # shown per sequence: tokens, characters
 
 
 def main(config: ReplayConfig) -> None:
@@ -137,7 +137,7 @@ def print_sequences(run: RecordedRun, checkpoint: Path | None, step: int, config
         read_weights(checkpoint, read_manifest(checkpoint), model.state_dict())
     elif run.config.init_from:
         copy_initial_weights(model, load_run(run.config.init_from))
-    optimizer = build_optimizer(model.to(device), run.config.optimizer)  # freezes what a fork does not train
+    optimizer = build_optimizer(model.to(device), run.config.optimizer)  # a fork may freeze parameters there
     apply_schedules(optimizer, model, run.config_at(step), step - 1)  # a fork may schedule dropout
     indices = corpus.global_batches(run.config).indices(step - 1)
     batch = {name: tensor.to(device) for name, tensor in load_batch(corpus.train, indices).items()}
@@ -185,7 +185,7 @@ def print_precisions(run: RecordedRun, model: GPTModel, batch: dict[str, Tensor]
 def compute_step(
     model: GPTModel, batch: dict[str, Tensor], step: int, config: TrainConfig, precision: str, gradients: bool = False
 ) -> tuple[list[Tensor], float]:
-    """Compute the losses of a global batch, tensors [B, T], with the dropout of its step (from 1).
+    """Compute the token losses of a global batch (tensors [B, T]) with the dropout of `step` (from 1).
 
     Returns:
         The loss of every token, [micro_batch_size, T - 1] for each micro-batch; and the gradient norm or, without

@@ -1,4 +1,4 @@
-"""Benchmark cases on a CPU: the real train.py beside nanoGPT's and beside a loop written by hand."""
+"""Benchmark cases on a CPU: the real train.py compared with nanoGPT's and with a hand-written loop."""
 
 import json
 import math
@@ -105,7 +105,7 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
 
     with tempfile.TemporaryDirectory() as folder:
         corpus, text = Path(folder, "corpus"), Path(folder, "text.txt")
-        text.symlink_to(options.text.resolve())  # data.prepare knows formats by their suffix
+        text.symlink_to(options.text.resolve())  # data.prepare detects a format by its suffix
         prepare = {"source": text, "out": corpus, "tokenizer": "byte", "validation": "tail:0.1"}
         run_command([sys.executable, "-m", "data.prepare", *to_arguments(prepare)])
         settings = {"config": "configs/shakespeare_cpu.yaml", "data.path": corpus, **WITHOUT_WANDB}
@@ -127,9 +127,9 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
 
 
 def overhead(options: Namespace) -> Iterator[Group]:
-    """Training speed of train.py against a loop by hand, in one process and in two, with one thread for each core.
+    """Training speed of train.py against a hand-written loop, in one process and in two, with one thread for each core.
 
-    Stories have short steps, and their data are generated meanwhile; random tokens have longer ones.
+    Steps on stories are short, and their data are generated meanwhile; steps on random tokens are longer.
     """
     larger = model_settings(n_layers=4, d_model=256, vocab_size=512) | {"seq_len": 128}
     recipes = {  # settings, tokens of a row, steps between log lines
@@ -193,8 +193,8 @@ def exactness(options: Namespace) -> Iterator[Group]:
 def checkpoint_stall(options: Namespace) -> Iterator[Group]:
     """Time that training waits for the second save of 100 million weights on the disk of TMPDIR.
 
-    The first save also imports and allocates. `waits_seconds` is what the step after the save takes longer than the
-    steps before any save, `lost_seconds` what all steps until the next save do.
+    The first save also imports and allocates. `waits_seconds` is the delay of the step after the save, compared with
+    the median step before any save; `lost_seconds` is the sum of the delays of all steps until the next save.
     """
     sizes = TINY if options.quick else dict(n_layers=12, n_heads=12, d_model=768, vocab_size=10_000)
     every = 20
@@ -227,7 +227,7 @@ print("{FIRST_STEP}")
 
 
 def startup(options: Namespace) -> Iterator[Group]:
-    """Seconds to --help, to a refused setting and to the first step, beside the imports of torch and a bare script."""
+    """Seconds to --help, to a refused setting and to the first step, against importing torch and a bare script."""
 
     def seconds_to_first_step(command: list[str], env: Mapping[str, str] = {}) -> dict[str, float]:
         return {"seconds": run_command(command, env=env, until=FIRST_STEP)[-1][0]}

@@ -45,7 +45,7 @@ COMPILED_REGION = "Torch-Compiled Region"
 ANNOTATIONS = (COMPILED_REGION, "CompiledFunction", "TorchDynamo", "ProfilerStep", "Optimizer.", "##")
 BACKENDS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in ("flash", "cudnn", "efficient")}
 RECOMPUTED, WHOLE_LOSS = "activation_checkpointing", "whole_loss"
-SETTINGS = {"ours": {}, RECOMPUTED: {RECOMPUTED: True}, WHOLE_LOSS: {"chunked_loss": False}}  # of train.py
+SETTINGS = {"ours": {}, RECOMPUTED: {RECOMPUTED: True}, WHOLE_LOSS: {"chunked_loss": False}}  # settings of train.py
 CASES = {  # shape, context, batch, variants, attention backend; the most interesting first
     "124m_1024": ("124M", 1024, 32, ["ours", PEER, WHOLE_LOSS], None),
     "1.3b_4096": ("1.3B", 4096, 4, ["ours", PEER], None),
@@ -85,7 +85,7 @@ class Scale(NamedTuple):
         )
 
 
-# Short sequences take another attention on a CPU, which ignores the backends.
+# The context exceeds 256, up to which eager attention replaces the backends on a CPU (model/attention.py).
 MINIATURE = Scale("cpu", ((1, 2, 32, 64), (2, 2, 32, 64)), "eager", 64, 0.0, 2, context=340)
 
 
@@ -102,13 +102,13 @@ def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any)
     model, sizes = accelerator.prepare_model(network), GlobalBatches(1, len(tokens), 0)
     metrics, statistics = MetricsQueue(sizes, len(tokens), accelerator.device), BlockStatistics([])
     state = TrainState(run, accelerator, network, model, optimizer, sizes, metrics, statistics)
-    done = 0
+    completed_steps = 0
 
     def step() -> Tensor:
-        nonlocal done
-        pending = train_step(state, done, [{"input_ids": tokens, "labels": tokens}])
+        nonlocal completed_steps
+        pending = train_step(state, completed_steps, [{"input_ids": tokens, "labels": tokens}])
         metrics.read()
-        done += 1
+        completed_steps += 1
         return pending.buffer[2] * pending.loss_divisor / pending.wait_for_num_targets()
 
     return network, optimizer, step
@@ -232,7 +232,7 @@ def build_group(name: str, scale: Scale, peer: Path | None) -> Group:
 
 
 def gpu(options: Namespace) -> Iterator[Group]:
-    """Yield every group; clear it, and the compiler's cache, when it was measured."""
+    """Yield every group; clear it, and the compiler's cache, after it was measured."""
     scale = Scale()
     if options.quick:
         scale = MINIATURE._replace(device="cuda" if torch.cuda.is_available() else "cpu")
@@ -247,5 +247,5 @@ def gpu(options: Namespace) -> Iterator[Group]:
         with sdpa_kernel(BACKENDS[backend]) if backend else nullcontext():
             yield group
         group.cases.clear()
-        torch.compiler.reset()  # code is cached for each function, and no longer than for eight shapes
+        torch.compiler.reset()  # torch.compile caches at most eight shapes of a function
         release_memory()

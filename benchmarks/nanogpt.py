@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from config.schema import OptimizerConfig
 from model.config import GPTConfig
 
-# On a CPU nanoGPT's train.py enters a nullcontext instead of autocast. This replaces it, to measure bfloat16.
+# On a CPU nanoGPT's train.py enters a nullcontext instead of autocast; this removes it, to measure bfloat16.
 RUN_WITH_AUTOCAST = """
 import sys
 from pathlib import Path

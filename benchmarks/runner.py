@@ -16,7 +16,7 @@ import psutil
 
 ROOT, CPU = Path(__file__).parent.parent, "accelerate_configs/cpu.yaml"
 LOGGED = ("[step ", "iter ")  # prefixes of the log lines of train.py and nanoGPT
-INTERVALS, WARM_UP = 8, 2  # intervals between log lines that are measured, and those before them
+INTERVALS, WARM_UP = 8, 2  # numbers of intervals between log lines: measured, and skipped before
 Case = Callable[[], object]
 
 
@@ -26,7 +26,7 @@ class Group(NamedTuple):
     name: str
     cases: dict[str, Case]
     baselines: dict[str, list[str]] | str = ""
-    """Cases that a case is divided by; a string is the baseline of all others."""
+    """Baselines of each case, by which its figures are divided; a string is the baseline of all others."""
 
     def baselines_of(self, name: str) -> list[str]:
         """Return the baselines of a case that are in this group."""
@@ -80,7 +80,7 @@ def run_interleaved(group: Group, rounds: int) -> dict[str, dict]:
 
 
 def to_arguments(settings: Mapping[str, object]) -> list[str]:
-    """Return settings as train.py takes them: {"model.d_model": 64} becomes --model.d_model 64."""
+    """Format settings as arguments of train.py: {"model.d_model": 64} becomes --model.d_model 64."""
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 

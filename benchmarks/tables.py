@@ -1,4 +1,4 @@
-"""Results of the benchmarks, and the tables of docs/performance.md that are made of them: python -m benchmarks.tables.
+"""Results of the benchmarks, and the tables of docs/performance.md made from them: python -m benchmarks.tables.
 
 benchmarks/results/NAME.json holds {group: {case: {quantity: value}}} with the command, machine and versions. A list has
 the value of each round; anything else is a constant. A table replaces what is between `<!-- NAME -->` and
@@ -29,7 +29,7 @@ TABLES = {  # quantities of a result, and their column headers
     "memory": PEAK | STEP,
     "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
 }
-MANY = 6  # rounds, from which on a range is that between the quartiles
+MANY = 6  # from this number of rounds on, ranges are interquartile
 NO_RATIO = {"val/loss", "tokens", "flops_per_second", "mfu"}
 
 
@@ -65,7 +65,7 @@ def read_result(name: str) -> dict:
 
 
 def format_value(value: object, unit: str = "") -> str:
-    """Return a constant, or the median of rounds and their range; of MANY rounds, the interquartile range."""
+    """Format a constant, or the median and the range of rounds; from MANY rounds on, the interquartile range."""
     if not isinstance(value, list):
         if not isinstance(value, int | float):
             return str(value)
@@ -106,18 +106,18 @@ def section(name: str) -> str:
     record = read_result(name)
     machine, cases = record["machine"], [case for cases in record["figures"].values() for case in cases.values()]
     hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
-    where = f"`{record['command']}`; {hardware}, torch {record['versions']['torch']}, {record['date']}"
+    caption = f"`{record['command']}`; {hardware}, torch {record['versions']['torch']}, {record['date']}"
     measured = [case[quantity] for case in cases for quantity in TABLES[name] if isinstance(case.get(quantity), list)]
     if (rounds := max(map(len, measured), default=0)) >= MANY:
-        where += f"; quartiles of {rounds} rounds"
+        caption += f"; quartiles of {rounds} rounds"
     if others := [cores for case in cases for cores in case.get("others_cores", [])]:
-        where += f"; cores busy with other work: median {median(others):.2f}, at most {max(others):.2f}"
+        caption += f"; cores busy with other work: median {median(others):.2f}, at most {max(others):.2f}"
     header, *lines = ("| " + " | ".join(row) + " |" for row in table_rows(record["figures"], TABLES[name]))
-    return "\n".join([header, "|---" * (header.count(" | ") + 1) + "|", *lines, "", f"{where}."])
+    return "\n".join([header, "|---" * (header.count(" | ") + 1) + "|", *lines, "", f"{caption}."])
 
 
 def render_page() -> str:
-    """Return docs/performance.md with every table made of the current results."""
+    """Return docs/performance.md with every table made from the current results."""
     text = PAGE.read_text()
     for name in TABLES:
         if read_result(name)["figures"]:

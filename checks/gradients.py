@@ -1,8 +1,8 @@
-"""Comparison of the gradient that a run trains with and autograd in float64, for verify.py.
+"""Check for verify.py of the gradient of a training step, against autograd in float64.
 
 In float64 the model uses no custom backward: attention and products are PyTorch's, the loss is not chunked, and nothing
-is compiled or recomputed. So the two gradients come from different code. A torch.autograd.Function of a fork that runs
-in float64, too, is compared with finite differences of the loss.
+is compiled or recomputed. So the two gradients come from different code. If a fork adds a torch.autograd.Function that
+also runs in float64, the gradient in float64 is itself compared with finite differences of the loss.
 """
 
 from collections.abc import Sized
@@ -28,9 +28,9 @@ from training.prepare_model import prepare_network
 
 MAX_LAYERS, MAX_POSITIONS = 2, 32
 MIN_TARGETS = 160  # at least two chunks of the smallest size, and enough rows for oneDNN
-# Fraction of the norm of the whole gradient that is added to a tensor's norm, which may be 0, such as the keys' bias.
+# Added to each tensor's norm, which may be 0 (the keys' bias), as a fraction of the norm of the whole gradient.
 MIN_RELATIVE_NORM = 0.003
-STEP = 1e-4  # of a finite difference along a unit vector
+STEP = 1e-4  # length of a finite-difference step
 
 
 def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator) -> dict[str, float]:
@@ -69,7 +69,7 @@ def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator)
         if changed.problems(accelerator.num_processes):
             continue  # a fork may refuse a setting
         loss, gradient = train_gradients(
-            deepcopy(network), changed, batch, accelerator, smallest=way != "as configured"
+            deepcopy(network), changed, batch, accelerator, smallest_chunks=way != "as configured"
         )
         errors[f"the loss, {way}"] = abs(loss / plain_loss.item() - 1)
         for name, tensor in expected.items():
@@ -97,7 +97,7 @@ def compute_loss(network: GPTModel, batch: dict[str, Tensor]) -> Tensor:
 
 
 def collect_gradients(network: GPTModel) -> dict[str, Tensor]:
-    """Return the gradient of each trained parameter in float64 on the CPU, zeros where it was not used."""
+    """Return the gradient of each trained parameter in float64 on the CPU, zeros if the loss does not use it."""
     return {
         name: torch.zeros_like(weight, dtype=torch.float64) if weight.grad is None else weight.grad.cpu().double()
         for name, weight in network.named_parameters()
@@ -106,7 +106,7 @@ def collect_gradients(network: GPTModel) -> dict[str, Tensor]:
 
 
 def train_gradients(
-    network: GPTModel, config: TrainConfig, batch: dict[str, Tensor], accelerator: Accelerator, smallest: bool
+    network: GPTModel, config: TrainConfig, batch: dict[str, Tensor], accelerator: Accelerator, smallest_chunks: bool
 ) -> tuple[float, dict[str, Tensor]]:
     """Compute the loss and its gradient as a run with these settings does.
 
@@ -115,15 +115,15 @@ def train_gradients(
         config: settings of the run.
         batch: inputs and labels.
         accelerator: device and mixed precision.
-        smallest: whether to use the smallest chunks, and oneDNN where it is available, whatever this machine prefers.
+        smallest_chunks: whether to use the smallest chunks, and oneDNN on any processor that has it.
     """
     network.to(accelerator.device)
     prepare_network(network, config, accelerator.device)
     batch = {name: rows.to(accelerator.device) for name, rows in batch.items()}
     scale = loss_scale(accelerator.mixed_precision, 0, skipped=0)
     with (
-        patch.dict(CHUNK_BYTES, dict.fromkeys(CHUNK_BYTES, 0) if smallest else {}),
-        patch.object(kernels, "use_onednn", kernels.HAS_ONEDNN if smallest else kernels.use_onednn),
+        patch.dict(CHUNK_BYTES, dict.fromkeys(CHUNK_BYTES, 0) if smallest_chunks else {}),
+        patch.object(kernels, "use_onednn", kernels.HAS_ONEDNN if smallest_chunks else kernels.use_onednn),
     ):
         with accelerator.autocast():
             loss = compute_loss(network, batch)
@@ -144,7 +144,7 @@ def find_custom_functions(loss: Tensor) -> set[str]:
 
 @torch.no_grad()
 def finite_difference_error(network: GPTModel, weight: Tensor, gradient: Tensor, batch: dict[str, Tensor]) -> float:
-    """Return the error of a directional derivative, along the gradient plus a random direction, by differences."""
+    """Compare the derivative along the gradient plus a random vector with a central difference; return the error."""
     direction = torch.randn_like(gradient)
     direction /= direction.norm()
     direction += gradient / gradient.norm().clamp(min=1e-12)

@@ -23,7 +23,7 @@ MASK_POSITIONS = 24
 
 
 def with_short_windows(config: GPTConfig, seq_len: int) -> GPTConfig:
-    """Return a copy whose windows, if it has any, exclude some of `seq_len` positions, however few layers it has."""
+    """Return a copy whose window, if set, is at most max(1, seq_len // 3), in all layers but the last."""
     return replace(config, window=config.window and min(config.window, max(1, seq_len // 3)), window_pattern="S")
 
 
@@ -45,9 +45,9 @@ def compare(ours: Tensor, expected: Tensor, tolerance: float) -> Result:
 
 @torch.no_grad()
 def check_transformers_logits(family: str, config: GPTConfig) -> Result:
-    """Compare with transformers in a family's architecture with this config's sizes, one of two rows padded.
+    """Compare logits with transformers' for a family's architecture in this config's sizes; one row is padded.
 
-    Where the family has sliding windows, its first layer has one, even if the config has none.
+    If the family supports sliding windows, the first layer has one, even if the config has none.
     """
     seq_len = min(24, config.max_position_embeddings)
     absent = ["logit_softcap", *(["n_kv_heads", "head_dim", "window"] if family == "gpt2" else [])]
@@ -68,7 +68,7 @@ def check_transformers_logits(family: str, config: GPTConfig) -> Result:
 
 @torch.no_grad()
 def check_cached_logits(config: GPTConfig, seq_len: int) -> Result:
-    """Compare the logits of a sequence in one forward with those of a prompt, several tokens and one token, cached."""
+    """Compare the logits of one forward with those of three cached ones: a prompt, several tokens and one token."""
     model = build_perturbed(replace(config, vocab_size=64))
     input_ids = torch.randint(64, (1, seq_len))
     cache = [KVCache(seq_len) for _ in range(config.n_layers)]
@@ -90,9 +90,9 @@ def check_isolated_documents(config: GPTConfig, seq_len: int) -> Result:
 
 
 def check_masks(config: GPTConfig, seq_len: int) -> Result:
-    """Compare the mask of flex attention and the dense mask with one written out, with and without windows, documents.
+    """Compare flex attention's and the dense mask with a written-out one, with and without windows and documents.
 
-    A GPU attends by the first and a CPU by the second, so that training on a CPU exercises only one of them.
+    A GPU uses the first and a CPU the second, so training on a CPU exercises only one of them.
     """
     length = min(seq_len, MASK_POSITIONS)
     tokens, windows = torch.zeros(2, length, dtype=torch.int64), {None, 1, max(1, length // 3), config.window}
@@ -115,11 +115,11 @@ def written_out_mask(length: int, window: int | None, position_ids: Tensor | Non
     """Build the mask [2, 1, T, T] from its definition, position by position."""
     mask = torch.zeros(2, 1, length, length, dtype=torch.bool)
     for row in range(2):
-        begin = 0
+        document_begin = 0
         for query in range(length):
             if position_ids is not None and position_ids[row, query] == 0:
-                begin = query  # of the document
-            first = begin if window is None else max(begin, query - window + 1)
+                document_begin = query
+            first = document_begin if window is None else max(document_begin, query - window + 1)
             mask[row, 0, query, first : query + 1] = True
     return mask
 
@@ -133,9 +133,10 @@ def as_dense(mask: Tensor | BlockMask | None, length: int) -> Tensor:
 
 
 def check_flops(config: GPTConfig, seq_len: int) -> Result:
-    """Compare flops_per_token of at most two layers with the products of a training step that torch counts.
+    """Compare flops_per_token with the FLOPs that torch counts in a training step, for at most two layers.
 
-    Without windows, because torch counts masked products; in float64, where all products are torch's.
+    The model has no windows, because torch counts masked products too, and is in float64, where all matrix products
+    are torch's.
     """
     length = min(seq_len, 64)
     config = replace(config, n_layers=min(2, config.n_layers), window=None, dropout=0.0)
@@ -151,10 +152,7 @@ def check_flops(config: GPTConfig, seq_len: int) -> Result:
 
 
 def check_constant_init(config: GPTConfig) -> Result:
-    """Check that init_weights draws no random values for parameters that a module initialises to a constant.
-
-    Such as a gain of 1 or a gate of 0.
-    """
+    """Check that init_weights draws no parameter that its module sets to a constant, such as a gain of 1."""
     small = replace(config, n_layers=min(2, config.n_layers))
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN, which is not constant
@@ -172,5 +170,5 @@ def check_constant_init(config: GPTConfig) -> Result:
 
 
 def is_constant(tensor: Tensor) -> bool:
-    """Whether all elements are equal; False for NaN and for an empty tensor."""
+    """Return whether all elements are equal; False for NaN and for an empty tensor."""
     return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())

@@ -1,6 +1,6 @@
-"""Resources that a training needs, estimated before it starts: python train.py --plan [train.py's arguments].
+"""Resources that a training run needs, estimated before it starts: python train.py --plan [train.py's arguments].
 
-Under a launcher the estimate is for that launch. Only a temporary directory is written, and removed afterwards.
+Under a launcher the estimate is for that launch. Nothing is written but a temporary directory, which is removed.
 
 Memory is not estimated by a formula: a training step runs on fake tensors (FakeTensorMode), which have a shape, a
 device and a lifetime but no storage, and the live ones are counted. So a change of the model needs no change here.
@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):
 def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = False) -> tuple[dict[str, int], int]:
     """Count the bytes of tensors at the peak of a step on one device that holds the whole model.
 
-    Samples are left out, and so are the masks of data.packing: isolated and of sliding-window attention.
+    Text generation is not counted, nor are the masks of sliding-window attention and of data.packing: isolated.
 
     Args:
         config: the resolved config.
@@ -103,7 +103,7 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
     config = replace(config, model=replace(config.model, window=None))
     with FakeTensorMode(), LiveBytes() as live, torch.device(device):
         network = GPTModel(config.model)
-        # An upper bound under torch.compile, which keeps fewer activations. With it the cross-entropy is chunked.
+        # Not compiled: an upper bound, since compiled blocks keep fewer activations. Compiled runs chunk the loss.
         compiled = config.compile and not missing_compiler(device)
         chunked = True if compiled and config.chunked_loss is None else config.chunked_loss
         prepare_network(network, replace(config, compile=False, chunked_loss=chunked), device)
@@ -121,12 +121,12 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
         for parameter in trainable_parameters(network):
             parameter.register_post_accumulate_grad_hook(lambda p: live.relabel(p.grad, "gradients"))
 
-        def head(module, inputs, output: Tensor) -> None:
+        def label_head(module, inputs, output: Tensor) -> None:
             live.label = "logits and loss"
             if output.requires_grad:
                 output.register_hook(lambda gradient: setattr(live, "label", "activations"))
 
-        network.final_norm.register_forward_hook(head)
+        network.final_norm.register_forward_hook(label_head)
         live.label = "activations"
         tokens = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
         with accelerator.autocast():
@@ -137,18 +137,18 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
         with LiveBytes(KEPT_BYTES) as update:
             optimizer.step()
         optimizer.zero_grad(set_to_none=not with_ddp)
-        of_step, kept = dict(live.at_peak), LiveBytes(KEPT_BYTES)
+        step_peak, evaluation = dict(live.at_peak), LiveBytes(KEPT_BYTES)
         if config.evaluation.every:
-            at_once = config.evaluation.micro_batch_size
-            at_once = min(at_once, config.evaluation.num_samples or at_once)
-            tokens = torch.zeros((at_once, config.seq_len), dtype=torch.int64)
-            with accelerator.autocast(), torch.no_grad(), kept:
-                keep = 0 if scores else None
-                network.eval()(tokens, labels=tokens, num_items_in_batch=1.0, logits_to_keep=keep)
+            num_rows = config.evaluation.micro_batch_size
+            num_rows = min(num_rows, config.evaluation.num_samples or num_rows)
+            tokens = torch.zeros((num_rows, config.seq_len), dtype=torch.int64)
+            with accelerator.autocast(), torch.no_grad(), evaluation:
+                logits_to_keep = 0 if scores else None  # 0 is all of them
+                network.eval()(tokens, labels=tokens, num_items_in_batch=1.0, logits_to_keep=logits_to_keep)
     # On a CPU the heap keeps freed memory, and little of it fits tensors of other sizes.
     peaks = [dict(live.at_peak)]
     if device.type == "cpu":
-        peaks.append(of_step | {"update": update.at_peak.total(), "evaluation": kept.at_peak.total()})
+        peaks.append(step_peak | {"update": update.at_peak.total(), "evaluation": evaluation.at_peak.total()})
     return max(peaks, key=lambda parts: sum(parts.values())), moments
 
 
@@ -170,10 +170,10 @@ def memory(
         parts, moments = tensor_bytes(config, accelerator, scores)
     except DynamicOutputShapeException as error:
         raise RunError(f"shapes in this model depend on its data ({error}), so its memory cannot be planned") from None
-    sharing, processes = num_shards(accelerator), accelerator.num_processes
+    shards, processes = num_shards(accelerator), accelerator.num_processes
     weights = sum(weight.nbytes for weight in network.parameters())
-    parts = {name: size / (sharing if name in STATE else 1) for name, size in parts.items()}
-    if sharing > 1:
+    parts = {name: size / (shards if name in STATE else 1) for name, size in parts.items()}
+    if shards > 1:
         parts["gathered by FSDP2"] = gathered_by_fsdp(network) * (4 if accelerator.mixed_precision == "no" else 2)
     if config.exact:
         sizes = BatchSizes.from_config(config)
@@ -181,7 +181,7 @@ def memory(
         leaves = max(count & -count for count in micro_batches) // processes  # see distributed/tree_reduce.py
         parts["sums of exact"] = weights * (leaves.bit_length() - 1 + (processes > 1))
     if accelerator.device.type == "cpu" and config.checkpoint.asynchronous:
-        parts["copy for a checkpoint"] = (weights + moments) / sharing
+        parts["copy for a checkpoint"] = (weights + moments) / shards
     return parts, weights + moments
 
 
@@ -213,7 +213,7 @@ def run_trial(config: TrainConfig, accelerator: Accelerator, steps: int = TRIAL_
 
 
 def baseline_process_bytes(config: TrainConfig, accelerator: Accelerator) -> int:
-    """Return the bytes of a CPU process that has trained a tiny model: Python, torch and the libraries."""
+    """Return the resident bytes of a CPU process after training a tiny model: Python, torch and the libraries."""
     small = replace(
         config,
         micro_batch_size=1,

@@ -1,4 +1,4 @@
-"""The command line of verify.py: that of train.py, with the settings of a short training."""
+"""The command line of verify.py: the arguments of train.py, overridden by the settings of a short run."""
 
 from argparse import ArgumentParser
 

@@ -127,7 +127,7 @@ class Verification:
             "out_dir": self.own_directory(Path(config.out_dir).expanduser()),
             "global_batch_size": batch,
             "schedule.batch_warmup_steps": config.steps - 1 if first else None,
-            # 0: there may be nothing to evaluate on
+            # 0 stays 0: there may be no validation data
             "evaluation.every": config.evaluation.every and config.steps // 2,
         }
         self.config, self.corpus, _ = resolve(replace_settings(config, short))
@@ -213,8 +213,8 @@ class Verification:
     ) -> Trained:
         """Take the same steps as train.py on the bare model, with another reducer than DDP; by default as one process.
 
-        The step is train.py's `train_step`, so a change of it affects both. Independent of train.py are the sums of
-        gradients over processes and micro-batches, the batches of each process, and the use without Accelerate.
+        The step is train.py's `train_step`, so a change to it affects both. Only the sums of gradients over
+        processes and micro-batches, the batches of each process and the lack of Accelerate's wrappers are independent.
         """
         torch.manual_seed(self.config.seed)
         network, optimizer = self.build()
@@ -251,7 +251,7 @@ class Verification:
         return self.train("straight")
 
     def replicas_are_equal(self) -> tuple[bool | None, str]:
-        """Compare the replicas after every step; train.py stops where they differ."""
+        """Compare the replicas after every step; train.py raises an error if they differ."""
         if self.num_processes == self.shards:
             return None, "there is one replica"
         return bool(self.straight), f"{self.config.steps} steps, {self.num_processes} processes"
@@ -298,7 +298,7 @@ class Verification:
         """Compare exact training on these processes with one process."""
         if not self.can_be_exact:
             return None, "it needs whole replicas on 1, 2, 4, 8, ... processes"
-        exact = self.train("exact", exact=True)  # first, because it sets one thread, and their number changes bits
+        exact = self.train("exact", exact=True)  # first: it sets the number of threads, which changes bits
         return self.same_bits(self.train_without_ddp(lambda parameters: TreeSum(parameters, 0, 1)), exact)
 
     def same_bits(self, one: Trained, other: Trained) -> tuple[bool | None, str]:

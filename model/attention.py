@@ -92,7 +92,7 @@ class EagerAttention(torch.autograd.Function):
 def document_ids(position_ids: Tensor) -> Tensor | None:
     """Return the document of each token, int64 [B, T], from 1 in each row; None if each row is one document.
 
-    The latter is tested on a CPU only, because it would synchronise with a GPU.
+    The number of documents is tested on a CPU only, because the test would synchronise with a GPU.
 
     Args:
         position_ids: int64 [B, T], 0 at the first token of each document.

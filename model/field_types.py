@@ -101,7 +101,7 @@ def accepts(annotation: Any, value: Any) -> bool:
 
 
 def invalid_values(settings: Any, prefix: str = "") -> list[str]:
-    """List the fields of a dataclass, nested ones too, whose value is not of their type, a message each.
+    """Describe each field of a dataclass, and of nested dataclasses, whose value does not have the field's type.
 
     Numbers must also be finite, and be representable in float32 or int64.
     """

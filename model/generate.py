@@ -28,7 +28,7 @@ def sample_tokens(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
     """Sample the next token of each row, int64 [B, 1]; see GenerationMixin.stream."""
-    if temperature < 1e-30:  # greedy: dividing by less gives infinite logits
+    if temperature < 1e-30:  # greedy: dividing by a smaller number would give infinite logits
         return logits_BV.argmax(dim=-1, keepdim=True)
     logits_BV = logits_BV.float() / temperature
     if top_k is not None:

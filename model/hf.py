@@ -2,7 +2,7 @@
 
 A converted model opens in AutoModelForCausalLM without remote code, and wherever that format is read.
 
-GPT-2 keeps q, k and v in one matrix and stores its matrices as [in, out]; Qwen3 differs in its names alone.
+GPT-2 keeps q, k and v in one matrix and stores its matrices as [in, out]; Qwen3 differs only in names.
 transformers is imported inside the functions, because it takes seconds and few commands need it.
 """
 
@@ -147,7 +147,7 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
 def tensor_names(config: GPTConfig) -> Iterator[tuple[str, list[str], bool]]:
     """Yield every tensor as (name in transformers, names here, transposed).
 
-    Tensors of several names here are stacked along their first dimension; a transposed result is [in, out] there.
+    Several tensors here are stacked along their first dimension; if transposed, the result is [in, out] there.
     """
     if get_family(config) == "gpt2":
         yield "transformer.wte.weight", ["token_embedding.weight"], False

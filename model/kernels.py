@@ -37,11 +37,11 @@ onednn_linear_op.register_fake(lambda x, weight, bias=None: x.new_empty(*x.shape
 def transposed_product(x_TM: Tensor, y_TN: Tensor) -> Tensor:
     """Return x transposed times y, [M, N], by oneDNN, whose first factor must be contiguous.
 
-    PyTorch copies a transposed matrix on a single thread, from whose cache the others then read; with a third dimension
-    of size 1 all threads copy, which is slower if there is one only. torch.compile copies on all threads anyway.
+    PyTorch copies a transposed matrix on one thread, from whose cache the others then read. A leading dimension of
+    size 1 makes all threads copy, which is slower with one thread; torch.compile copies on all threads anyway.
     """
-    single_thread = torch.compiler.is_compiling() or torch.get_num_threads() == 1
-    x_MT = x_TM.t().contiguous() if single_thread else x_TM.t()[None].contiguous()[0]
+    plain_copy = torch.compiler.is_compiling() or torch.get_num_threads() == 1
+    x_MT = x_TM.t().contiguous() if plain_copy else x_TM.t()[None].contiguous()[0]
     return onednn_linear(x_MT, y_TN.t())
 
 

@@ -60,7 +60,7 @@ def save_loss_curve(run_directory: Path, picture: Path | None = None, x: str = "
 
 
 def save_loss_by_position(losses: list[float], metrics: dict[str, Any], name: str, picture: Path) -> None:
-    """Plot the loss (nats/token) of each target of a sequence, the first of which has one token of context.
+    """Plot the loss (nats/token) of each target by its context length, which is one token for the first.
 
     `metrics` has the mean as `val/loss` and, if it is known, `val/entropy`; `name` is the title.
     """

@@ -32,7 +32,7 @@ MARKERS = "os^DvPX"  # a single point shows no dashes, so the numbers of markers
 THIN: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.6}
 THICK: dict[str, Any] = {"linewidth": 1.8}
 ENTROPY_LINE: dict[str, Any] = {"color": "#555555", "linestyle": ":"}
-MAX_MARKERS = 12  # on one curve
+MAX_MARKERS = 12  # per curve
 MAX_TICKS = 6
 MAX_LABEL_LENGTH = 60  # characters, in a title or in a legend of one column
 
@@ -56,7 +56,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 @contextmanager
 def report_plot_errors(figure_name: str, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Print an error while plotting instead of raising it, so that a figure cannot fail a training."""
+    """Print an error while plotting instead of raising it, so that a plot cannot end a training run."""
     try:
         yield
     except Exception as error:

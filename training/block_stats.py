@@ -30,9 +30,9 @@ def total_norm(tensors: Iterable[Tensor]) -> float:
 
 
 class BlockStatistics:
-    """Records statistics of `blocks` in the steps for which `recording` is set; training is not changed by it.
+    """Records statistics of `blocks` in the steps for which `recording` is set, without changing training.
 
-    `metrics` holds those of the last recorded step as `layers/NAME/BLOCK`:
+    `metrics` holds the statistics of the last recorded step as `layers/NAME/BLOCK`:
 
     - weight_norm: L2 norm of the weights before the update.
     - gradient_norm: L2 norm of the gradient after clipping.
@@ -46,7 +46,7 @@ class BlockStatistics:
         self.metrics, self.recording = {}, False
         self.mean_squares: list[list[Tensor]] = [[] for _ in self.blocks]  # since the last update
         for index, block in enumerate(self.blocks):
-            # Inside the loop, because torch.compiler.disable is slow to import.
+            # Inside the loop, so that it is called only if there are blocks: torch.compiler.disable imports slowly.
             block.register_forward_hook(partial(torch.compiler.disable(self._record_output), index))
 
     def _record_output(self, i: int, block: nn.Module, inputs: tuple, out: Tensor | tuple) -> None:

@@ -39,7 +39,7 @@ def _update(optimizer: Optimizer, *_) -> None:
 
 @contextmanager
 def ema_weights(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the weights are their EMA, where the optimizer tracks one; afterwards they have their bits again."""
+    """Replace the weights by their EMA, if the optimizer tracks one, and restore their bits on exit."""
     _swap(optimizer)
     try:
         yield

@@ -44,9 +44,9 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         sums |= score(logits, batch) if score else {}
         names, values = list(sums), [value for pair in sums.values() for value in pair]
         rows.append(torch.zeros(len(values), dtype=sum_dtype(accelerator.device), device=accelerator.device))
-        fill_slots(rows[-1], values if index < len(starts) else [])  # the host reads nothing before the last batch
+        fill_slots(rows[-1], values if index < len(starts) else [])  # no synchronisation before the last batch
     model.train()
-    columns = all_gather(torch.stack(rows)).flatten(0, 1).T.tolist()  # two for each name, with a value of each batch
+    columns = all_gather(torch.stack(rows)).flatten(0, 1).T.tolist()  # sums and counts of each name, by batch
     totals = dict(zip(names, zip(columns[::2], columns[1::2], strict=True), strict=True))
     metrics = {f"val/{name}": mean(sums, counts) for name, (sums, counts) in totals.items()}
     metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700))
@@ -61,7 +61,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
 
 
 def require_finite_val_loss(metrics: dict[str, float | None], step: int) -> None:
-    """Raise if the last validation loss is not a finite number, so that such a run is not called finished.
+    """Raise if the last validation loss is not a finite number, so that such a run does not end as finished.
 
     Raises:
         NonFiniteError: `val/loss` in the metrics of the last step is NaN, infinite or null.

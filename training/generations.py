@@ -16,7 +16,7 @@ from training.metrics import mean
 
 TEXTS_PER_BATCH = 50
 LogTexts = Callable[[int, str, list[str]], None]
-"""Takes the step, the name of the metric and the texts."""
+"""Function of the step, the name of the metric and the texts."""
 MAX_TOKENS_PER_TEXT = 128
 
 
@@ -36,7 +36,7 @@ def sample_texts(
     """Generate texts, log them, and after the last step score them; called by all processes together.
 
     Returns:
-        Nothing before the last step, where the corpus scores no texts, and for conversations. Otherwise
+        An empty dict before the last step, if the corpus scores no texts, and for conversations. Otherwise
         `generation/NAME` for each score of the corpus, `generation/distinct`, and `generation/memorized` where the
         corpus has texts: fractions of the samples, which are the same on any number of processes.
     """

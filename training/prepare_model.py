@@ -22,7 +22,7 @@ PROCESSOR_FOLDER = "processor-"
 
 
 def missing_compiler(device: torch.device) -> str:
-    """Describe what torch.compile needs on this machine to compile for `device` and lacks; empty if nothing."""
+    """Describe what this machine lacks to compile for `device` with torch.compile; empty if nothing."""
     if device.type == "cuda" and not attention.HAS_TRITON:
         return "no Triton"
     default = "clang++" if sys.platform == "darwin" else "g++"
@@ -69,7 +69,7 @@ def checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device) -> None:
-    """Apply `tf32`, `compile` and `activation_checkpointing` (to each block), and `chunked_loss`; no weight changes."""
+    """Apply the settings `tf32`, `compile`, `activation_checkpointing` and `chunked_loss`; weights stay the same."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
     compiled = config.compile and not missing_compiler(device)

@@ -11,7 +11,7 @@ from config.schema import TrainConfig
 def step_profiler(config: TrainConfig, first_step: int, directory: Path, rank: int) -> profile | nullcontext[None]:
     """Return a torch profiler that writes a trace of the steps `config.profile`; call `step()` after each update.
 
-    Without `config.profile` it is a context of None, since an idle torch profiler costs 50 microseconds a step.
+    Without `config.profile` return a null context, since an idle torch profiler costs 50 microseconds a step.
     """
     if config.profile is None:
         return nullcontext()

@@ -9,7 +9,7 @@ from distributed.signals import Preempted, StopSignal
 
 
 class StopRequest:
-    """Collects the reasons of this process to stop: signals, and failed background work.
+    """Collects this process's reasons to stop: signals, and failed background work.
 
     Every process sends `is_set` with the metrics of each step. All of them read it at the latest one step later, and
     therefore stop after the same step.

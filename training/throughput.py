@@ -1,4 +1,4 @@
-"""Tokens per second of training, and model FLOPs utilisation (MFU), their fraction of the device's peak."""
+"""Training throughput: tokens per second, and model FLOPs utilisation (MFU), the fraction of the device's peak."""
 
 import re
 import resource

@@ -69,12 +69,12 @@ def test_verify_passes_with_batch_warmup(processes, runs):
 
 def test_plan_counts_tokens_of_batch_warmup(runs):
     shown = train(*RECIPE, "--plan", "--exact", "true", "--out_dir", runs, processes=2).stdout
-    assert "1 to 3 micro-batch(es) of 1 a step" in shown and " tokens/s, as in a burst" in shown
+    assert "1 to 3 micro-batch(es) of 1 per step" in shown and " tokens/s, measured over a few steps" in shown
     tokens = sum(SIZES) * 128
     assert f"256 in step 1, 768 from step 5 on, {tokens:,} in 8 steps" in shown
-    each, of_step, in_all = re.search(r"FLOPs +([\d,]+) a token, (.*) a step, (.*) in all", shown).groups()
-    flops = int(each.replace(",", ""))
-    assert (of_step, in_all) == (f"{flops * 6 * 128:.3g}", f"{flops * tokens:.3g}")
+    per_token, per_step, total = re.search(r"FLOPs +([\d,]+) per token, (.*) per step, (.*) in total", shown).groups()
+    flops = int(per_token.replace(",", ""))
+    assert (per_step, total) == (f"{flops * 6 * 128:.3g}", f"{flops * tokens:.3g}")
 
 
 LOG_RECOMPILES = """
