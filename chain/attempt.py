@@ -21,8 +21,8 @@ from experiments.sequential_test import MIN_SEEDS, estimate_difference
 from experiments.settings import ExperimentConfig
 from jobs.runner import JobRunner
 
-SMALLEST_P = 1e-9
-# By status; 0 for the decided ones.
+SMALLEST_P = 1e-9  # lower bound of the search for a p-value
+# Exit codes by status; 0 for all others.
 EXIT_CODES = {"running": 10, "unknown": 10, "futile": 10, "failed": 11, "identical": 11}
 
 
@@ -31,7 +31,7 @@ def try_idea(config: TryConfig) -> Result:
 
     Raises:
         ConfigError: the idea or a setting is wrong, or the head has moved meanwhile.
-        RunError, Failed, Stopped: the baseline, or the environment.
+        RunError, Failed, Stopped: the baseline or the environment fails, or a signal stops the runs.
     """
     if len(config.idea) > 1:
         raise ConfigError(f"idea: {' '.join(config.idea)!r} has several words; quote it as one argument")
@@ -89,7 +89,7 @@ class Attempt(Experiment):
         """Test the idea, and return its row.
 
         Raises:
-            TriedBefore: it was tested.
+            TriedBefore: the same candidate was tested before.
         """
         try:
             found = self.run(changed)
@@ -103,7 +103,7 @@ class Attempt(Experiment):
         """Return the candidate, after entering it into the ledger with its number and level.
 
         Raises:
-            TriedBefore: it was tested.
+            TriedBefore: the same candidate was tested before.
             ConfigError: as in Experiment, or another idea was kept meanwhile.
         """
         candidate = super().resolve_candidate(baseline, code, changed)
@@ -119,19 +119,19 @@ class Attempt(Experiment):
             self.cells["level"] = float(same["level"]) if same else chain.next_level
             if not same:
                 ledger.append(**self.cells, status="running")
-        self.total_alpha = 2 * self.cells["level"]  # the level is that of a false "better" alone
+        self.total_alpha = 2 * self.cells["level"]  # the level is one-sided: of a false "better" alone
         return candidate
 
     def can_continue(self, row: Row) -> bool:
-        """Return whether the test of a row was stopped or refused, or ended without a decision after fewer seeds."""
+        """Return whether the test of a row was stopped or refused, or is undecided after fewer than max_seeds seeds."""
         if row["status"] in ("running", "refused"):
             return True
         return row["status"] == "unknown" and int(row["seeds_candidate"] or 0) < self.config.max_seeds
 
     def results(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return the cells of the results of an experiment."""
-        same = ("difference", "low", "high", "verify", "seconds", "cpu_seconds", "message")
-        cells: dict[str, Any] = {name: found.get(name) for name in same}
+        copied = ("difference", "low", "high", "verify", "seconds", "cpu_seconds", "message")
+        cells: dict[str, Any] = {name: found.get(name) for name in copied}
         cells["log"] = next((failed.output for failed in self.jobs.failures), None)
         if "losses" not in found:
             return cells
@@ -148,7 +148,7 @@ class Attempt(Experiment):
         }
 
     def finish(self, **results: Any) -> Row:
-        """Append the row with the result, unless another process that shared the test has."""
+        """Append the row with the result, unless another process that shared the test has done so; return the row."""
         with locked_chain(self.lab) as (ledger, chain):
             if "id" not in self.cells:  # not entered: its code does not start
                 if results["status"] != "failed":

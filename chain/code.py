@@ -79,26 +79,26 @@ def apply_ideas(ideas: Iterable[Idea], parent: str, recipe: str) -> tuple[Change
 
 
 def write_commit(commit: str, parent: str, message: str) -> str:
-    """Return a commit of the same files on a parent, with the author that git is configured for."""
+    """Create a commit with the same files on another parent, by the user that git is configured for; return it."""
     author = {} if git("config", "--default", "", "user.email") else AUTHOR
     return git("commit-tree", f"{commit}^{{tree}}", "-p", parent, "-m", message, **author)
 
 
 def tip(branch: str) -> str:
-    """Return the commit of a branch, "" if there is none."""
+    """Return the commit that a branch points to, "" if there is no such branch."""
     return git("for-each-ref", "--format=%(objectname)", f"refs/heads/{branch}")
 
 
 def current_branch() -> str:
-    """Return the branch of the working tree, "" if there is none."""
+    """Return the branch that is checked out, "" if there is none."""
     return git("branch", "--show-current")
 
 
 def require_clean_tree() -> None:
-    """Check that the working tree is that of HEAD.
+    """Check that the working tree has no uncommitted changes.
 
     Raises:
-        ConfigError: it has changes.
+        ConfigError: it has some.
     """
     changed = git("diff", "--name-only", "HEAD").split("\n")
     changed += git("ls-files", "--others", "--exclude-standard", "*.py").split("\n")
@@ -107,9 +107,9 @@ def require_clean_tree() -> None:
 
 
 def edited_files(branch: str, before: str, after: str) -> list[str]:
-    """Return the files in which two commits differ and whose content in the working tree is in neither.
+    """Return the files that differ between two commits and in the working tree match neither.
 
-    There are none if the branch is not checked out.
+    The list is empty if the branch is not checked out.
     """
     if current_branch() != branch:
         return []
@@ -120,7 +120,7 @@ def edited_files(branch: str, before: str, after: str) -> list[str]:
 
 
 def move_branch(branch: str, before: str, after: str) -> None:
-    """Move a branch to another commit, and before that, if it is checked out, the files of the working tree.
+    """Move a branch to another commit; if it is checked out, update the files of the working tree first.
 
     Raises:
         ConfigError: another process has moved it.
@@ -131,7 +131,7 @@ def move_branch(branch: str, before: str, after: str) -> None:
 
 
 def switch_to(branch: str, commit: str) -> None:
-    """Check out a branch, which is created at the commit if there is none.
+    """Check out a branch, after creating it at `commit` if it does not exist.
 
     Raises:
         ConfigError: the working tree has changes.
@@ -143,7 +143,7 @@ def switch_to(branch: str, commit: str) -> None:
 
 
 def write_files(commit: str, files: list[str]) -> None:
-    """Make files of index and working tree those of a commit."""
+    """Restore files of a commit in the index and the working tree."""
     present = blobs(commit, files)
     for file in files:
         git("reset", "--quiet", commit, "--", file)
@@ -154,7 +154,7 @@ def write_files(commit: str, files: list[str]) -> None:
 
 
 def undo_idea(branch: str, head: str, commit: str) -> bool:
-    """Remove an idea from the working tree if it is there as it was tested; return whether it was."""
+    """Remove an idea from the working tree if its files there are as tested; return whether it was removed."""
     files = files_between(head, commit) if current_branch() == branch else []
     if blobs_in_tree(files) == blobs(head, files) or edited_files(branch, head, commit):
         return False

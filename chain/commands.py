@@ -35,12 +35,12 @@ FUNCTIONS: dict[type[ChainConfig], Callable[[Any], Result]] = {
 
 
 def main(config: ChainConfig) -> None:
-    """Run a command and print its result. With `--json` one object is printed, whatever happens.
+    """Run a command and print its result, with `--json` as one object even if the command fails.
 
     Off a terminal, the progress of runs is written to LAB/progress.log.
 
     Raises:
-        ConfigError: something is refused.
+        ConfigError: a setting or the command is refused.
         RunError: the baseline cannot be trained, or the environment failed.
         SystemExit: with the exit code of the result, or 75 after a signal.
     """
@@ -73,4 +73,4 @@ def run(config: ChainConfig) -> Result:
     except Failed as failed:
         raise RunError(f"{failed.training.directory}: {failed}; log: {failed.training.output}") from None
     except OSError as error:
-        raise RunError(f"{error}; mend that, then rerun the same command to resume") from None
+        raise RunError(f"{error}; fix this, then rerun the same command to resume") from None

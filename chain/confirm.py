@@ -1,4 +1,4 @@
-"""The command `confirm`: what the accepted ideas are worth, on seeds that no selection has seen."""
+"""The command `confirm`: measure the effect of the accepted ideas on seeds that no selection has used."""
 
 import math
 import shlex
@@ -25,7 +25,7 @@ from experiments.sequential_test import welch_p_value
 from experiments.settings import ExperimentConfig, parse_sizes
 from jobs.runner import Failed, JobRunner
 
-LEVEL = 0.05  # of the intervals: each is one test of a number of seeds that was fixed before
+LEVEL = 0.05  # significance level of each interval, a single test with a number of seeds fixed in advance
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Contrast:
 
 
 def confirm(config: ConfirmConfig) -> Result:
-    """Compare head and start, and leave out each accepted idea; again after a stop, resume.
+    """Compare head and start, and leave out each accepted idea; after a stop, rerun to resume.
 
     Raises:
         ConfigError: no idea is accepted, or this head was confirmed on another number of seeds.
-        Failed, Stopped: a run of head or start.
+        Failed, Stopped: a run of head or start fails, or a signal stops the runs.
     """
     if config.seeds < 2:
         raise ConfigError(f"seeds: {config.seeds} must be at least 2, for an interval")
@@ -67,7 +67,7 @@ def confirm(config: ConfirmConfig) -> Result:
 
 
 def contrasts(config: ConfirmConfig, chain: Chain) -> Iterator[Contrast]:
-    """Yield what is compared.
+    """Yield the comparisons to make.
 
     Raises:
         ConfigError: a setting is wrong.

@@ -37,11 +37,11 @@ POWER, POWER_SEEDS = 0.8, 12
 
 
 def start(config: StartConfig) -> Result:
-    """Begin a chain: its branch, its ledger and its baseline; again after a stop, resume.
+    """Begin a chain: its branch, its ledger and its baseline; after a stop, rerun to resume.
 
     Raises:
         ConfigError: the lab has another chain, the branch exists, or the working tree has changes.
-        Failed, Stopped: the baseline.
+        Failed, Stopped: a run of the baseline fails, or a signal stops the runs.
     """
     if config.seeds < MIN_SEEDS:
         raise ConfigError(f"seeds: {config.seeds} must be at least {MIN_SEEDS}, to estimate the noise")
@@ -77,13 +77,13 @@ def tracked_recipe(name: str) -> str:
 
 
 def keep(config: KeepConfig) -> Result:
-    """Accept an idea: commit it to the branch and train the new baseline; again after a stop, resume.
+    """Accept an idea: commit it to the branch and train the new baseline; after a stop, rerun to resume.
 
-    The ledger is written first. If the process is killed before it has moved the branch, the next command does.
+    The ledger is written first. If the process is killed before it has moved the branch, the next command moves it.
 
     Raises:
         ConfigError: the idea is not better, was tried on another head, or files that it changes have other edits.
-        Failed, Stopped: the baseline.
+        Failed, Stopped: a run of the baseline fails, or a signal stops the runs.
     """
     with locked_chain(config.lab) as (ledger, chain):
         row = chain.idea(str(config.id))
@@ -147,11 +147,11 @@ def drop(config: DropConfig) -> Result:
 
 
 def measure_baseline(config: ChainConfig, chain: Chain) -> Row:
-    """Return the row of the head's runs, which are trained if they are not there.
+    """Return the ledger's row of the head as baseline; if there is none, train the runs first.
 
     Raises:
         ConfigError, RunError: the recipe is refused, or does not start.
-        Failed, Stopped: a run.
+        Failed, Stopped: a run fails, or a signal stops the runs.
     """
     if chain.baseline:
         return chain.baseline
@@ -181,7 +181,7 @@ def measure_baseline(config: ChainConfig, chain: Chain) -> Row:
 def detectable_effect(deviation: float, level: float) -> float:
     """Return the effect that a test detects with a power of at least POWER by POWER_SEEDS runs of each arm.
 
-    The last analysis alone has this power; those before add to it.
+    The last analysis alone has this power; the analyses before it add to it.
 
     Args:
         deviation: standard deviation over seeds.

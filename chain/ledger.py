@@ -36,8 +36,8 @@ class Ledger:
         self.file = file
         file.seek(0)
         lines = file.read().split("\n")
-        self.complete = sum(len(line.encode(errors="surrogateescape")) + 1 for line in lines[:-1])
-        """Bytes of the complete lines."""
+        self.complete_bytes = sum(len(line.encode(errors="surrogateescape")) + 1 for line in lines[:-1])
+        """Size of the complete lines."""
         if lines[-1]:
             message = f"{file.name}: ignoring an incomplete last row; rerun the command that wrote it"
             print(message, file=sys.__stderr__)  # sys.stderr may be the log of the runs
@@ -60,19 +60,19 @@ class Ledger:
             RunError: it cannot be written; the ledger is as before.
         """
         row = make_row(**cells)
-        lines = ["\t".join(row.values())] if self.complete else ["\t".join(COLUMNS), "\t".join(row.values())]
+        lines = ["\t".join(row.values())] if self.complete_bytes else ["\t".join(COLUMNS), "\t".join(row.values())]
         content = "".join(f"{line}\n" for line in lines).encode()
         descriptor = self.file.fileno()
-        os.ftruncate(descriptor, self.complete)
+        os.ftruncate(descriptor, self.complete_bytes)
         try:
             written = os.write(descriptor, content)
             if written < len(content):
                 os.write(descriptor, content[written:])
             os.fsync(descriptor)
         except OSError as error:
-            os.ftruncate(descriptor, self.complete)
-            raise RunError(f"{self.file.name}: {error.strerror}; mend that and rerun the same command") from None
-        self.complete += len(content)
+            os.ftruncate(descriptor, self.complete_bytes)
+            raise RunError(f"{self.file.name}: {error.strerror}; fix this, then rerun the same command") from None
+        self.complete_bytes += len(content)
         self.rows.append(row)
         return row
 
@@ -87,7 +87,7 @@ def make_row(**cells: object) -> Row:
 
 
 def typed_row(row: Row) -> dict[str, str | float | None]:
-    """Return a row for JSON: numbers as such, empty cells as None."""
+    """Return a row for JSON: numbers as floats, empty cells as None."""
     return {name: None if not cell else cell if name in TEXTS else float(cell) for name, cell in row.items()}
 
 

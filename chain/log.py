@@ -1,4 +1,4 @@
-"""The command `log`: the ideas in order of time, and the chain as a figure."""
+"""The command `log`: a table of the ideas in chronological order, and a figure of the chain."""
 
 import math
 import sys
@@ -23,9 +23,9 @@ OUTCOMES = {
     "identical": {"marker": "|", "color": "0.3", "label": "identical", "clip_on": False},
     "failed": {"marker": "x", "color": COLORS[1], "label": "failed", "clip_on": False},
 }
-MAX_LABEL = 40  # characters, in the figure; in the table MAX_CELL
-MAX_CELL = 60
-MAX_RELATIVE_LOSS = 1.3  # of an idea, to the first baseline; worse ones are drawn there
+MAX_LABEL = 40  # characters of an idea in the figure
+MAX_CELL = 60  # characters of an idea in the table
+MAX_RELATIVE_LOSS = 1.3  # top of the figure, relative to the first baseline; worse ideas are drawn at it
 SECONDS_PER_HOUR = 3600
 
 Points = list[tuple[float, float]]
@@ -106,7 +106,7 @@ def collect(chain: Chain) -> tuple[float, Points, Points, dict[str, Points]]:
         The CPU hours in all; the heads; the accepted ideas as they were measured at selection; all ideas by outcome.
     """
     spent, heads = 0.0, []
-    at: dict[str, tuple[float, float]] = {}
+    tested: dict[str, tuple[float, float]] = {}
     for row in chain.rows:
         if row["kind"] in (*IDEAS, "baseline", "confirm"):  # the other rows repeat the time of the test
             spent += float(row["cpu_seconds"] or 0) / SECONDS_PER_HOUR
@@ -114,7 +114,7 @@ def collect(chain: Chain) -> tuple[float, Points, Points, dict[str, Points]]:
             heads.append((spent, float(row["loss"])))
         elif row["kind"] in IDEAS:
             # An idea that is futile after one run has no mean loss; it was much worse.
-            at[row["id"]] = spent, float(row["loss"] or math.inf)
+            tested[row["id"]] = spent, float(row["loss"] or math.inf)
     ideas: dict[str, Points] = {}
     for row in chain.ideas.values():
         if row["decision"].startswith("kept"):
@@ -123,8 +123,8 @@ def collect(chain: Chain) -> tuple[float, Points, Points, dict[str, Points]]:
             outcome = row["status"]
         else:
             outcome = "other" if row["loss"] or row["status"] == "futile" else "failed"
-        ideas.setdefault(outcome, []).append(at[row["id"]])
-    return spent, heads, [at[row["id"]] for row in chain.kept], ideas
+        ideas.setdefault(outcome, []).append(tested[row["id"]])
+    return spent, heads, [tested[row["id"]] for row in chain.kept], ideas
 
 
 def confirmed_percent(chain: Chain) -> list[float] | None:

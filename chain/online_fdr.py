@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from scipy.special import zeta
 
 RATE = 0.05  # bound on the false discovery rate, or on the probability of any false acceptance
-DECAY = 1.3  # of the levels after a discovery, as a power of the number of tests
+DECAY = 1.3  # exponent by which levels decay with the number of tests since a gain of wealth
 
 
 def fraction(number: int) -> float:

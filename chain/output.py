@@ -8,7 +8,7 @@ from chain.ledger import Row
 
 @dataclass(frozen=True)
 class Result:
-    """What a command prints: an object with `--json`, else lines."""
+    """Output of a command: one object with `--json`, else lines."""
 
     facts: dict[str, Any]
     lines: list[str]

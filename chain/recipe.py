@@ -1,4 +1,4 @@
-"""Settings written into the text of a recipe, which keeps its comments."""
+"""Edit settings in the text of a recipe, keeping its comments."""
 
 import re
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def set_values(text: str, values: dict[str, str]) -> str:
     except (yaml.YAMLError, AttributeError):
         wrong = True
     if wrong:
-        raise ConfigError(f"config: {', '.join(values)} cannot be set in it; write each setting as one line in it")
+        raise ConfigError(f"config: {', '.join(values)} cannot be set in the recipe; write each setting as one line")
     return edited
 
 

@@ -37,7 +37,7 @@ class StartConfig(ChainConfig):
     """Runs of the baseline, now and after every accepted idea."""
 
     strict: bool = False
-    """Whether to control the probability of any false acceptance, instead of the false discovery rate."""
+    """Control the probability of any false acceptance, instead of the false discovery rate."""
 
     note: str | None = None
     """Text for the ledger."""
@@ -48,20 +48,20 @@ class TryConfig(ChainConfig):
     """Tests an idea against the head of the chain."""
 
     idea: list[str] = field(metadata=PASSED_ON)
-    """In one argument: settings, or a git branch or commit, a patch file, or . for the working tree, then settings. Of
-    `combine`: numbers of ideas."""
+    """In one argument: settings, or a git branch or commit, a patch file, or . for the working tree, then settings.
+    For `combine`: numbers of ideas."""
 
     note: str | None = None
-    """Text for the ledger, as the reason for the idea."""
+    """Text for the ledger, such as the reason for the idea."""
 
     max_seeds: PositiveInt = 12
-    """Most runs of the candidate. A larger number continues an idea whose status is unknown."""
+    """Maximum number of runs of the candidate. A larger number resumes the test of an idea whose status is unknown."""
 
     budget_minutes: PositiveFloat | None = None
     """Minutes after which no run is started. null: only max_seeds limits the runs."""
 
     allow_data_changes: bool = False
-    """Whether the code may change the data, the evaluation or the seeding; the losses may then mean something else."""
+    """Allow the code to change the data, the evaluation or the seeding; the losses may then mean something else."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class KeepConfig(DropConfig):
     """Accepts an idea: commits it to the branch, and trains the new baseline on seeds that no selection has seen."""
 
     unproven: bool = False
-    """Accept it although it is not better; the ledger says so."""
+    """Accept the idea although it is not better; the ledger records this."""
 
 
 @dataclass
@@ -93,21 +93,21 @@ class ConfirmConfig(ChainConfig):
     """Runs of each arm; all of them are trained, so the differences are unbiased."""
 
     sizes: str = "1"
-    """Factors on the parameters, as 1,4."""
+    """Factors on the parameters, such as 1,4."""
 
     data_seed: NonNegativeInt | None = None
     """Another data.seed, to compare on other training and validation data. null: none."""
 
     corpus: str | None = None
-    """Settings of a second corpus in one argument, as "--data.facts 256". null: none."""
+    """Settings of a second corpus in one argument, such as "--data.facts 256". null: none."""
 
     leave_one_out: bool = True
-    """Whether to leave out each accepted idea."""
+    """Also compare the head with the head without each accepted idea."""
 
 
 @dataclass
 class LogConfig(ChainConfig):
-    """Prints the ideas in order of time, and draws the chain in LAB/chain.png."""
+    """Prints the ideas in chronological order, and draws the chain in LAB/chain.png."""
 
 
 COMMANDS: dict[str, type[ChainConfig]] = {
@@ -122,7 +122,7 @@ COMMANDS: dict[str, type[ChainConfig]] = {
 
 
 def parse_command(settings: type[ChainConfig], args: list[str]) -> ChainConfig:
-    """Parse the command line of a command; with --json, its errors are one JSON object as well.
+    """Parse the command line of a command; with --json, print errors as one JSON object.
 
     Raises:
         ConfigError: it is wrong.
@@ -136,10 +136,10 @@ def parse_command(settings: type[ChainConfig], args: list[str]) -> ChainConfig:
 
 
 def refuse_command(args: list[str]) -> None:
-    """Answer a command line without a command.
+    """Refuse a command line without a command, or print help if that is requested.
 
     Raises:
-        SystemExit: after printing the commands, if help is requested.
+        SystemExit: after printing help.
         ConfigError: otherwise.
     """
     commands = f"{', '.join(COMMANDS)}; COMMAND --help lists its settings"

@@ -1,4 +1,4 @@
-"""What the rows of a ledger say about a chain: its head, its ideas and its wealth."""
+"""The state of a chain, derived from the rows of its ledger: its head, its ideas and its wealth."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from chain.ledger import Ledger, Row, locked_ledger
 from config.errors import ConfigError
 from config.paths import expand_user_path
 
-SEEDS_PER_HEAD = 10_000  # each head is compared on seeds of its own, which no selection before has seen
+SEEDS_PER_HEAD = 10_000  # ideas are compared with each head on its own seeds, which no earlier selection has used
 RESERVED_SEEDS = 1_000_000_000  # first seed of confirm
 IDEAS = ("try", "combine")
 HEAD_AGAINST_START = "head against start"  # the comparison of confirm that every chain has
-# An idea with one of these has been tested; others, such as a crash, cost no wealth.
+# Statuses of ideas that count as tests and spend wealth; others, such as a crash, spend none.
 TESTED = ("running", "better", "worse", "no difference", "unknown", "futile")
 
 
@@ -44,7 +44,7 @@ class Chain:
 
     @property
     def strict(self) -> bool:
-        """Whether the probability of any false acceptance is controlled."""
+        """True if the probability of any false acceptance is controlled."""
         return self.start["status"] == "strict"
 
     @property
@@ -108,7 +108,7 @@ class Chain:
             ConfigError: there is none with this number.
         """
         if number not in self.ideas:
-            raise ConfigError(f"id: {number!r} is no idea of this chain; `research.py log` lists them")
+            raise ConfigError(f"id: {number!r} is not an idea of this chain; `research.py log` lists them")
         return self.ideas[number]
 
     def find(self, candidate: str) -> Row | None:
@@ -147,10 +147,10 @@ class Chain:
 
 @contextmanager
 def locked_chain(lab: str | Path) -> Iterator[tuple[Ledger, Chain]]:
-    """Lock a chain, and finish an acceptance that was killed between the ledger and the branch.
+    """Lock a chain, and finish an acceptance that was killed after it wrote the ledger and before it moved the branch.
 
     Raises:
-        ConfigError: there is no chain, or its branch is elsewhere than the ledger says.
+        ConfigError: there is no chain, or its branch is not at the ledger's head.
     """
     folder = expand_user_path("lab", lab)
     if not (folder / "ledger.tsv").exists():
@@ -159,12 +159,13 @@ def locked_chain(lab: str | Path) -> Iterator[tuple[Ledger, Chain]]:
         if not ledger.rows:
             raise ConfigError(f"lab: {lab} has no chain; research.py start begins one")
         chain = Chain(folder, ledger.rows)
-        at = tip(chain.branch)
-        if chain.kept and at == chain.kept[-1]["parent"]:
-            move_branch(chain.branch, at, chain.head)
-        elif at != chain.head:
+        commit = tip(chain.branch)
+        if chain.kept and commit == chain.kept[-1]["parent"]:
+            move_branch(chain.branch, commit, chain.head)
+        elif commit != chain.head:
             raise ConfigError(
-                f"branch: {chain.branch} is at {at[:12] or 'no commit'}, and the ledger's head is {chain.head[:12]}; "
-                f"restore it with `git branch --force {chain.branch} {chain.head[:12]}`, or start another chain"
+                f"branch: {chain.branch} is at {commit[:12] or 'no commit'}, and the ledger's head is "
+                f"{chain.head[:12]}; restore it with `git branch --force {chain.branch} {chain.head[:12]}`, "
+                "or start another chain"
             )
         yield ledger, chain

@@ -46,7 +46,7 @@ class Record:
     settings: dict[str, Any]
     """Flat, as `section.name`, with the facts `mixed_precision` and `code` of its sessions."""
     rows: dict[int, dict[str, Any]]
-    """Rows of metrics.jsonl by step; for a branch, those after it left its parent."""
+    """Rows of metrics.jsonl by step; for a branch, only those after `branch.step`."""
     status: Status | None
     branch: Branch | None
     sessions: list[Session]
@@ -64,7 +64,7 @@ class Record:
 
     @cached_property
     def history(self) -> dict[int, dict[str, Any]]:
-        """Rows by step from the start: for a branch, its parent's until it left and its own."""
+        """Rows by step from the start; for a branch, the parent's up to `fork_step`, then its own."""
         shared = self.parent.history if self.parent else {}
         return {step: row for step, row in shared.items() if step <= self.fork_step} | self.rows
 
@@ -112,7 +112,7 @@ class Record:
         return next((self.tokens(step) for step in steps), None)
 
     def tokens(self, step: int) -> int:
-        """Return the training tokens until a step; for a branch, its parent's until it left and its own."""
+        """Return the training tokens until a step; for a branch, the parent's up to `fork_step` plus its own."""
         if self.parent is None:
             return self.logged_tokens(step)
         begin = min(step, self.fork_step)

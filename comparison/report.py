@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PAGE = Path(__file__).with_name("report.html")
-MAX_POINTS = 1000  # of a line in the page, approximately
+MAX_POINTS = 1000  # approximate limit for the points of a line in the page
 MAX_LEGEND_ROWS = 24
 NUM_STYLE_ENTRIES = 4  # legend entries that explain line styles
 LEGEND_WIDTH = 70  # characters of a legend beside one panel
@@ -78,8 +78,8 @@ def make_lines(records: list[Record], x: str) -> dict[str, list[Line]]:
     lines: dict[str, list[Line]] = {}
     for members in filter(None, [[*finished.values()], *([record] for record in unfinished)]):
         curves, to_x = [read_curves(each) for each in members], [each.step_to_x(x) or float for each in members]
-        for metric in dict.fromkeys(metric for of_run in curves for metric in of_run):
-            if line := average_curves([of_run.get(metric, {}) for of_run in curves], to_x, x):
+        for metric in dict.fromkeys(metric for run_curves in curves for metric in run_curves):
+            if line := average_curves([run_curves.get(metric, {}) for run_curves in curves], to_x, x):
                 lines.setdefault(metric, []).append(line)
     return lines
 

@@ -21,4 +21,4 @@ class CompareConfig:
 
     out: str | None = "compare"
     """Path of the curves: OUT.png, or for several kinds of data OUT-1.png, OUT-2.png, ...; and OUT.html, an
-    interactive page with the tables. null: nowhere."""
+    interactive page with the tables. null: write neither."""

@@ -214,7 +214,7 @@ def significance_table(group: Group) -> Table | None:
 def tokenizer_tables(groups: list[Group]) -> list[Table]:
     """Create a table for each text that several tokenizers encode, by bits per byte.
 
-    These are comparable if all of the text was evaluated, that is, the same number of bytes within the tolerance of
+    Runs are comparable if all of the text was evaluated, that is, the same number of bytes within the tolerance of
     data/validation_bytes.py.
     """
     by_text: dict[str, list[Group]] = {}

@@ -24,7 +24,7 @@ from run.reader import RunReader
 ROOT = Path(__file__).parent.parent
 PAGE, RECORDS, RUNS = ROOT / "docs" / "track.md", ROOT / "docs" / "track.yaml", ROOT / "runs" / "track"
 HEADER = ["record", "excess loss, nats/token", "tokens", "parameters", "CPU seconds", "digest of seed 1", "date"]
-# Of the evaluations, which do not change the weights, only the last counts.
+# Evaluations do not change the weights, and only the last is recorded, so there are no others.
 SETTINGS = "--exact true --evaluation.every 1000000 --evaluation.num_scored_generations 0 --tracking.wandb disabled"
 
 
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     records = yaml.safe_load(RECORDS.read_text()) or {}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=f"one of {', '.join(records)}")
-    parser.add_argument("--measure", type=int, metavar="SEEDS", help="train so many seeds and write the record")
+    parser.add_argument("--measure", type=int, metavar="SEEDS", help="train this many seeds and write the record")
     parser.add_argument("--config", help="with --measure; default: configs/NAME.yaml")
     options = parser.parse_args(arguments)
     name = options.name
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"this run     {run.path}: torch {torch.__version__.partition('+')[0]}, {processor}, {seconds:.0f} CPU seconds"
     )
-    print(f"excess loss  {row['val/excess_loss']:.6g} nats/token; of the record's seed 1: {theirs:.6g}")
+    print(f"excess loss  {row['val/excess_loss']:.6g} nats/token; seed 1 of the record: {theirs:.6g}")
     print(f"digest       {row['state/digest']}: {'the same bits' if same else 'the record has ' + record['digest']}")
     return 0 if same else 1
 

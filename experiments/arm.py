@@ -23,26 +23,26 @@ from experiments.config_files import copy_config_files
 from jobs.runner import Training, accelerate_settings, launched_precision, parse_launcher
 from run.reader import RunReader, surviving_sessions
 
-# Settings with other values of which a run still belongs to the same arm.
-NOT_OF_ARM = {"name", "out_dir", "resume", "seed", "stop_after"}
-NOT_OF_ARM_SECTIONS = {"tracking", "checkpoint"}
+# Settings and sections in which the runs of one arm may differ.
+PER_RUN_SETTINGS = {"name", "out_dir", "resume", "seed", "stop_after"}
+PER_RUN_SECTIONS = {"tracking", "checkpoint"}
 # Facts of a session that all runs of an arm share.
 SESSION_FACTS = ("mixed_precision", "processes", "shards", "code")
 EXIT_REFUSED = 2  # train.py's exit code for wrong settings
 
 
 class ArmFailed(Exception):
-    """An arm cannot be trained or measured; its message."""
+    """An arm cannot be trained or measured; the message says why."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch of the runs of both arms."""
+    """The command that starts the runs of both arms, with the precision and number of processes that it sets."""
 
     command: tuple[str, ...] = ()
     """Words before train.py."""
     precision: str | None = "no"
-    """None: unknown before a run has started, as with a script."""
+    """Mixed precision; None if unknown before a run starts, for example because the command is a script."""
     processes: int | None = 1
 
     @classmethod
@@ -58,7 +58,7 @@ class Launch:
 
     @property
     def identity(self) -> list[Any]:
-        """Facts that distinguish runs of this launch; the command itself where it does not show them."""
+        """Precision and processes; if either is unknown, also the command and hashes of the files that it names."""
         if None not in (self.precision, self.processes):
             return [self.precision, self.processes]
         files = [Path(word) for word in self.command[1:]]
@@ -75,7 +75,7 @@ class Arm:
     code_hash: str
     launch: Launch
     words: tuple[str, ...]
-    """Command line without name, seed and output folder; config files in it are copies that nobody edits."""
+    """Command line without name, seed and output folder; its config files are copies, which edits do not reach."""
     settings: dict[str, Any]
     """Settings that the words resolve to in this code, by `section.name`."""
     runs: Path
@@ -87,11 +87,11 @@ class Arm:
 
     @classmethod
     def resolve(cls, code: Path, launch: Launch, words: list[str], runs: Path) -> "Arm":
-        """Let the arm's own code resolve the words.
+        """Resolve the words to settings with the arm's own code.
 
         Raises:
-            ConfigError: it refuses them.
-            ArmFailed: it crashes.
+            ConfigError: the code refuses the words.
+            ArmFailed: the code crashes.
         """
         copies = runs.parent / "configs"
         words = copy_config_files(words, copies)
@@ -109,7 +109,7 @@ class Arm:
             raise ArmFailed(f"does not start: {message.splitlines()[-1]}{last_frame(message, code)}")
         settings = flat_settings(yaml.safe_load(done.stdout))
         if "name" not in settings:
-            raise ConfigError(f"{shlex.join(words)} has words that are no settings; quote a change of several words")
+            raise ConfigError(f"{shlex.join(words)} has words that are not settings; quote a change of several words")
         if settings["name"] is None:  # as train.py derives it, from the last config file
             last = max(index for index, word in enumerate(words) if word.startswith("--config"))
             settings["name"] = Path(words[last].partition("=")[2] or words[last + 1]).stem
@@ -128,7 +128,7 @@ class Arm:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all that distinguishes the runs of this arm from those of another."""
+        """Hash of the settings, code, launch, inputs and trunk, which differs between arms."""
         facts = [self.compared_settings, self.code_hash, self.launch.identity, self.inputs]
         facts += [self.trunk.digest] if self.trunk else []
         return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
@@ -145,7 +145,7 @@ class Arm:
 
     @property
     def train_tokens(self) -> int:
-        """Tokens on which its first run has trained."""
+        """Training tokens of its first run."""
         return int(self.run(0).last_row()["train/tokens"])
 
     def run(self, index: int) -> Training:
@@ -176,7 +176,7 @@ class Arm:
         return values
 
     def check_runs(self, n: int) -> None:
-        """Check that the first n runs were trained with what this arm means, and all alike.
+        """Check that the first n runs were trained as this arm describes, and all in the same way.
 
         Raises:
             ConfigError: one was trained with other settings, initial weights, precision, processes or code.
@@ -186,7 +186,7 @@ class Arm:
             expected = {name: value for name, value in expected.items() if not name.startswith("model.")}
         launch = {"mixed_precision": self.launch.precision, "processes": self.launch.processes}
         expected |= {name: value for name, value in launch.items() if value is not None}
-        shared: dict[str, Any] = {}  # resolved by the first run
+        shared: dict[str, Any] = {}  # identity of the first run, for what this arm leaves open
         for training in map(self.run, range(n)):
             for actual in identities(training.directory, training.steps):
                 if self.trunk:
@@ -219,7 +219,7 @@ class Arm:
 
 
 def last_frame(text: str, code: Path) -> str:
-    """Return the innermost line of the code in a traceback, as " (model/gpt.py:12)"; "" if there is none."""
+    """Return the innermost frame of a traceback in the folder `code`, as " (model/gpt.py:12)"; "" if there is none."""
     frames = re.findall(r'File "(.+?)", line (\d+)', text)
     own = [(Path(file), line) for file, line in frames if Path(file).is_relative_to(code)]
     own = [(file.relative_to(code), line) for file, line in own if "site-packages" not in file.parts]
@@ -227,8 +227,8 @@ def last_frame(text: str, code: Path) -> str:
 
 
 def is_of_arm(name: str) -> bool:
-    """Return whether runs with other values of a setting belong to other arms."""
-    return name not in NOT_OF_ARM and name.partition(".")[0] not in NOT_OF_ARM_SECTIONS
+    """Return whether all runs of an arm have the same value of a setting."""
+    return name not in PER_RUN_SETTINGS and name.partition(".")[0] not in PER_RUN_SECTIONS
 
 
 def corpora(settings: dict[str, Any]) -> list[Path]:
@@ -276,7 +276,7 @@ def identities(run: Path, steps: int) -> list[dict[str, Any]]:
 
 
 @cache
-def _identities(config: Path, sessions: Path, steps: int, _times: tuple[int, ...]) -> list[dict[str, Any]]:
+def _identities(config: Path, sessions: Path, steps: int, _modified: tuple[int, ...]) -> list[dict[str, Any]]:
     settings = {name: value for name, value in flat_settings(read_yaml(config.read_text())).items() if is_of_arm(name)}
     rows = RunReader(config.parent).sessions()
     parents = [row.branched_from.digest for row in rows if row.branched_from]

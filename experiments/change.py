@@ -25,11 +25,11 @@ from experiments.config_files import replace_config_files
 ROOT = Path(__file__).parent.parent
 AUTHOR = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
-# A worktree is known by these names when it must be cleaned up. The host is part of the name: a machine that shares the
-# repository must not remove the worktrees of another.
+# Abandoned worktrees are found by these names. The host is part of the name: a machine that shares the repository must
+# not remove the worktrees of another.
 FOLDER, WORKTREES = f"mini-gpt-experiment-{socket.gethostname()}_", ("baseline", "candidate")
 NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
-# Files that define what is learned and measured; in other files, lines with a seed do.
+# Files that define the data and the evaluation; in other Python files, a changed line that mentions a seed counts, too.
 DATA_FILES = ("data/", "training/evaluation.py")
 
 
@@ -44,18 +44,18 @@ class Change:
     commit: str | None = None
     """Commit that trains the candidate; that of the baseline if only settings change."""
     diff: str = ""
-    """From base to commit."""
+    """Diff from base to commit."""
     commits_behind: int = 0
     """Commits of HEAD that the base lacks."""
 
     @property
     def num_lines(self) -> int:
-        """Lines that the diff adds or removes."""
+        """Number of lines that the diff adds or removes."""
         return len(re.findall(r"^(?:\+(?!\+\+ )|-(?!-- ))", self.diff, re.MULTILINE))
 
     @property
     def has_code(self) -> bool:
-        """Whether Python files change."""
+        """True if Python files change."""
         return bool(re.search(r"^diff --git .*\.py$", self.diff, re.MULTILINE))
 
     @property
@@ -70,7 +70,7 @@ class Change:
         return changed
 
     def save_diff(self, folder: Path) -> Path | None:
-        """Write the diff into a folder under a name derived from its content; return its path, None without code."""
+        """Write the diff into a folder, named by a hash of its content; return its path, None without code."""
         if not self.diff:
             return None
         content = self.diff.encode(errors="surrogateescape")
@@ -84,9 +84,9 @@ def parse_change(text: str, onto: str | None = None) -> Change:
     """Parse the first argument of experiment.py.
 
     Args:
-        text: settings of train.py, as `--model.mlp relu2`; or a git branch or commit, a patch file, or `.` for the
-            changes of the working tree, optionally followed by settings of the candidate alone.
-        onto: commit to which the code is applied first; None: the one on which it is based.
+        text: settings of train.py, such as `--model.mlp relu2`; or a git branch or commit, a patch file, or `.` for
+            the changes of the working tree, optionally followed by settings of the candidate alone.
+        onto: commit to which the code is applied first; None: the commit on which it is based.
 
     Raises:
         ConfigError: the text is none of these, or changes nothing.
@@ -147,13 +147,13 @@ def resolve_commits(code: str) -> tuple[str, str]:
 
 
 def rebase(base: str, commit: str, onto: str) -> tuple[str, str]:
-    """Apply the diff between two commits to a third; return that and the new commit."""
+    """Apply the diff between two commits to a third; return the third and the new commit."""
     target = git("rev-parse", "--verify", "--end-of-options", f"{onto}^{{commit}}")
     return target, apply_diff(diff_of(base, commit), target)
 
 
 def apply_diff(diff: str, parent: str) -> str:
-    """Return the commit of a diff on a parent; a three-way merge where the parent lacks the lines around it.
+    """Commit a diff on a parent, by a three-way merge where the lines around it differ; return the commit.
 
     Raises:
         ConfigError: the diff conflicts with the parent.
@@ -199,7 +199,7 @@ def checked_out(change: Change) -> Iterator[tuple[Path, Path]]:
 
 
 def use_config_files_of(code: Path, words: list[str]) -> list[str]:
-    """Return a command line whose config files of this repository are those of the folder `code`."""
+    """Return a command line with each config file of this repository replaced by the one in the folder `code`."""
 
     def own(name: str) -> str:
         path = Path(os.path.abspath(Path(name).expanduser()))
@@ -210,7 +210,7 @@ def use_config_files_of(code: Path, words: list[str]) -> list[str]:
 
 
 def remove_worktrees(*paths: Path) -> None:
-    """Remove worktrees, as far as they exist."""
+    """Remove the given worktrees that exist."""
     for path in paths:
         subprocess.run(
             ["git", "worktree", "remove", "--force", str(path)], cwd=ROOT, capture_output=True, start_new_session=True
@@ -242,6 +242,6 @@ def git(*arguments: str, **environment: str) -> str:
     except FileNotFoundError:
         raise ConfigError("idea: comparing code needs git, which is not installed; settings need none") from None
     if done.returncode:
-        message = done.stderr.decode(errors="replace").strip() or "it gives no reason"
+        message = done.stderr.decode(errors="replace").strip() or "no error message"
         raise ConfigError(f"idea: git {arguments[0]} fails: {message}")
     return done.stdout.decode(errors="surrogateescape").strip("\n")

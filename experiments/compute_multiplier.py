@@ -12,7 +12,7 @@ from experiments.sequential_test import welch_quantile
 # Budgets that the baseline is trained for too, relative to the steps of the experiment.
 BUDGETS = (0.5, 0.5**0.5, 2**0.5, 2.0)
 # Significance level of the difference and of the curve. An experiment stops at the seed that decides it, which lowers
-# the coverage by up to a point: at this level simulated intervals cover the ratio in 95% to 99% of experiments.
+# the coverage by up to one percentage point: at this level, simulated intervals cover the ratio in 95% to 99% of cases.
 LEVEL = 0.04
 
 
@@ -33,7 +33,7 @@ def estimate_compute_multiplier(
 ) -> ComputeMultiplier | None:
     """Convert a difference in loss into a multiple of the steps, by runs of the baseline on shorter and longer budgets.
 
-    log(loss) as a function of x = log(budget) is fitted by least squares with a parabola; b x + c x^2 =
+    A parabola in x = log(budget) is fitted to log(loss) by least squares; solving b x + c x^2 =
     log(candidate / baseline) gives x. The interval combines Welch's interval of the difference, mapped through the
     curve, with the curve's own error by the delta method, as the root of the sum of squares at each end (MOVER: Zou and
     Donner, "Construction of confidence intervals about effect measures", 2008).

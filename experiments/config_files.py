@@ -8,7 +8,7 @@ from data.files import write_atomically
 
 
 def copy_config_files(words: list[str], folder: Path) -> list[str]:
-    """Copy config files into a folder by their content, and return the words with the copies in their place.
+    """Copy config files into subfolders named by a hash of their content; return the words with the copies' paths.
 
     An edit of a file during an experiment then changes no run. The copies keep the names of the files, from which
     train.py derives the name of a run.

@@ -1,4 +1,4 @@
-"""Whether a change is better than the baseline: trains seeds of both arms until a sequential test decides."""
+"""An experiment: train seeds of both arms until a sequential test decides whether the candidate is better."""
 
 import json
 import math
@@ -47,10 +47,10 @@ from experiments.variants import (
 )
 from jobs.runner import Failed, JobRunner, OutOfTime, Stopped, Training
 
-BUDGET_SEEDS = 2  # of each of BUDGETS
+BUDGET_SEEDS = 2  # runs of the baseline on each of BUDGETS
 SEPARATE_SEEDS = 1000  # first seed of runs that must not share seeds with the comparison
 LOSS_MARGIN, EXCESS_MARGIN = 0.003, 0.03  # default equivalence margins
-SAME_LOSS = 1e-5  # relative; another order of sums changes less
+SAME_LOSS = 1e-5  # relative tolerance; summing in another order changes a loss by less
 MAX_LEAKED = 0.01  # fraction of validation rows among the training rows, beyond that of the baseline
 THROUGHPUT_ROUNDS, THROUGHPUT_SECONDS = 3, 4.0
 TUNING_FACTORS, TUNING_SEEDS = (0.25, 0.5, 1.0, 2.0, 4.0), 2
@@ -63,7 +63,7 @@ def main(config: ExperimentConfig) -> None:
 
     Raises:
         ConfigError: the change or the settings are wrong, or the arms are not comparable.
-        RunError: the baseline cannot be trained, or the environment failed, as with a full disk.
+        RunError: the baseline cannot be trained, or the environment failed, for example by a full disk.
         SystemExit: with code 75 after a signal; rerun the same command to resume.
     """
     try:
@@ -75,7 +75,7 @@ def main(config: ExperimentConfig) -> None:
             print(error, file=sys.stderr)
             raise SystemExit(75) from None
         if isinstance(error, OSError):
-            raise RunError(f"{error}; mend that, then rerun the same command to resume") from None
+            raise RunError(f"{error}; fix this, then rerun the same command to resume") from None
         raise
     print(json.dumps(row) if config.json else "\n".join(format_report(row)))
 
@@ -122,10 +122,10 @@ class Experiment:
         """What was compared, for the row of the log."""
 
     def run(self, change: Change | None = None) -> dict[str, Any]:
-        """Return the row for the log.
+        """Run the experiment and return its row for the log.
 
         Args:
-            change: the candidate; None: the one that the settings name.
+            change: the change to test; None: the first argument of the command line.
 
         Raises:
             ConfigError, RunError, Stopped: as main.
@@ -137,7 +137,7 @@ class Experiment:
         change = change or parse_change(self.text, self.config.onto)
         refuse_runner_settings([*self.common, *change.settings])
         diff = change.save_diff(self.lab / "diffs")
-        self.jobs.code = None if change.commit else code_hash()  # nobody edits a worktree
+        self.jobs.code = None if change.commit else code_hash()  # edits do not reach worktrees
         self.facts |= {"idea": self.text, "settings": self.common, "base": change.base, "commit": change.commit}
         self.facts |= {"commits_behind": change.commits_behind, "diff": diff and str(diff)}
         self.facts |= {"data_changes": self.allowed_data_changes(change)}
@@ -167,14 +167,14 @@ class Experiment:
                 message = str(error)
             except Failed as failed:
                 if not comparisons:
-                    reference = pairs[-1][0] if pairs else separate(baseline)
+                    reference = pairs[-1][0] if pairs else with_tuning_seeds(baseline)
                     self.check_candidate_at_fault(failed, reference.run(0))
                 message, verdict = describe_failure(failed), "failed"
             costs = self.costs(*pairs[0], change.num_lines) if comparisons else None
         return make_row(self.facts | self.spent(), comparisons, costs, message, verdict)
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds since the creation, and the CPU seconds of the child processes that have ended since."""
+        """Return the seconds since the experiment began, and the CPU seconds of child processes that ended since."""
         seconds, cpu_seconds = time.monotonic() - self.start_time, cpu_seconds_of_children() - self.cpu_seconds
         return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
 
@@ -209,7 +209,7 @@ class Experiment:
             ConfigError: the arms are not comparable.
             ArmFailed: the candidate is broken.
             Identical: both arms train the same weights.
-            Failed, OutOfTime: in the tuning.
+            Failed, OutOfTime: the tuning fails, or is stopped by the deadline.
         """
         untuned, candidate = baseline, self.resolve_candidate(baseline, code, change)
         self.facts |= {"candidate": candidate.name, "changed_settings": changed_settings(untuned, candidate)}
@@ -227,9 +227,9 @@ class Experiment:
         return baseline, candidate
 
     def preview(self, baseline: Arm, candidate: Arm, has_code: bool) -> None:
-        """Train a few steps of both arms, and with code check what verify.py checks in seconds.
+        """Train a few steps of both arms and, if code changes, run the checks of verify.py that take seconds.
 
-        A setting of a fork may need more steps, so a preview that fails decides nothing.
+        A preview that fails decides nothing, because a setting that a fork added may need more steps.
 
         Raises:
             ArmFailed: the candidate trains on the validation set.
@@ -253,9 +253,9 @@ class Experiment:
             raise Identical(f"after {PREVIEW_STEPS} steps with a schedule of the same shape")
 
     def train(self, wanted: Iterable[Training], until_failure: bool = True) -> None:
-        """Train runs, as JobRunner.train.
+        """Train runs as JobRunner.train does.
 
-        A score of a run that was not finished before is discarded: only the run itself can have written it.
+        Scores of runs that were not finished before are deleted, because only a run itself can have written them.
         """
         unfinished = [run for run in wanted if not run.is_finished()]
         try:
@@ -268,7 +268,7 @@ class Experiment:
         """Check that a failure is due to the candidate: no signal ended the run, and a run of the baseline finishes.
 
         Raises:
-            RunError: it is not.
+            RunError: the environment or the baseline is at fault.
         """
         if failed.killed:
             raise RunError(f"{failed.training.directory}: {failed}; rerun the same command to resume") from None
@@ -425,7 +425,7 @@ class Experiment:
 
     def tune_both(self, baseline: Arm, candidate: Arm) -> tuple[Arm, Arm]:
         """Return both arms with the best value of the setting that `--tune` names; a broken candidate costs one run."""
-        self.train([separate(arm).run(0) for arm in (baseline, candidate)])
+        self.train([with_tuning_seeds(arm).run(0) for arm in (baseline, candidate)])
         return self.tune(baseline), self.tune(candidate)
 
     def tune(self, arm: Arm) -> Arm:
@@ -442,12 +442,12 @@ class Experiment:
         values: list[float] = [value * factor for factor in TUNING_FACTORS]
         if isinstance(value, int):
             values = sorted({max(1, round(one)) for one in values})
-        arms = [separate(arm.changed({setting: one})) for one in values]
+        arms = [with_tuning_seeds(arm.changed({setting: one})) for one in values]
         runs = {one.digest: [one.run(seed) for seed in range(TUNING_SEEDS)] for one in arms}
         self.train([run for several in runs.values() for run in several], until_failure=False)
         if killed := [failed for failed in self.jobs.failures.values() if failed.killed]:
             raise RunError(f"{killed[0].training.directory}: {killed[0]}; rerun the same command to resume")
-        # A value with which a run fails, as a learning rate with which it diverges, is not a candidate.
+        # A value with which a run fails, such as a learning rate at which it diverges, cannot be the best.
         trained = [one for one in arms if all(run.is_finished() for run in runs[one.digest])]
         if not trained:
             raise ConfigError(f"tune: training fails with all of {len(values)} values of {setting} around {value:g}")
@@ -484,13 +484,13 @@ def describe_failure(failed: Failed) -> str:
 
 
 def use_separate_seeds_if_equal(candidate: Arm, baseline: Arm) -> Arm:
-    """Return the candidate of an A/A test with other seeds: with the baseline's the runs would be identical."""
+    """Return the candidate, in an A/A test with other seeds: with the baseline's the runs would be identical."""
     is_equal = candidate.digest == baseline.digest
     return replace(candidate, first_seed=baseline.first_seed + SEPARATE_SEEDS) if is_equal else candidate
 
 
-def separate(arm: Arm) -> Arm:
-    """Return an arm with the seeds of the tuning."""
+def with_tuning_seeds(arm: Arm) -> Arm:
+    """Return an arm with the seeds that are reserved for tuning."""
     return replace(arm, first_seed=arm.first_seed + 2 * SEPARATE_SEEDS)
 
 

@@ -1,4 +1,4 @@
-"""lab/log.jsonl: a row for every experiment, append-only; as a table and as a figure."""
+"""lab/log.jsonl, the append-only log with a row for every experiment, and its table and figure."""
 
 import json
 import time
@@ -18,7 +18,7 @@ LOCK_SECONDS = 0.05  # between two attempts to lock the file
 
 
 def append(lab: Path, row: dict[str, Any]) -> None:
-    """Append an experiment unless the same row is there: machines may share an experiment."""
+    """Append the row of an experiment unless it is there: several machines may run one experiment together."""
     lab.mkdir(parents=True, exist_ok=True)
     with open(lab / "log.jsonl", "a+") as file:
         while not lock(file):
@@ -32,13 +32,13 @@ def append(lab: Path, row: dict[str, Any]) -> None:
 
 
 def without_volatile(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without what a repeated analysis of the same runs changes."""
+    """Return a row without the values that differ when the same runs are analysed again."""
     sizes = [{key: size[key] for key in size if key not in VOLATILE} for size in row.get("sizes", [])]
     return {name: value for name, value in row.items() if name not in VOLATILE} | {"sizes": sizes}
 
 
 def read_log(lab: Path) -> list[dict[str, Any]]:
-    """Return the newest row with most seeds of each pair of arms and margin, in the order of their first rows."""
+    """Return one row for each pair of arms and margin, in order of appearance: the newest of those with most seeds."""
     path = lab / "log.jsonl"
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in parse_rows(path.read_text(errors="replace") if path.exists() else ""):
@@ -64,7 +64,7 @@ def parse_rows(text: str) -> list[dict[str, Any]]:
 
 
 def count_candidates(lab: Path, baseline: str) -> int:
-    """Return how many candidates were compared with a baseline, before any tuning."""
+    """Return how many candidates were compared with a baseline, given by its name before any tuning."""
     return len(
         {
             row["candidate"]
@@ -155,7 +155,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def label(row: dict[str, Any]) -> str:
-    """Return the label of an experiment in the figure; a patch has its file name."""
+    """Return the label of an experiment in the figure; a patch is shown by its file name."""
     code, *settings = row["idea"].split(" ", 1)
     idea = " ".join([Path(code).name if code.endswith((".patch", ".diff")) else code, *settings])
     return idea if len(idea) <= MAX_LABEL_CHARACTERS else idea[: MAX_LABEL_CHARACTERS - 1] + "…"

@@ -25,7 +25,7 @@ def check_first_loss(baseline: list[float], candidate: float, metric: str) -> No
     """Check that the first run of the candidate is not far worse than those of the baseline.
 
     Raises:
-        Futile: it is, by more than MAX_DEVIATIONS standard deviations over seeds.
+        Futile: it is worse by more than MAX_DEVIATIONS standard deviations over seeds.
     """
     mean, deviation = statistics.fmean(baseline), statistics.stdev(baseline)
     if candidate > mean + MAX_DEVIATIONS * deviation > mean:
@@ -36,12 +36,12 @@ def check_first_loss(baseline: list[float], candidate: float, metric: str) -> No
 
 
 def check_losses(baseline: list[float], candidate: list[float], entropy: float | None) -> None:
-    """Refuse losses that no honest candidate has.
+    """Check that the losses are possible for a candidate that uses its seed and trains on the training set alone.
 
     Args:
         baseline: losses by seed.
         candidate: losses by seed, at least two.
-        entropy: of the data; if known, losses are excess losses.
+        entropy: entropy of the data, nats/token; if known, losses are excess losses.
 
     Raises:
         ArmFailed: seeds of the candidate have equal losses, or its mean is below the entropy by more than the noise.

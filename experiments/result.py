@@ -13,7 +13,7 @@ from experiments.score import EXCESS_LOSS
 from experiments.sequential_test import MAX_MORE_SEEDS, MIN_SEEDS, TOTAL_ALPHA, Difference
 
 CONFIDENCE = "95%"
-FALSE_BETTER_RATE = TOTAL_ALPHA / 2  # of candidates without effect
+FALSE_BETTER_RATE = TOTAL_ALPHA / 2  # fraction of candidates without effect that are called better
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Costs:
     """Resources that baseline and candidate need."""
 
     scores: tuple[dict[str, Any], dict[str, Any]]
-    """From experiments/scorer.py, with `tokens`."""
+    """Results of `score_arm`, with `tokens`."""
     peak_memory_bytes: tuple[float, float]
     tokens_per_second: tuple[list[float], list[float]]
     """Measured in interleaved runs."""
@@ -61,8 +61,8 @@ def make_row(
         facts: what was compared.
         comparisons: by factor on the parameters.
         costs: None without a comparison.
-        message: what went wrong, if anything.
-        verdict: of an experiment without a comparison.
+        message: error or reason of the verdict; "" if there is none.
+        verdict: verdict of an experiment without a comparison.
     """
     sizes = [{"size": size, **comparison_facts(comparison, costs)} for size, comparison in comparisons.items()]
     first = sizes[0] if sizes else {"seeds": 0, "more_seeds": None, "verdict": verdict}
@@ -153,7 +153,7 @@ def format_interval(values: list[float], form: str = ".2f") -> str:
 
 
 def format_multiplier(steps: list[float], time: list[float] | None = None) -> str:
-    """Format a compute multiplier, or the time multiplier if given; the ends of BUDGETS are bounds."""
+    """Format a compute multiplier, or the time multiplier if given; steps at the ends of BUDGETS are bounds."""
     bounds = ["over " * (value >= BUDGETS[-1]) + "under " * (value <= BUDGETS[0]) for value in steps]
     words = [f"{bound}{value:.2f}" for bound, value in zip(bounds, time or steps, strict=True)]
     return f"{words[0]} ({CONFIDENCE}: {words[1]} to {words[2]})"
@@ -176,7 +176,7 @@ def summarize(row: dict[str, Any]) -> str:
 
 
 def parts_of_comparison(row: dict[str, Any]) -> list[str]:
-    """Return the verdict with the difference, and what is known of its worth and its limits."""
+    """Return the parts of the summary: the verdict with the difference, then multipliers and caveats."""
     idea, verdict = row["idea"], row["verdict"]
     percent = format_interval([row[name] for name in ("difference", "low", "high")], "+.1f").replace(" (", "% (", 1)
     begin = {

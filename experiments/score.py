@@ -19,7 +19,7 @@ from jobs.runner import Training
 SCORER = Path(__file__).with_name("scorer.py")
 LOSS, EXCESS_LOSS, BITS = "val/loss", "val/excess_loss", "val/bits_per_byte"
 DATA_SETTINGS = {"seq_len", "evaluation.num_samples"}  # in addition to those of `data`
-FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2  # relative to the loss of the logits in float32
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2  # tolerances of logged losses, relative to the scorer's
 
 
 def score_arm(arm: Arm) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def choose_metric(baseline: Arm, candidate: Arm) -> str:
     if theirs["is_causal"] is False:
         raise ArmFailed("the logits of the candidate depend on later tokens, which it is to predict")
     metric = LOSS if ours["targets"] == theirs["targets"] else BITS
-    if metric == BITS and (reason := why_bits_differ(baseline, candidate)):
+    if metric == BITS and (reason := why_bits_incomparable(baseline, candidate)):
         raise ConfigError(
             "idea: the arms are not evaluated on the same validation set: the baseline predicts "
             f"{ours['num_targets']:,} tokens (hash {ours['targets']}), the candidate {theirs['num_targets']:,} "
@@ -175,7 +175,7 @@ def check_logged(name: str, metric: str, logged: Any, measured: float, tolerance
         )
 
 
-def why_bits_differ(baseline: Arm, candidate: Arm) -> str:
+def why_bits_incomparable(baseline: Arm, candidate: Arm) -> str:
     """Return why two arms cannot be compared by bits per byte; "" if they can."""
     arms = {"baseline": baseline, "candidate": candidate}
     if any(arm.settings["data.source"] != "text" for arm in arms.values()):

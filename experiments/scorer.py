@@ -5,8 +5,8 @@
     python experiments/scorer.py CODE shape SETTINGS...
     python experiments/scorer.py CODE preview CHECKS SETTINGS...
 
-It imports the modules of the folder CODE, which trains the arm, and takes from them the validation set and the logits
-alone. The loss and the bytes are computed here, so they are the same measure for both arms.
+It imports the modules of the folder CODE, which trains the arm, and takes only the validation set and the logits from
+them. The loss and the bytes are computed here, so they are the same measure for both arms.
 """
 
 import functools
@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-LOGIT_BYTES = 2**28  # of a batch, in float64
+LOGIT_BYTES = 2**28  # upper bound of the logits of a batch, in float64
 PREVIEW_SAMPLES = 64  # validation samples that a preview evaluates
 
 
@@ -27,12 +27,12 @@ def measure(run: str) -> dict[str, object]:
 
     Returns:
         targets: hash of all predicted tokens, in order.
-        num_targets: their number.
+        num_targets: number of predicted tokens.
         num_bytes: bytes of text that they encode; None if the tokenizer is not byte-level.
-        entropy: of the data, nats/token; None if unknown.
+        entropy: entropy of the data, nats/token; None if unknown.
         loss: mean cross-entropy of the targets, nats/token, computed in float64.
         is_causal: whether no logit depends on later tokens.
-        parameters, flops_per_token: of the network.
+        parameters, flops_per_token: size of the network and its training FLOPs.
     """
     import torch
     import torch.nn.functional as F
@@ -128,19 +128,19 @@ def shape(*settings: str) -> dict[str, int]:
 
 
 def preview(checks: str, *settings: str) -> dict[str, object]:
-    """Train the few steps that settings of train.py ask for, in a temporary folder.
+    """Train a short run with settings of train.py, in a temporary folder.
 
     One thread trains, so that equal code and settings give equal bits.
 
     Args:
         checks: "verify" to run the checks of verify.py that train nothing; "" for none.
-        settings: of a short run.
+        settings: settings of train.py for a few steps.
 
     Returns:
         digest, loss: fingerprint of weights and moments, and val/loss, after the last step; None if the loss is NaN.
         rows: number of different rows that the model was trained on.
-        validation_rows: those of them that are in the validation set.
-        broken: the checks that failed.
+        validation_rows: number of these rows that are in the validation set.
+        broken: names and figures of the checks that failed.
     """
     import torch
     from torch.utils.data import Subset

@@ -34,15 +34,15 @@ from scipy import optimize, stats
 
 MIN_SEEDS = 3  # runs of each arm at the first analysis: two estimate a variance too poorly to stop
 # Two-sided type I error that all analyses together spend. Student's t with Welch's degrees of freedom adds up to half a
-# point where there are few runs and one arm varies several times as much as the other: 5% in all.
+# percentage point where runs are few and one arm varies several times as much as the other; the sum stays below 5%.
 TOTAL_ALPHA = 0.04
 UNEQUAL_SIZES = 0.75  # factor on the type I error where the arms have unequal numbers of runs
-# Stop if the probability to be called better at the last analysis is below this, even if the effect is better than the
-# estimate by so many standard errors. With the estimate itself, an effect that 48% of tests detect is detected by 38%.
+# Stop if the probability of being called better at the last analysis is below MIN_POWER, assuming an effect OPTIMISM
+# standard errors better than the estimate. Without optimism 38% of tests would detect an effect instead of 48%.
 MIN_POWER, OPTIMISM = 0.1, 1.5
-MAX_DEVIATIONS = 6  # of the loss of one run above the mean of the baseline
-MAX_MORE_SEEDS = 200  # that are estimated
-NUM_NODES = 100  # of the quadrature over the region where no analysis has stopped
+MAX_DEVIATIONS = 6  # standard deviations of the candidate's first loss above the baseline's mean
+MAX_MORE_SEEDS = 200  # upper bound of the estimated number of further seeds
+NUM_NODES = 100  # nodes of the quadrature over the region where no analysis has stopped
 
 
 def alpha_spent(n: int, total_alpha: float = TOTAL_ALPHA) -> float:
@@ -55,14 +55,14 @@ def information(n: int, baseline_seeds: int = 0) -> float:
 
     Args:
         n: runs of the candidate.
-        baseline_seeds: runs of the baseline, if they are more; 0: as many.
+        baseline_seeds: runs of the baseline, if they are more; 0: as many as of the candidate.
     """
     return 2 / (1 / n + 1 / max(n, baseline_seeds))
 
 
 @cache
 def nominal_alphas(last: int, total_alpha: float = TOTAL_ALPHA, baseline_seeds: int = 0) -> tuple[float, ...]:
-    """Return the level of each analysis from MIN_SEEDS to `last`, as of a single test.
+    """Return the nominal level, that of a single test, of each analysis from MIN_SEEDS to `last` runs.
 
     The density of the difference, weighted by its information and restricted to paths that no analysis has stopped, is
     propagated from analysis to analysis at the nodes of a Gauss-Legendre quadrature.
@@ -90,7 +90,7 @@ def _crossing_error(boundary: float, sums: np.ndarray, density: np.ndarray, scal
 def welch_p_value(first: list[float], second: list[float]) -> float | None:
     """Return the two-sided p-value of Welch's t-test; None with fewer than two samples in a group.
 
-    It is valid for a single analysis, as in compare.py.
+    It is valid for a single analysis, such as that of compare.py.
     """
     if min(len(first), len(second)) < 2:
         return None
@@ -112,7 +112,7 @@ class Difference:
     seeds: int
     """Runs of the candidate."""
     baseline_seeds: int = 0
-    """Runs of the baseline, if they are more; 0: as many."""
+    """Runs of the baseline, if they are more; 0: as many as of the candidate."""
     total_alpha: float = TOTAL_ALPHA
 
 
@@ -126,7 +126,7 @@ def estimate_difference(baseline: list[float], candidate: list[float], total_alp
         total_alpha: two-sided type I error of all analyses.
 
     Raises:
-        ValueError: the numbers are unequal at another level than the default.
+        ValueError: the numbers of runs are unequal and total_alpha is not the default.
     """
     n, shared = len(candidate), len(baseline) if len(baseline) > len(candidate) else 0
     if shared and total_alpha != TOTAL_ALPHA:
@@ -174,11 +174,11 @@ def conditional_power(difference: Difference, last: int) -> float:
     n, shared, error = difference.seeds, difference.baseline_seeds, difference.standard_error
     if n >= last or not error:
         return float(difference.high < 0)
-    share = information(n, shared) / information(last, shared)
+    fraction = information(n, shared) / information(last, shared)
     level = nominal_alphas(last, difference.total_alpha, shared)[-1]
-    boundary = float(stats.t.isf(level / 2, last + max(last, shared) - 2)) * math.sqrt(share)
-    expected = difference.mean / error - (1 - share) * OPTIMISM  # of the mean at the last analysis, in standard errors
-    return float(stats.norm.cdf((-boundary - expected) / math.sqrt(share * (1 - share))))
+    boundary = float(stats.t.isf(level / 2, last + max(last, shared) - 2)) * math.sqrt(fraction)
+    expected = difference.mean / error - (1 - fraction) * OPTIMISM  # mean at the last analysis, in standard errors
+    return float(stats.norm.cdf((-boundary - expected) / math.sqrt(fraction * (1 - fraction))))
 
 
 def additional_seeds(difference: Difference, margin: float) -> int:

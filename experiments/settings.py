@@ -23,7 +23,7 @@ class ExperimentConfig:
     """The change in one argument; then settings of train.py for both arms. Without --config: configs/lab.yaml."""
 
     max_seeds: PositiveInt = 12
-    """Most runs of each arm. Rerun the same command with a larger number to add seeds."""
+    """Maximum number of runs of each arm. Rerun the same command with a larger number to add seeds."""
 
     baseline_seeds: PositiveInt | None = None
     """Runs of the baseline, more than max_seeds, trained once for many candidates; its mean is then known better. null:
@@ -36,8 +36,8 @@ class ExperimentConfig:
     """Minutes after which the runs in progress save and stop. null: only max_seeds limits the runs."""
 
     metric: str | None = None
-    """The logged metric to compare, as val/NAME of a corpus with a score of its own; lower is better. null: the excess
-    loss, or the loss where the entropy of the data is unknown, as an independent evaluation finds it."""
+    """The logged metric to compare, such as val/NAME of a corpus with its own score; lower is better. null: the excess
+    loss, or the loss where the entropy of the data is unknown, checked by an independent evaluation."""
 
     margin: PositiveFloat | None = None
     """Equivalence margin, as a fraction of the baseline's mean. null: 0.003 of a loss, 0.03 of an excess loss or of
@@ -47,44 +47,45 @@ class ExperimentConfig:
     """Concurrent runs. null: one with launch, else one for each GPU, or for each core up to 8."""
 
     speedup: bool = True
-    """Whether to estimate the compute multiplier, by training the baseline on shorter and longer budgets, and to
-    measure the throughput of both arms in interleaved runs."""
+    """Estimate the compute multiplier, by training the baseline on shorter and longer budgets, and measure the
+    throughput of both arms in interleaved runs."""
 
     sizes: str = "1"
-    """Factors on the parameters, as 1,4: the experiment is repeated with larger models, and tokens in proportion."""
+    """Factors on the parameters, such as 1,4: the experiment is repeated with larger models, and tokens in
+    proportion."""
 
     tune: str | None = None
-    """A setting, as optimizer.lr, of which the best of five values is searched for each arm, on separate seeds."""
+    """A setting to tune, such as optimizer.lr: each arm gets the best of five values, searched on separate seeds."""
 
     match: Literal["parameters", "flops"] | None = None
-    """Narrow or widen the feed-forward layers of the candidate until it has as many as the baseline."""
+    """Narrow or widen the feed-forward layers of the candidate until its parameters or FLOPs match the baseline's."""
 
     onto: str | None = None
-    """With code: a commit, as HEAD, to which it is applied first. null: the commit on which it is based."""
+    """With code: a commit, such as HEAD, to which it is applied first. null: the commit on which it is based."""
 
     note: str | None = None
-    """Text for the log, as the reason for the change."""
+    """Text for the log, such as the reason for the change."""
 
     lab: str = "lab"
     """The directory of runs, diffs and the log."""
 
     launch: str | None = None
-    """Command that starts a run, as "accelerate launch --config_file X". null: python."""
+    """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
 
     stop_early: bool = True
-    """Whether to stop before max_seeds if the candidate trains the same weights in a preview of a few steps, or is
-    unlikely to be better: its first run is six standard deviations worse, or the probability to be called better by
-    max_seeds is below a tenth."""
+    """Stop before max_seeds if the candidate trains the same weights in a preview of a few steps, or is unlikely to be
+    better: its first run is six standard deviations worse, or the probability of being called better by max_seeds is
+    below a tenth."""
 
     allow_data_changes: bool = False
-    """Whether the code may change the data, the evaluation or the seeding; the losses may then mean something else."""
+    """Allow the code to change the data, the evaluation or the seeding; the losses may then mean something else."""
 
     json: bool = False
     """Print one JSON object instead of text."""
 
 
 def parse_experiment(args: list[str]) -> ExperimentConfig:
-    """Parse the command line of experiment.py; with --json, its errors are one JSON object as well.
+    """Parse the command line of experiment.py; with --json, print errors as one JSON object.
 
     Raises:
         ConfigError: it is wrong.
@@ -135,5 +136,5 @@ def parse_sizes(text: str) -> list[float]:
     except ValueError:
         sizes = []
     if not sizes or not all(1 <= size < math.inf for size in sizes):
-        raise ConfigError(f"sizes: {text!r} must be numbers of at least 1, separated by commas, as 1,4")
+        raise ConfigError(f"sizes: {text!r} must be numbers of at least 1, separated by commas, such as 1,4")
     return sorted(set(sizes))

@@ -11,8 +11,8 @@ from experiments.arm import Arm, ArmFailed
 from experiments.score import network_shape
 from scaling.recipe import LR_POWER
 
-WIDTH_STEP = 8
-SHORT_RUN_LOGS = 8
+WIDTH_STEP = 8  # the matched model.d_ff is a multiple of this
+SHORT_RUN_LOGS = 8  # logged steps of a short run, so that its throughput is a median over several
 PREVIEW_STEPS = 8
 
 
@@ -71,9 +71,9 @@ def decay_fraction(arm: Arm) -> float | None:
         None if runs of different lengths differ before their decay.
     """
     settings = arm.settings
-    has_parent = settings.get("init_from") or settings.get("branch_from")  # a run has one parent
-    samples = settings["steps"] * (settings["global_batch_size"] or math.inf)  # null: known when a run has started
-    repeats = settings["data.source"] != "text" and settings["data.num_samples"] < samples  # epochs are in proportion
+    has_parent = settings.get("init_from") or settings.get("branch_from")  # cannot branch from a trunk as well
+    samples = settings["steps"] * (settings["global_batch_size"] or math.inf)  # null: unknown before a run starts
+    repeats = settings["data.source"] != "text" and settings["data.num_samples"] < samples  # data differ by budget
     if has_parent or repeats:
         return None
     wsd = (settings.get("schedule.decay_steps") or 0.2 * settings["steps"]) / settings["steps"]
@@ -124,7 +124,7 @@ def match_width(arm: Arm, other: Arm, quantity: str) -> Arm:
 
 
 def shorten(arm: Arm, steps: int, runs: Path) -> Arm:
-    """Return the arm on so many steps, with a schedule of the same shape and minimal evaluation."""
+    """Return the arm on `steps` steps, with a schedule of the same shape and minimal evaluation."""
     changes = {
         "evaluation.every": steps,
         "evaluation.num_samples": max(2, len(arm.corpora)),
@@ -137,18 +137,18 @@ def shorten(arm: Arm, steps: int, runs: Path) -> Arm:
 
 
 def steps_in(arm: Arm, seconds: float) -> int:
-    """Return how many steps the arm takes in some seconds, by the throughput of its first run, and at most all."""
+    """Return how many steps take `seconds` at the throughput of the arm's first run, at most all of its steps."""
     throughput, steps = arm.run(0).tokens_per_second(), arm.settings["steps"]
     fitting = round(seconds * throughput * steps / arm.train_tokens) if math.isfinite(throughput) else 0
     return min(steps, max(SHORT_RUN_LOGS, fitting))
 
 
 def preview_arm(arm: Arm, checks: str) -> dict[str, Any]:
-    """Return what experiments/scorer.py finds in a few steps of the arm's training.
+    """Return the `preview` of experiments/scorer.py for the arm.
 
     Raises:
-        RunError: they fail.
+        RunError: the scorer fails.
     """
     short = shorten(arm, min(PREVIEW_STEPS, arm.settings["steps"]), arm.runs)
-    short = short.changed({"evaluation.num_samples": arm.settings["evaluation.num_samples"]})  # to compare rows with
+    short = short.changed({"evaluation.num_samples": arm.settings["evaluation.num_samples"]})  # all rows that may leak
     return score.run_scorer(short, "preview", checks, *short.words)

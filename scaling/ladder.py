@@ -29,7 +29,7 @@ def base_config() -> TrainConfig:
 
 @functools.cache
 def model_of_width(width: int) -> GPTConfig:
-    """Return the network of a width: that of the config file with more heads and a wider MLP."""
+    """Return the network of the config file with the number of heads and the MLP scaled to a width."""
     base = base_config()
     vocab_size = len(get_story_generator(base.data.facts, base.data.zipf, 0).vocabulary)
     n_heads, d_ff = width // base.model.head_size, 8 * math.ceil(width / 3)
@@ -37,7 +37,7 @@ def model_of_width(width: int) -> GPTConfig:
 
 
 def facts_read(tokens: float) -> float:
-    """Return the number of facts (with repetitions) in so many training tokens."""
+    """Return the number of facts (with repetitions) in `tokens` training tokens."""
     return tokens / base_config().seq_len * FACTS_PER_STORY
 
 
@@ -56,10 +56,10 @@ class Measurement(NamedTuple):
     """Entropy of the validation data, in nats/token."""
     seed: int
     answer_excess: float
-    """The part of the excess loss that is on answers of facts, whose own entropy is 0."""
+    """Part of the excess loss that comes from answers of facts, whose own entropy is 0."""
 
     def excess_loss(self, scope: str) -> float:
-        """Return the excess validation loss on `all` tokens or on the `answers`, in nats per token of any kind."""
+        """Return the excess validation loss of `all` tokens or `answers`, summed and divided by the number of all."""
         return self.loss - self.entropy if scope == "all" else self.answer_excess
 
 

@@ -61,8 +61,8 @@ def fit(
         parameters: non-embedding parameters of each run.
         tokens: training tokens of each run.
         excess: excess loss of each run over the entropy of the data, in nats/token, above 0.
-        hidden_entropy: entropy of the data, in nats/token, which is added to the excess and fitted as irreducible loss,
-            as it must be where it is unknown. None: the law has two terms.
+        hidden_entropy: entropy of the data, in nats/token; it is added to the excess, and the irreducible loss is
+            fitted as if the entropy were unknown. None: the law has two terms.
         start: only starting point of the fit; None: a grid.
     """
     log_sizes, log_data = np.log(parameters), np.log(tokens)
@@ -127,7 +127,7 @@ class LawFit:
         return float(low), float(high)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
-        """Predict the excess loss of one run, with the uncertainty of the law and the noise of the run."""
+        """Predict the excess loss of one run; the interval combines the uncertainty of the law and the run's noise."""
         rng = np.random.default_rng(0)
         draws = [
             (law(parameters, tokens) + self.offset) * math.exp(noise) - self.offset
@@ -146,7 +146,7 @@ def fit_with_uncertainty(
 ) -> LawFit:
     """Fit the geometric means over seeds, then refit them with simulated noise (a parametric bootstrap).
 
-    Its standard deviation is that of the residuals of the law, or that between seeds where it is larger. The arguments
+    The noise has the standard deviation of the residuals or of the means over seeds, whichever is larger. The arguments
     are those of `fit`; runs that differ in their seed alone have the same parameters and tokens.
     """
     runs: dict[tuple[float, float], list[float]] = {}
@@ -174,11 +174,11 @@ def fit_with_uncertainty(
 def unseen_fact_probability(num_facts: int, zipf: float, facts_read: ArrayLike) -> np.ndarray:
     """Return the probability that the next fact has not been read before (Hutter 2021, arXiv:2102.04074).
 
-    It is what a learner who forgets nothing has still to learn.
+    This is the error rate of a learner that forgets nothing.
 
     Args:
         num_facts: number of facts in the world.
-        zipf: exponent of the law by which the fact of rank i has a probability proportional to i^-zipf.
+        zipf: exponent of Zipf's law: the fact of rank i has a probability proportional to i^-zipf.
         facts_read: numbers of facts read so far, with repetitions.
     """
     weights = np.arange(1, num_facts + 1, dtype=np.float64) ** -zipf

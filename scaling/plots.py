@@ -68,7 +68,7 @@ def draw_sizes(report: Report, by_flops, by_tokens) -> None:
     for size, color, marker in zip(sizes, shades(len(sizes)), cycle(MARKERS), strict=False):
         of_size = [run for run in runs if run.parameters == size]
         excess = [run.excess_loss(report.scope) for run in of_size]
-        dots, line = dots_of(color, marker), {"color": color, "linewidth": 1}
+        dots, line = dot_style(color, marker), {"color": color, "linewidth": 1}
         flops_per_token = of_size[0].flops / of_size[0].tokens
         by_flops.plot([run.flops for run in of_size], excess, label=f"{shorten(size)} parameters", **dots)
         by_flops.plot(tokens * flops_per_token, law(size, tokens), **line)
@@ -85,11 +85,11 @@ def draw_budgets(report: Report, by_size) -> None:
         of_budget = [run for run in runs if run.tokens == budget]
         excess = [run.excess_loss(report.scope) for run in of_budget]
         label = f"{shorten(budget)} tokens"
-        by_size.plot([run.parameters for run in of_budget], excess, label=label, **dots_of(color, marker))
+        by_size.plot([run.parameters for run in of_budget], excess, label=label, **dot_style(color, marker))
         by_size.plot(sizes, law(sizes, budget), color=color, linewidth=1)
 
 
-def dots_of(color, marker: str) -> dict:
+def dot_style(color, marker: str) -> dict:
     """Return the style of measured points."""
     return {"color": color, "marker": marker, "markersize": 4.5, "linestyle": "none"}
 

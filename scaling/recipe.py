@@ -13,13 +13,13 @@ from config.errors import ConfigError
 from data.synthetic.world import MOST_FACTS
 from model.config import FAMILIES, GPTConfig
 
-WIDTH_PER_LAYER = 64  # of GPT-2 124M, 768 / 12, and of nanochat's --depth
+WIDTH_PER_LAYER = 64  # as in GPT-2 124M (768 / 12) and for nanochat's --depth
 HEAD_DIM = 64
 LR, LR_WIDTH, LR_POWER = 4e-3, 128, -1.0
 BATCH_TOKENS, BATCH_BUDGET = 1536, 2.3e6  # tokens of a step and of the run, in configs/stories.yaml
 WARMUP_FRACTION = 0.05
-PROCESSES = 8  # that a global batch can be split among, where it has as many sequences
-MAX_MICRO_BATCH_TOKENS = 8192  # for a model of the 124M class on a small GPU
+PROCESSES = 8  # the global batch can be split among this many, if it has as many sequences
+MAX_MICRO_BATCH_TOKENS = 8192  # fits the memory of a small GPU with a model of the 124M class
 MAX_TOKENS = 1e18
 STORY_TOKENS, TEXT_TOKENS = 96, 1024
 

@@ -28,7 +28,7 @@ class Report:
         }
         data = base_config().data
         counts = [facts_read(min(tokens)), facts_read(max(tokens))]
-        # In the limit of infinitely many facts, and between the numbers of facts that these runs have read.
+        # `theory` holds in the limit of infinitely many facts, `theory_beta_here` for as many as these runs have read.
         self.theory = {"alpha": data.zipf - 1, "beta": (data.zipf - 1) / data.zipf}
         self.theory_beta_here = power_law_exponent(counts, unseen_fact_probability(data.facts, data.zipf, counts))
 
