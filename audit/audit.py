@@ -24,7 +24,7 @@ from run.stored_settings import complete_settings
 from training.schedule import should_evaluate, should_log
 
 METRICS_OF_EVERY_LOG = ("train/loss", "train/grad_norm", "train/lr")
-UNCHECKED = "perf/*, versions and git_commit in sessions.jsonl"
+NEVER_CHECKED = "perf/*, versions and git_commit in sessions.jsonl"
 
 
 def audit(run: RecordedRun, count: int, folder: Path) -> None:
@@ -79,7 +79,7 @@ def unchecked(run: RecordedRun, last_saved: int, inexact: list[str]) -> Iterator
             f"not checked: {', '.join(dict.fromkeys(inexact))}; nothing confirms these facts of sessions.jsonl, launch "
             "the audit in the same way to compare bits"
         )
-    yield f"{UNCHECKED}  not checked: retraining does not depend on them"
+    yield f"{NEVER_CHECKED}  not checked: retraining does not depend on them"
 
 
 def record_problems(run: RecordedRun) -> Iterator[str]:

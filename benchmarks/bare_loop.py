@@ -1,6 +1,6 @@
 """A hand-written training loop without Accelerate, data loader, logging and checkpoints.
 
-Takes the arguments of train.py, and trains the same model with the same optimizer on one batch of random tokens. Prints
+Take the arguments of train.py, and train the same model with the same optimizer on one batch of random tokens. Print
 a line each log_every steps, and at the end the median time of a step and the increase of peak memory since the
 imports. Under `accelerate launch` with several processes the model is wrapped in DistributedDataParallel. The
 environment variable PEER may name a checkout of nanoGPT, whose model is then trained instead.

@@ -153,7 +153,7 @@ def overhead(options: Namespace) -> Iterator[Group]:
 
 
 def memory(options: Namespace) -> Iterator[Group]:
-    """Peak memory above that of the imports, and time, of a step of 2,048 tokens with a vocabulary of 50,257."""
+    """Peak memory (beyond the imports') and time of a step of 2,048 tokens with a vocabulary of 50,257."""
     vocab_size, batch = (512, 1) if options.quick else (50_257, 8)
     sizes = dict(n_layers=4, n_heads=4, d_model=256, vocab_size=vocab_size, max_position_embeddings=256)
     settings = random_tokens(256, batch, 4, 1, **sizes, **GPT2) | {"optimizer.lr": 1e-3}

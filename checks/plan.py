@@ -273,7 +273,7 @@ def main(config: TrainConfig) -> None:
     network = build_on_meta_device(config.model)
     parts, checkpoint = memory(config, accelerator, network, scores=corpus.score is not None)
     peak = sum((parts := base | parts).values())
-    at_once = config.micro_batch_size * accelerator.num_processes
+    sequences_at_once = config.micro_batch_size * accelerator.num_processes
     tokens = BatchSizes.from_config(config).sequences_before(config.steps) * config.seq_len
     flops = network.flops_per_token(config.seq_len)
     sizes = {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
@@ -281,7 +281,7 @@ def main(config: TrainConfig) -> None:
     plan |= {f"  {name}": f"{count:,}" for name, count in sizes.items() if count}
     plan |= {
         "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {num_shards(accelerator)} to "
-        f"a replica; {format_batch(config, at_once)} micro-batch(es) of {config.micro_batch_size} per step",
+        f"a replica; {format_batch(config, sequences_at_once)} micro-batch(es) of {config.micro_batch_size} per step",
         "tokens": format_tokens(config),
         "FLOPs": f"{flops:,} per token, {flops * (config.global_batch_size or 0) * config.seq_len:.3g} per step, "
         f"{flops * tokens:.3g} in total",
@@ -293,7 +293,7 @@ def main(config: TrainConfig) -> None:
     if why := reason_against_trial(config, accelerator, trial_flops, peak, checkpoint):
         plan["time"] = f"not measured: {why}"
     else:
-        row = run_trial(replace(config, global_batch_size=at_once), accelerator)
+        row = run_trial(replace(config, global_batch_size=sequences_at_once), accelerator)
         speed = row["perf/tokens_per_second"]
         plan["time"] = f"{tokens / speed / 3600:,.2f} hours at {speed:,.0f} tokens/s, measured over a few steps"
         plan["  peak memory"] = megabytes(row["perf/peak_memory_bytes"])

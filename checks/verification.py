@@ -115,7 +115,7 @@ class AllReduce:
 
 
 class Verification:
-    """The checks. Each returns whether the guarantee holds (None: it does not apply) and the figure or the reason."""
+    """Checks of the guarantees; each returns whether it holds (None: it does not apply), and a figure or a reason."""
 
     def __init__(self, config: TrainConfig):
         self.accelerator = start_accelerator(config)

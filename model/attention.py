@@ -107,7 +107,7 @@ def uses_flex_attention(tokens: Tensor, dropout: float, head_size: int) -> bool:
 
 
 def make_mask_mod(window: int, document_BT: Tensor | None) -> MaskMod:
-    """Return the mask by which a query attends to itself and the `window` - 1 positions before it in its document."""
+    """Return a mask_mod that lets a query attend to itself and the `window` - 1 positions before, in its document."""
 
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = (query >= key) & (query - key < window)

@@ -28,7 +28,7 @@ NAMES = {
     | dict(n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim", d_model="hidden_size")
     | dict(d_ff="intermediate_size", dropout="attention_dropout", norm_eps="rms_norm_eps"),
 }  # fmt: skip
-# Settings without a name there that do not prevent a conversion, or that the functions below convert.
+# Settings that NAMES may lack: they do not prevent a conversion, or the functions below convert them.
 HANDLED_SEPARATELY = {"zero_init", "rope_theta", "n_kv_heads", "head_dim", "window", "window_pattern"}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 HAS_ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 CPU_INFO, ZEN_5 = Path("/proc/cpuinfo"), re.compile(r"AuthenticAMD\ncpu family\s*: 26\n")
 use_onednn = HAS_ONEDNN and CPU_INFO.exists() and ZEN_5.search(CPU_INFO.read_text()) is not None
-"""Whether `linear` uses oneDNN; an exact run sets it, so that the bits do not depend on the processor."""
+"""True if `linear` uses oneDNN; an exact run sets it, so that the bits do not depend on the processor."""
 
 # With fewer rows, as in generation, a oneDNN product takes longer to set up than to compute.
 MIN_ROWS = 64

@@ -30,7 +30,7 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
-        """Whether this process has a reason to stop."""
+        """True if this process has a reason to stop."""
         failed = any(condition() for condition in self._conditions)
         return self._stop_signal.received or failed or bool(self._problem())
 
