@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 FACTS = ("mixed_precision", "code")
 # Facts that change the order of additions, and so the bits of a run without `exact`.
 SUMMATION_ORDER = ("processes", "shards", "threads")
-# Modules and packages that train.py imports but no weight depends on, by their path from the root.
+# Modules and packages that train.py imports, but on which no weight depends, by their path from the root.
 NOT_TRAINING = {"export.py", "plotting"}
 
 
@@ -46,7 +46,7 @@ def training_sources(root: Path = ROOT) -> list[Path]:
 
 @functools.lru_cache(maxsize=1024)
 def _imported_names(source: bytes) -> set[str]:
-    """Return the first component of every absolute import; none of a file that is not valid Python."""
+    """Return the first component of every absolute import; an empty set if the source is not valid Python."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
@@ -68,7 +68,7 @@ def compare_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def compare_summation_order(then: Mapping[str, Any], now: Mapping[str, Any], exact: bool) -> list[str]:
-    """Return the names in SUMMATION_ORDER whose values make the bits of two sessions differ; with `exact` none does."""
+    """Return the names in SUMMATION_ORDER whose values make the bits of two sessions differ: none with `exact`."""
     return [] if exact else [name for name in SUMMATION_ORDER if _differs(name, then, now)]
 
 

@@ -135,7 +135,7 @@ def readable_checkpoints(directory: Path) -> dict[Path, Manifest]:
 
 
 def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[str]]:
-    """Find the newest valid checkpoint, even while a training adds and removes some.
+    """Find the newest valid checkpoint, even while training adds and removes some.
 
     Return its directory and manifest (None if there is none), and the reason why each newer one is not valid.
     """
@@ -152,7 +152,7 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[
 def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:
     """Return the checkpoint with the lowest validation loss on each validation set (`evaluation.num_samples`).
 
-    `manifests` are sorted from new to old, and so are the sets. Losses on different sets are not compared.
+    `manifests` are sorted newest first, and so are the sets. Losses on different sets are not compared.
     """
     best: dict[str, tuple[float, Path]] = {}
     for path, manifest in manifests.items():
@@ -165,8 +165,8 @@ def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:
 def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     """Delete old checkpoints up to `step`, which was just saved; called by the main process alone.
 
-    Kept are the `keep` newest, the best of each validation set, and those of every `keep_every` steps; checkpoints
-    after `step`, which were found damaged; and those without a valid manifest. Raise InvalidCheckpoint, and delete
+    It keeps the `keep` newest, the best of each validation set, those of every `keep_every` steps, those after `step`,
+    which were found damaged, and those without a valid manifest. Raise InvalidCheckpoint, and delete
     nothing, if the checkpoint of `step` cannot be read back.
     """
     manifests = {path: found for path, found in readable_checkpoints(checkpoints).items() if found.step <= step}
@@ -177,9 +177,9 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
         validate(step_directory(checkpoints, step))
     for path in superfluous:
         # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint.
-        doomed = path.with_name(f".deleting-{path.name}")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        renamed = path.with_name(f".deleting-{path.name}")
+        os.rename(path, renamed)
+        shutil.rmtree(renamed)
 
 
 def _digest(facts: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ def provenance(root: Path = ROOT) -> dict[str, str | None]:
 
 def launch_facts(accelerator: Accelerator) -> dict[str, str | int | None]:
     """Return the facts about the launch that may change the bits of a run without being settings of it."""
-    from distributed.launch import num_shards  # benchmarks that need only `provenance` run where less is installed
+    from distributed.launch import num_shards  # benchmarks that need only `provenance` run without its dependencies
 
     return {
         "mixed_precision": accelerator.mixed_precision,
@@ -67,6 +67,6 @@ def _git(root: Path, *arguments: str) -> str | None:
     command = ["git", "-c", "safe.directory=*", *arguments]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, timeout=60)
-    except (FileNotFoundError, subprocess.TimeoutExpired):  # git is not installed, or waits for a disk that is gone
+    except (FileNotFoundError, subprocess.TimeoutExpired):  # git is not installed, or its disk does not respond
         return None
     return done.stdout.decode(errors="replace").strip("\n") or None  # a patch may end with a line of one space

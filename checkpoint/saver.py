@@ -41,7 +41,7 @@ class Saver(AbstractContextManager):
     """Saves checkpoints: the state is copied to CPU memory, and a thread writes the copy while training continues.
 
     With `checkpoint.asynchronous: false` training waits for the thread. All processes call the methods together.
-    `sync_metrics` is called before a checkpoint is renamed, to put the logged rows of its steps on the disk.
+    `sync_metrics` is called before a checkpoint is renamed, to flush the logged rows of its steps to disk.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Saver(AbstractContextManager):
     def wait(self, must_succeed: bool = False) -> None:
         """Return once the last checkpoint is complete.
 
-        Raise SaveError on all processes if it could not be written, and the run must stop then or it `must_succeed`;
-        and RunError after `timeout_seconds`.
+        Raise SaveError on all processes if it could not be written, and `must_succeed` or `checkpoint.on_failure`
+        requires a stop; otherwise print the error. Raise RunError after `timeout_seconds`.
         """
         pending, self.pending = self.pending, None
         if pending is not None and not wait([pending], self.timeout_seconds).done:
@@ -133,13 +133,13 @@ class Saver(AbstractContextManager):
                 print(f"Training continues without a checkpoint: {error}", file=sys.stderr)
 
     def _write(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Write a checkpoint, in the thread."""
+        """Write a checkpoint; runs in the background thread."""
         final = step_directory(self.checkpoints, state["step"])
         temporary = self.checkpoints / f".writing-{final.name}"
         try:
             with self._all_succeed(final):
                 if self.rank == 0:
-                    for leftover in self.checkpoints.glob(".*step-*"):  # by a process killed while writing or deleting
+                    for leftover in self.checkpoints.glob(".*step-*"):  # of a process killed while writing or deleting
                         shutil.rmtree(leftover)
                     num_bytes = SPARE_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
                     free_bytes = shutil.disk_usage(self.checkpoints).free
@@ -159,7 +159,7 @@ class Saver(AbstractContextManager):
                 if self.rank == 0:
                     Manifest(**state, **self.facts, files=files).write(temporary)
                     self.sync_metrics()
-                    shutil.rmtree(final, ignore_errors=True)  # it is invalid, otherwise the run had resumed from it
+                    shutil.rmtree(final, ignore_errors=True)  # invalid, or the run would have resumed from it
                     os.rename(temporary, final)
                     fsync(self.checkpoints)
                     rotate(self.checkpoints, state["step"], self.config)
@@ -170,7 +170,7 @@ class Saver(AbstractContextManager):
 
     @contextmanager
     def _all_succeed(self, final: Path) -> Iterator[None]:
-        """Wait for all processes at the end; if any of them has an error inside, raise SaveError on all."""
+        """Wait for all processes at the end; if any of them failed in the block, raise SaveError on all."""
         error = None
         try:
             yield
@@ -192,7 +192,7 @@ class Saver(AbstractContextManager):
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read weights and moments, as `storage.read` does."""
+    """Load weights and moments in place; see `storage.read`."""
     from checkpoint import storage  # slow to import, and not needed without a checkpoint
 
     storage.read(path, model, optimizer)

@@ -1,6 +1,6 @@
 """Write and read weights and moments as safetensors files, with torch.distributed.checkpoint (DCP).
 
-Any number of processes reads what any other number wrote. Files of unsharded (DDP) training open in every tool that
+Any number of processes can read what any other number wrote. Files of unsharded (DDP) training open in every tool that
 reads safetensors. DCP is slow to import, so checkpoint/saver.py imports this module when it is first needed.
 """
 
@@ -32,9 +32,9 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns 
 
 @functools.cache
 def get_stager(on_gpu: bool) -> StateDictStager:
-    """Return the stager that copies to CPU memory, from a GPU to pinned memory if the tensor is large enough.
+    """Return the stager that copies to CPU memory, from a GPU to pinned memory for large tensors.
 
-    It is private in torch; its public wrapper, DefaultStager, cannot be used after its first copy in torch 2.11.
+    It is private in torch; its public wrapper, DefaultStager, cannot be reused after its first copy in torch 2.11.
     """
     return StateDictStager(pin_memory=on_gpu, pin_memory_min_bytes=2**20)
 
@@ -97,7 +97,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.Process
 def read(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load weights and moments into the prepared model and optimizer; called by all processes together.
 
-    Raise ConfigError if the checkpoint has other tensors than they have, or cannot be read.
+    Raise ConfigError if the tensors in the checkpoint do not match theirs, or it cannot be read.
     """
     try:
         reader = HuggingFaceStorageReader(str(directory))

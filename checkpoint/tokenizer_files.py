@@ -44,8 +44,8 @@ def keep_tokenizer(corpus: Path, run: Path) -> None:
         return
     if changed_there := changed_files(theirs, expected):
         print(
-            f"{kept} is not the tokenizer of this run ({changed}) and cannot be restored, because {theirs} is not it "
-            f"either ({changed_there}). Training continues, but the model cannot be used."
+            f"{kept} is not the tokenizer of this run ({changed}) and cannot be restored, because {theirs} differs "
+            f"from it, too ({changed_there}). Training continues, but the model cannot be used."
         )
         return
     if kept.exists():

@@ -62,7 +62,7 @@ class UnsavedState:
             )
 
     def _current_values(self) -> Iterator[tuple[str, Any, str]]:
-        not_watched = SCHEDULES.keys() | ({"p"} if "dropout" in SCHEDULES else set())
+        not_watched = SCHEDULES.keys() | ({"p"} if "dropout" in SCHEDULES else set())  # p of nn.Dropout
         not_watched |= {"training", "state", "params", "param_groups"}
         owners: list[tuple[str, dict[str, Any]]] = []
         for name, module in self.network.named_modules():
@@ -78,7 +78,7 @@ class UnsavedState:
 
 
 def _fingerprint(value: Any) -> str | None:
-    """Return a text that is equal for equal values alone; None for a value that is not watched."""
+    """Return a string that is equal only for equal values; None for a value that is not watched."""
     if isinstance(value, Mapping):
         value = [part for item in value.items() for part in item]
     if isinstance(value, list | tuple | deque):

@@ -21,7 +21,7 @@ def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "", suffix:
         with safe_open(directory / file, "pt") as stored:
             metadata = stored.metadata() or {}
             sharding = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-            for name in stored.keys():  # noqa: SIM118 - safe_open is no dict
+            for name in stored.keys():  # noqa: SIM118 - safe_open is not a dict
                 if name.startswith(prefix) and name.endswith(suffix):
                     shard = stored.get_tensor(name)
                     offsets = sharding.get(name, {}).get("saved_offsets") or [0] * shard.dim()
@@ -48,7 +48,7 @@ def assemble_shards(shards: list[tuple[list[int], Tensor]]) -> Tensor | None:
 
 
 def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor], ema: bool = False) -> None:
-    """Copy the weights of a checkpoint, or their EMAs where it has some, into `weights`, an unsharded state dict.
+    """Copy the weights of a checkpoint, or with `ema` any EMAs that it has, into `weights`, an unsharded state dict.
 
     Raise ConfigError if the checkpoint has other tensors.
     """

@@ -1,4 +1,4 @@
-"""Printing: escaped control characters, aligned tables, and streams whose failed writes do not end a training."""
+"""Printing: escaped control characters, aligned tables, and streams whose failed writes do not end training."""
 
 import os
 import sys
@@ -49,7 +49,7 @@ def aligned(rows: list[list[str]]) -> list[str]:
 class LossyStream:
     """A text stream that drops text that it cannot write.
 
-    So a training continues after the reader of a pipe has exited, and when the disk of a log file is full. Characters
+    Training therefore continues after the reader of a pipe has exited, or when the disk of a log is full. Characters
     that the encoding of the stream lacks are escaped.
     """
 
@@ -57,10 +57,10 @@ class LossyStream:
         # None where the file descriptor was closed. The file stays open as long as the process prints.
         self._stream: Any = stream or open(os.devnull, "w")  # noqa: SIM115
         if hasattr(self._stream, "reconfigure"):
-            with suppress(OSError):  # a terminal that was opened for reading too cannot be reconfigured
+            with suppress(OSError):  # a terminal that is also open for reading cannot be reconfigured
                 self._stream.reconfigure(errors="backslashreplace")
         self.failure: OSError | None = None
-        """The last error other than a broken pipe, which is no loss: a reader such as `head` did not want the rest."""
+        """The last error other than a broken pipe: a reader that exits early, as `head` does, wants no more."""
 
     def write(self, text: str) -> int:
         """Write the text, or drop it; return its length."""
@@ -92,6 +92,6 @@ def ignore_failed_prints() -> None:
 
 
 def failed_print() -> OSError | None:
-    """Return the error by which output to stdout was lost; None if all of it was written."""
+    """Return the error that lost output to stdout; None if all of it was written."""
     sys.stdout.flush()
     return sys.stdout.failure if isinstance(sys.stdout, LossyStream) else None

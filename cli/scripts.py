@@ -30,7 +30,7 @@ from distributed.environment import normalize_environment
 from distributed.signals import Preempted, ignore_stop_signals
 from distributed.world import is_main_process, num_processes
 
-# Scripts that print a log, and succeed without it. The output of the others is their result.
+# Scripts that print only a log, and succeed even if it is lost. The output of the others is their result.
 PRINT_A_LOG = ("train", "sweep")
 ROOT = Path(__file__).parent.parent
 SOURCE_DIRS = {path.parent for pattern in ("*.py", "*/*.py", "data/*/*.py") for path in ROOT.glob(pattern)}
@@ -69,9 +69,9 @@ def run_script(
 
     Returns:
         The exit code: 0 done, 2 wrong settings or input, 75 stopped by a signal or stop_after after saving, 130 stopped
-        at once by Ctrl-C outside of a training, 1 anything else.
+        at once by Ctrl-C outside training, 1 anything else.
     """
-    # By default Python collects garbage after every 700 new objects, which took a tenth of the start: importing torch
+    # By default Python collects garbage after every 700 new objects, which took a tenth of the startup: importing torch
     # creates many objects, and none is garbage.
     gc.set_threshold(50_000)
     ignore_failed_prints()
@@ -83,7 +83,7 @@ def run_script(
         return 2
     try:
         args = sys.argv[1:]
-        if plans := script == "train" and "--plan" in args:
+        if is_plan := script == "train" and "--plan" in args:
             args, module = [arg for arg in args if arg != "--plan"], "checks.plan"
         if commands and args and args[0] in commands:
             (settings, module), args = commands[args[0]], args[1:]
@@ -95,7 +95,7 @@ def run_script(
             config = settings(args)
         if needs_torch and is_main_process():
             print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
-        is_log = script in PRINT_A_LOG and not plans  # not before, for --help and --print_config
+        is_log = script in PRINT_A_LOG and not is_plan  # not earlier: --help and --print_config print a result
         import_module(module or script).main(config)
     except SystemExit as exit_:  # --help and --print_config
         if exit_.code:
@@ -108,7 +108,7 @@ def run_script(
         from accelerate import PartialState
 
         # When one process ends, a launcher stops the others with a signal, which would change their exit codes. So no
-        # process ends before all of them are done and ignore signals.
+        # process ends before all have saved and ignore signals.
         PartialState().wait_for_everyone()
         ignore_stop_signals()
         PartialState().wait_for_everyone()
@@ -176,7 +176,7 @@ def explain_lost_process(error: Exception) -> str:
 def is_memory_error(error: Exception) -> bool:
     """Return whether the CPU or a GPU was out of memory."""
     is_from_cpu = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return is_from_cpu or type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be imported for this
+    return is_from_cpu or type(error).__name__ == "OutOfMemoryError"  # by name, to avoid importing torch
 
 
 def explain_full_memory(error: Exception) -> str:
@@ -203,7 +203,7 @@ def explain_failed_compilation(error: Exception) -> str:
 
 
 def own_line(error: Exception) -> str:
-    """Return the innermost line of this repository in the traceback of an error, with its file and number."""
+    """Return the innermost line of this repository's code in the traceback of an error, with its file and number."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     here = next(frame for frame in frames if Path(frame.filename).parent in SOURCE_DIRS)
     return f"`{here.line}` ({Path(here.filename).name}, line {here.lineno})"

@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Stack the tensors of all processes, which have one shape, in order of rank: [processes, *shape].
+    """Stack the equally shaped tensors of all processes in order of rank: [processes, *shape].
 
-    Not `Accelerator.gather`: on GPUs it calls a function of torch that is deprecated, and warns in every run.
+    `Accelerator.gather` is not used because on GPUs it calls a deprecated function of torch, which warns in every run.
     """
     if not dist.is_initialized():
         return tensor[None]

@@ -1,4 +1,4 @@
-"""CPU cores of this process: how many there are, and giving way to training on them. Does not import torch."""
+"""CPU cores of this process: their number, and low priority for background threads. Does not import torch."""
 
 import os
 import sys
@@ -13,10 +13,10 @@ def available_cores() -> int:
 
 
 def lower_thread_priority() -> None:
-    """Give the calling thread the lowest priority; the initializer of thread pools that work on files during training.
+    """Give the calling thread the lowest priority; thread pools for file work during training call it.
 
-    Training threads wait for each other in every operation, so a background thread that takes one core slows each
-    step down by several times. Only Linux has a priority per thread; elsewhere this does nothing.
+    Training threads wait for each other in every operation, so a background thread that takes one core makes
+    each step several times slower. Only Linux has a priority per thread; elsewhere this does nothing.
     """
     if sys.platform == "linux":
         with suppress(OSError):  # background work at normal priority is still correct

@@ -13,8 +13,8 @@ from config.errors import ConfigError
 from distributed.cores import available_cores
 from model import kernels
 
-# Options of mallopt (man 3 mallopt): return free memory to the system above this size, request at least this much at
-# once, and map blocks above this size separately (such blocks are unmapped as soon as they are freed).
+# Options of mallopt (man 3 mallopt), in order: the amount of free memory above which it is returned to the system, the
+# extra memory per request, and the size above which a block is mapped separately (and unmapped as soon as it is freed).
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 # From MKL's mkl_service.h: the argument that queries the current code branch, and the branch named COMPATIBLE.
 MKL_CBWR_BRANCH, MKL_CBWR_COMPATIBLE = 1, 3
@@ -44,10 +44,10 @@ def prepare_exact() -> None:
 def use_portable_arithmetic() -> None:
     """On x86-64 compute with AVX2 and nothing newer; on a GPU make matrix products deterministic.
 
-    ATen, oneDNN and MKL multiply matrices with the widest instructions that the processor has, and each width adds in
-    another order. Every x86-64 processor with AVX2 can run the code selected here. Of MKL's modes only COMPATIBLE
-    gives the same bits on Intel and AMD processors. Other architectures (ARM) are left as they are. Raise ConfigError
-    if the processor lacks AVX2, or if torch or MKL has already selected other code.
+    ATen, oneDNN and MKL multiply matrices with the widest instructions that the processor has, and each width adds
+    in a different order. Every x86-64 processor with AVX2 can run the code selected here. Of MKL's modes only
+    COMPATIBLE gives the same bits on Intel and AMD processors. Other architectures (ARM) are left as they are. Raise
+    ConfigError if the processor lacks AVX2, or if torch or MKL has already selected different code.
     """
     # cuBLAS is deterministic only with a fixed workspace; it reads the variable at its first product.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

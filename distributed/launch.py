@@ -28,7 +28,7 @@ def env_flag(environment: Mapping[str, str], name: str) -> bool:
 
 
 def uses_cpu(environment: Mapping[str, str]) -> bool:
-    """Return whether a run computes on the CPU: because ACCELERATE_USE_CPU is true, or for lack of a device.
+    """Return whether a run computes on the CPU: because ACCELERATE_USE_CPU is true, or no GPU is available.
 
     Several processes cannot communicate on MPS devices, so they use the CPU.
     """
@@ -38,7 +38,7 @@ def uses_cpu(environment: Mapping[str, str]) -> bool:
 
 
 def join_process_group(config: TrainConfig) -> None:
-    """Initialise the process group, unless there is one process only or it is initialised already.
+    """Initialise the process group, unless there is only one process or it is already initialised.
 
     The backend is gloo on CPUs; on GPUs it is NCCL, and gloo for tensors on the CPU.
     """
@@ -47,7 +47,7 @@ def join_process_group(config: TrainConfig) -> None:
     if is_main_process():
         print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
     use_cpu, timeout = uses_cpu(os.environ), timedelta(seconds=config.timeout_seconds)
-    # Groups that are made later without a timeout, as by DeviceMesh for hybrid sharding, get these defaults of torch.
+    # Groups created later without a timeout, such as DeviceMesh's for hybrid sharding, use these defaults of torch.
     c10d.default_pg_timeout = timeout
     c10d.default_pg_nccl_timeout = timeout  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(
@@ -74,7 +74,7 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     if accelerator.mixed_precision == "fp16":  # training/gradients.py scales the loss
-        accelerator.native_amp = True  # Accelerate itself autocasts to fp16 on GPUs only
+        accelerator.native_amp = True  # by itself, Accelerate autocasts to fp16 only on GPUs
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=False)
     return accelerator
 
@@ -82,12 +82,12 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
 def fsdp_plugin(use_cpu: bool) -> FullyShardedDataParallelPlugin:
     """Return the FSDP2 settings of the launch file with our mixed precision; on CPUs, make Accelerate shard.
 
-    Accelerate's own policy would round inputs (including the number of targets that divides the loss), outputs and sums
-    of gradients to bf16.
+    Accelerate's own policy would round inputs (including the number of targets, by which the loss is divided), outputs
+    and sums of gradients to bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy  # slow to import
 
-    warnings.filterwarnings("ignore", "Slicing a flattened dim")  # Accelerate's own code for hybrid sharding
+    warnings.filterwarnings("ignore", "Slicing a flattened dim")  # from Accelerate's code for hybrid sharding
     state = PartialState(cpu=use_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU  # Accelerate does not shard with MULTI_CPU
@@ -97,7 +97,7 @@ def fsdp_plugin(use_cpu: bool) -> FullyShardedDataParallelPlugin:
 
 
 def num_shards(accelerator: Accelerator) -> int:
-    """Return the number of processes (neighbours in rank) over which one replica of the model is sharded."""
+    """Return the number of processes (of consecutive ranks) over which one replica of the model is sharded."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return 1
     sizes = accelerator.parallelism_config

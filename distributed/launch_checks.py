@@ -20,8 +20,8 @@ from distributed.launch_file import launch_settings, unknown_section_keys
 MAY_DIFFER_BY_MACHINE = {"out_dir", "resume", "branch_from", "init_from", "data.path", "data.num_workers"}
 NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-# Launch settings that a run owns or does not support: Accelerate's environment variable, the supported values (the
-# first one is the default), and the remedy for any other value.
+# Launch settings that belong to train.py or are not supported: Accelerate's environment variable, the supported values
+# (the first one is the default), and the remedy for any other value.
 SUPPORTED = [
     ("ACCELERATE_MIXED_PRECISION", ("no", "bf16", "fp16"), "use bf16, fp16 or no"),
     ("ACCELERATE_DYNAMO_BACKEND", ("no",), "remove it and use --compile true of train.py"),
@@ -58,7 +58,7 @@ def launch_problems(launch: dict[str, Any] | None, environment: Mapping[str, str
 
 
 def missing_processes(launch: dict[str, Any], started: int) -> list[str]:
-    """Return a problem if `accelerate launch` started fewer processes than requested, as it does without a message."""
+    """Return a problem if `accelerate launch` silently started fewer processes than requested."""
     machines = launch.get("num_machines") or 1
     requested = max(launch.get("num_processes") or 1, machines)
     if requested <= started:
@@ -71,7 +71,7 @@ def missing_processes(launch: dict[str, Any], started: int) -> list[str]:
 
 
 def unsupported_settings(environment: Mapping[str, str], config: TrainConfig) -> list[str]:
-    """Return a problem for each launch setting that a run owns or does not support."""
+    """Return a problem for each launch setting that belongs to train.py or is not supported."""
     is_sharded = env_flag(environment, "ACCELERATE_USE_FSDP")
     problems = []
     for variable, supported, remedy in SUPPORTED + (SUPPORTED_BY_FSDP if is_sharded else []):
@@ -98,7 +98,7 @@ def unsupported_settings(environment: Mapping[str, str], config: TrainConfig) ->
 def unusable_devices(environment: Mapping[str, str]) -> list[str]:
     """Return problems with the GPUs: present but unusable, fewer than processes, or without bf16."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "all").split(",")
-    are_hidden = not any(name.strip()[:1].isalnum() for name in visible)  # empty, or -1
+    are_hidden = not any(name.strip()[:1].isalnum() for name in visible)  # the variable is empty or -1
     if env_flag(environment, "ACCELERATE_USE_CPU") or are_hidden:
         return []
     if not torch.cuda.is_available():
@@ -115,12 +115,12 @@ def unusable_devices(environment: Mapping[str, str]) -> list[str]:
 
 
 def check_same_settings(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raise ConfigError on all processes if they were started with different settings or versions, as by hand.
+    """Raise ConfigError on all processes if their settings or versions differ, as may happen if started by hand.
 
-    Such a run would train silently on a mixture of both. All processes call this together.
+    Such a run would silently train with a mixture of both. All processes call this together.
     """
     mine = flat_settings(asdict(config)) | {"mixed_precision": accelerator.mixed_precision}
-    mine["data.mix"] = config.data.mix and list(config.data.mix.values())  # the keys are paths
+    mine["data.mix"] = config.data.mix and list(config.data.mix.values())  # the keys are paths, which may differ
     mine |= {"torch": torch.__version__, "accelerate": accelerate.__version__}
     first, *others = gather_object([mine])
     different: dict[str, str] = {}

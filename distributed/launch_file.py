@@ -13,7 +13,7 @@ SPELLINGS = ("launch", "accelerate-launch", "accelerate.commands.launch")
 
 
 def launch_settings() -> dict[str, Any] | None:
-    """Return the settings of the `accelerate launch` command that started this process; None if another one did."""
+    """Return the settings of the `accelerate launch` command that started this process; None for any other command."""
     try:
         parent = psutil.Process(os.getppid())
         return parse_launch_command(parent.cmdline(), parent.cwd())
@@ -32,7 +32,7 @@ def parse_launch_command(words: list[str], directory: str) -> dict[str, Any] | N
     if index is None or "accelerate" not in " ".join(names[: index + 1]):
         return None
     given = launch_command_parser().parse_known_args([*words[index + 1 :], "train.py"])[0]
-    # Accelerate reads the answers to `accelerate config` unless --cpu is given.
+    # Without --config_file, Accelerate reads the file written by `accelerate config`, unless --cpu is given.
     path = Path(directory, given.config_file or ("" if given.cpu else default_config_file))
     file = yaml.safe_load(path.read_text()) or {} if path.is_file() else {}  # YAML includes JSON
     options = {name: getattr(given, name) for name in getattr(given, "nondefault", ())}
@@ -40,7 +40,7 @@ def parse_launch_command(words: list[str], directory: str) -> dict[str, Any] | N
 
 
 def unknown_section_keys(settings: dict[str, Any]) -> list[str]:
-    """Return a problem for each unknown key in a section such as `fsdp_config`, where Accelerate does not check."""
+    """Return a problem for each unknown key in a section such as `fsdp_config`, which Accelerate does not check."""
     known = {action.dest for action in launch_command_parser()._actions}
     return [
         f"{settings['config_file']}: {section}.{key} is not an option of accelerate launch"

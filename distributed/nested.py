@@ -1,4 +1,4 @@
-"""Training as a part of other work (an audit, a plan, verify.py). All processes call these functions together."""
+"""Training as part of other work (an audit, a plan, verify.py). All processes call these functions together."""
 
 import io
 import signal
@@ -32,7 +32,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def nested_training() -> Iterator[None]:
-    """Run a training silently; it ends normally when it stops at its `stop_after`.
+    """Hide what the training inside prints, and suppress the Preempted that it raises at its `stop_after`.
 
     A signal to any process raises Preempted on all processes. Without one, the caller's signal handlers are restored.
     """

@@ -22,8 +22,8 @@ POLL_SECONDS = 0.02
 def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
     """Return the launcher's store under a prefix that only the processes of this start use; all call this together.
 
-    Each other process asks under a random name, process 0 answers with the prefix, and the other one confirms it.
-    Process 0 may also answer a dead process, which never confirms. Raise RunError after `timeout_seconds`.
+    Each process except 0 requests the prefix under a random name, process 0 answers, and the process confirms that it
+    has joined. A dead process may be answered too, but never confirms. Raise RunError after `timeout_seconds`.
     """
     address, own_name, start, is_reported = os.environ["MASTER_ADDR"], uuid4().hex, time.monotonic(), False
     try:
@@ -38,7 +38,7 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
         store = PrefixStore("start", server)
         if rank > 0:
             store.set(f"question/{rank}", own_name)
-            prefix = store.get(f"answer/{own_name}").decode()  # waits for it
+            prefix = store.get(f"answer/{own_name}").decode()  # blocks until process 0 has answered
             store.set(f"joined/{prefix}/{rank}", "")
             return PrefixStore(prefix, store)
         absent = list(range(1, num_processes))

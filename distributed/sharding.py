@@ -19,7 +19,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def shard_like(like: Tensor, tensor: Tensor) -> Tensor:
-    """Shard a tensor that every process holds whole with the placement of `like`, if `like` is sharded."""
+    """Shard a tensor, which every process has in full, with the placement of `like`, if `like` is sharded."""
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor

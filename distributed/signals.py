@@ -35,7 +35,7 @@ def signals_to_catch() -> list[signal.Signals]:
 class StopSignal:
     """Records whether this process has received a stop signal."""
 
-    received = False  # a class attribute, reset by each new object: distributed/nested.py reads it after the training
+    received = False  # a class attribute, reset by each new object: distributed/nested.py reads it after training
 
     def __init__(self) -> None:
         StopSignal.received = False

@@ -22,7 +22,7 @@ from distributed.sharding import is_sharded
 from model.seeds import mix_bits
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, as all factors here: multiplication modulo 2**64 is then invertible
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, like all factors here, so that multiplication modulo 2**64 is invertible
 # Values per chunk: enough to keep a GPU busy without a temporary copy of a large tensor. 0: no chunks, since on a CPU
 # numpy's einsum needs no temporary.
 VALUES_AT_ONCE = {"cpu": 0, "cuda": 2**24}
@@ -34,7 +34,7 @@ class ReplicasDiffer(RunError):
 
 @dataclass(frozen=True)
 class StateDigest:
-    """The digest of a run's state, kept for each tensor; str() combines the values into 16 hexadecimal digits."""
+    """The digest of a run's state, one value per tensor; str() combines the values into 16 hexadecimal digits."""
 
     names: list[str]
     values: Tensor
@@ -44,12 +44,12 @@ class StateDigest:
         return f"{self.values.sum().item() % 2**64:016x}"
 
     def require_equal(self, saved: str | None, checkpoint: Path) -> None:
-        """Raise RunError if the state that was just loaded has another digest than the checkpoint's manifest."""
+        """Raise RunError if the digest of the loaded state differs from the one in the checkpoint's manifest."""
         if saved != str(self):
             raise RunError(f"{checkpoint}: the loaded state has the digest {self}, but the manifest says {saved}")
 
     def check_replicas(self, step: int) -> None:
-        """Raise ReplicasDiffer on all processes if their digests differ, with the first tensor and the ranks of each.
+        """Raise ReplicasDiffer on all processes if digests differ; the error names the first such tensor.
 
         All processes call this together; it sends 8 bytes per tensor.
         """
@@ -104,7 +104,7 @@ def digest_tensors(tensors: dict[str, Tensor]) -> StateDigest:
     values = sums[ends] - sums[ends - lengths]
     if group := next((_sharding_group(tensor) for tensor in tensors.values() if is_sharded(tensor)), None):
         whole = torch.tensor([not is_sharded(tensor) for tensor in tensors.values()], device=device)
-        if dist.get_rank(group) > 0:
+        if dist.get_rank(group) > 0:  # the sum below must count unsharded tensors once
             values[whole] = 0
         dist.all_reduce(values, group=group)
     return StateDigest(list(tensors), values)

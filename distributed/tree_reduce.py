@@ -25,16 +25,16 @@ class TreeSum:
         self.parameters = parameters
         self.rank, self.num_processes = rank, num_processes
         self.num_added = 0
-        # Each sums a distinct power of two of leaves, largest first, like the digits of a binary counter.
+        # Each is the sum of a distinct power of two of leaves, largest first, like the digits of a binary counter.
         self.partial_sums: list[list[Tensor]] = []
 
     def add_micro_batch(self, num_micro_batches: int) -> None:
-        """Move the gradients of a micro-batch, one of `num_micro_batches` in this step, from `.grad` into the tree."""
+        """Move the gradients of one of this process's `num_micro_batches` micro-batches from `.grad` into the tree."""
         micro_batches = num_micro_batches * self.num_processes
         leaves_of_step = micro_batches & -micro_batches  # the largest power of two that divides micro_batches
         self.num_added += 1
-        num_leaves, in_leaf = divmod(self.num_added, micro_batches // leaves_of_step)
-        if in_leaf:
+        num_leaves, incomplete = divmod(self.num_added, micro_batches // leaves_of_step)
+        if incomplete:  # backward adds the other micro-batches of this leaf to `.grad`
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for parameter in self.parameters:

@@ -1,8 +1,8 @@
 """Train many runs at once: each on a part of the cores or on its own GPU, with one line of output per run.
 
-The lock of a run decides who trains it. A run that another process trains, here or on a machine that has the same
-directory mounted, is left to that process, and started here if that process dies. So the same command, started several
-times, divides the work. This module does not import torch.
+The lock of a run decides which process trains it. A run that another process trains, here or on a machine with
+the same directory mounted, is left to that process, and started here if that process dies. So the same command, started
+several times, divides the work. This module does not import torch.
 """
 
 import errno
@@ -33,7 +33,7 @@ from run.lock import IN_USE
 from run.reader import RunReader
 from run.status import Status
 
-# Parts of the messages of runs whose disk is full, quota used up, or file at its size limit. The last one is from the
+# Parts of error messages if the disk is full, the quota used up, or a file at its size limit. The last one is from the
 # check before each save (checkpoint/saver.py).
 DISK_FULL = (*map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)), "MB are needed, but ")
 POLL_SECONDS = 0.2
@@ -61,7 +61,7 @@ class Training:
         return self.directory.parent / "logs" / f"{self.directory.name}.log"
 
     def is_finished(self) -> bool:
-        """Return whether all steps are trained."""
+        """Return whether all steps are completed."""
         status = self.reader.status()
         return status is not None and status.state == "finished" and status.step >= self.steps
 
@@ -78,13 +78,13 @@ class Training:
     def status_since(self, start_time: float) -> Status | None:
         """Return the status, or None if it is older than `start_time` (seconds since the epoch).
 
-        A process that fails before the training starts leaves the status of an earlier one.
+        A process that fails before the training starts leaves the status of an earlier process.
         """
         file = self.directory / "status.json"
         return self.reader.status() if file.exists() and file.stat().st_mtime >= start_time else None
 
     def failure_message(self, start_time: float) -> str:
-        """Return why the process started at `start_time` failed, from its status or its output."""
+        """Return the reason why the process started at `start_time` failed, from its status or its output."""
         if (status := self.status_since(start_time)) and status.reason:
             return status.reason
         if not self.output.exists():
@@ -158,7 +158,7 @@ class JobRunner:
         self.failures: dict[Training, Failed] = {}
         self.signal = 0
         self._running: dict[Training, Started] = {}
-        self._sharing_cores = self.max_running
+        self._num_sharing_cores = self.max_running
         for number in signals_to_catch():
             signal.signal(number, self._receive)
 
@@ -178,9 +178,9 @@ class JobRunner:
         self.raise_if_stopped()
         missing = [training for training in dict.fromkeys(trainings) if training.restart or not training.is_finished()]
         waiting, ended = list(missing), []
-        self._sharing_cores = min(self.max_running, len(missing))
+        self._num_sharing_cores = min(self.max_running, len(missing))
         num_steps = sum(training.steps for training in missing)
-        disable = True if self.show_output else None  # None: tqdm disables itself off a terminal
+        disable = True if self.show_output else None  # None: tqdm disables itself outside a terminal
         bar = tqdm(total=num_steps, unit="step", disable=disable, leave=False, file=sys.stderr)
         try:
             while len(ended) < len(missing):
@@ -221,13 +221,13 @@ class JobRunner:
     def _start(self, training: Training) -> Started:
         if self.code not in (None, code_hash()):
             raise RunError(
-                "the code has changed since the first run was started; runs of different code do not compare"
+                "the code has changed since the first run was started; runs of different code are not comparable"
             )
         used = [run.slot for run in self._running.values()]
         slot = next(slot for slot in range(self.max_running) if slot not in used)
         environment = dict(os.environ)
-        if self.threads or self._sharing_cores > 1:
-            threads = self.threads or max(1, available_cores() // self._sharing_cores)
+        if self.threads or self._num_sharing_cores > 1:
+            threads = self.threads or max(1, available_cores() // self._num_sharing_cores)
             environment.setdefault("OMP_NUM_THREADS", str(threads))
         if self.max_running > 1 and self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
@@ -243,7 +243,7 @@ class JobRunner:
         return Started(process, slot, start_time)
 
     def _collect_ended(self, waiting: list[Training], until_failure: bool) -> None:
-        """Remove processes that have ended; a run that another process locked first waits again."""
+        """Remove processes that have ended; a run that another process locked first is queued again."""
         for training, run in list(self._running.items()):
             if (exit_code := run.process.poll()) is None:
                 continue

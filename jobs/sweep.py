@@ -1,4 +1,4 @@
-"""The runs of a sweep: one for each combination of the values of settings, and which of them are finished."""
+"""Plan the runs of a sweep, one for each combination of values, and check the runs that already exist."""
 
 import itertools
 import json
@@ -25,8 +25,8 @@ from run.status import read_status
 from run.stored_settings import read_settings
 
 NAMING_SETTINGS = ("config", "name")  # settings that name the runs themselves when they are swept
-OPENING, CLOSING = "[{(", "]})"
-MAX_NAME_BYTES = 255 - len(".old-99")  # of a directory, also after it was moved aside
+OPENING_BRACKETS, CLOSING_BRACKETS = "[{(", "]})"
+MAX_NAME_BYTES = 255 - len(".old-99")  # of a directory, with room for the suffix when it is moved aside
 
 
 def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[TrainConfig]:
@@ -47,7 +47,7 @@ def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[Train
         except SystemExit:
             raise ConfigError("arguments: --help and --print_config are options of train.py; leave them out") from None
         except ConfigError as error:
-            raise ConfigError(f"{error}\n(of {shlex.join(combination)})") from None
+            raise ConfigError(f"{error}\n(in the combination {shlex.join(combination)})") from None
         group = config.name
         config = replace(config, name=f"{group}{''.join(name_suffixes(swept, flat_settings(asdict(config))))}")
         if config.name != group and config.tracking.tracker == "wandb" and config.tracking.group is None:
@@ -64,12 +64,12 @@ def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[Train
 
 
 def check_existing_run(config: TrainConfig, stored: dict[str, Any], facts: dict[str, str | None]) -> None:
-    """Check that the run in the directory of a run of the sweep is that run.
+    """Check that the existing run in the directory of a run of the sweep has the same settings and code.
 
     Finished runs are not started, so train.py would not check them.
 
     Raises:
-        ConfigError: it is another run.
+        ConfigError: it differs.
     """
     path = run_path(config)
     if config.init_from is not None:  # train.py copies the model's settings from there
@@ -126,7 +126,7 @@ def split_values(text: str) -> list[str]:
     """Split at commas, except inside brackets, as in [0.9,0.95]."""
     depth, parts = 0, [""]
     for character in text:
-        depth += (character in OPENING) - (character in CLOSING)
+        depth += (character in OPENING_BRACKETS) - (character in CLOSING_BRACKETS)
         if character == "," and depth == 0:
             parts.append("")
         else:
@@ -135,7 +135,7 @@ def split_values(text: str) -> list[str]:
 
 
 def name_suffixes(swept: dict[str, str], settings: dict[str, object]) -> list[str]:
-    """Return a suffix for the name of a run for each swept setting, as -lr_0.001."""
+    """Return a suffix for the name of a run for each swept setting, such as -lr_0.001."""
     names = [name for name in swept if name not in NAMING_SETTINGS]
     count = Counter(name.rpartition(".")[2] for name in names)
     suffixes = []
@@ -152,10 +152,9 @@ def run_path(config: TrainConfig) -> Path:
 
 
 def write_run_config(config: TrainConfig) -> Path:
-    """Write the settings of a run into a file that nobody edits, named by its content, and return its path.
+    """Write the settings of a run into a file named by the hash of its content, and return its path.
 
-    Edits of config files during a sweep then change no run. Settings of the model that init_from determines are left
-    out.
+    Editing config files during a sweep therefore changes no run. Model settings that init_from determines are left out.
     """
     settings = json.loads(json.dumps(asdict(config)))
     given = given_model_settings(config)
@@ -171,7 +170,7 @@ def write_run_config(config: TrainConfig) -> Path:
 def is_finished(config: TrainConfig) -> bool:
     """Return whether a run has completed all its steps and need not be started.
 
-    If its inputs are at another place, or were made again, train.py is started: it knows whether they are the same.
+    If its inputs have moved or were made again, train.py is started, which checks whether they are the same.
     """
     path, now = run_path(config), flat_settings(asdict(config))
     status, stored = read_status(path / "status.json"), read_settings(path / "config.yaml")

@@ -1,4 +1,4 @@
-"""Run python -m data.prepare."""
+"""Entry point of python -m data.prepare."""
 
 import sys
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 
-# The longest first: the mark of UTF-16 is the beginning of that of UTF-32.
+# The longest first: the mark of UTF-16-LE is a prefix of the mark of UTF-32-LE.
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 BYTE_ORDER_MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
-MIN_CHARACTERS = 2**19  # after which too many replacements are reported before the end of the file
-MAX_REPLACED, MAX_FRACTION_REPLACED = 10, 0.002  # German in ISO-8859-1 has one in 70 characters
+MIN_CHARACTERS = 2**19  # after so many, replacements are checked before the end of the file, too
+MAX_REPLACED, MAX_FRACTION_REPLACED = 10, 0.002  # German in ISO-8859-1 has one per 70 characters
 
 
 def open_text(file: str, errors: str) -> io.TextIOWrapper:
@@ -26,7 +26,7 @@ def check_decoded(texts: Iterable[str], file: str) -> Iterator[str]:
     """Yield the pieces of a file's text after checking that the file has the encoding that it was decoded with.
 
     Raises:
-        ValueError: there is a NUL in them, or too many characters were replaced.
+        ValueError: the text has a NUL, or too many characters were replaced.
     """
     remedy = f"make it UTF-8, as by iconv -f ENCODING -t UTF-8 {file!r}"
     characters = replaced = 0
@@ -37,8 +37,8 @@ def check_decoded(texts: Iterable[str], file: str) -> Iterator[str]:
             raise ValueError(f"{found}; {remedy}")
 
     for text in texts:
-        if "\0" in text:  # half of the bytes of Latin text in UTF-16
-            raise ValueError(f"there is a NUL in it, as in no text; {remedy}")
+        if "\0" in text:  # every other byte of Latin text in UTF-16 without a byte order mark
+            raise ValueError(f"there is a NUL in it, so it is not UTF-8 text; {remedy}")
         characters, replaced = characters + len(text), replaced + text.count("\ufffd")
         if characters >= MIN_CHARACTERS:
             check_replaced()

@@ -1,16 +1,16 @@
-"""Makes a corpus for data.source text: python -m data.prepare --source X --tokenizer T --out DIR.
+"""Make a corpus for data.source text: python -m data.prepare --source X --tokenizer T --out DIR.
 
-The text is read and cut into parts, which threads encode in parallel; each part is one Arrow file of either split.
+The text is read and cut into parts, which threads encode in parallel; each part is one Arrow file per split.
 Where a part ends depends on the text alone, so the files are the same bytes for any number of threads. They are written
 into DIR.partial, which is renamed to DIR at the end; after a kill the same command makes only the missing parts. The
 result is DIR/train/*.arrow, DIR/validation/*.arrow, DIR/tokenizer and DIR/metadata.json.
 
-A row of column input_ids is a document after an end-of-text token. A document of more than a million characters has
+A row of column input_ids is an end-of-text token and a document. A document of more than a million characters has
 several rows, and only the first begins with that token. So the flat buffer of the column is the stream of tokens, and
 an end-of-text token in it always begins a document: none comes from the text.
 
-A row of conversations is one conversation, rendered by the tokenizer's chat template. A second column, assistant_masks,
-is 1 at the tokens of answers (data/chat_template.py).
+With conversations, a row is one conversation, rendered by the tokenizer's chat template. A second column,
+assistant_masks, is 1 at the tokens of answers (data/chat_template.py).
 """
 
 import json
@@ -57,9 +57,9 @@ from model.field_types import PositiveInt, UpTo1024
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
-PART = 2**24  # characters, at least, of the text of one file of tokens
+PART = 2**24  # minimum characters of the text of one part
 PART_FILE = "parts/{:06d}.json"  # what make_part returned, kept until the corpus is complete
-TRAINING_TEXTS = 10**6  # documents, or pieces of a txt file, from which train:VOCAB learns: the first of the source
+TRAINING_TEXTS = 10**6  # train:VOCAB is trained on this many documents, or pieces of a txt file, from the start
 
 Text = tuple[str, bool, str | None]
 """A piece of a document, whether it is the last one, and its split; None: the hash of the document decides."""
@@ -75,7 +75,7 @@ class PrepareConfig:
     source: str
     """A .txt, .jsonl or .parquet file (.gz and .zst are read), a pattern of such files in quotes ('texts/**/*.txt'), a
     dataset of the Hub as NAME[:CONFIGURATION[:SPLIT]], or a folder that is laid out like one. A txt file is one
-    document, a row of the others is one."""
+    document; in the other formats each row is one."""
 
     tokenizer: str
     """byte (256 bytes and an end of text), train:VOCAB (a byte-level BPE of VOCAB tokens, trained on the source), the
@@ -89,23 +89,23 @@ class PrepareConfig:
     end of each document; or a separate source, files or a pattern."""
 
     document_separator: str | None = None
-    r"""Divides a txt file into documents, and belongs to none. \n means a new line, of whatever kind."""
+    r"""Divides a txt file into documents, and is part of none. \n means a new line, of whatever kind."""
 
     text_column: str = "text"
     """The column, or the key in jsonl, that holds the text."""
 
     invalid_utf8: Literal["replace", "refuse"] = "replace"
-    """Bytes that are no UTF-8: replace them by U+FFFD (metadata.json counts these), or refuse the file."""
+    """Bytes that are not UTF-8: replace them with U+FFFD (counted in metadata.json), or refuse the file."""
 
     streaming: bool = False
     """Read a dataset of the Hub while it is downloaded, instead of downloading all of it first."""
 
     max_tokens: PositiveInt | None = None
-    """Stop after the file in which so many for training are reached: up to about 16 million characters more. A separate
-    validation source is read as a whole. null: read all."""
+    """Stop after the file that reaches this many training tokens: up to about 16 million characters more. A
+    separate validation source is read as a whole. null: read all."""
 
     num_workers: UpTo1024 = os.cpu_count() or 1
-    """Threads that encode. The corpus is the same for any number."""
+    """Threads that encode text. The corpus is the same for any number."""
 
 
 def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[Text]:
@@ -113,7 +113,7 @@ def split_documents(source: Source, validation: str, held_out: Source | None) ->
     if validation.startswith("tail:"):
         yield from _cut_tails(source, float(validation.removeprefix("tail:")))
     else:
-        yield from ((*part, "validation") for part in held_out or ())  # first: max_tokens ends the other
+        yield from ((*part, "validation") for part in held_out or ())  # first, because max_tokens may end the other
         yield from ((*part, "train" if held_out else None) for part in source)
 
 
@@ -137,7 +137,7 @@ def _cut_tails(source: Source, fraction: float) -> Iterator[Text]:
 def in_validation(text: str, fraction: float) -> bool:
     """Return whether a document is for validation, by a hash of its text or, if it is long, of its first piece.
 
-    So a document that occurs twice is in one split, and no other document moves it.
+    So equal documents are in the same split, and adding other documents does not move any.
     """
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) < fraction * 2**64
 
@@ -179,7 +179,7 @@ def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, fraction: float, 
                 split = given or SPLITS[in_validation(identity, fraction)]
             part.append((piece, begins, split))
             size, begins = size + len(piece) + 1, last
-            if size >= PART and (last or not source.streaming):  # a stream's state is between two documents
+            if size >= PART and (last or not source.streaming):  # a stream's state can only be between two documents
                 yield part, source.dataset.state_dict() if source.streaming else None
                 part, size = [], 0
     if part:
@@ -187,9 +187,9 @@ def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, fraction: float, 
 
 
 def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], index: int, texts: Part) -> dict:
-    """Encode and write part `index`, and last its returned counts and state as a JSON file.
+    """Encode and write part `index`, then its counts and state as a JSON file, and return these.
 
-    A part that a killed process has completed is only read. `encode` maps a piece, and whether it is the first one of
+    A part that a killed process completed is only read. `encode` maps a piece, and whether it is the first one of
     its document, to its text and its row: a list of integers for each column in `types`, or {} if it is empty.
     """
     if finished := _finished_part(folder, index):
@@ -282,7 +282,7 @@ def prepare(config: PrepareConfig) -> dict:
     return metadata
 
 
-def _kind_of_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "source"], float]:
+def _parse_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "source"], float]:
     """Parse `validation` into its kind and its fraction.
 
     Raises:
@@ -294,7 +294,7 @@ def _kind_of_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", 
     if not re.fullmatch(r"0?\.\d+", fraction):
         raise ConfigError(f"validation: {config.validation!r} must name a fraction below 1, such as {kind}:0.1")
     if kind != "hash" and config.streaming:
-        raise ConfigError(f"validation: {config.validation!r} does not go with streaming; use hash:0.005")
+        raise ConfigError(f"validation: {config.validation!r} cannot be combined with streaming; use hash:0.005")
     if kind == "tail" and config.max_tokens:
         problem = f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation} keeps"
         raise ConfigError(f"{problem}; use hash:0.005 or a separate source")
@@ -305,9 +305,9 @@ def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
     """Open the source, and the source of the validation text if it is separate.
 
     Raises:
-        ConfigError: they cannot be divided as `validation` says.
+        ConfigError: `validation` does not fit the source.
     """
-    kind, fraction = _kind_of_validation(config)
+    kind, fraction = _parse_validation(config)
     reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
     source, held_out = Source(config.source, *reading), None
     if kind == "source":
@@ -323,7 +323,7 @@ def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
 
 
 def _check_conversations(config: PrepareConfig, source: Source, held_out: Source | None) -> None:
-    """Read each source up to the first row that is not null, which says whether it has conversations.
+    """Read each source up to the first row that is not null, which shows whether it has conversations.
 
     Raises:
         ConfigError: only one source has conversations, or conversations would be divided by tail:FRACTION.
@@ -332,7 +332,7 @@ def _check_conversations(config: PrepareConfig, source: Source, held_out: Source
     ours, theirs = (any(each.conversations is not None for _ in each) and each.conversations for each in sources)
     if ours != theirs or (ours and config.validation.startswith("tail:")):
         problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
-        raise ConfigError(f"{problem}; of conversations keep whole ones, by hash:0.1 or a source of them")
+        raise ConfigError(f"{problem}; both must be conversations or both text; tail: is for text; use hash:0.1")
 
 
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
@@ -353,7 +353,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
             source.dataset.load_state_dict(part["state"])
             parts.append(part)
     documents = split_documents(source, config.validation, held_out)
-    texts = cut_parts(documents, tokenizer, _kind_of_validation(config)[1], source)
+    texts = cut_parts(documents, tokenizer, _parse_validation(config)[1], source)
     with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
         for part in _make_parts(partial(make_part, work, encode, types), len(parts), texts, config.num_workers):
             if _total(parts, "tokens", ["train"]) >= max_tokens:
@@ -363,10 +363,10 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     num_train, num_validation = (_total(parts, "documents", [split]) for split in SPLITS)
     _refuse_empty_split(config, num_train, num_validation)
     hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
-    for beyond in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
-        (work / beyond).unlink()  # encoded before max_tokens was known to be reached
+    for unused in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
+        (work / unused).unlink()  # encoded before max_tokens was known to be reached
     counts: dict[str, Any] = {split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS}
-    counts["validation"]["text"] = _text_hash(tokenizer, facts["end_of_text"], sorted(work.glob("validation/*.arrow")))
+    counts["validation"]["text"] = _hash_text(tokenizer, facts["end_of_text"], sorted(work.glob("validation/*.arrow")))
     return {
         "tokenizer": {"name": config.tokenizer, **facts},
         **counts,
@@ -377,16 +377,16 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     }
 
 
-def _text_hash(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str | None:
-    """Hash the bytes of all documents in the files, equal for all byte-level tokenizers; None for others."""
-    of_token = token_bytes(tokenizer, end_of_text)
-    if of_token is None:
+def _hash_text(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str | None:
+    """Return a hash of the text of the files, the same for all byte-level tokenizers; None for other tokenizers."""
+    bytes_of_token = token_bytes(tokenizer, end_of_text)
+    if bytes_of_token is None:
         return None
-    of_token[end_of_text], hashed = b"\0", blake2b(digest_size=16)  # a text has no NUL
+    bytes_of_token[end_of_text], hashed = b"\0", blake2b(digest_size=16)  # a text has no NUL
     for file in files:
         tokens = np.from_dlpack(open_columns(file)[0].values)
         for start in range(0, len(tokens), PIECE):
-            hashed.update(b"".join(map(of_token.__getitem__, tokens[start : start + PIECE].tolist())))
+            hashed.update(b"".join(map(bytes_of_token.__getitem__, tokens[start : start + PIECE].tolist())))
     return hashed.hexdigest()
 
 
@@ -394,7 +394,7 @@ def _refuse_empty_split(config: PrepareConfig, num_train: int, num_validation: i
     if num_train == 0:
         rest = f" is left for training: all {num_validation:,} documents are for validation" if num_validation else ""
         raise ConfigError(f"source: {config.source!r}: no text{rest}")
-    if num_validation == 0 and _kind_of_validation(config) != ("hash", 0.0):
+    if num_validation == 0 and _parse_validation(config) != ("hash", 0.0):
         problem = f"validation: {config.validation!r} keeps none of the {num_train:,} documents"
         remedy = "use hash:0.1, or tail:0.1 for the end of each, or hash:0.0 for no validation"
         raise ConfigError(f"{problem}; {remedy}")
@@ -419,7 +419,7 @@ def cli() -> int:
     ignore_failed_prints()
     try:
         config = parse_tool(PrepareConfig, "python -m data.prepare", positional=False)
-        # In a thread, because the main thread, which alone handles Ctrl-C, cannot while it trains a tokenizer.
+        # In a thread: only the main thread handles Ctrl-C, and it could not while it trains a tokenizer.
         metadata = ThreadPoolExecutor(1).submit(prepare, config).result()
     except (ConfigError, OSError) as error:
         print(f"prepare: error: {printable_lines(error)}", file=sys.stderr)
@@ -429,7 +429,7 @@ def cli() -> int:
         os._exit(130)  # does not wait for threads in the middle of a part
     trained = f"train:{metadata['tokenizer']['vocab_size']}"
     if config.tokenizer != trained and config.tokenizer.startswith("train:"):
-        print(f"tokenizer: {config.tokenizer} became {trained}: the source has no more pairs of tokens to join")
+        print(f"tokenizer: {config.tokenizer} became {trained}: the source has no more pairs of tokens to merge")
     for split in SPLITS:
         print(f"{config.out}/{split}: " + ", ".join(f"{metadata[split][n]:,} {n.replace('_', ' ')}" for n in COUNTS))
     return 0

@@ -1,4 +1,4 @@
-"""The text that a corpus is made of: files and datasets, read as documents in a fixed order."""
+"""Sources of a corpus's text: files and datasets, read as documents in a fixed order."""
 
 import json
 import os
@@ -21,7 +21,7 @@ CHUNK = 2**19  # characters of a txt file that are read at once
 
 @dataclass
 class Source:
-    """The documents of files or a dataset in their order, as pairs (text, whether the document ends with it).
+    """Documents of files or a dataset in order, as pairs (piece of text, whether it ends the document).
 
     The text of a conversation is its messages as JSON. The fields are settings of data.prepare.
 
@@ -35,16 +35,16 @@ class Source:
     invalid_utf8: str = "replace"
     streaming: bool = False
     setting: str = "source"
-    """The setting that has the name, for messages."""
+    """Name of the setting whose value is `name`, for messages."""
     conversations: bool | None = field(default=None, init=False)
     """Whether all documents are conversations; None until the first that is not null is read."""
 
     def __post_init__(self) -> None:
-        self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so the shell has not done it
+        self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so the shell has not expanded ~
         separator = (self.document_separator or "").replace("\\r", "\r").replace("\\n", "\n")
-        self.separator = separator.replace("\r\n", "\n").replace("\r", "\n")  # as the line ends of the files become
+        self.separator = separator.replace("\r\n", "\n").replace("\r", "\n")  # like the line ends of files
         self.errors = "strict" if self.invalid_utf8 == "refuse" else "replace"
-        # A name with brackets in it may be a file's.
+        # First as a file, because glob would read the brackets in its name as a pattern.
         self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
         for file in self.files:
             if get_file_type(file) not in (".txt", ".jsonl", ".parquet"):
@@ -62,11 +62,11 @@ class Source:
         for place in self.files or [self.name]:
             number = 1
             try:
-                for text, ends in self._txt(place) if get_file_type(place) == ".txt" else self._rows(place):
+                for text, ends in self._read_txt(place) if get_file_type(place) == ".txt" else self._read_rows(place):
                     yield text, ends
                     number += ends
                 changed = [f for f in ([place] if self.files else self.stamps) if get_source_stamp(f) != self.stamps[f]]
-            except Exception as error:  # as many kinds as there are formats, file systems and networks
+            except Exception as error:  # each format, file system and network raises its own types
                 raise self._refusal(f"{place!r}, document {number}: {type(error).__name__}: {error}") from None
             if changed:
                 raise self._refusal(f"{changed[0]!r} changed while it was read; start again when it is complete")
@@ -75,9 +75,9 @@ class Source:
         """Return a file or dataset that is in both sources, under whatever name; None if there is none."""
         if self.dataset is not None and self.name == other.name:
             return self.name
-        of_a_split = [(a, b) for a in self.slices for b in other.slices if a.splitname == b.splitname]
-        if of_a_split and all(a.to <= b.from_ or b.to <= a.from_ for a, b in of_a_split):
-            return None  # as train[:90%] and train[90%:]
+        same_split = [(a, b) for a in self.slices for b in other.slices if a.splitname == b.splitname]
+        if same_split and all(a.to <= b.from_ or b.to <= a.from_ for a, b in same_split):
+            return None  # disjoint slices, as train[:90%] and train[90%:]
         ours = {_identity(file) for file in self.files or self.dataset_files}
         return next((file for file in other.files or other.dataset_files if _identity(file) in ours), None)
 
@@ -87,9 +87,9 @@ class Source:
     def _load(self) -> tuple[Any, list[str], list]:
         """Open the dataset; return it, the files of its split, and which rows of which splits it has.
 
-        Files are on this machine, or names that hold a revision of the Hub. A stream has no list of rows.
+        Files are local paths, or URLs of the Hub that contain a revision. The rows of a stream are not known: [].
         """
-        import datasets  # slow, and not needed for files
+        import datasets  # slow to import, and not needed for files
 
         path, configuration, split = [*self.name.split(":", 2), "", ""][:3]
         split = split or "train"
@@ -104,7 +104,7 @@ class Source:
             builder.download_and_prepare()
             rows = {name: facts.num_examples for name, facts in (builder.info.splits or {}).items()}
             return builder.as_dataset(split=split), files, datasets.ReadInstruction.from_spec(split).to_absolute(rows)
-        except Exception as error:  # as many kinds as there are ways to fail at a download
+        except Exception as error:  # downloads and dataset builders raise many types
             problem = f"there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
             remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
             if configuration and self.name.count(":") == 1:
@@ -119,7 +119,7 @@ class Source:
             raise ValueError(f"conversations and texts are in one source; {kinds}; separate them")
         self.conversations = conversations
 
-    def _txt(self, file: str) -> Iterator[tuple[str, bool]]:
+    def _read_txt(self, file: str) -> Iterator[tuple[str, bool]]:
         separator, rest = self.separator, ""
         self._require_kind(conversations=False)
         with open_text(file, self.errors) as text:
@@ -132,15 +132,15 @@ class Source:
                 yield chunk, False
         yield rest, True
 
-    def _rows(self, place: str) -> Iterator[tuple[str, bool]]:
-        for row in self._records(place):
+    def _read_rows(self, place: str) -> Iterator[tuple[str, bool]]:
+        for row in self._read_records(place):
             text, is_conversation = chat.read_document(row, self.text_column)
             if is_conversation is not None:
                 self._require_kind(is_conversation)
-            # Half of a surrogate pair is valid in JSON, but no text.
+            # JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
             yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
 
-    def _records(self, place: str) -> Iterator[dict]:
+    def _read_records(self, place: str) -> Iterator[dict]:
         if self.dataset is not None:
             yield from self.dataset
         elif get_file_type(place) == ".jsonl":
@@ -159,15 +159,15 @@ def find_files(pattern: str) -> list[str]:
 
 
 def get_source_stamp(file: str) -> list[int] | None:
-    """Return size and time of a file on this machine; None for a file of the Hub, whose name has a revision."""
+    """Return size and modification time of a local file; None for a file of the Hub, whose URL has a revision."""
     return None if "://" in file else [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
 
 
 def get_file_type(file: str) -> str:
-    """Return the suffix of a file's name, without that of a compression."""
+    """Return the suffix of a file's name, ignoring .gz and .zst."""
     return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 def _identity(file: str) -> tuple[int, int] | str:
-    """Return what is equal for all links to a file."""
+    """Return a key that is equal for all links to a file."""
     return file if "://" in file else ((stat := os.stat(file)).st_dev, stat.st_ino)

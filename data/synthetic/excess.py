@@ -12,15 +12,15 @@ from torch import Tensor
 
 from data.synthetic.stories import StoryGenerator
 
-NUM_CACHED_ROWS = 2**14  # every evaluation has the same rows
+NUM_CACHED_ROWS = 2**14  # every evaluation reads the same rows
 
 
 def build_excess_loss_score(
     generator: StoryGenerator,
 ) -> Callable[[Tensor, dict[str, Tensor]], dict[str, tuple[Any, Any]]]:
-    """Return a score of validation batches (Corpus.score): `excess_loss/KIND`, in nats per target token of all kinds.
+    """Return a score of validation batches (Corpus.score): `excess_loss/KIND`, in nats per target token.
 
-    So the values of all kinds add up to the excess loss.
+    The target tokens of all kinds are counted, so the values of all kinds add up to the excess loss.
     """
     tokens, kinds = list(generator.vocabulary), generator.kinds
 
@@ -32,8 +32,8 @@ def build_excess_loss_score(
             return np.full(len(story) + 1, math.nan), np.zeros(len(story) + 1, dtype=np.int64)
         # The end of a story has probability 1: no other story begins with this one.
         nats = [*(token.nats for token in explained), 0.0]
-        numbers = [*(kinds.index(generator.kind(token)) for token in explained), kinds.index("endings")]
-        return np.array(nats), np.array(numbers)
+        kind_indices = [*(kinds.index(generator.kind(token)) for token in explained), kinds.index("endings")]
+        return np.array(nats), np.array(kind_indices)
 
     def score(logits_BTV: Tensor, batch: dict[str, Tensor]) -> dict[str, tuple[Any, Any]]:
         targets_BT = batch["labels"][:, 1:]
@@ -43,8 +43,8 @@ def build_excess_loss_score(
         is_target, rows = targets != -100, targets.long().tolist()
         lengths = is_target.sum(1).tolist()
         explained = [explain(tuple(row[: length - 1])) for row, length in zip(rows, lengths, strict=True)]
-        nats, numbers = (np.concatenate(of_rows) for of_rows in zip(*explained, strict=True))
-        sums = np.bincount(numbers, losses.double()[is_target].numpy() - nats, len(kinds))
+        nats, kind_indices = (np.concatenate(arrays) for arrays in zip(*explained, strict=True))
+        sums = np.bincount(kind_indices, losses.double()[is_target].numpy() - nats, len(kinds))
         return {f"excess_loss/{kind}": (total, len(nats)) for kind, total in zip(kinds, sums.tolist(), strict=True)}
 
     return score

@@ -6,7 +6,7 @@ A grammar is data. A rule lists templates, all equally likely; a template is pla
     {slot:TABLE}  an entry of a table, drawn in proportion to its weight; it is written, and stored in the slot
     {slot}        the entry in the slot again
     {slot.form}   another form of it: a pronoun, a plural, whatever the table lists
-    {slot=other}  nothing; from here on the slot holds what `other` holds
+    {slot=other}  writes nothing; from here on the slot holds what `other` holds
 
 Slots last to the end of a text, so words can agree over any distance.
 
@@ -58,7 +58,7 @@ class Token(NamedTuple):
 
     text: str
     nats: float
-    """-log P, exactly; over a text they add up to that of the text."""
+    """-log P given the text before it, exact; the sum over a text is -log P of the text."""
     table: str = ""
     """The table that the token comes from; "" for plain text of a template."""
     index: int = 0
@@ -66,7 +66,7 @@ class Token(NamedTuple):
     form: str = ""
     """Grammatical form of the entry."""
     drawn: bool = False
-    """Whether the entry is drawn here, not repeated."""
+    """True if the entry is drawn here, False if it is repeated."""
 
 
 class Grammar:
@@ -77,7 +77,7 @@ class Grammar:
 
     Raises:
         ValueError: a text could have two derivations, a slot could be empty or lack a form, or a rule is defined above
-            one that expands it; names the place.
+            one that expands it; the message names the place.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class Grammar:
         """Return the tokens of a text; None if the grammar does not generate it."""
         if (derivation := self._parse(text)) is None:
             return None
-        nats: dict[int, float] = defaultdict(float)  # by the end of the token
+        nats: dict[int, float] = defaultdict(float)  # by the position where the token ends
         for start, words, odds, weights_of_options in derivation.choices:
             if odds == 1:
                 continue
             weights = weights_of_options()
             prefix, weight, chosen = "", weights[""], round(weights[""] / odds)
-            # A choice is made token by token; the options that start with the tokens so far remain.
+            # Each token narrows the choice to the options that start with the tokens so far.
             for token in TOKEN.findall(words):
                 prefix += token
                 nats[start + len(prefix)] += math.log(weight / weights[prefix])
                 weight = weights[prefix]
-            if weight > chosen:  # "Ann ran" is not "Ann, the cat" because no comma comes next
+            if weight > chosen:  # the token after "Ann" excludes the longer option "Ann, the cat"
                 following = TOKEN.match(text, start + len(prefix))
                 assert following is not None, "the text continues"
                 nats[following.end()] += math.log(weight / chosen)
@@ -209,7 +209,7 @@ class Grammar:
         return self.tables[table].spaced[index][piece.form]
 
     def _first_words(self, pieces: Sequence[Piece], slots: Slots) -> str:
-        """Return what a template writes before its first choice."""
+        """Return the words that a template writes before its first choice."""
         words = ""
         for piece in pieces:
             if piece.rule or piece.table or piece.other:
@@ -221,9 +221,9 @@ class Grammar:
         return _weights_of_prefixes((self._first_words(pieces, slots), 1) for pieces in self.rules[rule])
 
     def _survey(self, rule: str, before: dict[str, set[str]], found: set[str]) -> tuple[int, dict[str, set[str]]]:
-        """Add the tokens of all derivations of a rule to `found`; return the most in one, and the slots after the rule.
+        """Add the tokens of all derivations of a rule to `found`; return the most in one, and the slots after it.
 
-        Slots map to the tables that may have filled them.
+        Each slot is mapped to the tables that may have filled it.
         """
         most, afters = 0, []
         for pieces in self.rules[rule]:
@@ -245,7 +245,7 @@ class Grammar:
                         problem = f"{slots[slot]} may fill {{{slot}}}, not all with .{form.strip()}"
                         raise ValueError(f"rule {rule}: {problem}") from None
                     found.update(*(words for words, _ in tokens))
-                    count += max(most for _, most in tokens)
+                    count += max(length for _, length in tokens)
                 else:
                     tokens = TOKEN.findall(text)
                     found.update(tokens)
@@ -327,7 +327,7 @@ def _check_templates(name: str, templates: Sequence[str], is_start: bool) -> Non
     for template in templates:
         if "".join(match[0] for match in _PIECE.finditer(template)) != template:
             raise ValueError(f"rule {name}: cannot parse the braces of {template!r}")
-        # Every piece must be whole tokens, or the tokens of a text would not be those of its pieces.
+        # Every piece must consist of whole tokens, or a token of a text could span two pieces.
         written = re.sub(r"\{[a-z]+=[a-z]+\}", "", template)
         if re.search(r"[\w}]\{[a-z]| \{[A-Z]| $", written) or re.search(r"\}\w| \{\w+=", template):
             problem = "a space stands before each word, in braces too, not elsewhere"

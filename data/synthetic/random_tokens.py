@@ -22,7 +22,7 @@ class RandomTokensDataset(Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels`, both int64 [T] and equal: the model shifts the labels itself."""
+        """Return `input_ids` and `labels`, both int64 [T] and equal: the model shifts the labels itself."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "random tokens", self.split, index))
         input_ids = torch.randint(self.vocab_size, (self.seq_len,), generator=generator)
         return {"input_ids": input_ids, "labels": input_ids}

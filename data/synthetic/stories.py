@@ -56,7 +56,7 @@ TABLES = {
     "GLAD": _entries("happy glad proud thankful cheerful pleased"),
 }
 
-# A line is a template of the rule that it names, or of the one named last.
+# Each line is a template of the rule named on it, or of the rule named last.
 RULES = """
 STORY          |There was a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}
                |Meet a {trait:TRAIT}{HERO}.{HOME}{OUTING}{PLOT}
@@ -116,7 +116,7 @@ MORAL          | Then {hero.his} {elder} called {hero.him} a {trait} {hero.kid}.
                | And {friend} and {hero} stayed friends forever.
 """
 
-# These stories are no longer than the longest of the others, so that the same seq_len fits both.
+# No story about a world is longer than the longest plain story, so the same seq_len fits both.
 RULES_OF_A_WORLD = """
 STORY          |There was a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
                |Meet a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
@@ -154,7 +154,7 @@ class StoryGenerator:
     def build_tokenizer(self) -> Tokenizer:
         """Build a word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
 
-        Encoding a word that no story has raises an Exception, because such a text has no known probability.
+        Encoding a word that no story contains raises an Exception, because such a text has no known probability.
         """
         tokenizer = Tokenizer(models.WordLevel(self.vocabulary))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN.pattern), behavior="isolated")
@@ -188,11 +188,11 @@ class StoryGenerator:
     def kinds(self) -> list[str]:
         """Kinds of tokens for which the excess loss is reported."""
         decades = range(len(str(len(self.world.facts)))) if self.world else ()
-        of_world = ["fact_keys", *map(_decade, decades)] if self.world else []
-        return ["names", "agreement", "plot", "endings", *of_world]
+        fact_kinds = ["fact_keys", *map(_decade, decades)] if self.world else []
+        return ["names", "agreement", "plot", "endings", *fact_kinds]
 
     def kind(self, token: Token) -> str:
-        """Return which of the `kinds` a token is.
+        """Return the kind of a token, one of `kinds`.
 
         names: drawn here; agreement: an entry drawn before; endings: of sentences; plot: all other words; fact_keys:
         the subject of a fact; facts_from_10: the answer of a fact of rank 10 to 99, and so on.
@@ -210,12 +210,12 @@ def _decade(power: int) -> str:
 
 @functools.cache
 def get_story_generator(facts: int = 0, zipf: float = 0.0, seed: int = 0) -> StoryGenerator:
-    """Return the generator of stories about a world of so many facts; without facts, of plain stories."""
+    """Return the generator of stories about a world of `facts` facts, or of plain stories if there are 0."""
     return StoryGenerator(World(facts, zipf, seed)) if facts else STORIES
 
 
 class Encoded(dict[str, bytes]):
-    """Tokens of each piece of a story, int64; the few pieces are looked up instead of tokenised again."""
+    """Cache of the tokens (int64) of each piece of a story: there are few pieces, so none is tokenised twice."""
 
     def __init__(self, vocabulary: dict[str, int]):
         super().__init__()
@@ -244,11 +244,11 @@ class StoriesDataset(Dataset):
 
     def __init__(self, split: str, num_stories: int, seed: int, seq_len: int, generator: StoryGenerator = STORIES):
         assert split in ("train", "validation"), split
-        shortest = generator.grammar.max_tokens + 2
-        if seq_len < shortest:
-            wanted = f"at least {shortest}, the longest story and two end-of-text tokens"
+        min_seq_len = generator.grammar.max_tokens + 2
+        if seq_len < min_seq_len:
+            wanted = f"at least {min_seq_len}, the longest story and two end-of-text tokens"
             problem = f"data.source: stories needs seq_len of {wanted}, but it is {seq_len}"
-            raise ConfigError(f"{problem}; set it to {shortest}")
+            raise ConfigError(f"{problem}; set it to {min_seq_len}")
         self.split, self.num_stories, self.seed, self.seq_len = split, num_stories, seed, seq_len
         self.grammar, self.encode = generator.grammar, generator.encoded.__getitem__
 
