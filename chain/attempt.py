@@ -150,7 +150,7 @@ class Attempt(Experiment):
     def finish(self, **results: Any) -> Row:
         """Append the row with the result, unless another process that shared the test has done so; return the row."""
         with locked_chain(self.lab) as (ledger, chain):
-            if "id" not in self.cells:  # not entered: its code does not start
+            if "id" not in self.cells:  # not in the ledger, because its code does not start
                 if results["status"] != "failed":
                     return {}
                 self.cells["id"] = 1 + len(chain.ideas)

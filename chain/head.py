@@ -118,7 +118,7 @@ def check_acceptable(row: Row, chain: Chain, unproven: bool) -> None:
     if row["decision"]:
         raise ConfigError(f"id: {number} was {row['decision']}; try it again")
     if status != "better" and not (unproven and status not in NEVER_ACCEPTED):
-        hint = "" if status in NEVER_ACCEPTED else "; --unproven accepts it, and the ledger says so"
+        hint = "" if status in NEVER_ACCEPTED else "; --unproven accepts it, and the ledger records this"
         raise ConfigError(f"id: {number} is {status}, not better{hint}")
     if row["parent"] != chain.head:
         heads = f"{row['parent'][:12]}, and the head is {chain.head[:12]}"

@@ -125,7 +125,7 @@ def parse_command(settings: type[ChainConfig], args: list[str]) -> ChainConfig:
     """Parse the command line of a command; with --json, print errors as one JSON object.
 
     Raises:
-        ConfigError: it is wrong.
+        ConfigError: the command line is wrong.
     """
     try:
         return parse_tool(settings, "research.py", args)

@@ -34,8 +34,8 @@ IGNORED_SETTINGS |= {
     for name in ("every", "micro_batch_size", "num_scored_generations", "num_logged_generations", "temperature")
 }
 Configuration = tuple[Any, ...]
-"""What runs that differ in their seeds alone have in common: their other settings and facts and, for a branch, its
-first step and the configuration of its parent or, if that run is gone, the digest of its state."""
+"""Key that is equal for runs that differ in their seeds alone: their other settings and facts and, for a branch, the
+step where it left its parent, and the parent's configuration or, if that run is gone, the digest of its state."""
 
 
 @dataclass(eq=False)
@@ -173,7 +173,7 @@ class Record:
         return before if before[-1] == own else (*before, own)
 
     def configuration(self) -> Configuration:
-        """Return what the run has in common with runs that differ by their seeds alone."""
+        """Return the key that is equal for runs that differ in their seeds alone."""
         names = sorted(name for name in self.settings if belongs_to_configuration(name) and name not in SEEDS)
         settings = tuple((name, json.dumps(self.settings[name], sort_keys=True)) for name in names)
         if self.branch is None:

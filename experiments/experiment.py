@@ -119,7 +119,7 @@ class Experiment:
             jobs.threads = max(1, available_cores() // jobs.max_running)
         self.total_alpha = TOTAL_ALPHA
         self.facts: dict[str, Any] = {"note": config.note} if config.note else {}
-        """What was compared, for the row of the log."""
+        """Facts of the experiment, for its row of the log."""
 
     def run(self, change: Change | None = None) -> dict[str, Any]:
         """Run the experiment and return its row for the log.
@@ -424,7 +424,7 @@ class Experiment:
         return speeds
 
     def tune_both(self, baseline: Arm, candidate: Arm) -> tuple[Arm, Arm]:
-        """Return both arms with the best value of the setting that `--tune` names; a broken candidate costs one run."""
+        """Return both arms with the best value of the setting `--tune`, after one run of each to find a broken arm."""
         self.train([with_tuning_seeds(arm).run(0) for arm in (baseline, candidate)])
         return self.tune(baseline), self.tune(candidate)
 

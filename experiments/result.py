@@ -58,7 +58,7 @@ def make_row(
     are in `sizes`.
 
     Args:
-        facts: what was compared.
+        facts: other facts of the experiment.
         comparisons: by factor on the parameters.
         costs: None without a comparison.
         message: error or reason of the verdict; "" if there is none.
@@ -210,7 +210,7 @@ def parts_of_comparison(row: dict[str, Any]) -> list[str]:
 
 
 def unequal_costs(row: dict[str, Any]) -> str:
-    """Return in which costs the candidate differs from the baseline by more than 0.1%."""
+    """Return the costs in which the candidate differs from the baseline by more than 0.1%, as text; "" if none do."""
     cost = row.get("cost", {})
     pairs = {"parameters": cost.get("parameters"), "FLOPs/token": cost.get("flops_per_token")}
     pairs |= {"training tokens": cost.get("tokens"), "bytes of training text": cost.get("bytes")}

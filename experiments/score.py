@@ -152,7 +152,7 @@ def check_metric(metric: str, *arms: Arm) -> str:
     """Return the metric that `--metric` names, after checking that the first run of each arm logs it at its end.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: an arm does not log it.
     """
     for arm in arms:
         row = arm.run(0).last_row()
@@ -163,10 +163,10 @@ def check_metric(metric: str, *arms: Arm) -> str:
 
 
 def check_logged(name: str, metric: str, logged: Any, measured: float, tolerance: float) -> None:
-    """Check that an arm logs what the scorer measures.
+    """Check that a logged value is the one that the scorer measures, within a tolerance.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the values differ.
     """
     if not isinstance(logged, float) or not abs(logged - measured) <= tolerance:
         raise ConfigError(

@@ -88,7 +88,7 @@ def parse_experiment(args: list[str]) -> ExperimentConfig:
     """Parse the command line of experiment.py; with --json, print errors as one JSON object.
 
     Raises:
-        ConfigError: it is wrong.
+        ConfigError: the command line is wrong.
     """
     try:
         return parse_tool(ExperimentConfig, "experiment.py", args)

@@ -114,7 +114,7 @@ class LadderRun:
 
 
 def build_ladder(widths: list[int], budgets: list[int], seeds: range) -> list[LadderRun]:
-    """Return every width for every budget, seed by seed, the most expensive first so that none is left for the end."""
+    """Return every width for every budget by seed, the most expensive first, so that no long run starts last."""
     runs = [
         LadderRun(width, steps, learning_rate(width), seed) for seed in seeds for width in widths for steps in budgets
     ]

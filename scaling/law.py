@@ -39,7 +39,7 @@ class Law:
     def compute_optimal(self, products: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Return the parameters and tokens with the least loss for given products N D, to which FLOPs are proportional.
 
-        Both are at least 1, also where badly determined exponents would have all of a product in one of them.
+        Both are at least 1, even where badly determined exponents would put the whole product into one of them.
         """
         log_ratio = math.log(self.alpha * self.size_factor) - math.log(self.beta * self.data_factor)
         log_products = np.log(products)
