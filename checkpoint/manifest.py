@@ -165,9 +165,9 @@ def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:
 def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     """Delete old checkpoints up to `step`, which was just saved; called by the main process alone.
 
-    It keeps the `keep` newest, the best of each validation set, those of every `keep_every` steps, those after `step`,
-    which were found damaged, and those without a valid manifest. Raise InvalidCheckpoint, and delete
-    nothing, if the checkpoint of `step` cannot be read back.
+    Keep the `keep` newest, the best of each validation set, those of every `keep_every` steps, those after `step`,
+    which were found damaged, and those without a valid manifest. If the checkpoint of `step` cannot be read back, raise
+    InvalidCheckpoint and delete nothing.
     """
     manifests = {path: found for path, found in readable_checkpoints(checkpoints).items() if found.step <= step}
     kept = {*list(manifests)[: config.keep], *best_checkpoints(manifests)}

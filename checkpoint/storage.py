@@ -59,7 +59,7 @@ def copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Writes tensors without the copies that the base class makes, during which no other Python code runs."""
+    """Writes tensors without the copies that the base class makes, which block all other Python code."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list]:
         """Write the file of this process, with the same content as the base class."""

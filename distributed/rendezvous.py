@@ -22,8 +22,8 @@ POLL_SECONDS = 0.02
 def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
     """Return the launcher's store under a prefix that only the processes of this start use; all call this together.
 
-    Each process except 0 requests the prefix under a random name, process 0 answers, and the process confirms that it
-    has joined. A dead process may be answered too, but never confirms. Raise RunError after `timeout_seconds`.
+    Every process has a random name; that of process 0 is the prefix. The others publish theirs, receive the prefix and
+    confirm it. A dead process may get an answer, but never confirms. Raise RunError after `timeout_seconds`.
     """
     address, own_name, start, is_reported = os.environ["MASTER_ADDR"], uuid4().hex, time.monotonic(), False
     try:

@@ -89,7 +89,7 @@ class PrepareConfig:
     end of each document; or a separate source, files or a pattern."""
 
     document_separator: str | None = None
-    r"""Divides a txt file into documents, and is part of none. \n means a new line, of whatever kind."""
+    r"""Text between the documents of a txt file, not part of any. \n matches line breaks of every kind."""
 
     text_column: str = "text"
     """The column, or the key in jsonl, that holds the text."""
