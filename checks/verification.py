@@ -109,7 +109,8 @@ class AllReduce:
     def add_micro_batch(self, num_micro_batches: int) -> None:
         """Count a micro-batch, whose gradients backward has added up; after the last sum them over the processes."""
         self.num_added += 1
-        if self.num_added % num_micro_batches == 0:
+        if self.num_added == num_micro_batches:
+            self.num_added = 0  # the next step may have another number, with batch warm-up
             for gradient in complete_gradients(self.parameters) if dist.is_initialized() else ():
                 dist.all_reduce(gradient)
 
