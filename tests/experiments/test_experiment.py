@@ -665,10 +665,10 @@ def test_real_tokenizers_of_one_text(tmp_path, monkeypatch, capsys):
         assert measured["val/bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
 
 
-def command(tmp_path, *words):
+def command(tmp_path, idea, *words):
     (tmp_path / "tiny.yaml").write_text(REAL)
     common = ["--config", tmp_path / "tiny.yaml", "--lab", tmp_path / "lab", "--speedup", "false", "--json"]
-    return list(map(str, [sys.executable, "experiment.py", *words, *common]))
+    return list(map(str, [sys.executable, "experiment.py", idea, *common, *words]))  # words override the recipe
 
 
 @pytest.mark.slow
@@ -696,7 +696,9 @@ def test_ctrl_c_then_same_command_resumes(tmp_path):
     """Runs are long enough to be interrupted after their first logged step."""
     words = command(tmp_path, "--optimizer.lr 1e-6", "--steps", "400", "--jobs", "2")
     process = subprocess.Popen(words, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
-    while not list((tmp_path / "lab" / "runs").glob("*/metrics.jsonl")):
+    runs = tmp_path / "lab" / "runs"
+    # The file is empty until a step is logged; stopped before its first step, a run would have nothing to resume.
+    while not any(rows.read_text() for rows in runs.glob("*/metrics.jsonl")):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
@@ -705,7 +707,7 @@ def test_ctrl_c_then_same_command_resumes(tmp_path):
     assert not (tmp_path / "lab" / "log.jsonl").exists()
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["verdict"] == "worse", done.stderr
-    resumed = [len(starts.read_text().splitlines()) for starts in (tmp_path / "lab" / "runs").glob("*/sessions.jsonl")]
+    resumed = [len(starts.read_text().splitlines()) for starts in runs.glob("*/sessions.jsonl")]
     assert 2 in resumed, "the interrupted run was not resumed"
 
 
