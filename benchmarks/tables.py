@@ -121,10 +121,14 @@ def render_page() -> str:
     text = PAGE.read_text()
     for name in TABLES:
         if read_result(name)["figures"]:
-            between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-            content = section(name)
-            text = between.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
+            text = replace_table(text, name, section(name))
     return text
+
+
+def replace_table(text: str, name: str, table: str) -> str:
+    """Return the text of a page with what is between `<!-- NAME -->` and `<!-- end -->` replaced."""
+    between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return between.sub(lambda found: f"{found[1]}{table}\n{found[2]}", text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from chain.recipe import parse_settings, set_values
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from experiments import change
-from experiments.change import AUTHOR, Change, apply_diff, commit_on, diff_of, git, resolve_commits
+from experiments.change import AUTHOR, Change, apply_diff, commit_on, diff_of, git, resolve_commits, split_idea
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,8 @@ def parse_idea(text: str) -> Idea:
     Raises:
         ConfigError: it is neither settings nor code.
     """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"idea: {text!r} cannot be parsed: {error}") from None
-    code = words.pop(0) if words and not words[0].startswith("--") else ""
-    if not code and not words:
-        raise ConfigError("idea: '' is empty; give settings, a git branch, a patch file, or . for the working tree")
+    words = split_idea(text)
+    code = words.pop(0) if not words[0].startswith("--") else ""
     parse_settings(words)
     if not code:
         diff = ""

@@ -17,6 +17,7 @@ from chain.settings import (
     LogConfig,
     StartConfig,
     TryConfig,
+    print_error,
 )
 from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
@@ -48,7 +49,7 @@ def main(config: ChainConfig) -> None:
         result = run(config)
     except (ConfigError, RunError) as error:
         if config.json:
-            print(json.dumps({"status": "error", "message": str(error)}))
+            print_error(str(error))
         raise
     print(json.dumps(result.facts) if config.json else "\n".join(result.lines))
     if result.exit_code:

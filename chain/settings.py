@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass, field
 
 from config.errors import ConfigError
-from config.parser import PASSED_ON, parse_tool
-from experiments.settings import DEFAULT_CONFIG
+from config.parser import PASSED_ON
+from experiments.settings import DEFAULT_CONFIG, parse_tool_with_json
 from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 
 
@@ -127,12 +127,12 @@ def parse_command(settings: type[ChainConfig], args: list[str]) -> ChainConfig:
     Raises:
         ConfigError: the command line is wrong.
     """
-    try:
-        return parse_tool(settings, "research.py", args)
-    except ConfigError as error:
-        if "--json" in args or "--json=true" in args:
-            print(json.dumps({"status": "error", "message": str(error)}))
-        raise
+    return parse_tool_with_json(settings, "research.py", args, print_error)
+
+
+def print_error(message: str) -> None:
+    """Print the one JSON object of a command that failed."""
+    print(json.dumps({"status": "error", "message": message}))
 
 
 def refuse_command(args: list[str]) -> None:

@@ -5,11 +5,9 @@
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 from datetime import date
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -17,23 +15,23 @@ import torch
 import yaml
 from scipy.stats import sem, t
 
-from benchmarks.runner import cpu_seconds
-from benchmarks.tables import machine
+from benchmarks.runner import ROOT, cpu_seconds, train_command
+from benchmarks.tables import machine, replace_table
 from run.reader import RunReader
 
-ROOT = Path(__file__).parent.parent
 PAGE, RECORDS, RUNS = ROOT / "docs" / "track.md", ROOT / "docs" / "track.yaml", ROOT / "runs" / "track"
 HEADER = ["record", "excess loss, nats/token", "tokens", "parameters", "CPU seconds", "digest of seed 1", "date"]
 # Evaluations do not change the weights, and only the last is recorded, so there are no others.
-SETTINGS = "--exact true --evaluation.every 1000000 --evaluation.num_scored_generations 0 --tracking.wandb disabled"
+SETTINGS = {"exact": "true", "evaluation.every": 10**6, "evaluation.num_scored_generations": 0, "resume": "never"}
+SETTINGS |= {"tracking.wandb": "disabled"}
+TORCH = torch.__version__.partition("+")[0]
 
 
 def train(name: str, config: str, seed: int) -> tuple[RunReader, float]:
     """Train one seed of a record on one thread; return its run and the CPU seconds of the command."""
     run = RunReader(RUNS / f"{name}-seed-{seed}")
-    command = [sys.executable, "train.py", "--config", config, *SETTINGS.split(), "--seed", str(seed)]
-    command += ["--out_dir", str(run.path.parent), "--name", run.path.name, "--resume", "never"]
-    before = cpu_seconds()
+    names = {"seed": seed, "out_dir": run.path.parent, "name": run.path.name}
+    command, before = train_command({"config": config} | SETTINGS | names), cpu_seconds()
     if code := subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
         sys.exit(code)
     return run, cpu_seconds() - before
@@ -50,7 +48,7 @@ def measure(name: str, config: str, num_seeds: int) -> dict[str, Any]:
         "parameters": runs[0].sessions()[0].parameters,
         "cpu_seconds": [round(each, 1) for each in seconds],
         "digest": rows[0]["state/digest"],
-        "torch": torch.__version__.partition("+")[0],
+        "torch": TORCH,
         "processor": machine()["cpu"],
         "date": str(date.today()),
     }
@@ -72,8 +70,7 @@ def write(records: dict[str, dict[str, Any]]) -> None:
     """Write docs/track.yaml, and the table of docs/track.md between its two marks."""
     head = RECORDS.read_text().splitlines()[0]
     RECORDS.write_text(f"{head}\n{yaml.safe_dump(records, sort_keys=False, default_flow_style=None, width=120)}")
-    marked = re.compile(r"(<!-- records -->\n).*?(<!-- end -->)", re.DOTALL)
-    PAGE.write_text(marked.sub(lambda found: f"{found[1]}{table(records)}\n{found[2]}", PAGE.read_text()))
+    PAGE.write_text(replace_table(PAGE.read_text(), "records", table(records)))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,9 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     row, processor = run.metrics()[-1], machine()["cpu"]
     same, theirs = row["state/digest"] == record["digest"], record["excess_loss"][0]
     print(f"record       {name}, {record['date']}, torch {record['torch']}, {record['processor']}")
-    print(
-        f"this run     {run.path}: torch {torch.__version__.partition('+')[0]}, {processor}, {seconds:.0f} CPU seconds"
-    )
+    print(f"this run     {run.path}: torch {TORCH}, {processor}, {seconds:.0f} CPU seconds")
     print(f"excess loss  {row['val/excess_loss']:.6g} nats/token; seed 1 of the record: {theirs:.6g}")
     print(f"digest       {row['state/digest']}: {'the same bits' if same else 'the record has ' + record['digest']}")
     return 0 if same else 1

@@ -80,6 +80,21 @@ class Change:
         return path
 
 
+def split_idea(text: str) -> list[str]:
+    """Split an idea into its words.
+
+    Raises:
+        ConfigError: a quotation mark is missing, or the idea is empty.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"idea: {text!r} cannot be parsed: {error}") from None
+    if not any(words):
+        raise ConfigError("idea: '' is empty; give settings, a git branch, a patch file, or . for the working tree")
+    return words
+
+
 def parse_change(text: str, onto: str | None = None) -> Change:
     """Parse the first argument of experiment.py.
 
@@ -91,12 +106,7 @@ def parse_change(text: str, onto: str | None = None) -> Change:
     Raises:
         ConfigError: the text is none of these, or changes nothing.
     """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"idea: {text!r} cannot be parsed: {error}") from None
-    if not words:
-        raise ConfigError("idea: '' is empty; give settings, a git branch, a patch file, or . for the working tree")
+    words = split_idea(text)
     if words[0].startswith("--"):
         if onto:
             raise ConfigError(f"onto: {onto!r} applies to code, and {text!r} has settings only; leave it out")

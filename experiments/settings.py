@@ -2,9 +2,10 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from config.errors import ConfigError
 from config.parser import PASSED_ON, parse_tool
@@ -90,11 +91,20 @@ def parse_experiment(args: list[str]) -> ExperimentConfig:
     Raises:
         ConfigError: the command line is wrong.
     """
+    return parse_tool_with_json(ExperimentConfig, "experiment.py", args, lambda message: print_error("", message, 2))
+
+
+def parse_tool_with_json(settings: type, program: str, args: list[str], print_error: Callable[[str], None]) -> Any:
+    """Parse the command line of a program with the setting `json`; with it, also print a message by `print_error`.
+
+    Raises:
+        ConfigError: the command line is wrong.
+    """
     try:
-        return parse_tool(ExperimentConfig, "experiment.py", args)
+        return parse_tool(settings, program, args)
     except ConfigError as error:
         if "--json" in args or "--json=true" in args:
-            print_error("", str(error), 2)
+            print_error(str(error))
         raise
 
 
