@@ -55,7 +55,7 @@ test-repo: test-env ## run the tests of this repository's rules, pages and patch
 
 test-gpu: ## on a machine with a GPU: run its tests and benchmark, and print a page to paste; ARGS="--nanogpt PATH"
 	@export PYTHONPATH="$(WHEELS):$$PYTHONPATH"; mkdir -p runs; echo "tests, in detail: runs/gpu_tests.log" >&2; \
-	$(GPU_PYTHON) -m pytest -m cuda -rfE tests/test_gpu.py tests/test_gpu_benchmark.py > runs/gpu_tests.log 2>&1; tests=$$?; \
+	$(GPU_PYTHON) -m pytest -m cuda -rfE $(sort $(shell grep -rl mark.cuda tests --include="test_*.py")) > runs/gpu_tests.log 2>&1; tests=$$?; \
 	nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; \
 	grep -E "^(FAILED|ERROR)|(passed|failed).* in " runs/gpu_tests.log; \
 	$(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS) && exit $$tests

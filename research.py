@@ -11,10 +11,7 @@ of try: 0 decided, 10 unknown, 11 the candidate failed, 2 refused, 1 the baselin
 """
 
 if __name__ == "__main__":
-    from functools import partial
-
-    from chain.settings import COMMANDS, parse_command, refuse_command
+    from chain.settings import PARSERS, refuse_command
     from cli.scripts import run_and_exit
 
-    commands = {name: (partial(parse_command, settings), "chain.commands") for name, settings in COMMANDS.items()}
-    run_and_exit("research", refuse_command, needs_torch=False, commands=commands)
+    run_and_exit("research", refuse_command, needs_torch=False, commands=PARSERS)

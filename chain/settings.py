@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 
 from config.errors import ConfigError
 from config.parser import PASSED_ON
@@ -133,6 +134,10 @@ def parse_command(settings: type[ChainConfig], args: list[str]) -> ChainConfig:
 def print_error(message: str) -> None:
     """Print the one JSON object of a command that failed."""
     print(json.dumps({"status": "error", "message": message}))
+
+
+# The parser and the module of each command, as cli.scripts.run_script takes them.
+PARSERS = {name: (partial(parse_command, settings), "chain.commands") for name, settings in COMMANDS.items()}
 
 
 def refuse_command(args: list[str]) -> None:

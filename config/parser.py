@@ -189,31 +189,22 @@ def _explain(message: str, settings_class: type) -> str:
     unknown = re.match(r"Option '(.*)' is not accepted|Group '(.*)' does not accept option '(.*)'", message)
     if unknown or (unknown := re.match(r"unrecognized arguments: --([^\s=]+)", message)):
         name = unknown[1] or f"{unknown[2]}.{unknown[3]}"
-        names = _setting_names(settings_class)
+        names = [name for name, kind in _setting_types(settings_class).items() if not is_dataclass(kind)]
         in_section = [other for other in names if other.endswith(f".{name}")]
         nearest = in_section or get_close_matches(name, names, n=1, cutoff=0.8)
         return f"{name} is not a setting; {f'did you mean {nearest[0]}? ' if nearest else ''}--help lists all"
     message = re.sub(r'^Parser key "(.+?)":\s+', r"\1: ", message)
     setting = message.partition(":")[0]
-    annotation = _annotation(setting, settings_class)
+    annotation = _setting_types(settings_class).get(setting)
     value = re.search(r"(?:Got value|Given value): (.*)|: (\S+) does not conform|(?:base 10|float): '(.*)'", message)
     if annotation is None or value is None:
         return message
     return f"{setting}: {value[1] or value[2] or value[3] or ''} must be {describe(annotation)}"
 
 
-def _setting_names(settings_class: Any) -> list[str]:
-    """Return the dotted names of all settings, such as `steps` and `optimizer.lr`."""
-    names = [field.name for field in fields(settings_class) if not is_dataclass(field.type)]
-    for section in (field for field in fields(settings_class) if is_dataclass(field.type)):
-        names += [f"{section.name}.{name}" for name in _setting_names(section.type)]
-    return names
-
-
-def _annotation(setting: str, settings_class: Any) -> Any:
-    """Return the type of the setting with a dotted name such as `optimizer.lr`; None if there is no such setting."""
-    section, _, name = setting.rpartition(".")
+def _setting_types(settings_class: Any) -> dict[str, Any]:
+    """Return the types of all settings and sections by their dotted names, such as `steps` and `optimizer.lr`."""
     types = {field.name: field.type for field in fields(settings_class)}
-    if section:
-        return _annotation(name, types[section]) if is_dataclass(types.get(section)) else None
-    return types.get(name)
+    for section in (field for field in fields(settings_class) if is_dataclass(field.type)):
+        types |= {f"{section.name}.{name}": kind for name, kind in _setting_types(section.type).items()}
+    return types

@@ -94,27 +94,32 @@ class TextDataset(Dataset):
 
     def arrays(self, indices: list[int]) -> dict[str, np.ndarray]:
         """Load the samples of a batch, each array int64 [B, T]."""
-        input_ids = np.full((len(indices), self.seq_len), self.corpus.end_of_text)
-        is_target, begins = np.zeros_like(input_ids), np.zeros_like(input_ids)
-        for b, index in enumerate(indices):
-            first, boundaries = self._locate(index * self.num_rows // self.num_samples)
-            end = boundaries[-1]
-            self._copy(first, input_ids[b, :end])
-            if self.corpus.has_conversations:
-                self._copy(first, is_target[b, :end], column=1)
-            else:
-                is_target[b, :end] = 1
-            begins[b, boundaries[:-1]] = boundaries[:-1]
+        rows = [index * self.num_rows // self.num_samples for index in indices]
+        input_ids = np.full((len(rows), self.seq_len), self.corpus.end_of_text)
+        if self.has_windows:
+            for row, window in zip(rows, input_ids, strict=True):
+                self._copy(row * (self.seq_len - 1), window)
+            labels, begins_document = input_ids, input_ids == self.corpus.end_of_text
+        else:
+            is_target, begins_document = np.zeros_like(input_ids), np.zeros_like(input_ids, bool)
+            for b, row in enumerate(rows):
+                first, boundaries = self._locate(row)
+                end = boundaries[-1]
+                self._copy(first, input_ids[b, :end])
+                if self.corpus.has_conversations:
+                    self._copy(first, is_target[b, :end], column=1)
+                else:
+                    is_target[b, :end] = 1
+                begins_document[b, boundaries[:-1]] = True
+            labels = np.where(is_target, input_ids, -100)
         # The files may not be verified yet, and a token beyond the model's table would read other memory.
         if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
             problem = f"token {largest} in {self.split} exceeds the {self.corpus.vocab_size} of the tokenizer"
             raise ConfigError(f"data: {self.corpus.path} is damaged: {problem}; {REMEDY}")
-        batch = {"input_ids": input_ids, "labels": np.where(is_target, input_ids, -100)}
+        batch = {"input_ids": input_ids, "labels": labels}
         if self.packing != "padded" and (self.packing == "isolated" or self.corpus.has_conversations):
             positions = np.arange(self.seq_len)
-            if self.has_windows:
-                begins = np.where(input_ids == self.corpus.end_of_text, positions, 0)
-            batch["position_ids"] = positions - np.maximum.accumulate(begins, axis=1)
+            batch["position_ids"] = positions - np.maximum.accumulate(np.where(begins_document, positions, 0), axis=1)
         return batch
 
     def _find_documents(self, offsets: list[np.ndarray]) -> None:
@@ -146,9 +151,7 @@ class TextDataset(Dataset):
             self.conversations = counts.format(*map(len, (lengths, self.rows, cut, lost)))
 
     def _locate(self, row: int) -> tuple[int, np.ndarray]:
-        """Return the first token of a row, and where in the row its documents begin and, last, where they end."""
-        if self.has_windows:
-            return row * (self.seq_len - 1), np.array([0, self.seq_len])
+        """Return the first token of a row of documents, where in the row they begin and, last, where they end."""
         document = self.rows[row]
         first = self.begins[document]
         boundaries = self.begins[document : self.after[document] + 1] - first

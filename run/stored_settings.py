@@ -68,6 +68,6 @@ def no_such_setting(key: str, value: Any) -> str:
 
 
 def _without_unknown(settings: dict[str, Any]) -> TrainConfig:
-    unknown = unknown_settings(settings)
-    known = {key: value for key, value in complete_settings(settings).items() if key not in unknown}
-    return replace_settings(TrainConfig(), known)
+    defaults = flat_settings(asdict(TrainConfig()))
+    known = {key: value for key, value in flat_settings(settings).items() if key in defaults}
+    return replace_settings(TrainConfig(), defaults | known)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
@@ -119,14 +119,13 @@ class TrackerRun:
 
         It returns after a timeout too, since other processes, or a scheduler that stops the run, are waiting.
         """
-        self._submit(lambda: self._finish(failure))
+        last = self._submit(lambda: self._finish(failure))  # runs after all queued actions
         seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
-        last = self.thread.submit(lambda: None)  # runs after all queued actions
         if not wait([last], seconds).done:
             name = self.config.tracking.tracker
             self.say(f"{name} has not finished after {seconds:g} s; metrics.jsonl has everything.")
 
-    def _submit(self, action: Callable[[], object], starting: bool = False) -> None:
+    def _submit(self, action: Callable[[], object], starting: bool = False) -> Future[None]:
         """Queue `action` for the thread; its first error is printed and ends the tracking."""
         name = self.config.tracking.tracker
 
@@ -140,7 +139,7 @@ class TrackerRun:
                 self.run = None
                 self.say(f"{name} has failed, metrics go to metrics.jsonl only: {type(error).__name__}: {error}")
 
-        self.thread.submit(call)
+        return self.thread.submit(call)
 
     def _finish(self, failure: BaseException | None) -> None:
         self.run.finish()

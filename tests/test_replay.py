@@ -490,7 +490,7 @@ def test_audit_reports_steps_after_last_checkpoint(run, retrain_once, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)], ids=["evaluated", "compared"])
+@pytest.mark.parametrize("step", [3, 5], ids=["evaluated", "compared"])
 def test_audit_misses_digest_without_a_logged_loss(step, in_process, tmp_path, capsys):
     words = "--tracking.log_every 6 --evaluation.every 3 --check_replicas_every 5 --checkpoint.every 6".split()
     train(*RECIPE, *words, "--out_dir", tmp_path, "--name", "run")

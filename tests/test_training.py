@@ -89,9 +89,8 @@ def test_tutorial_configs_train(runs):
     assert status == {"state": "finished", "step": 50, "reason": ""}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("one_gpu", marks=pytest.mark.slow), pytest.param("multi_gpu", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one_gpu", "multi_gpu"])
 def test_gpu_launch_files_work_without_a_gpu(name, runs):
     """On the CPU, with the precision and the launcher of the file: bf16 autocast."""
     launch_file = ROOT / "accelerate_configs" / f"{name}.yaml"

@@ -80,7 +80,8 @@ def results(stdout):
     return {check.strip(): word for word, check in re.findall(r"^(PASS|FAIL|SKIP)  (.{44}) ", stdout, re.M)}
 
 
-@pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2, 3])
 def test_verify_passes_on_this_machine(processes, runs):
     for name in ("verify-tiny_stories", "tiny_stories", "verify-"):
         (runs / name).mkdir(parents=True)
@@ -311,9 +312,7 @@ def verify_late_change(out_dir, file, *words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "result"), [pytest.param((), "PASS", marks=pytest.mark.slow), (("--verify_steps", "12"), "FAIL")]
-)
+@pytest.mark.parametrize(("words", "result"), [((), "PASS"), (("--verify_steps", "12"), "FAIL")])
 def test_verify_steps_finds_later_fault(words, result, runs, tmp_path):
     output, _ = in_a_fork(verify_late_change, runs, tmp_path / "out", *words)
     assert results(output) == {"resuming is bitwise": result}, output

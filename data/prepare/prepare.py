@@ -330,7 +330,7 @@ def _check_conversations(config: PrepareConfig, source: Source, held_out: Source
     """
     sources = (source, held_out or source)
     ours, theirs = (any(each.conversations is not None for _ in each) and each.conversations for each in sources)
-    if ours != theirs or (ours and config.validation.startswith("tail:")):
+    if ours != theirs or (ours and _parse_validation(config)[0] == "tail"):
         problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
         raise ConfigError(f"{problem}; both must be conversations or both text; tail: is for text; use hash:0.1")
 

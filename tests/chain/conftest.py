@@ -1,13 +1,12 @@
 """A chain in a small git repository with the fake train.py of the experiments."""
 
 import csv
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from chain.settings import COMMANDS, refuse_command
+from chain.settings import PARSERS, refuse_command
 from cli.scripts import run_script
 from experiments import change
 from tests.experiments.conftest import FAKE, run_experiment  # noqa: F401 - a fixture
@@ -45,9 +44,7 @@ def research(run_experiment, monkeypatch):  # noqa: F811
     for name, value in change.AUTHOR.items():
         monkeypatch.setenv(name, value)
 
-    def git(*words):
-        return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
-
+    git = change.git  # run_experiment has set its ROOT to this repository
     git("init", "--quiet", "--initial-branch=main")
     git("add", ".")
     git("commit", "--quiet", "--message", "first")
@@ -63,8 +60,7 @@ def research(run_experiment, monkeypatch):  # noqa: F811
         (run_experiment.lab / "started").unlink(missing_ok=True)
         printed.clear()
         monkeypatch.setattr(sys, "argv", ["research.py", command, *words, f"--lab={run_experiment.lab}"])
-        commands = {name: (settings, "chain.commands") for name, settings in COMMANDS.items()}
-        code = run_script("research", refuse_command, needs_torch=False, commands=commands)
+        code = run_script("research", refuse_command, needs_torch=False, commands=PARSERS)
         out = "\n".join(text for is_out, text in printed if is_out)
         return SimpleNamespace(code=code, out=out, text="\n".join(text for _, text in printed))
 

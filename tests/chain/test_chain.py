@@ -32,10 +32,8 @@ def interrupted(*_):
 @pytest.fixture
 def decided(research, monkeypatch):
     """Return a function that adds an idea with a result to a chain, without training."""
-    with monkeypatch.context() as patch:
-        patch.setattr("chain.head.measure_baseline", lambda config, chain: chain.rows[0] | {"loss": "1", "message": ""})
-        research.start()
     monkeypatch.setattr(head, "measure_baseline", lambda config, chain: chain.rows[0] | {"loss": "1", "message": ""})
+    research.start()
 
     def test(self, changed):
         with locked_ledger(self.lab) as file:

@@ -140,7 +140,7 @@ def test_runs_resume_between_ddp_fsdp2_and_hsdp(runs, ddp, fsdp2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, processes", [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind, processes", [("fsdp2", 2), ("hsdp", 4)])
 def test_bf16_sharding_sums_gradients_in_float32(kind, processes, runs):
     words = "--checkpoint.every 1 --steps 3 --model.dropout 0 --optimizer.grad_clip null".split()
     arguments = [*RUN, *words, "--evaluation.num_scored_generations", 0, "--out_dir"]

@@ -596,9 +596,7 @@ def test_real_runs_detect_planted_defect(tiny, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "trained"), [("wsd", 9 + 1 + 2 + 3), pytest.param("constant", 12, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "trained"), [("wsd", 9 + 1 + 2 + 3), ("constant", 12)])
 def test_budgets_train_common_trunk_once(name, trained, tiny, tmp_path):
     """And each ends as if it had been trained by itself."""
     words = ["--config", str(tiny), "--schedule.name", name, "--schedule.warmup_steps", "2"]

@@ -13,9 +13,9 @@ import pytest
 from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.fake_cuda.launch import STEPS, fake_gpus, train_on_gpus
-from tests.fake_cuda.test_gpu_training import assert_same_training, assert_steady, corpus, folder, train_on_cpu  # noqa: F401 fixtures
+from tests.fake_cuda.test_gpu_training import assert_same_training, assert_steady, train_on_cpu
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
 EIGHT = ["--global_batch_size", 8]
 WIDE = ["--model.dropout", 0, "--model.d_model", 32]  # heads of 16, which flex attention supports
 
@@ -31,7 +31,7 @@ WIDE = ["--model.dropout", 0, "--model.d_model", 32]  # heads of 16, which flex 
         ("one_gpu", 1, ["--tracking.block_stats", "true"]),
     ],
 )
-def test_losses_equal_cpu(launch_file, processes, settings, folder, tmp_path):  # noqa: F811
+def test_losses_equal_cpu(launch_file, processes, settings, tmp_path):
     run = train_on_gpus(launch_file, processes, *settings, out_dir=tmp_path)
     assert_same_training(run, train_on_cpu(*settings, out_dir=tmp_path / "cpu"))
     assert "UserWarning" not in run.stderr and "FutureWarning" not in run.stderr, run.stderr
@@ -40,7 +40,7 @@ def test_losses_equal_cpu(launch_file, processes, settings, folder, tmp_path):  
         assert run.of_kind("group") == {("timeout 120 s", "")}
 
 
-def test_muon_losses_are_close_to_cpu(folder, tmp_path):  # noqa: F811
+def test_muon_losses_are_close_to_cpu(tmp_path):
     """Muon multiplies in bfloat16 on a GPU."""
     muon = ["--optimizer.name", "muon"]
     cpu = train_on_cpu(*muon, out_dir=tmp_path / "cpu")
@@ -50,7 +50,7 @@ def test_muon_losses_are_close_to_cpu(folder, tmp_path):  # noqa: F811
         assert_steady(run, processes, "efficient")
 
 
-def test_fp16_skips_overflow_and_resumes(folder, tmp_path):  # noqa: F811
+def test_fp16_skips_overflow_and_resumes(tmp_path):
     fp16 = ["--on_nonfinite", "skip"]
     run = train_on_gpus("multi_gpu", 2, *fp16, out_dir=tmp_path / "whole", precision="fp16")
     assert run.losses == pytest.approx(train_on_cpu(*fp16, out_dir=tmp_path / "cpu").losses, rel=5e-3)
@@ -61,14 +61,14 @@ def test_fp16_skips_overflow_and_resumes(folder, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("settings", [["--data.packing", "isolated"], ["--model.window", 32]])
-def test_flex_attention_equals_cpu(settings, corpus, folder, tmp_path):  # noqa: F811
+def test_flex_attention_equals_cpu(settings, corpus, tmp_path):
     settings = [*WIDE, *settings, "--data.source", "text", "--data.path", corpus, "--model.position", "rope"]
     run = train_on_gpus("one_gpu", 1, *settings, out_dir=tmp_path)
     assert_same_training(run, train_on_cpu(*settings, out_dir=tmp_path / "cpu"))
     assert run.of_kind("sync") == {("event", "training/metrics.py")}
 
 
-def test_logged_step_waits_once_per_kind_of_result(folder, tmp_path):  # noqa: F811
+def test_logged_step_waits_once_per_kind_of_result(tmp_path):
     """Not for each block, call and name; the evaluation of stories waits for each batch, to score its tokens."""
     settings = "--tracking.log_every 2 --tracking.block_stats true --evaluation.every 6 --model.n_layers 4".split()
     run = train_on_gpus("fsdp2", 2, *settings, out_dir=tmp_path)
@@ -80,7 +80,7 @@ def test_logged_step_waits_once_per_kind_of_result(folder, tmp_path):  # noqa: F
 
 
 @pytest.fixture(scope="module")
-def run(folder):  # noqa: F811
+def run(folder):
     return train_on_gpus("one_gpu", 1, "--model.dropout", 0, out_dir=folder / "for_scripts").directory
 
 
@@ -92,7 +92,7 @@ def outcome(script, *arguments, processes=0, gpus=1, cpu=False):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_verify_passes(processes, folder, tmp_path):  # noqa: F811
+def test_verify_passes(processes, tmp_path):
     printed = outcome("verify.py", *TINY_STORIES, "--out_dir", tmp_path, processes=processes, gpus=2)
     assert f"{max(1, processes)} x cuda" in printed and printed.endswith("Everything holds.\n")
 
@@ -127,14 +127,14 @@ def programs(gpus: int) -> dict[str, str]:
     return fake_gpus(gpus, PYTHONPATH=os.pathsep.join([str(ROOT / "tests/fake_cuda/site"), str(ROOT)]))
 
 
-def test_launched_programs_train(folder, tmp_path):  # noqa: F811
+def test_launched_programs_train(tmp_path):
     launcher = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/multi_gpu.yaml"]
     command = [sys.executable, *launcher, "--num_processes", "2", "train.py", *TINY_STORIES, "--out_dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "2 x NVIDIA H100" in done.stdout, done.stdout + done.stderr
 
 
-def test_experiment_gives_each_run_a_gpu(folder, tmp_path):  # noqa: F811
+def test_experiment_gives_each_run_a_gpu(tmp_path):
     words = ["--optimizer.lr 0.02", *TINY_STORIES, "--jobs", "2", "--max_seeds", "2", "--json", "true"]
     words += ["--lab", str(tmp_path)]
     command = [sys.executable, "experiment.py", *words]
@@ -143,7 +143,7 @@ def test_experiment_gives_each_run_a_gpu(folder, tmp_path):  # noqa: F811
     assert json.loads(done.stdout.splitlines()[-1])["verdict"] != "failed"
 
 
-def test_gpu_target_is_rehearsed(folder):  # noqa: F811
+def test_gpu_target_is_rehearsed():
     """`make test-gpu`: the tests marked `cuda`, and the benchmark in miniature."""
     command = ["make", "test-gpu", "ARGS=--quick"]
     done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=3000)
@@ -151,7 +151,7 @@ def test_gpu_target_is_rehearsed(folder):  # noqa: F811
     assert re.search(r"\d+ passed", done.stdout) and '"tokens_per_second"' in done.stdout
 
 
-def test_inductor_fuses_block_and_loss(folder, tmp_path):  # noqa: F811
+def test_inductor_fuses_block_and_loss(tmp_path):
     """A change that breaks fusion changes these numbers; products and attention alone are not Triton's."""
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path), "triton==3.9.0"]
     if subprocess.run(install).returncode:

@@ -10,8 +10,6 @@ import shutil
 import pytest
 
 from tests.conftest import TINY_STORIES, train
-from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
-from tests.fake_cuda import device
 from tests.fake_cuda.launch import SETTINGS, STEPS, Trained, train_on_gpus
 
 pytestmark = pytest.mark.slow  # with the compilation they take more than a minute of make test
@@ -35,15 +33,6 @@ def assert_steady(run: Trained, processes: int, *kernels: str):
     assert run.of_kind("sync", "copy", "hazard") == {READ_OF_STEP_BEFORE}, problems
     assert sum(problems.values()) == 2 * processes, problems
     assert {kernel for kernel, _ in run.of_kind("attention")} == {*kernels}, run.events
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    try:
-        device.build()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    return tmp_path_factory.mktemp("fake_cuda")
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +78,6 @@ def test_exact_digest_ignores_number_of_gpus(folder):
     )
     assert one.digest == two.digest
     assert one.losses == two.losses
-
-
-@pytest.fixture(scope="module")
-def corpus(folder):
-    source = write_jsonl(folder / "documents.jsonl", make_documents(60))
-    make(source, folder / "corpus", validation="hash:0.2")
-    return folder / "corpus"
 
 
 @pytest.mark.parametrize(

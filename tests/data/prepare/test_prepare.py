@@ -850,7 +850,7 @@ p.cli = reporting
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("megabytes", [2, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("megabytes", [2, 300])
 def test_prepare_bounds_memory_for_long_line(tmp_path, megabytes):
     """Peak memory stays far below the size of the text and its tokens."""
     line = make_text(1_000_000).replace("\r", "").replace("\n", " ").encode()[:1_000_000]
