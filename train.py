@@ -80,7 +80,7 @@ def main(config: TrainConfig) -> None:
         else:
             require_finite_val_loss(start.metrics, start.step)  # otherwise a failed run would succeed when repeated
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
-            plot_run(run.path, accelerator)
+            plot_run(config, run.path, accelerator)
         accelerator.wait_for_everyone()
     accelerator.print("Training finished.")
 
@@ -205,7 +205,7 @@ def train(
         if last_step < config.steps:
             raise Preempted(f"stopped after step {last_step} (stop_after); run the same command again to resume")
         require_finite_val_loss(metrics, config.steps)
-        plot_run(run.path, accelerator, reporter.say)
+        plot_run(config, run.path, accelerator, reporter.say)
         reporter.say(f"The run is in {run.path}.")
 
 
@@ -242,9 +242,11 @@ def build_train_state(
     )
 
 
-def plot_run(run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:
+def plot_run(
+    config: TrainConfig, run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print
+) -> None:
     """Write the figures of the run; an error, such as a full disk, is reported and does not fail the run."""
-    if accelerator.is_main_process:
+    if config.tracking.plots and accelerator.is_main_process:
         with report_plot_errors("A figure of the run", say):
             say(f"Loss curve: {save_loss_curve(run_directory)}")
             if path := save_excess_loss(run_directory):

@@ -238,6 +238,9 @@ class TrackingConfig:
     """For every block, log the norms of weights and gradients, the RMS of the activations and the ratio of update norm
     to weight norm, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
 
+    plots: bool = True
+    """Draw the figures of the run when it ends; `plot.py` draws them at any time."""
+
     def problems(self) -> list[str]:
         """List the settings that the tracker does not support."""
         if self.tracker == "wandb":

@@ -152,7 +152,7 @@ class Arm:
         """Return the run with the seed `first_seed + index`."""
         seed = self.first_seed + index
         name = f"{self.name}-{seed}"
-        own = ["--name", name, "--seed", str(seed), "--out_dir", str(self.runs)]
+        own = ["--name", name, "--seed", str(seed), "--out_dir", str(self.runs), "--tracking.plots", "false"]
         if self.trunk:
             parent = self.trunk.run(seed - self.first_seed)
             own += ["--branch_from", str(step_directory(parent.directory / "checkpoints", parent.steps))]

@@ -142,7 +142,7 @@ REAL = """--steps 8 --global_batch_size 4 --micro_batch_size 2 --seq_len 128 --m
 
 @pytest.mark.parametrize("leaks", [False, True])
 def test_real_preview_finds_validation_rows(leaks, monkeypatch):
-    for module, name in ((GPTModel, "forward"), (train, "plot_run"), (train, "evaluate")):  # the preview replaces them
+    for module, name in ((GPTModel, "forward"), (train, "evaluate")):  # the preview replaces them
         monkeypatch.setattr(module, name, getattr(module, name))
     if leaks:
         monkeypatch.setattr(train.BatchLoader, "batches", mix_in_validation)

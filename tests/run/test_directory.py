@@ -409,6 +409,12 @@ def test_resume_reports_changed_threads_and_processes(exact, runs):
 # metrics.jsonl
 
 
+def test_plots_false_draws_no_figure(run):
+    (run / "loss.png").unlink(missing_ok=True)
+    train(*RECIPE, "--out_dir", run.parent, "--tracking.plots", "false", pictures=True)
+    assert not (run / "loss.png").exists()
+
+
 def test_damaged_metrics_rows_are_skipped(run):
     file = run / "metrics.jsonl"
     rows = file.read_bytes()
