@@ -1,4 +1,4 @@
-"""A chain of accepted ideas: each is tested against the head of a branch, kept or dropped, and the result confirmed.
+"""Test ideas one after another against the head of a branch, accept or reject each, and confirm the result.
 
     python research.py start --config configs/lab.yaml
     python research.py try IDEA --note "why"

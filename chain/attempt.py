@@ -13,7 +13,7 @@ from chain.output import Result, format_effect
 from chain.settings import CombineConfig, TryConfig
 from chain.state import Chain, locked_chain
 from config.errors import ConfigError
-from experiments import change, log
+from experiments import log
 from experiments.arm import Arm
 from experiments.change import Change
 from experiments.experiment import Experiment
@@ -37,7 +37,7 @@ def try_idea(config: TryConfig) -> Result:
         raise ConfigError(f"idea: {' '.join(config.idea)!r} has several words; quote it as one argument")
     with locked_chain(config.lab) as (_, chain):
         idea = parse_idea(config.idea[0])
-    return judge(config, chain, "try", idea.text, [idea])
+    return run_attempt(config, chain, "try", idea.text, [idea])
 
 
 def combine(config: CombineConfig) -> Result:
@@ -48,11 +48,12 @@ def combine(config: CombineConfig) -> Result:
     """
     with locked_chain(config.lab) as (_, chain):
         rows = [chain.idea(word.removeprefix("#")) for word in config.idea]
-    return judge(config, chain, "combine", " + ".join(f"#{row['id']}" for row in rows), [*map(chain.load, rows)])
+    text = " + ".join(f"#{row['id']}" for row in rows)
+    return run_attempt(config, chain, "combine", text, [*map(chain.load, rows)])
 
 
-def judge(config: TryConfig, chain: Chain, kind: str, text: str, ideas: list[Idea]) -> Result:
-    """Return the result of a test, or of the earlier test of the same candidate."""
+def run_attempt(config: TryConfig, chain: Chain, kind: str, text: str, ideas: list[Idea]) -> Result:
+    """Test ideas together and return the result; if this candidate was tested before, return the earlier result."""
     changed, code = apply_ideas(ideas, chain.head, chain.recipe)
     cells = {"kind": kind, "parent": chain.head, "commit": changed.commit, "idea": text, "note": config.note}
     cells["diff"] = code.save_diff(chain.lab / "diffs")
@@ -74,7 +75,7 @@ class Attempt(Experiment):
     def __init__(self, config: TryConfig, chain: Chain, cells: dict[str, Any]):
         self.cells = cells
         experiment = ExperimentConfig(
-            [cells["idea"], "--config", str(change.ROOT / chain.recipe)],
+            chain.arguments(cells["idea"]),
             max_seeds=config.max_seeds,
             budget_minutes=config.budget_minutes,
             allow_data_changes=config.allow_data_changes,
@@ -92,12 +93,12 @@ class Attempt(Experiment):
             TriedBefore: the same candidate was tested before.
         """
         try:
-            found = self.run(changed)
+            result = self.run(changed)
         except ConfigError as error:
             self.finish(status="refused", message=str(error))
             raise
-        log.append(self.lab, found)
-        return self.finish(status=found["verdict"], **self.results(found))
+        log.append(self.lab, result)
+        return self.finish(status=result["verdict"], **self.result_cells(result))
 
     def resolve_candidate(self, baseline: Arm, code: Path, changed: Change) -> Arm:
         """Return the candidate, after entering it into the ledger with its number and level.
@@ -112,7 +113,7 @@ class Attempt(Experiment):
             if chain.head != self.cells["parent"]:
                 raise ConfigError(f"idea: the head of the chain moved to {chain.head[:12]}; rerun the same command")
             same = chain.find(candidate.digest)
-            if same and not self.can_continue(same):
+            if same and not self.can_resume(same):
                 raise TriedBefore(same)
             self.cells["candidate"] = candidate.digest
             self.cells["id"] = same["id"] if same else 1 + len(chain.ideas)
@@ -122,25 +123,25 @@ class Attempt(Experiment):
         self.total_alpha = 2 * self.cells["level"]  # the level is one-sided: of a false "better" alone
         return candidate
 
-    def can_continue(self, row: Row) -> bool:
+    def can_resume(self, row: Row) -> bool:
         """Return whether the test of a row was stopped or refused, or is undecided after fewer than max_seeds seeds."""
         if row["status"] in ("running", "refused"):
             return True
         return row["status"] == "unknown" and int(row["seeds_candidate"] or 0) < self.config.max_seeds
 
-    def results(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Return the cells of the results of an experiment."""
+    def result_cells(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Return the cells of a result, given as a row of the experiment log."""
         copied = ("difference", "low", "high", "verify", "seconds", "cpu_seconds", "message")
-        cells: dict[str, Any] = {name: found.get(name) for name in copied}
+        cells: dict[str, Any] = {name: result.get(name) for name in copied}
         cells["log"] = next((failed.output for failed in self.jobs.failures), None)
-        if "losses" not in found:
+        if "losses" not in result:
             return cells
-        baseline, candidate = found["losses"]
+        baseline, candidate = result["losses"]
         speeds = [arm.run(0).tokens_per_second() for arm in self.arms]
         ratios = {"parameters": "parameters", "flops": "flops_per_token"}
-        cells |= {name: found["cost"][key][1] / found["cost"][key][0] for name, key in ratios.items()}
+        cells |= {name: result["cost"][key][1] / result["cost"][key][0] for name, key in ratios.items()}
         return cells | {
-            "loss": found["means"][1],
+            "loss": result["means"][1],
             "seeds_baseline": len(baseline),
             "seeds_candidate": len(candidate),
             "p": p_value(baseline, candidate),
@@ -155,7 +156,7 @@ class Attempt(Experiment):
                     return {}
                 self.cells["id"] = 1 + len(chain.ideas)
             before = chain.ideas.get(str(self.cells["id"]))
-            if before and not self.can_continue(before):
+            if before and not self.can_resume(before):
                 return before
             row = make_row(**self.cells, **results)
             return ledger.append(**row | {"wealth": Chain(self.lab, [*ledger.rows, row]).wealth})

@@ -102,7 +102,7 @@ def require_clean_tree() -> None:
 
 
 def edited_files(branch: str, before: str, after: str) -> list[str]:
-    """Return the files that differ between two commits and in the working tree match neither.
+    """Return the files that differ between two commits and whose version in the working tree is neither of the two.
 
     The list is empty if the branch is not checked out.
     """
@@ -149,7 +149,7 @@ def write_files(commit: str, files: list[str]) -> None:
 
 
 def undo_idea(branch: str, head: str, commit: str) -> bool:
-    """Remove an idea from the working tree if its files there are as tested; return whether it was removed."""
+    """Remove an idea from the working tree unless its files have been edited since; return whether it was removed."""
     files = files_between(head, commit) if current_branch() == branch else []
     if blobs_in_tree(files) == blobs(head, files) or edited_files(branch, head, commit):
         return False
@@ -165,7 +165,7 @@ def files_between(before: str, after: str) -> list[str]:
 def blobs(commit: str, files: list[str]) -> dict[str, str]:
     """Return the hash of each file that a commit has."""
     listed = git("ls-tree", "-r", "-z", commit, "--", *files).split("\0") if files else []
-    return {name: facts.split()[2] for facts, _, name in (line.partition("\t") for line in listed if line)}
+    return {name: entry.split()[2] for entry, _, name in (line.partition("\t") for line in listed if line)}
 
 
 def blobs_in_tree(files: list[str]) -> dict[str, str]:

@@ -38,7 +38,7 @@ FUNCTIONS: dict[type[ChainConfig], Callable[[Any], Result]] = {
 def main(config: ChainConfig) -> None:
     """Run a command and print its result, with `--json` as one object even if the command fails.
 
-    Off a terminal, the progress of runs is written to LAB/progress.log.
+    If stderr is not a terminal, the progress of runs is written to LAB/progress.log.
 
     Raises:
         ConfigError: a setting or the command is refused.

@@ -16,7 +16,6 @@ from chain.settings import ConfirmConfig
 from chain.state import HEAD_AGAINST_START, RESERVED_SEEDS, SEEDS_PER_HEAD, Chain, locked_chain
 from cli.output import aligned
 from config.errors import ConfigError
-from experiments import change
 from experiments.arm import ArmFailed
 from experiments.change import Change, checked_out, diff_of
 from experiments.experiment import Experiment
@@ -30,7 +29,7 @@ LEVEL = 0.05  # significance level of each interval, a single test with a number
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two commits to compare, under settings that both have."""
+    """Two commits to compare, with the same additional settings."""
 
     name: str
     base: str
@@ -54,10 +53,14 @@ def confirm(config: ConfirmConfig) -> Result:
         raise ConfigError(f"seeds: {config.seeds} must be at least 2, for an interval")
     with locked_chain(config.lab) as (_, chain):
         if not chain.kept:
-            raise ConfigError("confirm: no idea is accepted yet; nothing can be confirmed")
+            raise ConfigError("confirm: no idea is accepted yet; accept one with `research.py keep`")
         rows = [row for row in chain.rows if row["kind"] == "confirm"]
-        if seeds := {row["seeds_candidate"] for row in rows if row["commit"] == chain.head} - {str(config.seeds)}:
-            raise ConfigError(f"seeds: this head is confirmed on {seeds.pop()} reserved seeds, which are usable once")
+        if others := {row["seeds_candidate"] for row in rows if row["commit"] == chain.head} - {str(config.seeds)}:
+            number = others.pop()
+            raise ConfigError(
+                f"seeds: {config.seeds} must be {number}, as when this head was first confirmed; its reserved seeds "
+                "can be used only once"
+            )
         heads = [*dict.fromkeys([*(row["commit"] for row in rows), chain.head])]
     first_seed = RESERVED_SEEDS + SEEDS_PER_HEAD * heads.index(chain.head)
     jobs = JobRunner(config.jobs)
@@ -83,12 +86,12 @@ def contrasts(config: ConfirmConfig, chain: Chain) -> Iterator[Contrast]:
     if config.corpus:
         yield Contrast(f"{HEAD_AGAINST_START}, {config.corpus}", start, head, config.corpus)
     if config.leave_one_out and len(chain.kept) > 1:
-        for step in chain.kept:
-            others = [chain.load(row) for row in chain.kept if row is not step]
-            name = f"head against head without #{step['id']} {step['idea']}"
+        for left_out in chain.kept:
+            others = [chain.load(row) for row in chain.kept if row is not left_out]
+            name = f"head against head without #{left_out['id']} {left_out['idea']}"
             try:
                 without, _ = apply_ideas(others, start, chain.recipe)
-                yield Contrast(name, without.commit or start, head, claimed=float(step["difference"] or "nan"))
+                yield Contrast(name, without.commit or start, head, claimed=float(left_out["difference"] or "nan"))
             except ConfigError as error:  # a later idea builds on it
                 yield Contrast(name, head, head, problem=str(error))
 
@@ -106,7 +109,7 @@ def measure(config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed:
     if same and same[-1]["status"] != "running":
         return same[-1]
     with locked_chain(config.lab) as (ledger, _):
-        if not same:
+        if not same:  # assigns reserved seeds to the head
             ledger.append(**key, parent=contrast.base, status="running")
     results = compare(config, chain, contrast, first_seed, jobs)
     with locked_chain(config.lab) as (ledger, _):
@@ -123,8 +126,8 @@ def compare(
     """
     if contrast.problem:
         return {"status": "not separable", "message": contrast.problem}
-    words = [contrast.name, "--config", str(change.ROOT / chain.recipe), *shlex.split(contrast.settings)]
-    experiment = Experiment(ExperimentConfig(words, first_seed=first_seed), chain.lab, jobs)
+    arguments = chain.arguments(contrast.name, *shlex.split(contrast.settings))
+    experiment = Experiment(ExperimentConfig(arguments, first_seed=first_seed), chain.lab, jobs)
     changed = Change((), contrast.base, contrast.commit, diff_of(contrast.base, contrast.commit))
     with checked_out(changed) as (base, head):
         try:
@@ -159,4 +162,4 @@ def describe(table: list[tuple[Contrast, Row]], num_seeds: int) -> Iterator[str]
         selection = "" if math.isnan(contrast.claimed) else f"{contrast.claimed:+.1f}%"
         lines.append([contrast.name, format_effect(row), row["status"], selection])
     yield from aligned(lines)
-    yield f"{num_seeds} seeds of each arm, reserved for this; only these differences are a result"
+    yield f"{num_seeds} seeds of each arm, reserved for `confirm`; quote only these differences"

@@ -156,8 +156,8 @@ def measure_baseline(config: ChainConfig, chain: Chain) -> Row:
     if chain.baseline:
         return chain.baseline
     num_seeds = int(chain.start["seeds_baseline"])
-    arguments = ["baseline", "--config", str(change.ROOT / chain.recipe)]
-    experiment = Experiment(ExperimentConfig(arguments, first_seed=chain.first_seed), chain.lab, JobRunner(config.jobs))
+    settings = ExperimentConfig(chain.arguments("baseline"), first_seed=chain.first_seed)
+    experiment = Experiment(settings, chain.lab, JobRunner(config.jobs))
     with checked_out(Change((), chain.head, chain.head)) as (code, _):
         arm = experiment.resolve_baseline(code)
         experiment.train([arm.run(seed) for seed in range(num_seeds)])
@@ -193,6 +193,6 @@ def detectable_effect(deviation: float, level: float) -> float:
 
 def describe_baseline(row: Row) -> Iterator[str]:
     """Yield the measurement of a baseline in words."""
-    effect = f", {float(row['difference']):+.1f}% against the baseline before" if row["difference"] else ""
+    effect = f", {float(row['difference']):+.1f}% relative to the previous baseline" if row["difference"] else ""
     yield f"baseline: loss {row['loss']} on {row['seeds_baseline']} fresh seeds{effect}"
-    yield f"{row['status']} over seeds; an idea {row['message']} with 80% power by {POWER_SEEDS} seeds"
+    yield f"{row['status']} over seeds; a test {row['message']} with {POWER:.0%} power by {POWER_SEEDS} seeds"

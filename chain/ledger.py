@@ -14,7 +14,7 @@ from typing import TextIO
 
 from cli.output import printable
 from config.errors import ConfigError, RunError
-from data.files import lock
+from data.files import wait_for_lock
 
 # docs/research.md describes the columns.
 COLUMNS = (
@@ -22,9 +22,7 @@ COLUMNS = (
     *("loss", "difference", "low", "high", "seeds_baseline", "seeds_candidate", "p", "level", "wealth"),
     *("seconds", "cpu_seconds", "parameters", "flops", "speed", "verify", "message", "log"),
 )
-TEXTS = {"id", "time", "kind", "parent", "commit", "candidate", "idea", "note", "diff", "settings", "status"}
-TEXTS |= {"decision", "verify", "message", "log"}
-LOCK_SECONDS = 0.05  # between two attempts to lock the file
+TEXT_COLUMNS = {*COLUMNS[: COLUMNS.index("loss")], *COLUMNS[COLUMNS.index("verify") :]}
 
 Row = dict[str, str]
 
@@ -88,7 +86,7 @@ def make_row(**cells: object) -> Row:
 
 def typed_row(row: Row) -> dict[str, str | float | None]:
     """Return a row for JSON: numbers as floats, empty cells as None."""
-    return {name: None if not cell else cell if name in TEXTS else float(cell) for name, cell in row.items()}
+    return {name: None if not cell else cell if name in TEXT_COLUMNS else float(cell) for name, cell in row.items()}
 
 
 def format_cell(value: object) -> str:
@@ -111,6 +109,5 @@ def locked_ledger(lab: Path) -> Iterator[Ledger]:
     except OSError as error:
         raise ConfigError(f"lab: {lab} cannot be written: {error.strerror}; choose another --lab") from None
     with file:
-        while not lock(file):
-            time.sleep(LOCK_SECONDS)
+        wait_for_lock(file)
         yield Ledger(file)

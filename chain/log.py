@@ -10,7 +10,7 @@ from textwrap import shorten
 from chain.ledger import typed_row
 from chain.output import Result, format_effect
 from chain.settings import LogConfig
-from chain.state import HEAD_AGAINST_START, IDEAS, Chain, locked_chain
+from chain.state import HEAD_AGAINST_START, TEST_KINDS, Chain, locked_chain
 from cli.output import aligned
 from plotting.style import COLORS, fit_label, new_figure, report_plot_errors
 
@@ -43,7 +43,7 @@ def log(config: LogConfig) -> Result:
 def lines(chain: Chain) -> Iterator[str]:
     """Yield the table and the state of the chain."""
     numbers = {chain.start["commit"]: "start"} | {row["commit"]: f"#{row['id']}" for row in chain.kept}
-    table = [["idea", "time", "on", "status", "decision", "difference", "seeds", "p", "CPU s"]]
+    table = [["idea", "time", "against", "status", "decision", "difference", "seeds", "p", "CPU s"]]
     confirmed = {(row["commit"], row["idea"]): row for row in chain.rows if row["kind"] == "confirm"}
     for row in [*chain.ideas.values(), *confirmed.values()]:
         number = f"#{row['id']}" if row["id"] else "confirm"
@@ -108,11 +108,11 @@ def collect(chain: Chain) -> tuple[float, Points, Points, dict[str, Points]]:
     spent, heads = 0.0, []
     tested: dict[str, tuple[float, float]] = {}
     for row in chain.rows:
-        if row["kind"] in (*IDEAS, "baseline", "confirm"):  # the other rows repeat the time of the test
+        if row["kind"] in (*TEST_KINDS, "baseline", "confirm"):  # the other rows repeat the time of the test
             spent += float(row["cpu_seconds"] or 0) / SECONDS_PER_HOUR
         if row["kind"] == "baseline":
             heads.append((spent, float(row["loss"])))
-        elif row["kind"] in IDEAS:
+        elif row["kind"] in TEST_KINDS:
             # An idea that is futile after one run has no mean loss; it was much worse.
             tested[row["id"]] = spent, float(row["loss"] or math.inf)
     ideas: dict[str, Points] = {}

@@ -1,4 +1,4 @@
-"""The result of a command, and rows of the ledger in words."""
+"""The result of a command, and the format of an effect."""
 
 from dataclasses import dataclass
 from typing import Any

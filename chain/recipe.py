@@ -34,6 +34,7 @@ def set_values(text: str, values: dict[str, str]) -> str:
     lines = text.splitlines()
     for name, value in values.items():
         section, _, key = name.rpartition(".")
+        # Without a section, a new setting goes above the first one.
         begin = next((index for index, line in enumerate(lines) if re.match(r"\w", line)), 0)
         end = len(lines)
         if section:

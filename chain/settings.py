@@ -15,7 +15,7 @@ class ChainConfig:
     """Settings of all commands."""
 
     lab: str = field(default="lab", kw_only=True)
-    """The directory of the ledger, the runs and the diffs; each has one chain."""
+    """The directory of the ledger, runs and diffs of one chain."""
 
     jobs: PositiveInt | None = field(default=None, kw_only=True)
     """Concurrent runs. null: one for each GPU, or for each core up to 8."""
@@ -26,7 +26,7 @@ class ChainConfig:
 
 @dataclass
 class StartConfig(ChainConfig):
-    """Begins a chain: creates its branch, trains the baseline and prints which effects can be detected."""
+    """Starts a chain: creates its branch, trains the baseline and prints which effects can be detected."""
 
     config: str = str(DEFAULT_CONFIG)
     """The recipe, a config file that git tracks."""
@@ -80,7 +80,7 @@ class DropConfig(ChainConfig):
 
 @dataclass
 class KeepConfig(DropConfig):
-    """Accepts an idea: commits it to the branch, and trains the new baseline on seeds that no selection has seen."""
+    """Accepts an idea: commits it to the branch, and trains the new baseline on seeds that no selection has used."""
 
     unproven: bool = False
     """Accept the idea although it is not better; the ledger records this."""

@@ -11,13 +11,14 @@ from chain.code import Idea, move_branch, tip
 from chain.ledger import Ledger, Row, locked_ledger
 from config.errors import ConfigError
 from config.paths import expand_user_path
+from experiments import change
 
 SEEDS_PER_HEAD = 10_000  # ideas are compared with each head on its own seeds, which no earlier selection has used
 RESERVED_SEEDS = 1_000_000_000  # first seed of confirm
-IDEAS = ("try", "combine")
+TEST_KINDS = ("try", "combine")
 HEAD_AGAINST_START = "head against start"  # the comparison of confirm that every chain has
 # Statuses of ideas that count as tests and spend wealth; others, such as a crash, spend none.
-TESTED = ("running", "better", "worse", "no difference", "unknown", "futile")
+TEST_STATUSES = ("running", "better", "worse", "no difference", "unknown", "futile")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Chain:
 
     lab: Path
     rows: Sequence[Row]
+    """Rows of the ledger, shared with it: appending a row to the ledger changes the chain."""
 
     @property
     def start(self) -> Row:
@@ -50,7 +52,7 @@ class Chain:
     @property
     def ideas(self) -> dict[str, Row]:
         """Newest row of each idea, by number."""
-        return {row["id"]: row for row in self.rows if row["kind"] in (*IDEAS, "keep", "drop")}
+        return {row["id"]: row for row in self.rows if row["kind"] in (*TEST_KINDS, "keep", "drop")}
 
     @property
     def kept(self) -> list[Row]:
@@ -76,10 +78,10 @@ class Chain:
     @property
     def discoveries(self) -> list[int]:
         """Number of tests that had begun when each discovery was made."""
-        tested = {number for number, row in self.ideas.items() if row["status"] in TESTED}
+        tested = {number for number, row in self.ideas.items() if row["status"] in TEST_STATUSES}
         begun, found, counts = set(), set(), []
         for row in self.rows:
-            if row["kind"] in IDEAS and (number := row["id"]) in tested:
+            if row["kind"] in TEST_KINDS and (number := row["id"]) in tested:
                 begun.add(number)
                 if row["status"] == "better" and number not in found:
                     found.add(number)
@@ -89,7 +91,7 @@ class Chain:
     @property
     def levels(self) -> list[float]:
         """Levels of the tests so far."""
-        return [float(row["level"]) for row in self.ideas.values() if row["status"] in TESTED and row["level"]]
+        return [float(row["level"]) for row in self.ideas.values() if row["status"] in TEST_STATUSES and row["level"]]
 
     @property
     def next_level(self) -> float:
@@ -112,7 +114,7 @@ class Chain:
         return self.ideas[number]
 
     def find(self, candidate: str) -> Row | None:
-        """Return the newest row of a candidate on the head, by its digest."""
+        """Return the newest row of a test of a candidate, given by its digest, against the head; None without one."""
         same = [row for row in self.ideas.values() if (row["parent"], row["candidate"]) == (self.head, candidate)]
         return same[-1] if same else None
 
@@ -127,6 +129,10 @@ class Chain:
         except OSError as error:
             raise ConfigError(f"{row['diff']}: the diff of idea {row['id']} cannot be read: {error.strerror}") from None
         return Idea(row["idea"], diff, row["settings"])
+
+    def arguments(self, name: str, *settings: str) -> list[str]:
+        """Return the arguments of an experiment: its name, the recipe, and settings of both arms."""
+        return [name, "--config", str(change.ROOT / self.recipe), *settings]
 
     def summary(self) -> dict[str, Any]:
         """Return the state as plain JSON."""
@@ -153,11 +159,12 @@ def locked_chain(lab: str | Path) -> Iterator[tuple[Ledger, Chain]]:
         ConfigError: there is no chain, or its branch is not at the ledger's head.
     """
     folder = expand_user_path("lab", lab)
+    missing = ConfigError(f"lab: {lab} has no chain; research.py start begins one")
     if not (folder / "ledger.tsv").exists():
-        raise ConfigError(f"lab: {lab} has no chain; research.py start begins one")
+        raise missing
     with locked_ledger(folder) as ledger:
         if not ledger.rows:
-            raise ConfigError(f"lab: {lab} has no chain; research.py start begins one")
+            raise missing
         chain = Chain(folder, ledger.rows)
         commit = tip(chain.branch)
         if chain.kept and commit == chain.kept[-1]["parent"]:

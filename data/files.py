@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from config.errors import ConfigError
 NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}
 WITHOUT_LOCKS = "MINI_GPT_WITHOUT_LOCKS"
 LOCK_OF_FOLDER = "lock"
+LOCK_SECONDS = 0.05  # between two attempts to lock a file
 
 
 def write_atomically(path: Path, content: str | bytes, by_several: bool = False) -> None:
@@ -109,6 +111,16 @@ def lock(file: TextIO) -> bool:
                 f"{WITHOUT_LOCKS}=1 in the environment and make sure yourself that each is started only once"
             ) from None
     return True
+
+
+def wait_for_lock(file: TextIO) -> None:
+    """Lock an open file until it is closed, after waiting for any other process that has locked it.
+
+    Raises:
+        ConfigError: as `lock`.
+    """
+    while not lock(file):
+        time.sleep(LOCK_SECONDS)
 
 
 @contextmanager

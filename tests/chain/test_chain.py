@@ -276,7 +276,7 @@ def test_confirm_uses_reserved_seeds_once(decided, research):
     num_rows = len(research.rows())
     assert research("confirm", "--seeds=3", "--data_seed=1").code == 0, "the same answer"
     assert len(research.rows()) == num_rows and not research.started()
-    assert "usable once" in research("confirm", "--seeds=4").text
+    assert "can be used only once" in research("confirm", "--seeds=4").text
     research("keep", str(decided("--optimizer.lr 1.2")))
     assert research("confirm", "--seeds=3", "--jobs=2", "--leave_one_out=false").code == 0
     assert all(int(name.rpartition("-")[2]) >= 10**9 + 10**4 for name in research.started())
