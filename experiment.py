@@ -17,5 +17,5 @@ if __name__ == "__main__":
         parse_experiment,
         needs_torch=False,
         module="experiments.experiment",
-        commands={"report": (ReportConfig, "experiments.report")},
+        commands={"report": (ReportConfig, "experiments.log")},
     )

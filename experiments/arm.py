@@ -19,6 +19,7 @@ from checkpoint.manifest import step_directory
 from config.errors import ConfigError, RunError
 from config.schema import flat_settings
 from config.yaml_files import read_yaml
+from data.files import sha256 as hash_file
 from experiments.config_files import copy_config_files
 from jobs.runner import Training, accelerate_settings, launched_precision, parse_launcher
 from run.reader import RunReader, surviving_sessions
@@ -108,7 +109,7 @@ class Arm:
                 raise ConfigError(message)
             raise ArmFailed(f"does not start: {message.splitlines()[-1]}{last_frame(message, code)}")
         settings = flat_settings(yaml.safe_load(done.stdout))
-        if "name" not in settings:
+        if "name" not in settings:  # it printed its help, because of a word too many
             raise ConfigError(f"{shlex.join(words)} has words that are not settings; quote a change of several words")
         if settings["name"] is None:  # as train.py derives it, from the last config file
             last = max(index for index, word in enumerate(words) if word.startswith("--config"))
@@ -124,7 +125,7 @@ class Arm:
     @property
     def compared_settings(self) -> dict[str, Any]:
         """Settings that every run of the arm shares."""
-        return {name: value for name, value in self.settings.items() if is_of_arm(name)}
+        return {name: value for name, value in self.settings.items() if is_shared(name)}
 
     @cached_property
     def digest(self) -> str:
@@ -154,7 +155,7 @@ class Arm:
         name = f"{self.name}-{seed}"
         own = ["--name", name, "--seed", str(seed), "--out_dir", str(self.runs), "--tracking.plots", "false"]
         if self.trunk:
-            parent = self.trunk.run(seed - self.first_seed)
+            parent = self.trunk.run(index)
             own += ["--branch_from", str(step_directory(parent.directory / "checkpoints", parent.steps))]
         command = (*self.launch.command, str(self.code / "train.py"), *self.words, *own)
         return Training(self.runs / name, self.settings["steps"], command)
@@ -186,7 +187,8 @@ class Arm:
             expected = {name: value for name, value in expected.items() if not name.startswith("model.")}
         launch = {"mixed_precision": self.launch.precision, "processes": self.launch.processes}
         expected |= {name: value for name, value in launch.items() if value is not None}
-        shared: dict[str, Any] = {}  # identity of the first run, for what this arm leaves open
+        # Of the first run: the others must equal it where the arm specifies nothing, such as an unknown precision.
+        shared: dict[str, Any] = {}
         for training in map(self.run, range(n)):
             for actual in identities(training.directory, training.steps):
                 if self.trunk:
@@ -226,7 +228,7 @@ def last_frame(text: str, code: Path) -> str:
     return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
 
 
-def is_of_arm(name: str) -> bool:
+def is_shared(name: str) -> bool:
     """Return whether all runs of an arm have the same value of a setting."""
     return name not in PER_RUN_SETTINGS and name.partition(".")[0] not in PER_RUN_SECTIONS
 
@@ -253,13 +255,7 @@ def input_hashes(settings: dict[str, Any]) -> tuple[str, ...]:
 
 def file_hash(file: Path) -> str:
     """Return the SHA-256 of a file; "" if there is none."""
-    if not file.is_file():
-        return ""
-    with open(file, "rb") as opened:
-        digest = sha256()
-        while block := opened.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+    return hash_file(file) if file.is_file() else ""
 
 
 def identities(run: Path, steps: int) -> list[dict[str, Any]]:
@@ -277,7 +273,7 @@ def identities(run: Path, steps: int) -> list[dict[str, Any]]:
 
 @cache
 def _identities(config: Path, sessions: Path, steps: int, _modified: tuple[int, ...]) -> list[dict[str, Any]]:
-    settings = {name: value for name, value in flat_settings(read_yaml(config.read_text())).items() if is_of_arm(name)}
+    settings = {name: value for name, value in flat_settings(read_yaml(config.read_text())).items() if is_shared(name)}
     rows = RunReader(config.parent).sessions()
     parents = [row.branched_from.digest for row in rows if row.branched_from]
     shared = settings | {"branched": parents[:1]}

@@ -150,7 +150,7 @@ def resolve_commits(code: str) -> tuple[str, str]:
         commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{code}^{{commit}}")
     except ConfigError:
         raise ConfigError(
-            f"idea: {code!r} is no git branch or commit here, no patch file, and no settings, which begin with --"
+            f"idea: {code!r} is not a git branch or commit here, a patch file, or settings, which begin with --"
         ) from None
     base = git("merge-base", "HEAD", commit)
     return (git("rev-parse", f"{commit}^") if base == commit else base), commit
@@ -250,7 +250,7 @@ def git(*arguments: str, **environment: str) -> str:
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise ConfigError("idea: comparing code needs git, which is not installed; settings need none") from None
+        raise ConfigError("idea: comparing code needs git; install it, or compare settings alone") from None
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip() or "no error message"
         raise ConfigError(f"idea: git {arguments[0]} fails: {message}")

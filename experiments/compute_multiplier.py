@@ -65,7 +65,7 @@ def estimate_compute_multiplier(
         ratio = max(1 + change / mean, 1e-9)
         root = slope**2 + 4 * curvature * math.log(ratio)
         if root < 0:  # the parabola turns before it reaches this loss
-            return ends[change < 0]
+            return ends[1] if change < 0 else ends[0]
         return min(max(2 * math.log(ratio) / (slope - math.sqrt(root)), ends[0]), ends[1])
 
     x, low, high = (log_steps(value) for value in (change, change + half_width, change - half_width))

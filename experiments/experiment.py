@@ -35,14 +35,14 @@ from experiments.sequential_test import (
     decide,
     estimate_difference,
 )
-from experiments.settings import ExperimentConfig, parse_sizes, print_error, refuse_runner_settings
+from experiments.settings import ExperimentConfig, parse_sizes, print_error, refuse_per_run_settings
 from experiments.variants import (
     PREVIEW_STEPS,
     budget_arms,
     match_width,
     preview_arm,
     scale_parameters,
-    shorten,
+    short_arm,
     steps_in,
 )
 from jobs.runner import Failed, JobRunner, OutOfTime, Stopped, Training
@@ -131,11 +131,13 @@ class Experiment:
             ConfigError, RunError, Stopped: as main.
         """
         sizes = parse_sizes(self.config.sizes)
-        shared, most = self.config.baseline_seeds, self.config.max_seeds
-        if shared and shared <= most:
-            raise ConfigError(f"baseline_seeds: {shared} must be more than max_seeds, {most}; null for equal numbers")
+        baseline_seeds, max_seeds = self.config.baseline_seeds, self.config.max_seeds
+        if baseline_seeds and baseline_seeds <= max_seeds:
+            raise ConfigError(
+                f"baseline_seeds: {baseline_seeds} must be more than max_seeds, {max_seeds}; null for equal numbers"
+            )
         change = change or parse_change(self.text, self.config.onto)
-        refuse_runner_settings([*self.common, *change.settings])
+        refuse_per_run_settings([*self.common, *change.settings])
         diff = change.save_diff(self.lab / "diffs")
         self.jobs.code = None if change.commit else code_hash()  # edits do not reach worktrees
         self.facts |= {"idea": self.text, "settings": self.common, "base": change.base, "commit": change.commit}
@@ -271,7 +273,7 @@ class Experiment:
             RunError: the environment or the baseline is at fault.
         """
         if failed.killed:
-            raise RunError(f"{failed.training.directory}: {failed}; rerun the same command to resume") from None
+            raise RunError(f"{failed.training.directory}: {failed}; rerun the same command to resume")
         try:
             self.train([baseline])
         except OutOfTime:
@@ -332,12 +334,12 @@ class Experiment:
             ArmFailed, ConfigError: the arms are not comparable.
             OutOfTime: there is no result yet.
         """
-        most, shared = max(self.config.max_seeds, MIN_SEEDS), self.config.baseline_seeds or 0
+        max_seeds, baseline_seeds = max(self.config.max_seeds, MIN_SEEDS), self.config.baseline_seeds or 0
         stop_early = self.config.stop_early and candidate.first_seed == baseline.first_seed  # not in an A/A test
 
         def train(n: int) -> None:
             ahead = n
-            while ahead < most and num_unfinished(runs(ahead + 1)) <= self.jobs.max_running:
+            while ahead < max_seeds and num_unfinished(runs(ahead + 1)) <= self.jobs.max_running:
                 ahead += 1  # keeps every core busy; the analyses do not depend on it
             try:
                 self.train(runs(ahead) if num_unfinished(runs(n)) else [])
@@ -347,7 +349,7 @@ class Experiment:
 
         def runs(n: int) -> list[Training]:
             pairs = [arm.run(seed) for seed in range(n) for arm in (baseline, candidate)]
-            return pairs + [baseline.run(seed) for seed in range(n, shared if n >= MIN_SEEDS else 0)]
+            return pairs + [baseline.run(seed) for seed in range(n, baseline_seeds if n >= MIN_SEEDS else 0)]
 
         comparison = None
         try:
@@ -357,13 +359,15 @@ class Experiment:
             metric = choose_metric(baseline, candidate)
             if self.config.metric:
                 metric = check_metric(self.config.metric, baseline, candidate)
-            if stop_early and not num_unfinished([baseline.run(seed) for seed in range(max(shared, most))]):
-                check_first_loss(baseline.losses(max(shared, most), metric), candidate.losses(1, metric)[0], metric)
+            all_seeds = max(baseline_seeds, max_seeds)
+            if stop_early and not num_unfinished([baseline.run(seed) for seed in range(all_seeds)]):
+                # An earlier experiment trained the whole baseline, so its noise is known.
+                check_first_loss(baseline.losses(all_seeds, metric), candidate.losses(1, metric)[0], metric)
             entropy = score_arm(baseline)["entropy"] if metric == EXCESS_LOSS else None
             fraction = self.config.margin or (LOSS_MARGIN if metric in (LOSS, BITS) else EXCESS_MARGIN)
-            for n in range(MIN_SEEDS, most + 1):
+            for n in range(MIN_SEEDS, max_seeds + 1):
                 train(n)
-                losses = baseline.losses(max(n, shared), metric), candidate.losses(n, metric)
+                losses = baseline.losses(max(n, baseline_seeds), metric), candidate.losses(n, metric)
                 check_losses(*losses, entropy)
                 difference = estimate_difference(*losses, self.total_alpha)
                 margin = fraction * statistics.fmean(losses[0])
@@ -371,13 +375,13 @@ class Experiment:
                 if comparison.verdict != "unknown":
                     return comparison
                 comparison.more_seeds = additional_seeds(difference, margin)
-                if stop_early and n < most and conditional_power(difference, most) < MIN_POWER:
+                if stop_early and n < max_seeds and conditional_power(difference, max_seeds) < MIN_POWER:
                     comparison.verdict = "futile"
                     return comparison
         except OutOfTime:
             if comparison is None:
                 self.facts["finished_runs"] = [
-                    sum(arm.run(seed).is_finished() for seed in range(most)) for arm in (baseline, candidate)
+                    sum(arm.run(seed).is_finished() for seed in range(max_seeds)) for arm in (baseline, candidate)
                 ]
                 raise
         assert comparison is not None, "there are MIN_SEEDS seeds"
@@ -418,7 +422,7 @@ class Experiment:
         for turn in range(THROUGHPUT_ROUNDS):
             with temporary_folder(self.lab, "speed-") as folder:
                 for arm, measured in [*zip(arms, speeds, strict=True)][:: 1 if turn % 2 else -1]:
-                    run = shorten(arm, steps_in(arm, THROUGHPUT_SECONDS), folder).run(0)
+                    run = short_arm(arm, steps_in(arm, THROUGHPUT_SECONDS), folder).run(0)
                     self.train([run])
                     measured.append(run.tokens_per_second())
         return speeds

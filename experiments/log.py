@@ -1,12 +1,13 @@
-"""lab/log.jsonl, the append-only log with a row for every experiment, and its table and figure."""
+"""lab/log.jsonl, the append-only log with a row for every experiment, and its report: a table and a figure."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
-from data.files import lock, write_atomically
+from config.paths import expand_user_path
+from data.files import wait_for_lock, write_atomically
 from data.json_objects import parse_object
+from experiments.settings import ReportConfig
 from plotting.style import new_figure
 
 MARKERS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D", "futile": "v"}
@@ -14,15 +15,13 @@ MAX_LABEL_CHARACTERS = 50
 # Keys whose values differ whenever the same runs are analysed again.
 VOLATILE = ("time", "cost", "time_multiplier", "seconds", "cpu_seconds")
 REQUIRED = {"idea", "baseline", "candidate", "verdict", "seeds"}
-LOCK_SECONDS = 0.05  # between two attempts to lock the file
 
 
 def append(lab: Path, row: dict[str, Any]) -> None:
     """Append the row of an experiment unless it is there: several machines may run one experiment together."""
     lab.mkdir(parents=True, exist_ok=True)
     with open(lab / "log.jsonl", "a+") as file:
-        while not lock(file):
-            time.sleep(LOCK_SECONDS)
+        wait_for_lock(file)
         file.seek(0)
         text = file.read()
         row = json.loads(json.dumps(row))
@@ -161,11 +160,12 @@ def label(row: dict[str, Any]) -> str:
     return idea if len(idea) <= MAX_LABEL_CHARACTERS else idea[: MAX_LABEL_CHARACTERS - 1] + "…"
 
 
-def publish(lab: Path) -> str:
-    """Write report.md and report.png; return the table."""
+def main(config: ReportConfig) -> None:
+    """Print the table of all experiments, and write it and the figure into the lab."""
+    lab = expand_user_path("lab", config.lab)
     rows = read_log(lab)
     text = markdown_table(rows)
     lab.mkdir(parents=True, exist_ok=True)
     write_atomically(lab / "report.md", text + "\n")
     draw(rows, lab / "report.png")
-    return text
+    print(text)

@@ -268,12 +268,12 @@ def format_report(row: dict[str, Any]) -> Iterator[str]:
         yield f"{begin}: {size['verdict']}, {percent} percent{words}"
     if "difference" in row:
         yield (
-            f"{row['seeds']} seeds of the candidate and {row['baseline_seeds']} of the baseline, analysed after each "
-            f"from number {MIN_SEEDS}: repeated confidence intervals with Welch's t, valid under any stopping rule "
-            "(docs/experiments.md)"
+            f"{row['seeds']} seeds of the candidate and {row['baseline_seeds']} of the baseline, analysed after every "
+            f"seed from number {MIN_SEEDS} on: repeated confidence intervals with Welch's t, valid under any stopping "
+            "rule (docs/experiments.md)"
         )
     tried = row["candidates_tried"]
     yield (
-        f"{tried} candidate(s) were compared with this baseline; of as many without effect about "
+        f"{tried} candidate(s) were compared with this baseline; if none had an effect, about "
         f"{FALSE_BETTER_RATE * tried:.2g} would be called better by chance"
     )

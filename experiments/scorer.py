@@ -12,13 +12,15 @@ them. The loss and the bytes are computed here, so they are the same measure for
 import functools
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-LOGIT_BYTES = 2**28  # upper bound of the logits of a batch, in float64
+LOGIT_BYTES = 2**28  # maximum size of the logits of a batch in float64
+ROWS_AT_ONCE = 256  # of a batch for which no logits are computed
 PREVIEW_SAMPLES = 64  # validation samples that a preview evaluates
 
 
@@ -39,7 +41,6 @@ def measure(run: str) -> dict[str, object]:
 
     from config.resolve import replace_settings
     from data.corpus import load_corpus
-    from data.loader import load_batch
     from run.load import load_run
 
     config, model, _ = load_run(run)
@@ -47,15 +48,13 @@ def measure(run: str) -> dict[str, object]:
     config = replace_settings(config, {"evaluation.every": config.evaluation.every or 1, "exact": False})
     corpus, device = load_corpus(config), "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
-    num_rows = len(corpus.validation)  # pyright: ignore[reportArgumentType] - map-style datasets have a length
     assert config.model.vocab_size is not None  # of a trained model
     row_bytes = 8 * config.seq_len * config.model.vocab_size
     batch_size = min(config.evaluation.micro_batch_size, max(1, LOGIT_BYTES // row_bytes))
     lengths = token_lengths(corpus)
     digest, total, count, num_bytes, is_causal = sha256(), 0.0, 0, 0, True
     with torch.no_grad():
-        for start in range(0, num_rows, batch_size):
-            batch = load_batch(corpus.validation, range(start, min(start + batch_size, num_rows)))
+        for number, batch in enumerate(batches(corpus.validation, batch_size)):
             targets = batch.pop("labels")[:, 1:]
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             logits = model(**batch)[0]
@@ -65,7 +64,7 @@ def measure(run: str) -> dict[str, object]:
             digest.update(predicted.numpy().tobytes())
             count += len(predicted)
             num_bytes += sum(map(lengths.__getitem__, predicted.tolist())) if lengths else 0
-            if start == 0:
+            if number == 0:
                 half = targets.shape[1] // 2
                 ids = batch["input_ids"]
                 batch["input_ids"] = torch.cat((ids[:, :half], ids[:, half:].flip(1)), dim=1)
@@ -82,6 +81,14 @@ def measure(run: str) -> dict[str, object]:
         "parameters": model.num_parameters(),
         "flops_per_token": model.flops_per_token(config.seq_len),
     }
+
+
+def batches(dataset: Any, batch_size: int = ROWS_AT_ONCE) -> Iterator[dict[str, Any]]:
+    """Yield all rows of a map-style dataset in order, as batches of at most `batch_size` rows."""
+    from data.loader import load_batch
+
+    for start in range(0, len(dataset), batch_size):
+        yield load_batch(dataset, range(start, min(start + batch_size, len(dataset))))
 
 
 def token_lengths(corpus: Any) -> dict[int, int] | None:
@@ -104,13 +111,10 @@ def targets(*settings: str) -> dict[str, object]:
     """Return `targets` and `num_targets` of `measure` for settings of train.py, before any training."""
     from config.parser import parse_config
     from data.corpus import load_corpus
-    from data.loader import load_batch
 
-    validation = load_corpus(parse_config(list(settings))).validation
-    num_rows = len(validation)  # pyright: ignore[reportArgumentType] - map-style datasets have a length
     digest, count = sha256(), 0
-    for start in range(0, num_rows, 256):
-        labels = load_batch(validation, range(start, min(start + 256, num_rows)))["labels"][:, 1:]
+    for batch in batches(load_corpus(parse_config(list(settings))).validation):
+        labels = batch["labels"][:, 1:]
         predicted = labels[labels != -100]
         digest.update(predicted.numpy().tobytes())
         count += len(predicted)
@@ -149,7 +153,6 @@ def preview(checks: str, *settings: str) -> dict[str, object]:
     from checks.short_run import parse_short_run
     from config.parser import parse_config
     from data.corpus import load_corpus
-    from data.loader import load_batch
     from model.gpt import GPTModel
     from run.metrics_log import read_rows
     from training.metrics import NonFiniteError
@@ -177,8 +180,7 @@ def preview(checks: str, *settings: str) -> dict[str, object]:
         config = parse_config(words)
         corpus = load_corpus(config)
         assert corpus.validation is not None, "the settings have evaluations"
-        num_rows = len(corpus.validation)
-        indices = range(min(num_rows, PREVIEW_SAMPLES))
+        indices = range(min(len(corpus.validation), PREVIEW_SAMPLES))
         few = Subset(corpus.validation, indices)  # pyright: ignore[reportArgumentType] - it is map-style
         evaluate = train.evaluate
         train.evaluate = lambda model, corpus, *others: evaluate(model, replace(corpus, validation=few), *others)
@@ -188,16 +190,12 @@ def preview(checks: str, *settings: str) -> dict[str, object]:
             last = [*read_rows(Path(folder, "preview", "metrics.jsonl"))][-1]
         except NonFiniteError:
             pass
-    held_out = {
-        row.numpy().tobytes()
-        for start in range(0, num_rows, 256)
-        for row in load_batch(corpus.validation, range(start, min(start + 256, num_rows)))["input_ids"]
-    }
+    held_out = (row.numpy().tobytes() for batch in batches(corpus.validation) for row in batch["input_ids"])
     return {
         "digest": last.get("state/digest"),
         "loss": last.get("val/loss"),
         "rows": len(rows),
-        "validation_rows": len(rows & held_out),
+        "validation_rows": len(rows.intersection(held_out)),
         "broken": broken,
     }
 

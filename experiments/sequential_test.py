@@ -128,16 +128,16 @@ def estimate_difference(baseline: list[float], candidate: list[float], total_alp
     Raises:
         ValueError: the numbers of runs are unequal and total_alpha is not the default.
     """
-    n, shared = len(candidate), len(baseline) if len(baseline) > len(candidate) else 0
-    if shared and total_alpha != TOTAL_ALPHA:
+    n, baseline_seeds = len(candidate), len(baseline) if len(baseline) > len(candidate) else 0
+    if baseline_seeds and total_alpha != TOTAL_ALPHA:
         raise ValueError(f"total_alpha: {total_alpha} is not calibrated for unequal numbers of runs")
     mean = statistics.fmean(candidate) - statistics.fmean(baseline)
     if n < MIN_SEEDS:
-        return Difference(mean, -math.inf, math.inf, math.inf, n, shared, total_alpha)
+        return Difference(mean, -math.inf, math.inf, math.inf, n, baseline_seeds, total_alpha)
     variances = [statistics.variance(losses) / len(losses) for losses in (baseline, candidate)]
-    error, level = math.sqrt(sum(variances)), nominal_alphas(n, total_alpha, shared)[-1]
-    half_width = error * float(welch_quantile(level, variances, n, max(n, shared))) if error else 0.0
-    return Difference(mean, mean - half_width, mean + half_width, error, n, shared, total_alpha)
+    error, level = math.sqrt(sum(variances)), nominal_alphas(n, total_alpha, baseline_seeds)[-1]
+    half_width = error * float(welch_quantile(level, variances, n, max(n, baseline_seeds))) if error else 0.0
+    return Difference(mean, mean - half_width, mean + half_width, error, n, baseline_seeds, total_alpha)
 
 
 def welch_quantile(level: Any, variances: list[Any], n: Any, baseline_seeds: Any) -> Any:
@@ -171,23 +171,24 @@ def conditional_power(difference: Difference, last: int) -> float:
 
     The effect is assumed to be better than the estimate by OPTIMISM standard errors.
     """
-    n, shared, error = difference.seeds, difference.baseline_seeds, difference.standard_error
+    n, baseline_seeds, error = difference.seeds, difference.baseline_seeds, difference.standard_error
     if n >= last or not error:
         return float(difference.high < 0)
-    fraction = information(n, shared) / information(last, shared)
-    level = nominal_alphas(last, difference.total_alpha, shared)[-1]
-    boundary = float(stats.t.isf(level / 2, last + max(last, shared) - 2)) * math.sqrt(fraction)
+    fraction = information(n, baseline_seeds) / information(last, baseline_seeds)
+    level = nominal_alphas(last, difference.total_alpha, baseline_seeds)[-1]
+    boundary = float(stats.t.isf(level / 2, last + max(last, baseline_seeds) - 2)) * math.sqrt(fraction)
     expected = difference.mean / error - (1 - fraction) * OPTIMISM  # mean at the last analysis, in standard errors
     return float(stats.norm.cdf((-boundary - expected) / math.sqrt(fraction * (1 - fraction))))
 
 
 def additional_seeds(difference: Difference, margin: float) -> int:
     """Estimate how many more runs would decide if mean and variances stayed; at most MAX_MORE_SEEDS."""
-    n, shared = difference.seeds, difference.baseline_seeds
+    n, baseline_seeds = difference.seeds, difference.baseline_seeds
     required = max(abs(difference.mean), margin - abs(difference.mean))  # half-width that excludes zero or the margin
-    last = shared - 1 if shared else MAX_MORE_SEEDS
-    for later, level in enumerate(nominal_alphas(last, difference.total_alpha, shared), start=MIN_SEEDS):
-        error = difference.standard_error * math.sqrt(information(n, shared) / information(later, shared))
-        if later > n and stats.t.isf(level / 2, later + max(later, shared) - 2) * error < required:
+    last = baseline_seeds - 1 if baseline_seeds else MAX_MORE_SEEDS
+    for later, level in enumerate(nominal_alphas(last, difference.total_alpha, baseline_seeds), start=MIN_SEEDS):
+        ratio = information(n, baseline_seeds) / information(later, baseline_seeds)
+        error = difference.standard_error * math.sqrt(ratio)
+        if later > n and stats.t.isf(level / 2, later + max(later, baseline_seeds) - 2) * error < required:
             return later - n
     return MAX_MORE_SEEDS

@@ -13,7 +13,7 @@ from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "lab.yaml"
 
-RUNNER_WORDS = ("--seed", "--out_dir", "--resume")  # set for each run
+PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume")
 
 
 @dataclass
@@ -27,8 +27,8 @@ class ExperimentConfig:
     """Maximum number of runs of each arm. Rerun the same command with a larger number to add seeds."""
 
     baseline_seeds: PositiveInt | None = None
-    """Runs of the baseline, more than max_seeds, trained once for many candidates; its mean is then known better. null:
-    as many as of the candidate."""
+    """Number of baseline runs, if more than max_seeds: trained once and shared by many candidates, they estimate the
+    mean of the baseline more precisely. null: as many as of the candidate."""
 
     first_seed: NonNegativeInt = 0
     """Seed of the first run of each arm. Another one repeats an experiment on other seeds."""
@@ -62,7 +62,8 @@ class ExperimentConfig:
     """Narrow or widen the feed-forward layers of the candidate until its parameters or FLOPs match the baseline's."""
 
     onto: str | None = None
-    """With code: a commit, such as HEAD, to which it is applied first. null: the commit on which it is based."""
+    """A commit, such as HEAD, to which the code of the change is applied first. null: the commit on which it is
+    based."""
 
     note: str | None = None
     """Text for the log, such as the reason for the change."""
@@ -95,7 +96,7 @@ def parse_experiment(args: list[str]) -> ExperimentConfig:
 
 
 def parse_tool_with_json(settings: type, program: str, args: list[str], print_error: Callable[[str], None]) -> Any:
-    """Parse the command line of a program with the setting `json`; with it, also print a message by `print_error`.
+    """Parse the command line of a program that has the setting `json`; if it is given, pass errors to `print_error`.
 
     Raises:
         ConfigError: the command line is wrong.
@@ -121,18 +122,16 @@ class ReportConfig:
     """The directory of the log."""
 
 
-def refuse_runner_settings(words: list[str]) -> None:
+def refuse_per_run_settings(words: list[str]) -> None:
     """Refuse settings that are set for each run.
 
     Raises:
         ConfigError: one is among the words.
     """
     for word in words:
-        if (option := word.partition("=")[0]) in RUNNER_WORDS:
+        if (option := word.partition("=")[0]) in PER_RUN_OPTIONS:
             name = option.removeprefix("--")
-            raise ConfigError(
-                f"{name}: is set for each run, of the seeds 0, 1, 2, ...; leave it out, or give --first_seed"
-            )
+            raise ConfigError(f"{name}: is set for each run; leave it out (--first_seed chooses the seeds)")
 
 
 def parse_sizes(text: str) -> list[float]:

@@ -11,7 +11,7 @@ from experiments.arm import Arm, ArmFailed
 from experiments.score import network_shape
 from scaling.recipe import LR_POWER
 
-WIDTH_STEP = 8  # the matched model.d_ff is a multiple of this
+WIDTH_STEP = 8  # a scaled or matched model.d_ff is a multiple of this
 SHORT_RUN_LOGS = 8  # logged steps of a short run, so that its throughput is a median over several
 PREVIEW_STEPS = 8
 
@@ -94,7 +94,7 @@ def scale_parameters(arm: Arm, factor: float) -> Arm:
     changes = {
         "model.n_heads": heads,
         "model.d_model": settings["model.d_model"] // settings["model.n_heads"] * heads,
-        "model.d_ff": 8 * round(widening * settings["model.d_ff"] / 8),
+        "model.d_ff": WIDTH_STEP * round(widening * settings["model.d_ff"] / WIDTH_STEP),
         "optimizer.lr": settings["optimizer.lr"] * widening**LR_POWER,
     }
     if settings["model.n_kv_heads"]:
@@ -123,7 +123,7 @@ def match_width(arm: Arm, other: Arm, quantity: str) -> Arm:
     return arm.changed({"model.d_ff": matching})
 
 
-def shorten(arm: Arm, steps: int, runs: Path) -> Arm:
+def short_arm(arm: Arm, steps: int, runs: Path) -> Arm:
     """Return the arm on `steps` steps, with a schedule of the same shape and minimal evaluation."""
     changes = {
         "evaluation.every": steps,
@@ -149,6 +149,6 @@ def preview_arm(arm: Arm, checks: str) -> dict[str, Any]:
     Raises:
         RunError: the scorer fails.
     """
-    short = shorten(arm, min(PREVIEW_STEPS, arm.settings["steps"]), arm.runs)
+    short = short_arm(arm, min(PREVIEW_STEPS, arm.settings["steps"]), arm.runs)
     short = short.changed({"evaluation.num_samples": arm.settings["evaluation.num_samples"]})  # all rows that may leak
     return score.run_scorer(short, "preview", checks, *short.words)

@@ -176,11 +176,11 @@ def test_checked_out_failure_leaves_no_worktree(repository, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no-such-branch", "'no-such-branch' is no git branch"),
+        ("no-such-branch", "'no-such-branch' is not a git branch"),
         ("", "is empty"),
         ("'", "cannot be parsed"),
         (".", "the working tree has no changes"),
-        ("-x", "'-x' is no git branch"),
+        ("-x", "'-x' is not a git branch"),
         ("~nobody_here/x.patch", "is in the home directory of a user that this machine does not have"),
     ],
 )

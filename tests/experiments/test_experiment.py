@@ -21,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from data.text import TextCorpus, TextDataset
-from experiments import arm, change, experiment, log, report, score, variants
+from experiments import arm, change, experiment, log, score, variants
 from experiments.arm import Arm, Launch
 from experiments.experiment import main
 from experiments.result import format_multiplier, summarize, trend
@@ -527,11 +527,11 @@ def test_format_multiplier_marks_bounds():
 
 @pytest.mark.slow
 def test_report_and_log_after_several_experiments(run_experiment):
-    report.main(ReportConfig(str(run_experiment.lab)))  # without experiments
+    log.main(ReportConfig(str(run_experiment.lab)))  # without experiments
     for text in ("--optimizer.lr 3.0", "--model.mlp relu2", "--optimizer.lr 0", "--model.mlp gelu"):
         run_experiment(text, margin=0.02)
     (run_experiment.lab / "log.jsonl").open("a").write('{"half a li')
-    report.main(ReportConfig(str(run_experiment.lab)))
+    log.main(ReportConfig(str(run_experiment.lab)))
     before = len(log.read_log(run_experiment.lab))
     run_experiment("--optimizer.lr 9.0", margin=0.02)
     assert len(log.read_log(run_experiment.lab)) == before + 1, "the row after an incomplete line is lost"
@@ -712,7 +712,7 @@ def test_ctrl_c_then_same_command_resumes(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("no-such-branch", 2, "idea: 'no-such-branch' is no git branch"),
+        ("no-such-branch", 2, "idea: 'no-such-branch' is not a git branch"),
         ("'--optimizer.lr 3' --config nowhere.yaml", 2, "nowhere.yaml"),
         ("'--optimizer.lr 3' --max_seeds 0", 2, "max_seeds: 0 must be a positive integer"),
         ("--max_seeds 3", 2, "arguments"),

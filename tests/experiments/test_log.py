@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments import log
+from experiments.settings import ReportConfig
 
 ROW = {"idea": "--x 1", "baseline": "a", "candidate": "b", "verdict": "worse", "seeds": 6, "margin": 0.03}
 ROW |= {"difference": 2.0, "low": 1.0, "high": 3.0}
@@ -50,4 +51,4 @@ def test_damaged_rows_are_skipped(damaged, tmp_path):
     row = {name: value for name, value in (ROW | damaged).items() if value is not ...}
     (tmp_path / "log.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(ROW)[:20] + "\n" + json.dumps(ROW) + "\n")
     assert log.read_log(tmp_path) == [ROW]
-    log.publish(tmp_path)
+    log.main(ReportConfig(str(tmp_path)))
