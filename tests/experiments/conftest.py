@@ -25,7 +25,8 @@ settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len":
     "data.source": "stories", "data.num_samples": 100,
     "data.path": None, "data.mix": None, "data.num_workers": 0, "optimizer.lr": 1.0, "evaluation.every": 10,
     "evaluation.num_samples": 5, "evaluation.num_scored_generations": 0, "evaluation.num_logged_generations": 0,
-    "schedule.warmup_steps": 10, "schedule.decay_steps": None, "tracking.log_every": 1, "tracking.wandb": "disabled"}
+    "schedule.warmup_steps": 10, "schedule.decay_steps": None, "tracking.log_every": 1, "tracking.plots": True,
+    "tracking.wandb": "disabled"}
 words = [word for word in sys.argv[1:] if word != "--print_config"]
 words = [part for word in words for part in word.split("=", 1)]
 for option, value in zip(words[::2], words[1::2]):
