@@ -44,13 +44,13 @@ def main(config: EvaluateConfig) -> None:
 
     Raise ConfigError if the model or the corpus does not exist, they do not match, or the metrics cannot be saved.
     """
-    loaded, found = load_with_source(config.run, config.checkpoint, weights=config.weights)
-    if found and config.data is None:
-        check_data(*found)
-    settings = settings_of(config, loaded)
+    loaded, source = load_with_source(config.run, config.checkpoint, weights=config.weights)
+    if source and config.data is None:
+        check_data(*source)
+    settings = evaluation_settings(config, loaded)
     corpus = load_corpus(settings)
     settings = corpus.fill_in(settings)
-    check_tokenizer(config.run, loaded, corpus)
+    check_tokenizer(config.run, loaded.tokenizer, loaded.model.config.vocab_size, corpus)
     accelerator = start_accelerator(settings)
     model = loaded.model.to(accelerator.device)
     assert model.config.vocab_size is not None, "it is set before a model is built"
@@ -61,9 +61,9 @@ def main(config: EvaluateConfig) -> None:
     positions = {name: metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")}
     if accelerator.is_main_process:
         assert corpus.validation is not None, "it has been evaluated"
-        metrics: dict[str, Any] = metrics | {"run": config.run} | ({"step": found[1].step} if found else {})
-        metrics |= {"data": data_facts(settings.data), "windows": len(corpus.validation), "seq_len": settings.seq_len}
-        metrics |= {"targets": "answers"} if corpus.conversations else {}
+        metrics: dict[str, Any] = metrics | {"run": config.run} | ({"step": source[1].step} if source else {})
+        metrics |= {"data": identify_data(settings.data), "windows": len(corpus.validation)}
+        metrics |= {"seq_len": settings.seq_len} | ({"targets": "answers"} if corpus.conversations else {})
         print(json.dumps(finite_or_null(metrics), indent=1))
         directory = output_directory(config)
         try:
@@ -80,7 +80,7 @@ def check_data(directory: Path, manifest: Manifest) -> None:
         raise ConfigError(f"{directory}: {'; '.join(lines)}; {USE_ITS_CODE}, or name a corpus with --data")
 
 
-def settings_of(config: EvaluateConfig, loaded: LoadedModel) -> TrainConfig:
+def evaluation_settings(config: EvaluateConfig, loaded: LoadedModel) -> TrainConfig:
     """Return the training settings with which to load the corpus for this model."""
     settings, limit = loaded.config, loaded.model.config.max_position_embeddings
     if settings is None or config.data is not None:
@@ -106,7 +106,7 @@ def settings_of(config: EvaluateConfig, loaded: LoadedModel) -> TrainConfig:
     return replace_settings(settings, changes)
 
 
-def data_facts(data: DataConfig) -> dict[str, Any]:
+def identify_data(data: DataConfig) -> dict[str, Any]:
     """Return the settings that identify the data of a loaded corpus."""
     if data.source == "text":
         names = ("source", "path", "mix", "hash", "packing")

@@ -78,8 +78,7 @@ def main(config: ExportConfig) -> None:
     if config.average > 1:
         sources = average_newest(loaded, config)
     try:
-        if not out.parent.exists():
-            out.parent.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
         # A second export to `out` uses another temporary folder; the first one to finish is kept.
         with TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as folder:
             partial = Path(folder, out.name)
@@ -207,7 +206,7 @@ def model_card(
         with report_plot_errors("A figure of the run"):
             save_loss_curve(run.parent, folder / "loss.png")  # not in the run, which may be read-only
             lines.append("![Training and validation loss](loss.png)\n")
-    lines.append(f"## Data\n\n{data_facts(loaded)}\n")
+    lines.append(f"## Data\n\n{describe_data(loaded)}\n")
     environment = {**manifest.provenance, "mixed_precision": manifest.mixed_precision, "processes": manifest.processes}
     lines.append("## Environment\n\n" + "\n".join(f"- {name}: {value}" for name, value in environment.items()) + "\n")
     recipe = yaml.safe_dump(without_folders({**manifest.config, "out_dir": "runs"}), sort_keys=False)
@@ -232,13 +231,13 @@ def without_folders(setting: Any) -> Any:
     return Path(setting).name if isinstance(setting, str) and setting.startswith(("/", "~")) else setting
 
 
-def data_facts(loaded: LoadedModel) -> str:
+def describe_data(loaded: LoadedModel) -> str:
     """Describe the training data."""
     assert loaded.config is not None, "only cards of runs describe data"
     data = loaded.config.data
     if data.source != "text":
         return f"The synthetic source `{data.source}` of this repository, {data.num_samples:,} samples per epoch."
-    facts = [f"Content hash of the tokens and the tokenizer: `{data.hash}`."]
+    lines = [f"Content hash of the tokens and the tokenizer: `{data.hash}`."]
     for path in data.corpora:
         try:
             metadata = read_metadata(Path(path).expanduser())
@@ -246,12 +245,12 @@ def data_facts(loaded: LoadedModel) -> str:
                 raise ConfigError(f"{path} is another corpus now")
             train, tokenizer = metadata["train"], metadata["tokenizer"]["name"]
             kind = "conversations" if metadata.get("conversations") else "documents"
-            facts.append(
+            lines.append(
                 f"- `{Path(path).name}`: {train['documents']:,} {kind}, {train['tokens']:,} tokens by `{tokenizer}`"
             )
         except (ConfigError, KeyError):  # the corpus was moved or replaced; the export does not need it
-            facts.append(f"- `{Path(path).name}`")
-    return "\n".join(facts)
+            lines.append(f"- `{Path(path).name}`")
+    return "\n".join(lines)
 
 
 def push(folder: Path, repository: str) -> None:

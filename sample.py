@@ -39,7 +39,7 @@ def main(config: SampleConfig) -> None:
     prepare_cpu()
     loaded = load_run(config.run, config.checkpoint, weights=config.weights)
     if loaded.tokenizer is None:
-        raise ConfigError(f"run: {config.run!r} has no tokenizer, as a model of random tokens has none")
+        raise ConfigError(f"run: {config.run!r} has no tokenizer; models of random tokens have none")
     loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
     if config.chat:
         converse(loaded, config)
@@ -98,12 +98,12 @@ def check_system(system: list[Message], template: ChatTemplate, room: int) -> No
     if tokens == template.prompt(user):
         raise ConfigError("system: the chat template of this tokenizer ignores system messages; leave it out")
     if len(tokens) > room:
-        raise ConfigError(f"system: it has {len(tokens)} tokens, and a conversation has room for {room}; shorten it")
+        raise ConfigError(f"system: {len(tokens)} tokens, but a conversation has room for {room}; shorten the message")
 
 
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
-    """Yield the given prompt; else lines typed at the terminal; without one "" or, for chat, the lines of stdin."""
-    with suppress(AttributeError):  # invalid UTF-8 must not end the chat; a notebook's stdin is no byte stream
+    """Yield the given prompt, else lines typed at the terminal; without a terminal, "" or, for chat, stdin's lines."""
+    with suppress(AttributeError):  # invalid UTF-8 must not end the chat; a notebook's stdin is not a byte stream
         sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue] suppressed
     is_terminal = sys.stdin is not None and sys.stdin.isatty()  # None: stdin is closed
     if given is not None or not (chat or is_terminal):

@@ -66,7 +66,7 @@ def print_recipe(config: ScaleConfig) -> None:
     else:
         from data.synthetic.stories import get_story_generator
 
-        vocab_size = len(get_story_generator(recipe.MOST_FACTS, 1.0, 0).vocabulary)
+        vocab_size = len(get_story_generator(recipe.MAX_FACTS, 1.0, 0).vocabulary)
     lines = recipe.make_recipe(config.depth, config.tokens_per_parameter, config.family, config.corpus, vocab_size)
     print(recipe.as_yaml(lines), end="")
 
@@ -157,7 +157,7 @@ def check_same_ladder(out_dir: Path, common: dict[str, str | None]) -> None:
         details = "; ".join(f"{name} {stored.get(name)!r} there, {common[name]!r} now" for name in different)
         raise ConfigError(f"out_dir: {out_dir} has runs of another ladder ({details}); name another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(common), by_several=True)
+    write_atomically(file, json.dumps(common), several_writers=True)
 
 
 def search_learning_rates(config: ScaleConfig, widths: list[int], steps: int, out_dir: Path) -> None:

@@ -138,7 +138,7 @@ def train(
         upcoming = deque([next(batches, []), next(batches, [])])  # micro-batches of the next two steps
         stop_request.raise_on_all(start.step)  # if a loader has failed at once
         # Each save compares with this: it fails if training has changed state that checkpoints do not contain, such as
-        # a number that an optimizer counts.
+        # a counter that an optimizer keeps as a Python number.
         saver.record_unsaved_state(state.network, state.optimizer)
         warm_up(state, upcoming[0][0])  # a forward and backward without an update: compiles, fixes DDP's bucket order
         # Evaluate the initial weights, unless only the last step is evaluated.

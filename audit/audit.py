@@ -145,7 +145,7 @@ def checkpoint_problem(run: RecordedRun, checkpoint: Path, manifest: Manifest) -
     if lines := differing_settings(complete_settings(manifest.config), run.config):
         return f"its settings differ from config.yaml: {lines[0]}"
     if changed := manifest.tokenizer and changed_files(run.path / "tokenizer", manifest.tokenizer):
-        return f"{run.path / 'tokenizer'} is not what it was trained with ({changed})"
+        return f"{run.path / 'tokenizer'} is not the tokenizer of this run ({changed})"
     row = run.rows.setdefault(manifest.step, {})
     for name in sorted((manifest.metrics.keys() | row.keys()) - {"step"}):
         logged, saved = row.get(name, MISSING), manifest.metrics.get(name, MISSING)

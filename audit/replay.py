@@ -24,7 +24,7 @@ from data.files import copy_folder
 from data.loader import load_batch, split_micro_batches
 from distributed.launch import join_process_group, uses_cpu
 from distributed.launch_checks import check_launch
-from distributed.nested import temporary_folder
+from distributed.nested import shared_temporary_folder
 from distributed.world import is_main_process
 from model.gpt import GPTModel
 from model.seeds import derive_seed
@@ -52,7 +52,7 @@ def main(config: ReplayConfig) -> None:
     join_process_group(run.config)
     if run.other_code:
         print_on_main(run.other_code)
-    with temporary_folder("replay-") as folder:
+    with shared_temporary_folder("replay-") as folder:
         if config.step is None:
             audit(run, config.audit, folder)
         else:

@@ -3,7 +3,7 @@
 Two GPT-2 shapes in bfloat16 on random tokens in device memory, beside nanoGPT if --nanogpt names a checkout, then
 single settings. All variants of a group exist at the same time and are interleaved, so that a GPU that slows down slows
 all of them. FLOP/s are compared with those of a bfloat16 product of large matrices and with the data sheet (MFU). Peak
-memory is that of a variant alone. A profile of separate steps lists the kernels. --quick runs everything in miniature,
+memory excludes the other variants. A profile of separate steps lists the kernels. --quick runs everything in miniature,
 as a test, on the CPU if there is no GPU.
 """
 

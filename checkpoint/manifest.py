@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from config.schema import CheckpointConfig, flat_settings
 from data.files import sha256, write_atomically
-from data.json_objects import parse_object, typed
+from data.json_objects import from_json, parse_object
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -86,9 +86,9 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError(f"format {facts.get('format')!r} instead of {FORMAT}")
         if digest != _digest(facts):
             raise ValueError("its content does not match its digest")
-        manifest = typed(facts, Manifest, "manifest")
+        manifest = from_json(facts, Manifest, "manifest")
         if path.name.startswith("step-") and path.name != step_directory(path, manifest.step).name:
-            raise ValueError(f"it is of step {manifest.step}")
+            raise ValueError(f"it is for step {manifest.step}")
         if not manifest.files:
             raise ValueError("it names no files")
         for name in manifest.files:

@@ -55,7 +55,7 @@ def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]
     stored = {key.removeprefix("model."): t for key, t in whole_tensors(directory, manifest, "model.").items()}
     for name, tensor in stored.items():
         if name not in weights or weights[name].shape != tensor.shape:
-            raise ConfigError(f"{directory} has a tensor {name} of {list(tensor.shape)}, and the model has not")
+            raise ConfigError(f"{directory} has a tensor {name} of {list(tensor.shape)}, which the model lacks")
         weights[name].copy_(tensor)
     if lacking := sorted(weights.keys() - stored.keys()):
         raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")

@@ -32,7 +32,7 @@ from config.schema import TrainConfig
 from data.sampler import BatchSizes
 from distributed.launch import num_shards, start_accelerator
 from distributed.launch_checks import check_launch
-from distributed.nested import broadcast_from_main, nested_training, temporary_folder
+from distributed.nested import broadcast_from_main, nested_training, shared_temporary_folder
 from distributed.world import num_processes
 from model.gpt import GPTModel, build_on_meta_device
 from run.metrics_log import read_rows
@@ -187,7 +187,7 @@ def memory(
 
 def run_trial(config: TrainConfig, accelerator: Accelerator, steps: int = TRIAL_STEPS) -> dict[str, float]:
     """Train a few steps in a temporary directory and return the last logged row; called by all processes together."""
-    with temporary_folder("plan-") as folder:
+    with shared_temporary_folder("plan-") as folder:
         changes = {
             "out_dir": str(folder),
             "stop_after": steps,

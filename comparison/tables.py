@@ -21,7 +21,7 @@ from comparison.records import (
     first_divergence,
     prediction_task,
 )
-from data.validation_bytes import measure_same_text
+from data.validation_bytes import cover_same_text
 
 SIGNIFICANCE_LEVEL = 0.05
 MAX_COLUMNS = 6  # settings shown as columns, or in a label
@@ -251,7 +251,7 @@ def measures_whole_text(record: Record, num_bytes: float) -> bool:
     if record.settings["evaluation.num_samples"] is not None:
         return False
     evaluated = record.final("val/bytes")
-    return evaluated is not None and measure_same_text(evaluated, num_bytes)
+    return evaluated is not None and cover_same_text(evaluated, num_bytes)
 
 
 def rank_configurations(configurations: Configurations, metric: str) -> Table:

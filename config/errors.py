@@ -6,7 +6,7 @@ class RunError(RuntimeError):
 
 
 class ConfigError(ValueError):
-    """A setting or an input that the user must change; the message names it, its value and what would be right."""
+    """A setting or an input that the user must change; the message names it, its value and a remedy."""
 
 
 def unhandled_choice(setting: str, choice: str) -> ConfigError:

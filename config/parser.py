@@ -185,7 +185,7 @@ def _with_file_name(parser: _Parser, args: list[str], error: ConfigError) -> Con
 def _explain(message: str, settings_class: type) -> str:
     """Rewrite a message of jsonargparse as `setting: value; remedy`."""
     if message.startswith("Unexpected config:"):
-        return "there are no lines of the form `setting: value` in it"
+        return "no line has the form `setting: value`"
     unknown = re.match(r"Option '(.*)' is not accepted|Group '(.*)' does not accept option '(.*)'", message)
     if unknown or (unknown := re.match(r"unrecognized arguments: --([^\s=]+)", message)):
         name = unknown[1] or f"{unknown[2]}.{unknown[3]}"

@@ -9,7 +9,7 @@ def expand_user_path(setting: str, path: str | Path) -> Path:
     """Return the path with ~ or ~USER replaced by the home directory.
 
     Args:
-        setting: what the error message names.
+        setting: its name, for the error message.
         path: the value of the setting.
 
     Raises:
@@ -18,5 +18,4 @@ def expand_user_path(setting: str, path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        problem = f"{str(path)!r} is in the home directory of a user that this machine does not have"
-        raise ConfigError(f"{setting}: {problem}") from None
+        raise ConfigError(f"{setting}: {str(path)!r} names a user that this machine does not have") from None

@@ -59,16 +59,16 @@ def require_consistent(config: TrainConfig, num_processes: int) -> None:
 
 def with_stored_settings(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
     """Fill in settings that are null from the stored, flat settings of the run that is resumed."""
-    filled_in = {
+    given = {
         "data.seed": config.data.seed,
         "global_batch_size": config.global_batch_size,
         "branch_from": config.branch_from,
     }
-    return replace_settings(config, {name: stored[name] for name, value in filled_in.items() if value is None})
+    return replace_settings(config, {name: stored[name] for name, value in given.items() if value is None})
 
 
 def with_stored_model(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
-    """Take the model of a run with `init_from` from its flat settings, except for the settings that the user gave."""
+    """Take the settings of `model` that the user did not give from the flat settings of a run with `init_from`."""
     given = given_model_settings(config)
     settings = {
         setting.name: getattr(config.model, setting.name) if setting.name in given else stored[f"model.{setting.name}"]
@@ -91,7 +91,8 @@ def with_initial_model(config: TrainConfig, initial: GPTConfig, weights_hash: st
             raise ConfigError(f"model.{name}: {value}, but {initial_value} in {config.init_from}; leave it out")
     changes = {name: getattr(config.model, name) for name in NOT_FROM_INITIAL_MODEL & given}
     if config.init_hash not in (None, weights_hash):
-        raise ConfigError(f"init_hash: {config.init_hash}, but the weights of {config.init_from} have {weights_hash}")
+        problem = f"init_hash: {config.init_hash}, but the weights of {config.init_from} have the hash {weights_hash}"
+        raise ConfigError(f"{problem}; set that one, or null")
     return replace(config, model=replace(initial, **changes), init_hash=weights_hash)
 
 

@@ -432,7 +432,7 @@ class TrainConfig:
             remedy = f"{self.init_from} supports no more" if self.init_from else "lower the one or raise the other"
             yield f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: {longest}; {remedy}"
         if self.data.source == "random" and self.model.vocab_size is None:
-            yield "model.vocab_size: null means that of the tokenizer, but data.source: random has none; set one"
+            yield "model.vocab_size: null means the tokenizer's, but data.source: random has no tokenizer; set a number"
         if self.data.source != "text" and self.evaluation.num_samples is None:
             endless = f"the validation set of data.source: {self.data.source} is endless"
             yield f"evaluation.num_samples: null means all samples, but {endless}; set a number"
@@ -474,8 +474,8 @@ class TrainConfig:
         if first is None:
             if steps:
                 yield (
-                    f"schedule.batch_warmup_steps: {steps} needs schedule.batch_warmup_from, sequences in the first "
-                    "batch"
+                    f"schedule.batch_warmup_steps: {steps} needs schedule.batch_warmup_from (sequences in the first "
+                    "batch)"
                 )
             return
         if steps is None:

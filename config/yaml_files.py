@@ -13,7 +13,7 @@ class _SafeLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             alias = self.peek_event()
             line = alias.start_mark.line + 1
-            raise ConfigError(f"the alias *{alias.anchor} in line {line} is not read; write out what it stands for")
+            raise ConfigError(f"the alias *{alias.anchor} in line {line} is not supported; repeat its value")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -33,7 +33,7 @@ class _StringLoader(_SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Read what `yaml.safe_dump` wrote, with the types that it had.
+    """Parse YAML with YAML's types, as `yaml.safe_dump` writes it.
 
     Raises:
         yaml.YAMLError: the text is not YAML, or a key is set twice.
@@ -45,7 +45,7 @@ def read_yaml(text: str) -> Any:
 def read_strings(text: str) -> Any:
     """Read lists and mappings of YAML text; their numbers and booleans stay strings.
 
-    So `010`, `1:30` and `1e3` in a file mean the same as on a command line: YAML 1.1 reads 8, 90 and the string '1e3'.
+    So `010`, `1:30` and `1e3` mean the same in a file as on a command line. YAML 1.1 would read 8, 90 and '1e3'.
 
     Raises:
         yaml.YAMLError: the text is not YAML, or a key is set twice.

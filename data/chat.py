@@ -24,7 +24,7 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
         ValueError: The row holds no document; the message says what it holds instead.
     """
     if not isinstance(row, dict):
-        raise ValueError(f"{row!r:.60} is not a row, an object with the key {text_column!r}")
+        raise ValueError(f"{row!r:.60} is not an object with the key {text_column!r}")
     answers = [name for name in ("response", "completion") if name in row]
     name = text_column if text_column in row else "messages"
     if name in row:
@@ -37,10 +37,11 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
         messages = prompt + _messages(answers[0], row[answers[0]], role="assistant")
     else:
         wanted = f"no text_column {text_column!r}, nor messages, nor prompt and response"
-        raise ValueError(f"{wanted}; there are {list(row)!r:.200}")
+        raise ValueError(f"{wanted}; the columns are {list(row)!r:.200}")
     if row.get("system"):
         if not isinstance(row["system"], str) or any(message["role"] == "system" for message in messages):
-            raise ValueError(f"'system' is {row['system']!r:.60}; it must be a text, and the only one of the system")
+            remedy = "it must be a text, and no message may have the role system"
+            raise ValueError(f"'system' is {row['system']!r:.60}; {remedy}")
         messages.insert(0, {"role": "system", "content": row["system"]})
     return json.dumps({"messages": messages, **_template_arguments(row)}, ensure_ascii=False), True
 
@@ -59,17 +60,18 @@ def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
             raise ValueError(f"{name!r} has {message!r:.60}, which is not a message: a role and a content, both texts")
         weight = message.get("weight")
         if weight not in (None, 0, 1) or (weight and message["role"] != "assistant"):
-            raise ValueError(f"{name!r} has the weight {weight!r} of {message['role']!r}; it is 0 or, of an answer, 1")
+            problem = f"{name!r} has a message of role {message['role']!r} with weight {weight!r}"
+            raise ValueError(f"{problem}; use 0 or, for role 'assistant', 1")
     return [_without_nulls(message) for message in value]
 
 
 def _without_nulls(item: dict[str, Any]) -> dict[str, Any]:
-    """Remove the keys that only other rows of a table have."""
+    """Remove keys whose value is null: in a table, those that only other rows have."""
     return {key: value for key, value in item.items() if value is not None}
 
 
 def _template_arguments(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the chat template in a row in addition to messages; each may be encoded as JSON."""
+    """Return a row's arguments for the chat template other than the messages; a value may be JSON text."""
     arguments = {}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = row.get(name)

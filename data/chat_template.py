@@ -61,7 +61,7 @@ class ChatTemplate:
         longest_first = sorted(self._placeholders, key=len, reverse=True)
         spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._spelled, self._spelled_or_placeholder = re.compile(spelled), re.compile(f"({spelled}|{MARK}.)")
-        # This tokenizer has the opposite roles: special tokens are characters, and placeholders are tokens.
+        # This tokenizer encodes a special token as characters, and its placeholder as one token.
         self._literal = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         self._literal.encode_special_tokens = True
         self._literal.no_truncation()
@@ -112,8 +112,8 @@ class ChatTemplate:
         if self.tokenizer.chat_template is not None:
             with suppress(ConfigError):  # a template that cannot render a question and its answer
                 row = self.encode([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
-                of_answer = [token for token, answer in zip(*row, strict=True) if answer]
-                ends.update([token for token in of_answer if token in self.tokenizer.added_tokens_decoder][-1:])
+                answer_tokens = [token for token, is_answer in zip(*row, strict=True) if is_answer]
+                ends.update([token for token in answer_tokens if token in self.tokenizer.added_tokens_decoder][-1:])
         return ends
 
     def keys_not_rendered(self, conversation: dict[str, Any]) -> set[str]:
@@ -129,10 +129,10 @@ class ChatTemplate:
         """Render the template; also return the (begin, end) of answers in the text, None if it does not mark them."""
         from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
 
-        begin = f"that begins {messages[0].get('content')!r:.60}"
+        conversation = f"the conversation that begins {messages[0].get('content')!r:.60}"
         end_of_text = self.tokenizer.eos_token
         if any(f"<|{message['role']}|>" == end_of_text for message in messages):
-            raise ConfigError(f"messages: in the conversation {begin} a role spells the end of text, {end_of_text!r}")
+            raise ConfigError(f"messages: in {conversation} a role spells the end of text, {end_of_text!r}")
         try:
             template = self.tokenizer.get_chat_template(tools=variables.get("tools"))
             is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
@@ -143,7 +143,7 @@ class ChatTemplate:
                 [self._hide(unweighted)], chat_template=template, return_assistant_tokens_mask=is_marked, **variables
             )
         except Exception as error:  # a template may raise anything
-            raise ConfigError(f"messages: the chat template cannot render the conversation {begin}: {error}") from None
+            raise ConfigError(f"messages: the chat template cannot render {conversation}: {error}") from None
         return text, marked[0] if is_marked else None  # pyright: ignore[reportReturnType] declared as str there
 
     def _hide(self, value: Any) -> Any:
@@ -190,17 +190,20 @@ class ChatTemplate:
             before = self._render(messages[:index], variables, add_generation_prompt=True)[0]
             after = self._render(messages[: index + 1], variables)[0]
             answer = after[len(before) :]
-            if not text.startswith(answer, len(before)):  # Qwen3's template renders thoughts only in the last answer
+            # Qwen3's template renders thoughts only in the last answer. In `text` an earlier answer is then a suffix of
+            # `answer`, with the content.
+            if not text.startswith(answer, len(before)):
                 begins = range(answer.rfind(self._hide(message.get("content", ""))) + 1)
                 answer = next((answer[i:] for i in begins if text.startswith(answer[i:], len(before))), answer)
             follows_prompt = text.startswith(before) and after.startswith(before)
             if not (follows_prompt and text.startswith(answer, len(before))):
                 raise ConfigError(
                     "tokenizer: its chat template does not render an answer after the generation prompt, or renders it "
-                    "differently when more messages follow, so it cannot be located; put {% generation %} and "
-                    "{% endgeneration %} around answers in the chat_template.jinja of a folder with it, and name that"
+                    "differently when more messages follow, so it cannot be located; save the tokenizer, put "
+                    "{% generation %} and {% endgeneration %} around answers in its chat_template.jinja, and name that "
+                    "folder"
                 )
-            in_answer[len(before) : len(before + answer)] = b"\1" * len(answer)
+            in_answer[len(before) : len(before) + len(answer)] = b"\1" * len(answer)
         return in_answer
 
 
@@ -219,14 +222,14 @@ def _mark_answers(marked: list[tuple[int, int]], text: str, messages: list[Messa
 
 
 def encode_row(template: ChatTemplate, document: str, begins: bool = True) -> tuple[str, dict[str, list[int]]]:
-    """Return the content of a conversation and its row in a corpus by columns; {} without an answer to learn from."""
+    """Return the content of a conversation and its row of a corpus, {column: values}; {} if no answer is a target."""
     conversation = parse_conversation(document)
     if not conversation["messages"]:
         return "", {}
     if lost := template.keys_not_rendered(conversation):
         begin = conversation["messages"][0].get("content")
-        problem = f"the chat template of the tokenizer does not write {', '.join(map(repr, sorted(lost)))}"
-        remedy = "take them out, or name a tokenizer whose template writes them"
+        problem = f"the chat template of the tokenizer does not render {', '.join(map(repr, sorted(lost)))}"
+        remedy = "take them out, or name a tokenizer whose template renders them"
         raise ConfigError(f"messages: {problem} of the conversation that begins {begin!r:.60}; {remedy}")
     tokens, answers = template.encode(**conversation)
     columns = {"input_ids": tokens, "assistant_masks": answers}

@@ -18,16 +18,16 @@ from config.errors import ConfigError
 # Errors of file systems without locks, or that cannot fsync a folder, such as some on a network.
 NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}
 WITHOUT_LOCKS = "MINI_GPT_WITHOUT_LOCKS"
-LOCK_OF_FOLDER = "lock"
+LOCK_NAME = "lock"
 LOCK_SECONDS = 0.05  # between two attempts to lock a file
 
 
-def write_atomically(path: Path, content: str | bytes, by_several: bool = False) -> None:
+def write_atomically(path: Path, content: str | bytes, several_writers: bool = False) -> None:
     """Replace a file so that a crash leaves either the old content or the new, never a part.
 
-    `by_several`: other processes may write it at the same time.
+    `several_writers`: other processes may replace it at the same time.
     """
-    own = f".{socket.gethostname()}-{os.getpid()}" if by_several else ""
+    own = f".{socket.gethostname()}-{os.getpid()}" if several_writers else ""
     temporary = path.with_name(f"{path.name}{own}.tmp")
     with open(temporary, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -50,7 +50,7 @@ def folder_written_atomically(path: Path) -> Iterator[Path]:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename a file or folder to the first free name of NAME.old-1, NAME.old-2, ..., and return that."""
+    """Rename a file or folder to the first free name of NAME.old-1, NAME.old-2, ...; return the new path."""
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
@@ -70,11 +70,11 @@ def reason_absent(name: str) -> str:
     path = Path(name)
     if path.is_dir() or path.parent == Path() or not path.parent.is_dir():
         return ""
-    return f"{name!r} is no directory, and {str(path.parent)!r} is one"
+    return f"{name!r} is not a directory"
 
 
 def fsync(path: Path) -> None:
-    """Make a file, or if the file system can, the names in a folder survive a power failure."""
+    """Flush a file, or the names in a folder if the file system can, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,7 +108,7 @@ def lock(file: TextIO) -> bool:
             raise ConfigError(
                 f"{Path(file.name).parent}: its file system has no locks ({error.strerror}), which keep two programs "
                 "from writing there at once. Mount it with locks (Lustre: -o flock), name a folder elsewhere, or set "
-                f"{WITHOUT_LOCKS}=1 in the environment and make sure yourself that each is started only once"
+                f"{WITHOUT_LOCKS}=1 in the environment and make sure yourself that only one program writes there"
             ) from None
     return True
 
@@ -126,17 +126,17 @@ def wait_for_lock(file: TextIO) -> None:
 @contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Create a folder in `parent`, and remove it afterwards; first remove those of processes that were killed."""
-    for left in parent.glob(f"{prefix}*/{LOCK_OF_FOLDER}"):
-        with suppress(OSError), open(left, "a") as file:  # another user's, or just removed
+    for leftover in parent.glob(f"{prefix}*/{LOCK_NAME}"):
+        with suppress(OSError), open(leftover, "a") as file:  # another user's, or just removed
             if lock(file) and os.environ.get(WITHOUT_LOCKS) != "1":
-                shutil.rmtree(left.parent, ignore_errors=True)
+                shutil.rmtree(leftover.parent, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder,
-        open(Path(folder, f"{LOCK_OF_FOLDER}.tmp"), "w") as file,
+        open(Path(folder, f"{LOCK_NAME}.tmp"), "w") as file,
     ):
         # Locked before it has the name by which another process finds it.
         lock(file)
-        os.replace(file.name, Path(folder, LOCK_OF_FOLDER))
+        os.replace(file.name, Path(folder, LOCK_NAME))
         yield Path(folder)
 
 

@@ -56,16 +56,16 @@ def read_metadata(folder: Path) -> dict:
     try:
         metadata = parse_object((folder / "metadata.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"data: '{folder}' is no corpus that data.prepare has completed: {error}") from None
+        raise ConfigError(f"data: '{folder}' is not a corpus that data.prepare has completed: {error}") from None
     try:
         _check(metadata)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         problem = f"{folder / 'metadata.json'} is damaged: {type(error).__name__}: {error}"
         raise ConfigError(f"data: {problem}; {REMEDY}") from None
-    for file, facts in metadata["files"].items():
+    for file, entry in metadata["files"].items():
         try:
-            if (folder / file).stat().st_size != facts["bytes"]:
-                raise OSError(None, "another size than when it was made")
+            if (folder / file).stat().st_size != entry["bytes"]:
+                raise OSError(None, "its size has changed")
         except OSError as error:
             raise ConfigError(f"data: '{folder}' is damaged: {file}: {error.strerror}; {REMEDY}") from None
     return metadata
@@ -75,16 +75,16 @@ def _check(metadata: dict) -> None:
     """Raise an exception of any kind if the metadata are not as data.prepare wrote them."""
     files, counts = metadata["files"], [metadata[split][name] for split in SPLITS for name in ("tokens", "bytes")]
     if names := [name for name in files if not re.fullmatch(r"(train|validation)/\d+\.arrow", name)]:
-        raise ValueError(f"{names[0]!r} is no file of a corpus")
-    counts += [facts["bytes"] for facts in files.values()]
+        raise ValueError(f"{names[0]!r} is not the name of a corpus file")
+    counts += [entry["bytes"] for entry in files.values()]
     if wrong := [count for count in counts if type(count) is not int or count < 0]:
-        raise ValueError(f"{wrong[0]!r} is no count")
-    whole = content_hash(metadata["tokenizer"]["hash"], {name: facts["sha256"] for name, facts in files.items()})
+        raise ValueError(f"{wrong[0]!r} is not a count")
+    whole = content_hash(metadata["tokenizer"]["hash"], {name: entry["sha256"] for name, entry in files.items()})
     if (metadata["hash"], metadata.get("digest")) != (whole, metadata_digest(metadata)):
         raise ValueError("it does not match its own digest")
 
 
-def validation_text(folders: list[Path]) -> str | None:
+def hash_validation_text(folders: list[Path]) -> str | None:
     """Hash the bytes of the validation text of corpora, independently of the tokenizer.
 
     None if a corpus does not record it, as with a tokenizer that is not byte-level.
@@ -148,7 +148,7 @@ class Verification:
         return not self._thread.is_alive()
 
     def describe(self, done: bool) -> str:
-        """Describe what is verified, for the start of a run; `done`: on all machines."""
+        """Describe what is verified, for the start of a run; `done`: the verification has ended on all machines."""
         files = f"{len(self.files)} files, {self.num_bytes:,} bytes"
         if not done:
             return f"{files}, being verified in the background; no checkpoint is saved before"
@@ -179,7 +179,7 @@ class Verification:
                 column.validate(full=True)
             largest = np.max(np.from_dlpack(columns[0].values), initial=0)
             if largest >= corpus.vocab_size:
-                raise ValueError(f"token {largest} is none of the {corpus.vocab_size} of the tokenizer")
+                raise ValueError(f"it has token {largest}, but the tokenizer has {corpus.vocab_size} tokens")
         except (pa.ArrowException, ValueError) as error:
             self._fail(f"{file} is damaged: {error}")
         else:

@@ -25,11 +25,11 @@ class TextCorpus:
     def __init__(self, path: str):
         self.path = Path(os.path.expanduser(path))
         self.metadata = read_metadata(self.path)
-        self.tokenizer, facts = load_tokenizer(self.path / "tokenizer")
-        if different := [name for name in facts if facts[name] != self.metadata["tokenizer"].get(name)]:
+        self.tokenizer, properties = load_tokenizer(self.path / "tokenizer")
+        if different := [key for key, value in properties.items() if value != self.metadata["tokenizer"].get(key)]:
             problem = f"its tokenizer is not the one that it was made with ({different[0]})"
             raise ConfigError(f"data: {path!r}: {problem}; {REMEDY}")
-        self.vocab_size, self.end_of_text = facts["vocab_size"], facts["end_of_text"]
+        self.vocab_size, self.end_of_text = properties["vocab_size"], properties["end_of_text"]
         self.has_conversations = "conversations" in self.metadata
 
 
@@ -40,8 +40,8 @@ class TextDataset(Dataset):
         concat: windows of the token stream. Window i begins at token i * (seq_len - 1), so every token except the first
             is a target once; tokens at the end that fill no window are not used.
         isolated: the same windows, with `position_ids` that restart at each document.
-        padded: one document a row, between two end-of-text tokens, truncated to seq_len or padded to it. Of a document
-            of more than a million characters, each piece is a row.
+        padded: one document a row, between two end-of-text tokens, truncated to seq_len or padded to it. A document of
+            more than a million characters was prepared in pieces, and each piece is a row.
 
     Conversations:
         isolated (and concat): as many whole conversations a row as fit, in their order, or one that is truncated;
@@ -51,7 +51,7 @@ class TextDataset(Dataset):
     Labels are -100 at the padding and, in conversations, outside answers; a truncated conversation without an answer is
     left out. The padding is on the right, so causal attention needs no attention mask.
 
-    If there are more than `num_samples` rows, so many of them are used, evenly spaced.
+    If there are more than `num_samples` rows, that many are used, evenly spaced.
 
     Raises:
         ConfigError: The split is too short for one row, or damaged.
@@ -74,12 +74,12 @@ class TextDataset(Dataset):
         if self.has_windows:
             self.num_rows = (num_tokens - 1) // (seq_len - 1)
         else:
-            self._find_documents([np.from_dlpack(tokens.offsets) for tokens, *_ in columns])
+            self._find_rows([np.from_dlpack(tokens.offsets) for tokens, *_ in columns])
             self.num_rows = len(self.rows)
         self.num_samples = min(num_samples or self.num_rows, self.num_rows)
         if self.num_rows < 1:
-            problem = f"data: the {split} split of {corpus.path}, of {num_tokens} tokens, has not one row"
-            raise ConfigError(f"{problem} of seq_len {seq_len}; use more text, or for one file --validation tail:0.1")
+            problem = f"data: the {split} split of {corpus.path} has {num_tokens} tokens, too few for a row of seq_len"
+            raise ConfigError(f"{problem} {seq_len}; use more text, or for one file --validation tail:0.1")
 
     def __reduce__(self):
         # A worker that is not forked opens the files itself, instead of receiving their content.
@@ -114,7 +114,7 @@ class TextDataset(Dataset):
             labels = np.where(is_target, input_ids, -100)
         # The files may not be verified yet, and a token beyond the model's table would read other memory.
         if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
-            problem = f"token {largest} in {self.split} exceeds the {self.corpus.vocab_size} of the tokenizer"
+            problem = f"token {largest} in {self.split}, but the tokenizer has {self.corpus.vocab_size} tokens"
             raise ConfigError(f"data: {self.corpus.path} is damaged: {problem}; {REMEDY}")
         batch = {"input_ids": input_ids, "labels": labels}
         if self.packing != "padded" and (self.packing == "isolated" or self.corpus.has_conversations):
@@ -122,15 +122,15 @@ class TextDataset(Dataset):
             batch["position_ids"] = positions - np.maximum.accumulate(np.where(begins_document, positions, 0), axis=1)
         return batch
 
-    def _find_documents(self, offsets: list[np.ndarray]) -> None:
+    def _find_rows(self, offsets: list[np.ndarray]) -> None:
         """Find the rows from the offsets of the documents in each file, int32.
 
         Sets `begins` (the first token of each document, and the number of tokens), `rows` (the first document of each
         row), and `after` (for each document i, the first document after a row that begins with it).
         """
         firsts = np.array(self.first_tokens[:-1])  # int64, and so are its sums with the offsets
-        of_files = [first + of_file[:-1] for first, of_file in zip(firsts, offsets, strict=True)]
-        self.begins = np.concatenate([*of_files, self.first_tokens[-1:]])
+        begins_by_file = [first + of_file[:-1] for first, of_file in zip(firsts, offsets, strict=True)]
+        self.begins = np.concatenate([*begins_by_file, self.first_tokens[-1:]])
         lengths = np.diff(self.begins)
         if (lengths < 0).any():
             raise ConfigError(f"data: {self.corpus.path} is damaged: the documents of {self.split}; {REMEDY}")
@@ -174,10 +174,11 @@ class TextDataset(Dataset):
 
         Exact for byte-level tokenizers. For others it is estimated from the mean of the split.
         """
-        counts, of_token = self.corpus.metadata[self.split], token_bytes(self.corpus.tokenizer, self.corpus.end_of_text)
+        counts = self.corpus.metadata[self.split]
+        bytes_of_token = token_bytes(self.corpus.tokenizer, self.corpus.end_of_text)
         num_bytes = np.full(self.corpus.vocab_size, counts["bytes"] / counts["tokens"])
-        if of_token is not None:
-            num_bytes[[*of_token]] = [*map(len, of_token.values())]
+        if bytes_of_token is not None:
+            num_bytes[[*bytes_of_token]] = [*map(len, bytes_of_token.values())]
         targets = (self.arrays([index])["labels"][:, 1:] for index in range(len(self)))
         return float(sum(num_bytes[ids[ids != -100]].sum() for ids in targets))
 

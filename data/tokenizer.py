@@ -22,7 +22,7 @@ NAMES = f"byte, train:VOCAB (257 to {MAX_VOCAB_SIZE:,}; train:8192), a folder wi
 
 @contextmanager
 def wrap_tokenizer_errors(problem: str) -> Iterator[None]:
-    """Convert errors of tokenizers, including panics, which are no Exception, to a ConfigError."""
+    """Convert errors of tokenizers, including panics, which are not Exceptions, to a ConfigError."""
     try:
         yield
     except BaseException as error:
@@ -32,7 +32,7 @@ def wrap_tokenizer_errors(problem: str) -> Iterator[None]:
 
 
 def parse_trained_vocab_size(name: str) -> int | None:
-    """Return the vocabulary size that `name` asks to train, as train:8192 does; None for an existing tokenizer.
+    """Return VOCAB if `name` is train:VOCAB; None for an existing tokenizer.
 
     Raises:
         ConfigError: the size is out of range.
@@ -41,7 +41,7 @@ def parse_trained_vocab_size(name: str) -> int | None:
         return None
     size = name.removeprefix("train:")
     if not re.fullmatch("[0-9]{3,7}", size) or not 256 < int(size) <= MAX_VOCAB_SIZE:
-        raise ConfigError(f"tokenizer: {name!r:.60} names no possible size; use {NAMES}")
+        raise ConfigError(f"tokenizer: {name!r:.60} has no valid vocabulary size; use {NAMES}")
     return int(size)
 
 
@@ -60,7 +60,7 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
         except Exception as error:  # a download may raise anything
             raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\nUse {NAMES}") from None
         if not tokenizer.is_fast or tokenizer.eos_token is None:
-            raise ConfigError(f"tokenizer: {name!r} is not a fast one with an end-of-text (eos) token")
+            raise ConfigError(f"tokenizer: {name!r} is not a fast tokenizer with an end-of-text (eos) token")
         tokenizer.save_pretrained(folder)
         return
     tokenizer = Tokenizer(models.BPE({chr(character): byte for character, byte in BYTE_OF_CHARACTER.items()}, []))
@@ -110,8 +110,8 @@ def token_bytes(tokenizer: Tokenizer, end_of_text: int) -> dict[int, bytes] | No
         return None
     added = tokenizer.get_added_tokens_decoder()  # written as they are, not in these characters
     special = {end_of_text, *(index for index, token in added.items() if token.special)}
-    of_token = {
+    bytes_of_token = {
         i: token.translate(BYTE_OF_CHARACTER).encode("latin-1", "replace") for token, i in tokenizer.get_vocab().items()
     }
-    of_token |= {index: token.content.encode() for index, token in added.items()}
-    return of_token | dict.fromkeys(special, b"")
+    bytes_of_token |= {index: token.content.encode() for index, token in added.items()}
+    return bytes_of_token | dict.fromkeys(special, b"")

@@ -6,6 +6,6 @@ import math
 RELATIVE_TOLERANCE = 0.01
 
 
-def measure_same_text(num_bytes: float, other_num_bytes: float) -> bool:
+def cover_same_text(num_bytes: float, other_num_bytes: float) -> bool:
     """Return whether two evaluations of one whole text covered the same bytes of it, within RELATIVE_TOLERANCE."""
     return math.isclose(num_bytes, other_num_bytes, rel_tol=RELATIVE_TOLERANCE)

@@ -24,7 +24,7 @@ def broadcast_from_main(value: Any) -> Any:
 
 
 @contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
+def shared_temporary_folder(prefix: str) -> Iterator[Path]:
     """Yield one temporary folder for all processes; the main process removes it at the end."""
     with tempfile.TemporaryDirectory(prefix=prefix) if is_main_process() else nullcontext() as folder:
         yield Path(broadcast_from_main(folder))

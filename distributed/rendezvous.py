@@ -15,15 +15,16 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright
 
 from config.errors import RunError
 
-SILENT_SECONDS = 5
+REPORT_AFTER_SECONDS = 5
 POLL_SECONDS = 0.02
 
 
 def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
     """Return the launcher's store under a prefix that only the processes of this start use; all call this together.
 
-    Every process has a random name; that of process 0 is the prefix. The others publish theirs, receive the prefix and
-    confirm it. A dead process may get an answer, but never confirms. Raise RunError after `timeout_seconds`.
+    Every process has a random name, and the name of process 0 is the prefix. Each of the others publishes its name
+    (question/RANK), receives the prefix (answer/NAME) and confirms it (joined/PREFIX/RANK). Process 0 may also answer a
+    name that a dead process left in the store, but nobody confirms that answer. Raise RunError after `timeout_seconds`.
     """
     address, own_name, start, is_reported = os.environ["MASTER_ADDR"], uuid4().hex, time.monotonic(), False
     try:
@@ -49,7 +50,7 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
             waited = time.monotonic() - start
             if waited > timeout_seconds:
                 raise TimeoutError(f"process(es) {absent} did not start within {timeout_seconds} s")
-            if waited > SILENT_SECONDS and not is_reported:
+            if waited > REPORT_AFTER_SECONDS and not is_reported:
                 is_reported = True
                 print(f"still waiting for process(es) {absent} to reach {address} ...", file=sys.stderr, flush=True)
             time.sleep(POLL_SECONDS)

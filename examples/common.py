@@ -1,4 +1,4 @@
-"""What the examples share: the command line, starting the ranks, MNIST, and the mini-GPT's random tokens."""
+"""Code that the examples share: the command line, starting the ranks, MNIST, and the mini-GPT's random tokens."""
 
 import argparse
 import gzip

@@ -211,9 +211,9 @@ class Arm:
         """Return the hash of the text that it is evaluated on, independent of the tokenizer; None if unknown."""
         if self.settings["data.source"] != "text":
             return None
-        from data.integrity import validation_text  # imports pyarrow, which takes a while
+        from data.integrity import hash_validation_text  # imports pyarrow, which takes a while
 
-        return validation_text(self.corpora)
+        return hash_validation_text(self.corpora)
 
     def peak_memory_bytes(self) -> float:
         """Return the peak memory of its first run; NaN if unknown."""

@@ -76,7 +76,7 @@ class Change:
         content = self.diff.encode(errors="surrogateescape")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{sha256(content).hexdigest()[:12]}.diff"
-        write_atomically(path, content, by_several=True)
+        write_atomically(path, content, several_writers=True)
         return path
 
 

@@ -22,7 +22,7 @@ def copy_config_files(words: list[str], folder: Path) -> list[str]:
         target = folder / sha256(content).hexdigest()[:12] / file.name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target, content, by_several=True)
+            write_atomically(target, content, several_writers=True)
         return str(target)
 
     return replace_config_files(words, copy)

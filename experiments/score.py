@@ -12,7 +12,7 @@ from checkpoint.manifest import step_directory
 from config.errors import ConfigError, RunError
 from data.files import write_atomically
 from data.json_objects import parse_object
-from data.validation_bytes import measure_same_text
+from data.validation_bytes import cover_same_text
 from experiments.arm import Arm, ArmFailed, file_hash, last_frame
 from jobs.runner import Training
 
@@ -41,7 +41,7 @@ def score_arm(arm: Arm) -> dict[str, Any]:
         logged = {metric: row.get(metric) for metric in (LOSS, EXCESS_LOSS, BITS)}
         score = {"source": source} | run_scorer(arm, "measure", str(run.directory)) | logged
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(score), by_several=True)
+        write_atomically(file, json.dumps(score), several_writers=True)
     return score
 
 
@@ -193,6 +193,6 @@ def why_bits_incomparable(baseline: Arm, candidate: Arm) -> str:
     if any(arm.settings["evaluation.num_samples"] is not None for arm in arms.values()):
         return "the text is the same, but only all of it is comparable: set evaluation.num_samples to null for both"
     ours, theirs = num_bytes.values()
-    if not measure_same_text(ours, theirs):
+    if not cover_same_text(ours, theirs):
         return f"the text is the same, but the targets cover {ours:,} bytes of it here and {theirs:,} there"
     return ""

@@ -163,7 +163,7 @@ def write_run_config(config: TrainConfig) -> Path:
     path = run_path(config).parent / "logs" / "configs" / f"{sha256(content).hexdigest()[:12]}.yaml"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content, by_several=True)
+        write_atomically(path, content, several_writers=True)
     return path
 
 

@@ -22,13 +22,18 @@ if TYPE_CHECKING:
 GELUS = {"gelu": "gelu_new", "gelu_erf": "gelu"}  # names in transformers, whose GPT-2 supports both
 SHARED = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 NAMES = {
-    "gpt2": SHARED | dict(max_position_embeddings="n_positions", n_layers="n_layer", n_heads="n_head", d_model="n_embd")
-    | dict(d_ff="n_inner", dropout="resid_pdrop", norm_eps="layer_norm_epsilon"),
-    "qwen3": SHARED | dict(max_position_embeddings="max_position_embeddings", n_layers="num_hidden_layers")
-    | dict(n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim", d_model="hidden_size")
-    | dict(d_ff="intermediate_size", dropout="attention_dropout", norm_eps="rms_norm_eps"),
+    "gpt2": {
+        "max_position_embeddings": "n_positions", "n_layers": "n_layer", "n_heads": "n_head", "d_model": "n_embd",
+        "d_ff": "n_inner", "dropout": "resid_pdrop", "norm_eps": "layer_norm_epsilon", **SHARED,
+    },
+    "qwen3": {
+        "max_position_embeddings": "max_position_embeddings", "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+        "d_model": "hidden_size", "d_ff": "intermediate_size", "dropout": "attention_dropout",
+        "norm_eps": "rms_norm_eps", **SHARED,
+    },
 }  # fmt: skip
-# Settings that NAMES may lack: they do not prevent a conversion, or the functions below convert them.
+# Settings that need no entry in NAMES: they do not change a trained model, or the code below converts them.
 HANDLED_SEPARATELY = {"zero_init", "rope_theta", "n_kv_heads", "head_dim", "window", "window_pattern"}
 
 
@@ -98,7 +103,7 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
     if any(config.windows):
         settings |= {"use_sliding_window": True, "sliding_window": config.window, "layer_types": layer_types(config)}
     hf_config = Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
-    hf_config.rope_theta = config.rope_theta  # transformers 4 reads it there, by default 10,000
+    hf_config.rope_theta = config.rope_theta  # transformers 4 reads this attribute, whose default is 10,000
     return hf_config
 
 
@@ -113,7 +118,7 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
     if family not in FAMILIES:
         raise ValueError(f"a transformers model of type {family}: only {' and '.join(FAMILIES)} can be read")
     settings = {here: getattr(hf_config, there) for here, there in NAMES[family].items()}
-    there = hf_config.to_dict()
+    values = hf_config.to_dict()
     if family == "gpt2":
         settings["d_ff"] = hf_config.n_inner or 4 * hf_config.n_embd
         settings["mlp"] = "gelu_erf" if hf_config.activation_function == "gelu" else "gelu"
@@ -127,17 +132,17 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
             "embd_pdrop": (hf_config.resid_pdrop,),
         }
     else:
-        there |= hf_config.rope_parameters
-        settings["rope_theta"] = there["rope_theta"]
+        values |= hf_config.rope_parameters
+        settings["rope_theta"] = values["rope_theta"]
         required = {"hidden_act": ("silu",), "attention_bias": (False,), "rope_type": ("default",)}
         if "sliding_attention" in hf_config.layer_types:
             settings["window"] = min(hf_config.sliding_window, hf_config.max_position_embeddings)
             settings["window_pattern"] = window_pattern(hf_config.layer_types)
         required["layer_types"] = (layer_types(GPTConfig(**settings)),)
     misfits = [
-        f"{name} is {there[name]}, not {' or '.join(map(str, allowed))}"
+        f"{name} is {values[name]}, not {' or '.join(map(str, allowed))}"
         for name, allowed in required.items()
-        if there[name] not in allowed
+        if values[name] not in allowed
     ]
     if misfits:
         raise ValueError(f"this {family} model has settings that GPTModel lacks: {'; '.join(misfits)}")
@@ -187,10 +192,8 @@ def tensors_to_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) ->
     """
     result, names = {}, list(tensor_names(config))
     if different := sorted({name for _, here, _ in names for name in here} ^ tensors.keys()):
-        raise ValueError(
-            f"the model has no counterpart in transformers: {len(different)} tensors are not its "
-            f"family's, or the other way round, such as {different[0]}"
-        )
+        problem = f"it and its family differ in {len(different)} tensors, such as {different[0]}"
+        raise ValueError(f"the model has no counterpart in transformers: {problem}")
     for there, here, transposed in names:
         stacked = torch.cat([tensors[name] for name in here])
         result[there] = stacked.T.contiguous() if transposed else stacked

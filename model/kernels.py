@@ -29,7 +29,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-# Opaque to the compiler, as MKL's product is: it needs to know the shape of the result only.
+# Opaque to the compiler, like MKL's product: the compiler needs only the shape of the result.
 onednn_linear_op = torch.library.custom_op("mini_gpt::linear", onednn_linear, mutates_args=())
 onednn_linear_op.register_fake(lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], weight.shape[0]))
 
@@ -37,8 +37,9 @@ onednn_linear_op.register_fake(lambda x, weight, bias=None: x.new_empty(*x.shape
 def transposed_product(x_TM: Tensor, y_TN: Tensor) -> Tensor:
     """Return x transposed times y, [M, N], by oneDNN, whose first factor must be contiguous.
 
-    PyTorch copies a transposed matrix on one thread, from whose cache the others then read. A leading dimension of
-    size 1 makes all threads copy, which is slower with one thread; torch.compile copies on all threads anyway.
+    PyTorch copies a transposed matrix on one thread, and the other threads then read the copy from that core's cache.
+    A leading dimension of size 1 makes all threads copy. It only costs time if there is one thread, or under
+    torch.compile, which always copies on all threads.
     """
     plain_copy = torch.compiler.is_compiling() or torch.get_num_threads() == 1
     x_MT = x_TM.t().contiguous() if plain_copy else x_TM.t()[None].contiguous()[0]

@@ -130,10 +130,10 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", yaml.safe_dump(settings_to_store(config), sort_keys=False))
         facts |= network_size(config)
         if config.data.source == "text":
-            from data.integrity import validation_text  # imports pyarrow, which other sources do not need
+            from data.integrity import hash_validation_text  # imports pyarrow, which other sources do not need
 
             corpora = [Path(corpus).expanduser() for corpus in config.data.corpora]
-            facts["validation_text"] = validation_text(corpora)
+            facts["validation_text"] = hash_validation_text(corpora)
             # The tokenizers of a mixture are equal, but one may lack a chat template.
             with_template = [corpus for corpus in corpora if (corpus / "tokenizer" / "chat_template.jinja").exists()]
             keep_tokenizer((with_template or corpora)[0], self.path)

@@ -7,7 +7,7 @@ from typing import Any
 
 from checkpoint.manifest import Manifest, readable_checkpoints
 from config.errors import ConfigError
-from data.json_objects import typed
+from data.json_objects import from_json
 from run.lock import is_locked
 from run.metrics_log import RowReader
 from run.status import Status, read_status
@@ -87,7 +87,7 @@ class RunReader:
     def sessions(self) -> list[Session]:
         """Return the rows of sessions.jsonl, oldest first."""
         try:
-            return [typed(row, Session, "session") for row in self._rows(self._sessions)]
+            return [from_json(row, Session, "session") for row in self._rows(self._sessions)]
         except ValueError as error:
             raise ConfigError(f"run: {self._sessions.path} is damaged: {error}") from None
 

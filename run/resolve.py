@@ -51,14 +51,14 @@ def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
     require_consistent(config, num_processes())  # before the corpus is loaded
     corpus = load_corpus(config)
     if initial is not None:
-        check_tokenizer(str(config.init_from), initial, corpus)
+        check_tokenizer(str(config.init_from), initial.tokenizer, initial.model.config.vocab_size, corpus)
     config = with_launch(corpus.fill_in(config), num_processes())
     require_consistent(config, num_processes())  # again, with the settings that are now filled in
     return Resolved(config, corpus, initial)
 
 
 def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel]:
-    """Load the model that `init_from` names, and return it after the config with its settings and weight hash.
+    """Load the model that `init_from` names; return the config with its settings and weight hash, and the model.
 
     Raise ConfigError if there is no such model, or it contradicts a setting that the user gave.
     """

@@ -145,8 +145,8 @@ def choose_starting_point(run: Path, config: TrainConfig, facts: dict[str, Any])
     if path is not None and manifest is not None:
         if "mixed_precision" in compare_facts(vars(manifest), facts):
             raise ConfigError(
-                f"mixed_precision: {facts['mixed_precision']} of the launch, but {path} was trained with "
-                f"{manifest.mixed_precision}; use that, or a new run: --name NEW --branch_from {path}"
+                f"mixed_precision: the launch has {facts['mixed_precision']}, but {path} was trained with "
+                f"{manifest.mixed_precision}; launch with that, or start a new run: --name NEW --branch_from {path}"
             )
         check_resume(config, path, manifest)
     elif rejected or _had_checkpoint(run):
@@ -204,7 +204,7 @@ def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
         settings = "\n  ".join(different)
         raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {settings}")
     if config.steps <= manifest.step:
-        raise ConfigError(f"steps: {config.steps} leaves no step to train after the {manifest.step} of {path}")
+        raise ConfigError(f"steps: {config.steps} leaves no step to train after the {manifest.step} steps of {path}")
 
 
 def _had_checkpoint(run: Path) -> bool:

@@ -71,14 +71,15 @@ class EvaluateConfig(TrainedModelConfig):
     """Tokens in a window. null: as in the run; for other models, their context length, but 1,024 at most."""
 
     num_samples: PositiveInt | None = None
-    """Windows, evenly spread. null: all of a text; as many as in training of a generated source."""
+    """Windows, evenly spread. null: all of a text corpus; for generated data, evaluation.num_samples
+    of the run."""
 
     micro_batch_size: PositiveInt | None = None
     """Windows in a forward pass. null: as many as produce 256 MiB of logits."""
 
     out: str | None = None
-    """Folder of evaluation.json and evaluation.png. null: the run's directory; for a folder NAME, NAME.evaluation
-    beside it; for a model of the Hub, such a folder in the current directory."""
+    """Folder for evaluation.json and evaluation.png. null: the run's directory; for a folder NAME, NAME.evaluation
+    beside it; for a model of the Hub, OWNER--NAME.evaluation in the current directory."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data.files import write_atomically
-from data.json_objects import parse_object, typed
+from data.json_objects import from_json, parse_object
 
 MAX_REASON_CHARACTERS = 1000  # so that the file fits into one block of the disk, see write_status
 
@@ -27,7 +27,7 @@ class Status:
 def read_status(path: Path) -> Status | None:
     """Return the content of the file; None if it is absent or damaged."""
     try:
-        return typed(parse_object(path.read_bytes()), Status, "status")
+        return from_json(parse_object(path.read_bytes()), Status, "status")
     except (OSError, ValueError):
         return None
 

@@ -54,7 +54,7 @@ def summary(
     elif shards == 1:  # autocast casts a weight when it is multiplied, FSDP before it is gathered
         arithmetic = [f"{precision}, weights and sums of gradients in fp32"]
     else:
-        arithmetic = [f"{precision}, weights gathered in {precision}, kept and sums of gradients in fp32"]
+        arithmetic = [f"{precision}, weights gathered in {precision}, stored weights and sums of gradients in fp32"]
     if config.compile:
         lack = missing_compiler(device)
         arithmetic.append(f"not compiled: {lack}" if lack else "compiled")

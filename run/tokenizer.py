@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-    from run.load import LoadedModel
-
 # Tokenizers with equal vocabularies but different rules almost always split this text differently.
 PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 
@@ -46,39 +44,42 @@ def load_run_tokenizer(
     places = directory.resolve().parent.parent / "tokenizer", Path(config.data.corpora[0]).expanduser() / "tokenizer"
     problems = []
     for place in filter(Path.exists, places):
-        changed = expected and changed_files(place, expected)
+        if expected and (changed := changed_files(place, expected)):
+            problems.append(f"{place} is not the tokenizer of this run ({changed})")
+            continue
         try:
-            tokenizer = None if changed else AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # tokenizers raises nothing more specific
             problems.append(f"{place} cannot be read: {error}")
             continue
-        if tokenizer is not None:
-            for problem in problems if is_main_process() else ():
-                print(f"Tokenizer skipped: {problem}", file=sys.stderr)
-            return tokenizer
-        problems.append(f"{place} is not what it was trained with ({changed})")
+        for problem in problems if is_main_process() else ():
+            print(f"Tokenizer skipped: {problem}", file=sys.stderr)
+        return tokenizer
     if problems:
         remedy = "when restarted, the run restores its tokenizer from the corpus"
         raise ConfigError("\n  ".join([f"{directory} has no usable tokenizer; {remedy}", *problems]))
     raise ConfigError(f"the tokenizer of {directory} is neither in {places[0]} nor in {places[1]}")
 
 
-def check_tokenizer(name: str, loaded: "LoadedModel", corpus: Corpus) -> None:
+def check_tokenizer(
+    name: str, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int | None, corpus: Corpus
+) -> None:
     """Raise ConfigError if the corpus has another tokenizer than the model `name`, or a larger vocabulary."""
-    problem, size = "", loaded.model.config.vocab_size
-    if loaded.tokenizer is not None and corpus.tokenizer is not None:
+    problem = ""
+    if tokenizer is not None and corpus.tokenizer is not None:
         ours: Tokenizer = corpus.tokenizer
-        theirs: Tokenizer = loaded.tokenizer.backend_tokenizer  # pyright: ignore[reportAssignmentType] untyped there
+        theirs: Tokenizer = tokenizer.backend_tokenizer  # pyright: ignore[reportAssignmentType] untyped there
         if different := set(ours.get_vocab().items()) ^ set(theirs.get_vocab().items()):
             problem = f"{len(different)} entries differ, such as {min(different, key=lambda entry: entry[1])}"
         elif _encode_probe(ours) != _encode_probe(theirs):
             problem = f"they split {PROBE!r} differently"
-    if not problem and size is not None and corpus.vocab_size > size:  # tokens added without resizing the embedding
-        problem = f"it has {corpus.vocab_size} tokens, and the model {size}"
+    # Tokens may have been added without resizing the embedding.
+    if not problem and vocab_size is not None and corpus.vocab_size > vocab_size:
+        problem = f"it has {corpus.vocab_size} tokens, and the model {vocab_size}"
     if problem:
         raise ConfigError(
-            f"data: the tokenizer of the corpus is not that of {name}: {problem}; prepare the corpus with the model's: "
-            "--tokenizer NAME_OR_FOLDER"
+            f"data: the tokenizer of the corpus differs from that of {name}: {problem}; prepare the corpus with the "
+            "model's: --tokenizer NAME_OR_FOLDER"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config.errors import ConfigError
-from data.synthetic.world import MOST_FACTS
+from data.synthetic.world import MAX_FACTS
 from model.config import FAMILIES, GPTConfig
 
 WIDTH_PER_LAYER = 64  # as in GPT-2 124M (768 / 12) and for nanochat's --depth
@@ -109,7 +109,7 @@ def make_recipe(
         *(Line(f"model.{name}", value) for name, value in FAMILIES[family].items()),
         *((Line("data.source", "text"), Line("data.path", corpus)) if corpus else (
             Line("data.source", "stories"),
-            Line("data.facts", MOST_FACTS, "more than a run can learn"),
+            Line("data.facts", MAX_FACTS, "more than a run can learn"),
             Line("data.num_samples", steps * batch, "a single epoch"),
         )),
         Line("optimizer.lr", learning_rate(model.d_model), f"{LR:g} (width / {LR_WIDTH})^{LR_POWER:g}: "

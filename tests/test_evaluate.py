@@ -22,7 +22,7 @@ from config.errors import ConfigError
 from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
 from data.corpus import load_corpus
-from data.synthetic.stories import StoriesDataset, log_prob
+from data.synthetic.stories import STORIES, StoriesDataset
 from evaluate import EvaluateConfig
 from export import ExportConfig
 from model.config import GPTConfig
@@ -87,9 +87,9 @@ def test_run_is_evaluated_on_its_own_data(made, capsys):
 
 
 @pytest.mark.parametrize("facts, zipf", [(0, 1.3), (16, 1.0)])
-def test_data_facts_name_the_facts_of_stories(facts, zipf):
+def test_identify_data_names_facts_of_stories(facts, zipf):
     world = {"facts": 16, "zipf": 1.0} if facts else {}
-    described = evaluate.data_facts(DataConfig(source="stories", seed=3, facts=facts, zipf=zipf))
+    described = evaluate.identify_data(DataConfig(source="stories", seed=3, facts=facts, zipf=zipf))
     assert described == {"source": "stories", "seed": 3} | world
 
 
@@ -107,7 +107,7 @@ def test_output_directory_is_beside_an_evaluated_folder(tmp_path, monkeypatch):
 
 
 def test_incompatible_run_and_data_are_refused(made):
-    with pytest.raises(ConfigError, match="tokenizer of the corpus is not that of .*run: .* entries differ"):
+    with pytest.raises(ConfigError, match="tokenizer of the corpus differs from that of .*run: .* entries differ"):
         evaluate.main(EvaluateConfig(str(made / "run"), data=str(made / "other")))
     with pytest.raises(ConfigError, match="is not a run; name a corpus"):
         evaluate.main(EvaluateConfig(str(made / "export")))
@@ -124,7 +124,7 @@ def test_gpt2_folder_without_tokenizer_json_is_opened(made, tmp_path):
     Tokenizer.from_file(str(made / "other" / "tokenizer" / "tokenizer.json")).model.save(str(tmp_path))
     assert load_run(tmp_path).tokenizer.decode(load_run(tmp_path).tokenizer(TEXT)["input_ids"]) == TEXT
     evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "other"), out=str(tmp_path)))
-    with pytest.raises(ConfigError, match="tokenizer of the corpus is not that of"):
+    with pytest.raises(ConfigError, match="tokenizer of the corpus differs from that of"):
         evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
 
 
@@ -142,14 +142,14 @@ def test_tokenizer_larger_than_the_model_is_refused(made, tmp_path):
 def test_evaluation_seq_len_of_hub_model_is_bounded(positions, window):
     """A row of 40,960 positions and Qwen3's 151,936 tokens has 25 GB of logits."""
     loaded = LoadedModel(None, SimpleNamespace(config=GPTConfig(max_position_embeddings=positions, vocab_size=9)), None)
-    assert evaluate.settings_of(EvaluateConfig("Qwen/Qwen3-0.6B", data="corpus"), loaded).seq_len == window
+    assert evaluate.evaluation_settings(EvaluateConfig("Qwen/Qwen3-0.6B", data="corpus"), loaded).seq_len == window
 
 
 def test_evaluation_keeps_packing_of_training(made):
     loaded = load_run(made / "run")
     loaded = loaded._replace(config=replace_settings(loaded.config, {"data.packing": "isolated"}))
     config = EvaluateConfig(str(made / "run"), data=str(made / "corpus"))
-    assert evaluate.settings_of(config, loaded).data.packing == "isolated"
+    assert evaluate.evaluation_settings(config, loaded).data.packing == "isolated"
 
 
 def test_data_settings_of_other_code_are_refused(made, tmp_path):
@@ -185,7 +185,7 @@ def test_text_run_prints_samples_at_every_evaluation(made, tmp_path):
 def test_describe_text_gives_log_probability_of_story():
     story = StoriesDataset("train", 1, 0, 128).text(0)
     corpus = load_corpus(TrainConfig(seq_len=128))
-    assert corpus.describe_text(story) == f"accepted, log-probability {log_prob(story):.2f} nats"
+    assert corpus.describe_text(story) == f"accepted, log-probability {STORIES.grammar.log_probability(story):.2f} nats"
     assert corpus.describe_text(story[:-1]) == "not accepted by the grammar"
 
 

@@ -185,14 +185,15 @@ def test_card_ignores_replaced_corpus_at_same_path(tmp_path):
     metadata = make(tmp_path / "plays.txt", tmp_path / "plays")
     for of_run in (metadata["hash"], f"00ff+{metadata['hash']}"):
         config = TrainConfig(data=DataConfig(source="text", path=str(tmp_path / "plays"), hash=of_run))
-        assert export.data_facts(LoadedModel(config, None, None)).endswith("- `plays`: 1 documents, 9 tokens by `byte`")
+        described = export.describe_data(LoadedModel(config, None, None))
+        assert described.endswith("- `plays`: 1 documents, 9 tokens by `byte`")
     config = replace_settings(config, {"data.hash": "00ff"})
-    assert export.data_facts(LoadedModel(config, None, None)).endswith("- `plays`")
+    assert export.describe_data(LoadedModel(config, None, None)).endswith("- `plays`")
 
 
 def test_card_names_a_deleted_corpus():
     config = TrainConfig(data=DataConfig(source="text", path="/gone/plays", hash="00ff"))
-    facts = export.data_facts(LoadedModel(config, None, None))
+    facts = export.describe_data(LoadedModel(config, None, None))
     assert facts == "Content hash of the tokens and the tokenizer: `00ff`.\n- `plays`"
 
 

@@ -175,7 +175,7 @@ def test_replay_changes_no_file_of_the_run(run):
         ("--audit 3 nowhere", "run: 'nowhere' is not the directory of a run"),
         (
             "~no-such-user/run 3",
-            "run: '~no-such-user/run' is in the home directory of a user that this machine does not have",
+            "run: '~no-such-user/run' names a user that this machine does not have",
         ),
     ],
 )

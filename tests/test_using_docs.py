@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from data.synthetic.stories import log_prob
+from data.synthetic.stories import STORIES
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, commands, python, train
 
 TEXT = "To be, or not to be? That is the question.\n" * 60
@@ -72,5 +72,6 @@ def test_grammar_accepts_only_the_right_ending():
     rows = [json.loads(line) for line in (ROOT / "docs" / "lm_eval" / "story_endings.jsonl").read_text().splitlines()]
     assert len(rows) == 100
     for row in rows:
-        accepted = [log_prob(f"{row['prompt']} {ending}") is not None for ending in row["endings"]]
+        texts = [f"{row['prompt']} {ending}" for ending in row["endings"]]
+        accepted = [STORIES.grammar.log_probability(text) is not None for text in texts]
         assert accepted == [index == row["answer"] for index in range(4)]

@@ -183,7 +183,8 @@ class MetricsQueue:
         values: list[Tensor | float] = []
         for loss, auxiliary in outputs:
             if list(auxiliary) != self._names:
-                raise RunError(f"the model reported {self._names} at first and {list(auxiliary)} now; names must stay")
+                names = f"{self._names} at first and {list(auxiliary)} now"
+                raise RunError(f"the model reported {names}; the names must not change")
             values += [loss.detach(), *(value for pair in auxiliary.values() for value in pair)]
         # Each process fills slots of its own, which are 0 on all others, so the all-reduce rounds nothing and the host
         # adds the values in the same order on any number of processes.

@@ -97,7 +97,7 @@ def train_step(
     """
     config, accelerator, queue = state.config, state.accelerator, state.metrics_queue
     apply_schedules(state.optimizer, state.network, config, step)
-    # Of fp16: as GradScaler's, but computed from the step and the number of skipped updates, which checkpoints contain.
+    # fp16's loss scale: like GradScaler's, but computed from the step and the skipped updates, which are checkpointed.
     scale = loss_scale(accelerator.mixed_precision, step, queue.num_skipped)
     global_tokens = float(state.batch_sizes.size(step) * config.seq_len)  # M
     # A reducer sums gradients over processes. DDP and FSDP2 average them, so each process divides by its part of M.

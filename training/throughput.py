@@ -43,12 +43,8 @@ class Throughput:
     """Times training steps. Restart it after an evaluation or a checkpoint, which are not training."""
 
     def __init__(self, batch_sizes: BatchSizes, seq_len: int, flops_per_token: float, peak_flops: float):
-        self.batch_sizes, self.seq_len, self.flops_per_token, self.peak_flops = (
-            batch_sizes,
-            seq_len,
-            flops_per_token,
-            peak_flops,
-        )
+        self.batch_sizes, self.seq_len = batch_sizes, seq_len
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
 
     def restart(self, step: int) -> None:
         """Start measuring at `step`."""

@@ -33,7 +33,7 @@ def check_decoded(texts: Iterable[str], file: str) -> Iterator[str]:
 
     def check_replaced() -> None:
         if replaced > max(MAX_REPLACED, characters * MAX_FRACTION_REPLACED):
-            found = f"{replaced:,} of its first {characters:,} characters are no UTF-8 or U+FFFD already"
+            found = f"{replaced:,} of its first {characters:,} characters are not UTF-8, or are U+FFFD already"
             raise ValueError(f"{found}; {remedy}")
 
     for text in texts:

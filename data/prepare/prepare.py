@@ -79,7 +79,7 @@ class PrepareConfig:
 
     tokenizer: str
     """byte (256 bytes and an end of text), train:VOCAB (a byte-level BPE of VOCAB tokens, trained on the source), the
-    name of one on the Hub (gpt2), or a folder with one."""
+    name of a tokenizer on the Hub (gpt2), or a folder with a tokenizer."""
 
     out: str
     """The folder of the corpus. It must not exist yet."""
@@ -101,7 +101,7 @@ class PrepareConfig:
     """Read a dataset of the Hub while it is downloaded, instead of downloading all of it first."""
 
     max_tokens: PositiveInt | None = None
-    """Stop after the file that reaches this many training tokens: up to about 16 million characters more. A
+    """Stop after the part of the corpus, of about 16 million characters, that reaches this many training tokens. A
     separate validation source is read as a whole. null: read all."""
 
     num_workers: UpTo1024 = os.cpu_count() or 1
@@ -210,8 +210,8 @@ def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], ind
             writer.write_batch(batch)
         name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
         write_atomically(folder / name, content)
-        file_facts = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
-        part[split] = {**counts, "tokens": len(batch["input_ids"].values), **file_facts}
+        entry = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
+        part[split] = {**counts, "tokens": len(batch["input_ids"].values), **entry}
     write_atomically(folder / PART_FILE.format(index), json.dumps(part).encode())
     return part
 
@@ -308,10 +308,10 @@ def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
         ConfigError: `validation` does not fit the source.
     """
     kind, fraction = _parse_validation(config)
-    reading = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
-    source, held_out = Source(config.source, *reading), None
+    options = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
+    source, held_out = Source(config.source, *options), None
     if kind == "source":
-        held_out = Source(config.validation, *reading, setting="validation")
+        held_out = Source(config.validation, *options, setting="validation")
         if shared := held_out.shared_with(source):
             problem = f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}"
             raise ConfigError(problem)
@@ -323,16 +323,17 @@ def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
 
 
 def _check_conversations(config: PrepareConfig, source: Source, held_out: Source | None) -> None:
-    """Read each source up to the first row that is not null, which shows whether it has conversations.
+    """Check that conversations are not mixed with text, and not divided by tail:FRACTION.
 
     Raises:
-        ConfigError: only one source has conversations, or conversations would be divided by tail:FRACTION.
+        ConfigError: they are.
     """
-    sources = (source, held_out or source)
-    ours, theirs = (any(each.conversations is not None for _ in each) and each.conversations for each in sources)
-    if ours != theirs or (ours and _parse_validation(config)[0] == "tail"):
-        problem = f"validation: {config.validation!r} does not go with source: {config.source!r}"
-        raise ConfigError(f"{problem}; both must be conversations or both text; tail: is for text; use hash:0.1")
+    has_conversations = source.detect_conversations()
+    if has_conversations and _parse_validation(config)[0] == "tail":
+        raise ConfigError(f"validation: {config.validation!r} would cut conversations; use hash:0.1")
+    if held_out is not None and held_out.detect_conversations() != has_conversations:
+        problem = f"only one of validation: {config.validation!r} and source: {config.source!r} has conversations"
+        raise ConfigError(f"{problem}; use two sources of one kind, or hash:0.1")
 
 
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
@@ -340,9 +341,9 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         texts = (chat.get_content(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
         with folder_written_atomically(work / "tokenizer") as folder:
             save_tokenizer(config.tokenizer, folder, texts)
-    tokenizer, facts = load_tokenizer(work / "tokenizer")
-    types = {"input_ids": pa.uint16() if facts["vocab_size"] <= 2**16 else pa.uint32()}
-    encode = partial(encode_text, tokenizer, facts["end_of_text"])
+    tokenizer, properties = load_tokenizer(work / "tokenizer")
+    types = {"input_ids": pa.uint16() if properties["vocab_size"] <= 2**16 else pa.uint32()}
+    encode = partial(encode_text, tokenizer, properties["end_of_text"])
     if source.conversations:
         template = chat_template.ChatTemplate(chat_template.open_tokenizer(work / "tokenizer"))
         encode, types["assistant_masks"] = partial(chat_template.encode_row, template), pa.uint8()
@@ -366,12 +367,13 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     for unused in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
         (work / unused).unlink()  # encoded before max_tokens was known to be reached
     counts: dict[str, Any] = {split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS}
-    counts["validation"]["text"] = _hash_text(tokenizer, facts["end_of_text"], sorted(work.glob("validation/*.arrow")))
+    validation_files = sorted(work.glob("validation/*.arrow"))
+    counts["validation"]["text"] = _hash_text(tokenizer, properties["end_of_text"], validation_files)
     return {
-        "tokenizer": {"name": config.tokenizer, **facts},
+        "tokenizer": {"name": config.tokenizer, **properties},
         **counts,
         **({"conversations": True} if source.conversations else {}),
-        "hash": content_hash(facts["hash"], hashes),
+        "hash": content_hash(properties["hash"], hashes),
         "files": {file: {"bytes": (work / file).stat().st_size, "sha256": sha} for file, sha in hashes.items()},
         "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
     }

@@ -100,9 +100,9 @@ class Source:
             if self.streaming:
                 return builder.as_streaming_dataset(split=split), files, []
             if builder.name == "text" and any(map(os.path.exists, files)):
-                raise ValueError(f"each line of its txt files would be a document; use '{path}/*.txt', of whole files")
+                raise ValueError(f"each line of its txt files would be a document; use '{path}/*.txt' for whole files")
             builder.download_and_prepare()
-            rows = {name: facts.num_examples for name, facts in (builder.info.splits or {}).items()}
+            rows = {name: info.num_examples for name, info in (builder.info.splits or {}).items()}
             return builder.as_dataset(split=split), files, datasets.ReadInstruction.from_spec(split).to_absolute(rows)
         except Exception as error:  # downloads and dataset builders raise many types
             problem = f"there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
@@ -113,11 +113,17 @@ class Source:
 
     def _require_kind(self, conversations: bool) -> None:
         if self.conversations is (not conversations):
-            kinds = "this row is a conversation, but earlier rows are texts"
-            if not conversations:
-                kinds = "this row is a text, but earlier rows are conversations"
+            this, earlier = ("conversation", "texts") if conversations else ("text", "conversations")
+            kinds = f"this row is a {this}, but earlier rows are {earlier}"
             raise ValueError(f"conversations and texts are in one source; {kinds}; separate them")
         self.conversations = conversations
+
+    def detect_conversations(self) -> bool:
+        """Read up to the first row that is not null; return whether it is a conversation."""
+        for _ in self:
+            if self.conversations is not None:
+                break
+        return bool(self.conversations)
 
     def _read_txt(self, file: str) -> Iterator[tuple[str, bool]]:
         separator, rest = self.separator, ""

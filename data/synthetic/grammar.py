@@ -44,7 +44,7 @@ class Piece(NamedTuple):
     rule: str
     slot: str
     form: str
-    """The form of the slot's entry, after the space before it, if any."""
+    """The space before the word, if any, followed by the form of the slot's entry."""
     table: str
     other: str
 
@@ -221,9 +221,10 @@ class Grammar:
         return _weights_of_prefixes((self._first_words(pieces, slots), 1) for pieces in self.rules[rule])
 
     def _survey(self, rule: str, before: dict[str, set[str]], found: set[str]) -> tuple[int, dict[str, set[str]]]:
-        """Add the tokens of all derivations of a rule to `found`; return the most in one, and the slots after it.
+        """Add the tokens of all derivations of a rule to `found`.
 
-        Each slot is mapped to the tables that may have filled it.
+        Return the largest number of tokens in one derivation, and the slots that every derivation leaves filled, each
+        with the tables that may have filled it. `before` holds the slots before the rule in the same form.
         """
         most, afters = 0, []
         for pieces in self.rules[rule]:
@@ -330,7 +331,7 @@ def _check_templates(name: str, templates: Sequence[str], is_start: bool) -> Non
         # Every piece must consist of whole tokens, or a token of a text could span two pieces.
         written = re.sub(r"\{[a-z]+=[a-z]+\}", "", template)
         if re.search(r"[\w}]\{[a-z]| \{[A-Z]| $", written) or re.search(r"\}\w| \{\w+=", template):
-            problem = "a space stands before each word, in braces too, not elsewhere"
+            problem = "put a space before each word, also a word in braces, and nowhere else"
             raise ValueError(f"rule {name}: {problem}: {template!r}")
         if not is_start and re.match(r"\w|\{[a-z]", written):
             raise ValueError(f"rule {name}: only the first rule may begin without a space: {template!r}")
@@ -340,4 +341,4 @@ def _check_templates(name: str, templates: Sequence[str], is_start: bool) -> Non
         inside = same.count("{") > same.count("}") or re.search(r"\{([A-Z]|\w+[:=])", same)
         if inside or not one or not other or "{" in (one[0], other[0]):
             both = f"{same + one!r} from {same + other!r}"
-            raise ValueError(f"rule {name}: no plain text distinguishes {both} soon enough")
+            raise ValueError(f"rule {name}: plain text must distinguish {both} before their first choice")

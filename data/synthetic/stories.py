@@ -117,7 +117,7 @@ MORAL          | Then {hero.his} {elder} called {hero.him} a {trait} {hero.kid}.
 """
 
 # No story about a world is longer than the longest plain story, so the same seq_len fits both.
-RULES_OF_A_WORLD = """
+WORLD_RULES = """
 STORY          |There was a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
                |Meet a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
                |Here lived a {trait:TRAIT}{HERO}.{OUTING}{TELLING}
@@ -146,10 +146,10 @@ class StoryGenerator:
             self.grammar = Grammar(rules, TABLES)
         else:
             shared = {name: rules[name] for name in ("HERO", "OUTING", "COMPANION")}
-            rules = _rules(RULES_OF_A_WORLD) | shared
+            rules = _rules(WORLD_RULES) | shared
             self.grammar = Grammar(rules, TABLES | {"FACT": world.facts}, {"FACT": world.weights})
         self.vocabulary = {token: index for index, token in enumerate([END_OF_TEXT, *self.grammar.tokens])}
-        self.encoded = Encoded(self.vocabulary)
+        self.token_cache = TokenCache(self.vocabulary)
 
     def build_tokenizer(self) -> Tokenizer:
         """Build a word-level tokenizer for the stories: lossless, with `<|endoftext|>` as token 0.
@@ -167,7 +167,7 @@ class StoryGenerator:
         if (nats := self.grammar.log_probability(text)) is not None:
             return f"accepted, log-probability {nats:.2f} nats"
         reasons = [
-            f"{stated}, which is false: {true}" if true else f"{stated}, of whom nothing is known"
+            f"{stated}, which is false: {true}" if true else f"{stated}, about which the world has no fact"
             for stated, true in (self.world.find_facts(text) if self.world else [])
             if stated != true
         ]
@@ -214,8 +214,8 @@ def get_story_generator(facts: int = 0, zipf: float = 0.0, seed: int = 0) -> Sto
     return StoryGenerator(World(facts, zipf, seed)) if facts else STORIES
 
 
-class Encoded(dict[str, bytes]):
-    """Cache of the tokens (int64) of each piece of a story: there are few pieces, so none is tokenised twice."""
+class TokenCache(dict[str, bytes]):
+    """Maps a piece of a story to its tokens, the bytes of an int64 array. A piece is tokenised when first looked up."""
 
     def __init__(self, vocabulary: dict[str, int]):
         super().__init__()
@@ -227,8 +227,6 @@ class Encoded(dict[str, bytes]):
 
 
 STORIES = StoryGenerator()
-log_prob = STORIES.grammar.log_probability
-"""The exact log-probability of a story in nats; None if the grammar does not accept the text."""
 
 
 class StoriesDataset(Dataset):
@@ -250,7 +248,7 @@ class StoriesDataset(Dataset):
             problem = f"data.source: stories needs seq_len of {wanted}, but it is {seq_len}"
             raise ConfigError(f"{problem}; set it to {min_seq_len}")
         self.split, self.num_stories, self.seed, self.seq_len = split, num_stories, seed, seq_len
-        self.grammar, self.encode = generator.grammar, generator.encoded.__getitem__
+        self.grammar, self.encode = generator.grammar, generator.token_cache.__getitem__
 
     def __len__(self) -> int:
         return self.num_stories

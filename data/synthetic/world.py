@@ -1,8 +1,8 @@
 """A world that stories may be about: facts that a model can only memorise.
 
 A fact is an animal and what it does, such as "Coco the red fox likes | kites". Its frequency falls with its rank by
-Zipf's law; its answer is a fixed function of the seed, independent of its words. So the probability of a text, given
-the world, stays exact, and a model approaches the entropy as it learns facts. If the fact of rank i has the probability
+Zipf's law; its answer is a pseudo-random function of the fact and the seed. So the probability of a text, given the
+world, stays exact, and a model approaches the entropy as it learns facts. If the fact of rank i has the probability
 i ** -z, up to a factor, the excess loss after D facts falls as D ** -((z - 1) / z) (Hutter 2021, arXiv:2102.04074), and
 with capacity for N facts as N ** -(z - 1) (Michaud et al. 2023, arXiv:2303.13506).
 """
@@ -31,7 +31,7 @@ flags forks hammers keys knives lamps leaves letters maps masks mirrors nails nu
 pillows plates pots ribbons rings ropes shells shoes spoons stamps stars stones tables tents towels wheels
 """
 NAMES, LOOKS, ANIMALS, VERBS, THINGS = (words.split() for words in (NAMES, LOOKS, ANIMALS, VERBS, THINGS))
-MOST_FACTS = len(NAMES) * len(LOOKS) * len(ANIMALS) * len(VERBS)  # 65,536
+MAX_FACTS = len(NAMES) * len(LOOKS) * len(ANIMALS) * len(VERBS)  # 65,536
 FIRST_WEIGHT = 2**32  # of the first fact; all are rounded to integers, to be the same on every machine
 
 _STATED_FACT = re.compile(r"\b([A-Z][a-z]+ the [a-z]+ [a-z]+ (?:%s)) ([a-z]+)" % "|".join(VERBS))  # noqa: UP031 (has braces)
@@ -44,8 +44,8 @@ class World:
     """
 
     def __init__(self, num_facts: int, zipf: float, seed: int):
-        keys = permute(np.arange(num_facts), MOST_FACTS, derive_seed(seed, "facts"))
-        answers = permute(keys, MOST_FACTS, derive_seed(seed, "answers")) % len(THINGS)
+        keys = permute(np.arange(num_facts), MAX_FACTS, derive_seed(seed, "facts"))
+        answers = permute(keys, MAX_FACTS, derive_seed(seed, "answers")) % len(THINGS)
         sizes = tuple(map(len, (NAMES, LOOKS, ANIMALS, VERBS)))
         self.facts = [
             {"": f"{NAMES[name]} the {LOOKS[look]} {ANIMALS[animal]} {VERBS[verb]}", "answer": THINGS[answer]}

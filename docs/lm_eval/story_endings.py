@@ -11,7 +11,7 @@ import re
 from itertools import chain
 from pathlib import Path
 
-from data.synthetic.stories import TABLES, StoriesDataset, log_prob
+from data.synthetic.stories import STORIES, TABLES, StoriesDataset
 
 QUESTIONS = Path(__file__).with_name("story_endings.jsonl")
 NUM_QUESTIONS, SEED = 100, 0
@@ -35,7 +35,7 @@ def make_question(story: str, index: int) -> dict[str, str | list[str] | int]:
         for place in re.finditer(rf"\b({'|'.join(words)})\b", right):
             for word in words:
                 wrong = right[: place.start()] + word + right[place.end() :]
-                if log_prob(f"{prompt} {wrong}") is None:
+                if STORIES.grammar.log_probability(f"{prompt} {wrong}") is None:
                     (of_story if re.search(rf"\b{word}\b", prompt) else of_others).append(wrong)
     draw.shuffle(of_story)
     draw.shuffle(of_others)

@@ -118,7 +118,7 @@ DAMAGES = [
     (truncate, "bytes instead of"),
     (remove_a_file, "missing"),
     (empty_the_manifest, "manifest"),
-    (make_the_manifest_a_list, "no JSON object, but list"),
+    (make_the_manifest_a_list, "a list instead of a JSON object"),
     (nest_the_manifest, "nested too deeply"),
     (remove_the_manifest, "manifest"),
     (plant_a_shard, "shard-00002"),
@@ -405,7 +405,7 @@ def manifest_digest(facts):
 def test_manifest_step_must_match_directory(tmp_path):
     write_checkpoint(tmp_path, 4)
     os.rename(tmp_path / "step-00000004", tmp_path / "step-00000005")
-    assert "it is of step 4" in newest_valid(tmp_path)[2][0]
+    assert "it is for step 4" in newest_valid(tmp_path)[2][0]
 
 
 def test_checkpoint_with_read_error_is_skipped(tmp_path, monkeypatch):

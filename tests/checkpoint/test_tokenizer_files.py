@@ -92,8 +92,8 @@ def test_damaged_tokenizer_is_skipped_then_restored(damage, folder):
     do, file = DAMAGES[damage]
     do(folder / "run" / "tokenizer")
     damaged = content(folder / "run" / "tokenizer")
-    assert audit_problem(folder).endswith(f"tokenizer is not what it was trained with ({file})")
-    skipped = f"Tokenizer skipped: {folder / 'run' / 'tokenizer'} is not what it was trained with ({file})"
+    assert audit_problem(folder).endswith(f"tokenizer is not the tokenizer of this run ({file})")
+    skipped = f"Tokenizer skipped: {folder / 'run' / 'tokenizer'} is not the tokenizer of this run ({file})"
     assert skipped in run_sample(folder)
     (folder / "corpus").rename(folder / "elsewhere")
     refused = run_sample(folder, exit_code=2)

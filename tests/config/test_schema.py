@@ -61,8 +61,8 @@ def test_refusal_names_setting_value_and_remedy(words, message):
 @pytest.mark.parametrize(
     "content, message",
     {
-        "": "there are no lines of the form `setting: value` in it",
-        "# nothing yet": "there are no lines of the form `setting: value` in it",
+        "": "no line has the form `setting: value`",
+        "# nothing yet": "no line has the form `setting: value`",
         "steps: many": "steps: many must be a positive integer",
         "stepz: 3": "stepz is not a setting; did you mean steps? --help lists all",
         "model: {mpl: relu2}": "model.mpl is not a setting; did you mean model.mlp? --help lists all",
@@ -187,7 +187,7 @@ def test_config_file_refuses_duplicates_nulls_and_aliases(tmp_path):
         all(f"{name}: null" in message for name in ("steps", "model.dropout", "data.source")) and "name" not in message
     )
     recipe.write_text("model: &itself [*itself]")
-    assert "the alias *itself in line 1 is not read" in refusal("--config", str(recipe))
+    assert "the alias *itself in line 1 is not supported" in refusal("--config", str(recipe))
     assert parse_config([*RANDOM_TOKENS, "--name", "#x"]).name == "#x", "YAML would read it as a comment"
 
 

@@ -402,9 +402,9 @@ MESSAGES = {"messages": conversation(1)}
         ([MESSAGES | {"tools": {"name": "x"}}], ["document 1", "'tools' is {'name': 'x'}", "not a list"]),
         ([MESSAGES | {"chat_template_kwargs": [1]}], ["'chat_template_kwargs' is [1]", "not a dict"]),
         ([MESSAGES | {"system": 3}], ["'system' is 3", "a text"]),
-        ([{"messages": [{"role": "system", "content": "a"}], "system": "b"}], ["'system' is 'b'", "the only one"]),
-        ([{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}], ["weight 0.5 of 'assistant'"]),
-        ([{"messages": [{"role": "user", "content": "a", "weight": 1}]}], ["weight 1 of 'user'", "0 or"]),
+        ([{"messages": [{"role": "system", "content": "a"}], "system": "b"}], ["'system' is 'b'", "no message"]),
+        ([{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}], ["role 'assistant' with weight 0.5"]),
+        ([{"messages": [{"role": "user", "content": "a", "weight": 1}]}], ["role 'user' with weight 1", "0 or"]),
     ],
 )
 def test_prepare_names_invalid_conversation_row(tmp_path, rows, named):
@@ -416,7 +416,7 @@ def test_prepare_refuses_validation_of_another_kind(folder, tmp_path):
     message = refusal([MESSAGES], tmp_path, validation="tail:0.1")
     assert "validation: 'tail:0.1'" in message and "hash:0.1" in message
     texts = write_jsonl(tmp_path / "texts.jsonl", ["a text"])
-    assert "does not go with source" in refusal([MESSAGES], tmp_path, validation=str(texts))
+    assert "only one of validation: " in refusal([MESSAGES], tmp_path, validation=str(texts))
 
 
 @pytest.mark.parametrize("places", [(0,), (30,), (60,), (0, 1, 30)], ids=str)
@@ -632,7 +632,7 @@ def test_model_card_describes_chat_template(exported, runs, folder):
     assert "conversations were formatted by the tokenizer's chat template" in card
     assert "path: corpus\n" in card and str(runs) not in card, "a published card must not contain local paths"
     shutil.copytree(folder / "chatml", runs / "corpus")
-    assert " conversations, " in export.data_facts(load_run(runs / "run"))
+    assert " conversations, " in export.describe_data(load_run(runs / "run"))
     shutil.rmtree(runs / "corpus")
 
 
@@ -747,7 +747,7 @@ def test_chat_keeps_system_message_first(runs, monkeypatch, capsys):
 
 
 def test_chat_refuses_unusable_system_message(runs, monkeypatch, capsys):
-    with pytest.raises(ConfigError, match="system: it has [0-9]+ tokens, and a conversation has room for 64"):
+    with pytest.raises(ConfigError, match="system: [0-9]+ tokens, but a conversation has room for 64"):
         run_chat(monkeypatch, capsys, runs / "run", "a\n", system="the cat's " * 99)
     with pytest.raises(ConfigError, match="system: 'a' is a message of a chat"):
         sample.main(SampleConfig(str(runs / "run"), system="a"))

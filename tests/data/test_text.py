@@ -279,7 +279,7 @@ def test_document_offsets_beyond_two_billion_tokens(folder):
     """Offsets within one file have 32 bits."""
     dataset = open_split(folder / "a", packing="padded")
     dataset.first_tokens = [0, 2**31 - 3, 2**32]
-    dataset._find_documents([np.array(offsets, np.int32) for offsets in ([0, 2**31 - 3], [0, 5, 2**31 - 1])])
+    dataset._find_rows([np.array(offsets, np.int32) for offsets in ([0, 2**31 - 3], [0, 5, 2**31 - 1])])
     assert dataset.begins.tolist() == [0, 2**31 - 3, 2**31 + 2, 2**32]
 
 
@@ -384,7 +384,7 @@ def damaged(metadata, **changes):
         ({"hash": "0" * 32}, "digest"),
         ({"tokenizer": 7}, "TypeError"),
         ({"tokenizer": {"hash": "x"}}, "digest"),
-        ({"train": {"tokens": True, "bytes": 0}}, "True is no count"),
+        ({"train": {"tokens": True, "bytes": 0}}, "True is not a count"),
         ({"validation": "none"}, "TypeError"),
     ],
     ids=str,

@@ -88,7 +88,7 @@ def test_windows_is_refused():
 
 @pytest.mark.slow
 def test_fresh_store_reports_absent_processes(monkeypatch, capsys):
-    monkeypatch.setattr(rendezvous, "SILENT_SECONDS", 0)
+    monkeypatch.setattr(rendezvous, "REPORT_AFTER_SECONDS", 0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(RunError, match=r"process\(es\) \[1, 2\] did not start within 1 s; to train with one process"):

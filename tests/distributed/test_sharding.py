@@ -145,7 +145,7 @@ def test_bf16_sharding_sums_gradients_in_float32(kind, processes, runs):
     words = "--checkpoint.every 1 --steps 3 --model.dropout 0 --optimizer.grad_clip null".split()
     arguments = [*RUN, *words, "--evaluation.num_scored_generations", 0, "--out_dir"]
     done = sharded(kind, processes, *arguments, runs / "sharded", precision="bf16")
-    assert "precision: bf16, weights gathered in bf16, kept and sums of gradients in fp32\n" in done.stdout
+    assert "precision: bf16, weights gathered in bf16, stored weights and sums of gradients in fp32\n" in done.stdout
     train(*arguments, runs / "ddp", processes=2, ACCELERATE_MIXED_PRECISION="bf16")
     train(*arguments, runs / "fp32", processes=2)
     ours, ddp, fp32 = (metrics(runs / name / "run") for name in ("sharded", "ddp", "fp32"))

@@ -181,7 +181,7 @@ def test_checked_out_failure_leaves_no_worktree(repository, monkeypatch):
         ("'", "cannot be parsed"),
         (".", "the working tree has no changes"),
         ("-x", "'-x' is not a git branch"),
-        ("~nobody_here/x.patch", "is in the home directory of a user that this machine does not have"),
+        ("~nobody_here/x.patch", "names a user that this machine does not have"),
     ],
 )
 def test_parse_change_refuses_invalid_text(text, message, repository):

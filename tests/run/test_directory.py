@@ -238,7 +238,7 @@ def test_unchanged_resume_compares_no_learning_rates(monkeypatch):
 def test_branch_refuses_zero_remaining_steps(run):
     begin = run / "checkpoints" / "step-00000004"
     done = train(*RECIPE, "--out_dir", run.parent, "--name", "new", "--branch_from", begin, "--steps", 4, exit_code=2)
-    assert f"steps: 4 leaves no step to train after the 4 of {begin}" in done.stderr
+    assert f"steps: 4 leaves no step to train after the 4 steps of {begin}" in done.stderr
 
 
 def test_resume_never_without_run_moves_nothing(runs):

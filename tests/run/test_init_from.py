@@ -178,7 +178,7 @@ def test_init_from_refuses_corpus_with_another_tokenizer(made):
     words = export_of_stories / "tokenizer.json"
     words.write_text(words.read_text().replace('"Anna"', '"Anno"').replace('" Anna"', '" Anno"'))
     refused = train(*arguments(made, "--init_from", export_of_stories, "--name", "other"), exit_code=2)
-    assert "the tokenizer of the corpus is not that of" in refused.stderr and "Ann" in refused.stderr
+    assert "the tokenizer of the corpus differs from that of" in refused.stderr and "Ann" in refused.stderr
     assert not (made / "runs" / "other").exists()
 
 

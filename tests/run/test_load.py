@@ -23,7 +23,7 @@ from config.parser import parse_tool
 from data.corpus import Corpus
 from data.files import sha256
 from data.prepare.prepare import encode_text
-from data.synthetic.stories import StoriesDataset, log_prob
+from data.synthetic.stories import STORIES, StoriesDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from run.load import LoadedModel, find_checkpoint, load_run, load_with_source
 from sample import SampleConfig
@@ -98,7 +98,7 @@ def test_load_run_refuses_missing_or_extra_tensors(copy):
     with pytest.raises(ConfigError, match="lacks 1 tensors of the model, such as final_norm.bias"):
         load_run(directory)
     write(directory, manifest, [(whole | {"model.extra": torch.zeros(2)}, {})])
-    with pytest.raises(ConfigError, match=r"a tensor extra of \[2\], and the model has not"):
+    with pytest.raises(ConfigError, match=r"a tensor extra of \[2\], which the model lacks"):
         load_run(directory)
 
 
@@ -142,10 +142,10 @@ def test_load_run_names_missing_run_or_checkpoint(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="has the steps 8, 7, .* 1; use one of these, latest or best"):
         load_run(run, 77)
-    for name, what in (("runs/runn", "is no directory, and 'runs' is one"), ("runs", "has no model")):
+    for name, what in (("runs/runn", "is not a directory"), ("runs", "has no model")):
         with pytest.raises(ConfigError, match=f"run: '{name}' {what}; name the .* on the Hub$"):
             load_run(name)
-    with pytest.raises(ConfigError, match="init_from: 'runs/runn' is no"):
+    with pytest.raises(ConfigError, match="init_from: 'runs/runn' is not a directory"):
         load_run("runs/runn", setting="init_from")
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="has no valid checkpoint"):
@@ -288,7 +288,7 @@ def test_load_run_refuses_incomplete_transformers_weights(cut, tmp_path):
 def test_sample_refuses_run_without_tokenizer(runs):
     train("--config", ROOT / "tests" / "tiny_random.yaml", "--steps", 1, "--name", "run", "--out_dir", runs)
     run = runs / "run"
-    with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer, as a model of random tokens has none"):
+    with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer, models of random tokens have none"):
         sample.main(SampleConfig(str(run)))
 
 
@@ -324,7 +324,7 @@ def test_encode_refuses_prompt_that_panics_tokenizer():
 
 
 def test_load_run_refuses_home_of_unknown_user():
-    with pytest.raises(ConfigError, match="init_from: '~no-such-user/run' is in the home directory of a user that"):
+    with pytest.raises(ConfigError, match="init_from: '~no-such-user/run' names a user that this machine"):
         load_run("~no-such-user/run", setting="init_from")
 
 
@@ -339,7 +339,7 @@ def test_sample_prints_generated_text_and_verdict(run, capsys):
     prompt = tokenizer("Meet a")["input_ids"]
     expected = model.generate(torch.tensor([[0, *prompt]]), 20, temperature=0, eos_token_id=0)
     text = tokenizer.decode(expected[0], skip_special_tokens=True)
-    assert text.startswith("Meet a") and log_prob(text) is None
+    assert text.startswith("Meet a") and STORIES.grammar.log_probability(text) is None
     loss = model(expected, labels=expected, num_items_in_batch=1)[1]
     shown = capture_sample(capsys, run, prompt="Meet a", checkpoint="best", temperature=0, max_new_tokens=20)
     assert shown == f"{text}\n  (not accepted by the grammar; the model's {-loss:.2f})\n"
@@ -408,7 +408,7 @@ def test_sample_prints_verdict_of_accepted_story(run, capsys):
             block.attention.out_proj.weight.zero_()
         loaded.model.lm_head.weight.zero_()
     sample.generate_sample(loaded, story, tokens, 0, SampleConfig("", temperature=0, max_new_tokens=1))
-    assert f"accepted, log-probability {log_prob(story):.2f} nats" in capsys.readouterr().out
+    assert f"accepted, log-probability {STORIES.grammar.log_probability(story):.2f} nats" in capsys.readouterr().out
 
 
 def test_sample_seed_reproduces_distinct_texts(run, capsys):

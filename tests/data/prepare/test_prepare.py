@@ -431,7 +431,7 @@ def test_prepare_refuses_missing_tokenizer_folder(tmp_path, monkeypatch):
     )
     source = write_jsonl(tmp_path / "a.jsonl", ["hello there"])
     message = refusal(source, tmp_path / "out", f"{tmp_path}/english", validation="hash:0.0")
-    assert message.startswith(f"tokenizer: '{tmp_path}/english' is no directory, and '{tmp_path}' is one; use byte, ")
+    assert message.startswith(f"tokenizer: '{tmp_path}/english' is not a directory; use byte, ")
     assert list(tmp_path.iterdir()) == [source], "nothing is written"
 
 
@@ -573,9 +573,9 @@ def test_byte_order_mark_sets_encoding(tmp_path, encoding, ending):
         (GERMAN, "utf-16-le", "there is a NUL in it"),
         (CHINESE, "utf-16-be", ""),
         (GERMAN, "utf-32-be", "there is a NUL in it"),
-        (GERMAN, "latin-1", "characters are no UTF-8"),
-        (RUSSIAN, "cp1251", "characters are no UTF-8"),
-        (CHINESE, "gb18030", "characters are no UTF-8"),
+        (GERMAN, "latin-1", "characters are not UTF-8"),
+        (RUSSIAN, "cp1251", "characters are not UTF-8"),
+        (CHINESE, "gb18030", "characters are not UTF-8"),
     ],
 )
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "jsonl.gz"])
@@ -596,7 +596,7 @@ def test_prepare_tolerates_few_invalid_bytes(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1200)
     assert make(tmp_path / "a.txt", tmp_path / "out")["train"]["replacement_characters"] == 11
     (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1000)
-    assert "11 of its first 5,011 characters are no UTF-8" in refusal(tmp_path / "a.txt", tmp_path / "refused")
+    assert "11 of its first 5,011 characters are not UTF-8" in refusal(tmp_path / "a.txt", tmp_path / "refused")
     (tmp_path / "a.txt").write_bytes(b"good " * 100_000 + b"\0")
     assert "NUL" in refusal(tmp_path / "a.txt", tmp_path / "nul")
 
@@ -701,7 +701,7 @@ def test_prepare_refuses_text_unknown_to_tokenizer(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text": 0}\n', ["a.jsonl", "document 2", "'text' is 0"]),
         ("a.jsonl", b'{"text": false}\n', ["a.jsonl", "document 1", "False"]),
         ("a.jsonl", b'{"text": []}\n', ["a.jsonl", "document 1", "[]"]),
-        ("a.jsonl", b'"the text is here"\n', ["a.jsonl", "document 1", "not a row"]),
+        ("a.jsonl", b'"the text is here"\n', ["a.jsonl", "document 1", "not an object"]),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ["a.jsonl", "document 1", "RecursionError"]),
         ("a.parquet", b"PAR1 no more", ["a.parquet"]),
         ("a.txt.gz", b"\x1f\x8b\x08 no more", ["a.txt.gz"]),

@@ -15,14 +15,7 @@ import pytest
 import torch
 
 from data.synthetic.grammar import TOKEN, Grammar, log_probability
-from data.synthetic.stories import (
-    END_OF_TEXT,
-    STORIES,
-    TABLES,
-    StoriesDataset,
-    is_validation,
-    log_prob,
-)
+from data.synthetic.stories import END_OF_TEXT, STORIES, TABLES, StoriesDataset, is_validation
 
 ROOT = Path(__file__).parents[3]
 GRAMMAR = STORIES.grammar
@@ -123,7 +116,7 @@ def test_small_grammar_generates_texts_at_their_probabilities():
 
 def test_generator_and_parser_agree_bitwise(drawn):
     for text, nats in drawn[:1000]:
-        assert log_prob(text) == nats
+        assert GRAMMAR.log_probability(text) == nats
     grammar, rng = small_grammar(), random.Random(0)
     for text, nats in (draw(grammar, rng) for _ in range(300)):
         assert grammar.log_probability(text) == nats
@@ -170,13 +163,13 @@ def test_grammar_rejects_damaged_stories(drawn):
     for text, _ in drawn[:300]:
         tokens = TOKEN.findall(text)
         cut = rng.randrange(len(tokens))
-        assert log_prob("".join(tokens[:cut])) is None
-        assert log_prob("".join(tokens[:cut] + tokens[cut + 1 :])) is None
-        assert log_prob(text[:-1]) is None
+        assert GRAMMAR.log_probability("".join(tokens[:cut])) is None
+        assert GRAMMAR.log_probability("".join(tokens[:cut] + tokens[cut + 1 :])) is None
+        assert GRAMMAR.log_probability(text[:-1]) is None
         for extra in (" ", ".", " The end.", "\n", text, END_OF_TEXT):
-            assert log_prob(text + extra) is None
-        assert log_prob(" " + text) is None
-    assert log_prob("") is None
+            assert GRAMMAR.log_probability(text + extra) is None
+        assert GRAMMAR.log_probability(" " + text) is None
+    assert GRAMMAR.log_probability("") is None
 
 
 def test_grammar_rejects_inconsistent_repeated_word(drawn):
@@ -193,7 +186,7 @@ def test_grammar_rejects_inconsistent_repeated_word(drawn):
             if len({match[0] for match in places}) == 1 and len(places) > 1:
                 match = rng.choice(places)
                 other = rng.choice([word for word in words if word != match[0]])
-                assert log_prob(text[: match.start()] + other + text[match.end() :]) is None
+                assert GRAMMAR.log_probability(text[: match.start()] + other + text[match.end() :]) is None
                 tried += 1
     assert tried > 1500
 
@@ -205,7 +198,7 @@ def test_grammar_rejects_disagreeing_pronouns(drawn, pronouns):
         for one, other in itertools.permutations(pronouns.split()):
             for match in re.finditer(rf"\b{one}\b", text):
                 if other != "was":
-                    assert log_prob(text[: match.start()] + other + text[match.end() :]) is None
+                    assert GRAMMAR.log_probability(text[: match.start()] + other + text[match.end() :]) is None
                     tried += 1
     assert tried > 50
 
@@ -228,12 +221,12 @@ def tiny(rules: dict, words: str = "cat dog", **entry: str) -> Grammar:
 @pytest.mark.parametrize(
     ("rules", "words", "message"),
     [
-        ({"S": ["Ann", "Ann and Ben"]}, "a", "no plain text distinguishes"),
-        ({"S": ["{a:WORD} ran", "{a:WORD} slept"]}, "a", "no plain text distinguishes"),
-        ({"S": ["The {a:WORD} ran", "The cat ran"]}, "a", "no plain text distinguishes"),
-        ({"S": ["A{T} ran", "A{T} slept"], "T": [" b"]}, "a", "no plain text distinguishes"),
-        ({"S": ["{a:WORD} {b:WORD}{T}"], "T": [" {a} ran", " {b} slept"]}, "a", "no plain text distinguishes"),
-        ({"S": ["Ann", "Ann"]}, "a", "no plain text distinguishes"),
+        ({"S": ["Ann", "Ann and Ben"]}, "a", "plain text must distinguish"),
+        ({"S": ["{a:WORD} ran", "{a:WORD} slept"]}, "a", "plain text must distinguish"),
+        ({"S": ["The {a:WORD} ran", "The cat ran"]}, "a", "plain text must distinguish"),
+        ({"S": ["A{T} ran", "A{T} slept"], "T": [" b"]}, "a", "plain text must distinguish"),
+        ({"S": ["{a:WORD} {b:WORD}{T}"], "T": [" {a} ran", " {b} slept"]}, "a", "plain text must distinguish"),
+        ({"S": ["Ann", "Ann"]}, "a", "plain text must distinguish"),
         ({"S": ["The {a:WORD}"]}, "ball bat balloon", "'balloon' begins with 'ball'"),
         ({"S": ["The {a:WORD}"]}, "cat cat", "'cat' begins with 'cat'"),
         ({"S": ["The {a}"]}, "cat", "may be empty"),
@@ -241,9 +234,9 @@ def tiny(rules: dict, words: str = "cat dog", **entry: str) -> Grammar:
         ({"S": ["The {a:WORD} {a.they}"]}, "cat", "not all with .they"),
         ({"S": ["A{T}"], "T": [" b{S}", " c"]}, "cat", "further down"),
         ({"S": ["A{S}", "B"]}, "cat", "further down"),
-        ({"S": ["The{a:WORD}"]}, "cat", "a space stands before"),
-        ({"S": ["The {a:WORD}s"]}, "cat", "a space stands before"),
-        ({"S": ["The {T}"], "T": [" a"]}, "cat", "a space stands before"),
+        ({"S": ["The{a:WORD}"]}, "cat", "put a space before each word"),
+        ({"S": ["The {a:WORD}s"]}, "cat", "put a space before each word"),
+        ({"S": ["The {T}"], "T": [" a"]}, "cat", "put a space before each word"),
         ({"S": ["The{T}"], "T": ["a"]}, "cat", "begin without a space"),
         ({"S": ["The {a.b.c}"]}, "cat", "cannot parse"),
         ({"S": ["The {Word}"]}, "cat", "cannot parse"),
@@ -322,20 +315,21 @@ def test_story_depends_only_on_seed_split_and_index(train):
 @pytest.mark.slow  # tests/distributed/test_state_hash.py has the digests of exact runs on stories
 def test_another_process_generates_same_stories(train):
     program = (
-        "from data.synthetic.stories import STORIES, StoriesDataset, log_prob\n"
+        "from data.synthetic.stories import STORIES, StoriesDataset\n"
         f"dataset, tokenizer = StoriesDataset('train', 100, seed=1, seq_len={SEQ_LEN}), STORIES.build_tokenizer()\n"
-        "for text in map(dataset.text, range(100)): print(text, log_prob(text), tokenizer.encode(text).ids)\n"
+        "for text in map(dataset.text, range(100)):\n"
+        "    print(text, STORIES.grammar.log_probability(text), tokenizer.encode(text).ids)\n"
     )
     texts = [train.text(index) for index in range(100)]
     tokenizer = STORIES.build_tokenizer()
-    expected = "".join(f"{text} {log_prob(text)} {tokenizer.encode(text).ids}\n" for text in texts)
+    expected = "".join(f"{text} {GRAMMAR.log_probability(text)} {tokenizer.encode(text).ids}\n" for text in texts)
     environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
     assert subprocess.check_output([sys.executable, "-c", program], env=environment, cwd=ROOT, text=True) == expected
 
 
 def test_entropy_and_bytes_match_stories(validation):
     texts = [validation.text(index) for index in range(len(validation))]
-    assert validation.entropy_nats == pytest.approx(-sum(map(log_prob, texts)), rel=1e-12)
+    assert validation.entropy_nats == pytest.approx(-sum(map(GRAMMAR.log_probability, texts)), rel=1e-12)
     assert validation.num_bytes == len("".join(texts).encode())
     # The split does not depend on the probabilities, so the mean is close to the entropy of the grammar.
     assert validation.entropy_nats / len(texts) == pytest.approx(entropy(GRAMMAR), rel=0.02)

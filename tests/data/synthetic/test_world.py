@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.grammar import TOKEN, Grammar, log_probability
 from data.synthetic.stories import StoriesDataset, StoryGenerator, get_story_generator
-from data.synthetic.world import MOST_FACTS, THINGS, World
+from data.synthetic.world import MAX_FACTS, THINGS, World
 from tests.conftest import TINY_STORIES, metrics, train
 
 SEQ_LEN = 96  # as in configs/stories.yaml
@@ -119,7 +119,7 @@ def test_token_nats_sum_to_story_nats(facts):
 def test_world_is_same_on_every_machine():
     """Facts and weights, also of ranks whose floating-point power could round either way."""
     digests = []
-    for num_facts, zipf, seed in ((MOST_FACTS, 1.5, 0), (1000, 1.1, 3)):
+    for num_facts, zipf, seed in ((MAX_FACTS, 1.5, 0), (1000, 1.1, 3)):
         world = World(num_facts, zipf, seed)
         listing = "".join(f"{w} {f['']} {f['answer']}\n" for w, f in zip(world.weights, world.facts, strict=True))
         digests.append(hashlib.blake2b(listing.encode(), digest_size=8).hexdigest())
@@ -127,10 +127,10 @@ def test_world_is_same_on_every_machine():
 
 
 def test_larger_world_extends_smaller_world():
-    large, small = World(MOST_FACTS, 1.5, 0), World(100, 0.5, 0)
+    large, small = World(MAX_FACTS, 1.5, 0), World(100, 0.5, 0)
     assert large.facts[:100] == small.facts
-    assert len({fact[""] for fact in large.facts}) == MOST_FACTS
-    assert set(Counter(fact["answer"] for fact in large.facts).values()) == {MOST_FACTS // len(THINGS)}
+    assert len({fact[""] for fact in large.facts}) == MAX_FACTS
+    assert set(Counter(fact["answer"] for fact in large.facts).values()) == {MAX_FACTS // len(THINGS)}
     assert large.facts[:100] != World(100, 0.5, 1).facts
     assert small.weights[0] / small.weights[99] == pytest.approx(10, rel=1e-6)
 
@@ -147,7 +147,7 @@ def test_describe_text_names_false_fact(generator, validation):
     assert generator.describe_text(false).startswith(f"not accepted by the grammar; {reason}")
     unknown = story.replace(key, "Coco the red fox hides")
     assert "Coco the red fox hides" not in {fact[""] for fact in generator.world.facts}
-    assert f"Coco the red fox hides {answer}, of whom nothing is known" in generator.describe_text(unknown)
+    assert f"Coco the red fox hides {answer}, about which the world has no fact" in generator.describe_text(unknown)
     num_facts = len(generator.world.find_facts(story))
     assert num_facts == 8 and generator.score_texts([story, "Coco the red fox hides hats"]) == {
         "valid": (1, 2),
@@ -156,7 +156,7 @@ def test_describe_text_names_false_fact(generator, validation):
 
 
 def test_world_stories_fit_seq_len(generator):
-    longest = max(generator.grammar.max_tokens, get_story_generator(MOST_FACTS, 1.5, 0).grammar.max_tokens)
+    longest = max(generator.grammar.max_tokens, get_story_generator(MAX_FACTS, 1.5, 0).grammar.max_tokens)
     assert longest <= get_story_generator().grammar.max_tokens == SEQ_LEN - 2
 
 
