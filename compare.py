@@ -17,7 +17,7 @@ from pathlib import Path
 from cli.output import printable
 from comparison.branches import format_trees
 from comparison.records import read_records
-from comparison.report import make_curves, save_page, save_picture
+from comparison.report import make_curves, save_figure, save_page
 from comparison.settings import CompareConfig
 from comparison.tables import (
     Group,
@@ -69,7 +69,8 @@ def format_report(groups: list[Group], tables: list[list[Table]], by_tokenizer: 
         yield f"These runs predict {len(groups)} kinds of data, whose losses are not comparable."
     for number, (group, group_tables) in enumerate(zip(groups, tables, strict=True), start=1):
         if len(groups) > 1:
-            yield from ["", f"{number}. {group.title}: {len(group.records)} run{'s'[: len(group.records) > 1]}"]
+            runs = "1 run" if len(group.records) == 1 else f"{len(group.records)} runs"
+            yield from ["", f"{number}. {group.title}: {runs}"]
         yield from format_differing_settings(group.records)
         for table in group_tables:
             yield from ["", *table.lines()]
@@ -90,7 +91,7 @@ def save_figures(groups: list[Group], tables: list[list[Table]], by_tokenizer: l
         curves = [make_curves(group, x) for group in groups]
         out.parent.mkdir(parents=True, exist_ok=True)
         for group, group_curves, suffix in zip(groups, curves, suffixes, strict=True):
-            save_picture(group.title, group_curves, out.with_name(out.name + suffix), x)
+            save_figure(group.title, group_curves, out.with_name(out.name + suffix), x)
         pages = [(groups[i].title, curves[i], tables[i]) for i in range(len(groups))]
         pages += [("the same text by several tokenizers", [], [table]) for table in by_tokenizer]
         save_page(pages, out.with_name(out.name + ".html"), x)

@@ -111,19 +111,19 @@ class LadderTrainer:
         """
         from jobs.runner import Failed, Stopped
 
-        jobs = [(run, run.job(self.out_dir, self.settings, self.launch)) for run in runs]
+        pairs = [(run, run.training(self.out_dir, self.settings, self.launch)) for run in runs]
         try:
-            self.runner.train([job for _, job in jobs])
+            self.runner.train([training for _, training in pairs])
         except Stopped:
             print("stopped by a signal; run the same command again to resume", file=sys.stderr)
             raise SystemExit(75) from None
         except Failed as failed:
             raise RunError(f"{failed.training.directory}: {failed}") from None
-        measurements = [run.measurement(job) for run, job in jobs]
-        for (_, job), measured in zip(jobs, measurements, strict=True):
+        measurements = [run.measurement(training) for run, training in pairs]
+        for (_, training), measured in zip(pairs, measurements, strict=True):
             if not min(measured.excess_loss(scope) for scope in ("all", "answers")) > 0:
                 raise RunError(
-                    f"{job.directory}: validation loss {measured.loss:.4f} is not above the entropy of its data; "
+                    f"{training.directory}: validation loss {measured.loss:.4f} is not above the entropy of its data; "
                     "a law cannot be fitted: use smaller budgets or more validation samples"
                 )
         return measurements
@@ -143,7 +143,7 @@ def split_arguments(arguments: str) -> list[str]:
 
 
 def check_same_ladder(out_dir: Path, common: dict[str, str | None]) -> None:
-    """Store the facts that the runs of a ladder share but their names do not show; compare them with stored ones.
+    """Check that a folder has no runs of another ladder, and store what all runs of this one share.
 
     Raises:
         ConfigError: the folder has runs of another ladder, which would be mistaken for finished runs of this one.

@@ -36,6 +36,7 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
         Preempted: A stop signal was received.
     """
     kept = sorted(run.manifests.items(), key=lambda item: item[1].step)
+    # Of each interval: the step before it, the checkpoint of that step or None, and the checkpoint after it.
     starts = [next(iter(run.branch_point), None), *(path for path, _ in kept)]
     intervals = list(zip([run.initial_step, *(manifest.step for _, manifest in kept)], starts, kept, strict=False))
     if not intervals:
@@ -55,13 +56,14 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
         elif problem := retraining_problem(run, start, begin, manifest, folder):
             outcome, finding = "FAIL", problem
         failures += outcome == "FAIL"
-        inexact += [reason] * (outcome == "PASS" and bool(reason))
+        if outcome == "PASS" and reason:
+            inexact.append(reason)
         print_on_main(f"{outcome}  steps {begin + 1} to {manifest.step}  {finding}")
     for skipped in unchecked(run, kept[-1][1].step, inexact):
         print_on_main(f"SKIP  {skipped}")
     if failures:
-        raise RunError(f"{run.path} is not what its settings give: {failures} failure(s)")
-    print_on_main(f"{run.path} is what its settings give, as far as it was retrained.")
+        raise RunError(f"{run.path} does not match its settings: {failures} failure(s)")
+    print_on_main(f"{run.path} matches its settings, as far as it was retrained.")
 
 
 def unchecked(run: RecordedRun, last_saved: int, inexact: list[str]) -> Iterator[str]:
@@ -76,8 +78,8 @@ def unchecked(run: RecordedRun, last_saved: int, inexact: list[str]) -> Iterator
     if inexact:
         yield (
             f"digests, texts and differences below {RELATIVE_TOLERANCE:.1%} in {len(inexact)} interval(s)  "
-            f"not checked: {', '.join(dict.fromkeys(inexact))}; nothing confirms these facts of sessions.jsonl, launch "
-            "the audit in the same way to compare bits"
+            f"not checked: {', '.join(dict.fromkeys(inexact))}; sessions.jsonl alone records how the run was launched; "
+            "to compare bits, launch the audit in the same way"
         )
     yield f"{NEVER_CHECKED}  not checked: retraining does not depend on them"
 
@@ -103,7 +105,7 @@ def session_problems(run: RecordedRun) -> Iterator[str]:
         yield "sessions.jsonl: it is missing or empty, and every run has one"
         return
     if (step := run.sessions[0].step) != run.initial_step:
-        yield f"sessions.jsonl: the first session is from step {step}, and the run from step {run.initial_step}"
+        yield f"sessions.jsonl: the first session starts after step {step}, and the run after step {run.initial_step}"
     size = {} if run.other_code else network_size(run.config)
     for session in run.sessions:
         where = f"sessions.jsonl: the session from step {session.step}"

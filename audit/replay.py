@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -146,25 +147,36 @@ def print_sequences(run: RecordedRun, checkpoint: Path | None, step: int, config
     is_target = batch["labels"][:, 1:] != -100
     means = token_losses.sum(1) / is_target.sum(1).clamp(min=1)
     with torch.no_grad():  # the training objective may be more than the mean cross-entropy
-        rows = [{name: tensor[i : i + 1] for name, tensor in batch.items()} for i in range(len(indices))]
-        objectives = [model(**row, num_items_in_batch=n)[1] for row, n in zip(rows, is_target.sum(1), strict=True)]
+        alone = [{name: rows[i : i + 1] for name, rows in batch.items()} for i in range(len(indices))]
+        objectives = [model(**one, num_items_in_batch=n)[1] for one, n in zip(alone, is_target.sum(1), strict=True)]
     is_offending = ~torch.stack(objectives).isfinite()
     order = torch.where(is_offending, torch.inf, means.nan_to_num(nan=torch.inf)).argsort(descending=True)
     num_shown = min(len(order), config.num_sequences)
     print_on_main(f"sequences of step {step}, the {num_shown} of {len(order)} with the highest loss:")
-    decode = corpus.tokenizer.decode if corpus.tokenizer else str
     for row in order[:num_shown].tolist():
         objective = f", training objective of this sequence alone {objectives[row]:.4g}" if is_offending[row] else ""
-        tokens = batch["input_ids"][row].tolist()
-        tokens = tokens[: max([2, *is_target[row].nonzero().flatten().add(2).tolist()])]  # without padding
-        text = corpus.tokenizer.decode(tokens, skip_special_tokens=False) if corpus.tokenizer else str(tokens)
-        worst = token_losses[row].nan_to_num(nan=torch.inf).argsort(descending=True)[:NUM_WORST_TOKENS].tolist()
-        worst = [t for t in worst if is_target[row, t]]
-        worst = [f"{decode([tokens[t + 1]])!r} at {t + 1}: {token_losses[row, t]:.2f}" for t in worst]
+        text, worst = describe_tokens(corpus.tokenizer, batch["input_ids"][row], is_target[row], token_losses[row])
         print_on_main(f"  sample {indices[row]}: loss {means[row]:.4f}{objective}; {text[:MAX_TEXT_LENGTH]!r}")
-        print_on_main(f"    worst tokens: {', '.join(worst)}")
+        print_on_main(f"    worst tokens: {worst}")
     if config.arithmetic:
         print_precisions(run, model, batch, step)
+
+
+def describe_tokens(tokenizer: Any, input_ids: Tensor, is_target: Tensor, losses: Tensor) -> tuple[str, str]:
+    """Return the text of a sequence without padding, and its tokens with the highest losses.
+
+    Args:
+        tokenizer: None: token ids are shown instead of text.
+        input_ids: [T].
+        is_target: [T - 1], True where the next token is a target.
+        losses: [T - 1].
+    """
+    tokens = input_ids[: max([2, *is_target.nonzero().flatten().add(2).tolist()])].tolist()
+    positions = losses.nan_to_num(nan=torch.inf).argsort(descending=True)[:NUM_WORST_TOKENS].tolist()
+    decode = tokenizer.decode if tokenizer else str
+    worst = [f"{decode([tokens[t + 1]])!r} at {t + 1}: {losses[t]:.2f}" for t in positions if is_target[t]]
+    text = tokenizer.decode(tokens, skip_special_tokens=False) if tokenizer else str(tokens)
+    return text, ", ".join(worst)
 
 
 def print_precisions(run: RecordedRun, model: GPTModel, batch: dict[str, Tensor], step: int) -> None:

@@ -241,14 +241,13 @@ def reason_against_trial(config: TrainConfig, accelerator: Accelerator, flops: f
     """Return why no trial steps can run here, or ""."""
     if several_machines():
         return "the machines have no temporary directory in common"
-    on_cpu = accelerator.device.type == "cpu"
     on_gpu = accelerator.device.type == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available / num_processes()
     if peak > free:
         return f"{megabytes(peak)} of memory are needed and {megabytes(free)} are free"
     if disk > disk_usage(tempfile.gettempdir()).free:
         return f"a checkpoint of {megabytes(disk)} does not fit in {tempfile.gettempdir()}"
-    if on_cpu and flops > MAX_TRIAL_FLOPS_ON_CPU:
+    if accelerator.device.type == "cpu" and flops > MAX_TRIAL_FLOPS_ON_CPU:
         return f"{flops / 1e12:,.0f} TFLOPs take too long on a CPU"
     return ""
 
@@ -280,8 +279,8 @@ def main(config: TrainConfig) -> None:
     plan = {"parameters": f"{network.num_parameters():,}"}
     plan |= {f"  {name}": f"{count:,}" for name, count in sizes.items() if count}
     plan |= {
-        "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {num_shards(accelerator)} to "
-        f"a replica; {format_batch(config, sequences_at_once)} micro-batch(es) of {config.micro_batch_size} per step",
+        "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {num_shards(accelerator)} per "
+        f"replica; {format_batch(config, sequences_at_once)} micro-batch(es) of {config.micro_batch_size} per step",
         "tokens": format_tokens(config),
         "FLOPs": f"{flops:,} per token, {flops * (config.global_batch_size or 0) * config.seq_len:.3g} per step, "
         f"{flops * tokens:.3g} in total",

@@ -23,6 +23,7 @@ import train
 from checkpoint import saver, storage
 from checks.gradients import gradient_errors
 from checks.model import (
+    Result,
     check_cached_logits,
     check_constant_init,
     check_flops,
@@ -148,7 +149,7 @@ class Verification:
             raise ConfigError(f"out_dir: {str(out_dir)!r}: cannot write there")
         return directory
 
-    def model_checks(self) -> dict[str, Callable[[], tuple[bool | None, str]]]:
+    def model_checks(self) -> dict[str, Callable[[], Result]]:
         """Return the checks of the model alone, which train nothing and take seconds."""
         model = self.config.model
         return {
@@ -163,20 +164,20 @@ class Verification:
             "constant initial weights stay constant": partial(check_constant_init, model),
         }
 
-    def checks(self) -> dict[str, Callable[[], tuple[bool | None, str]]]:
+    def checks(self) -> dict[str, Callable[[], Result]]:
         """Return the check of each guarantee; all processes call them together, in this order."""
         return {
             "order is a permutation in every epoch": self.order_is_a_permutation,
             **self.model_checks(),
             "gradient = autograd of plain operations": self.equals_autograd,
             "replicas are equal after every step": self.replicas_are_equal,
-            "gradient = hand-written all-reduce": partial(self.equals_loop_by_hand, all_reduce=True),
-            "N processes = 1 process x N accumulation": partial(self.equals_loop_by_hand, all_reduce=False),
+            "gradient = hand-written all-reduce": partial(self.equals_training_without_ddp, all_reduce=True),
+            "N processes = 1 process x N accumulation": partial(self.equals_training_without_ddp, all_reduce=False),
             "resuming is bitwise": self.resuming_is_bitwise,
             "exact = bits of 1 process": self.exact_is_bitwise,
         }
 
-    def run(self, check: Callable[[], tuple[bool | None, str]]) -> tuple[str, str]:
+    def run(self, check: Callable[[], Result]) -> tuple[str, str]:
         """Return PASS, FAIL or SKIP, the same on all processes, and why; an exception fails this check alone."""
         try:
             holds, figure = check()
@@ -247,17 +248,17 @@ class Verification:
         return Trained(rows, gradient, storage.state_tensors(network, optimizer))
 
     @cached_property
-    def straight(self) -> Trained:
+    def uninterrupted(self) -> Trained:
         """A run of all steps without a stop, trained once."""
-        return self.train("straight")
+        return self.train("uninterrupted")
 
-    def replicas_are_equal(self) -> tuple[bool | None, str]:
+    def replicas_are_equal(self) -> Result:
         """Compare the replicas after every step; train.py raises an error if they differ."""
         if self.num_processes == self.shards:
             return None, "there is one replica"
-        return bool(self.straight), f"{self.config.steps} steps, {self.num_processes} processes"
+        return bool(self.uninterrupted), f"{self.config.steps} steps, {self.num_processes} processes"
 
-    def equals_autograd(self) -> tuple[bool | None, str]:
+    def equals_autograd(self) -> Result:
         """Compare the gradient with autograd of plain operations in float64."""
         errors = gradient_errors(self.config, self.corpus.train, self.accelerator)
         worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
@@ -265,9 +266,9 @@ class Verification:
         tolerance = 1e-3 if self.accelerator.mixed_precision == "no" else 0.2
         return errors[worst] < tolerance, f"within {errors[worst]:.1e}: {worst}"
 
-    def equals_loop_by_hand(self, all_reduce: bool) -> tuple[bool | None, str]:
+    def equals_training_without_ddp(self, all_reduce: bool) -> Result:
         """Compare the gradient of the first update and all logged metrics with a training without DDP."""
-        ours = self.straight
+        ours = self.uninterrupted
         if all_reduce:
             by_hand = self.train_without_ddp(AllReduce, self.rank, self.num_processes)
         else:
@@ -278,44 +279,45 @@ class Verification:
         logged, worst = max((abs(row[name] / hand[name] - 1), name) for row, hand in pairs for name in hand)
         return max(gradient, logged) < self.tolerance, f"gradient within {gradient:.1e}, {worst} within {logged:.1e}"
 
-    def resuming_is_bitwise(self) -> tuple[bool | None, str]:
+    def resuming_is_bitwise(self) -> Result:
         """Compare a run that was stopped and resumed with one that was not."""
         exact = self.device.type == "cuda" and self.can_be_exact  # on CUDA only deterministic algorithms repeat bits
         self.train("resumed", exact, self.config.steps // 2)
-        unbroken = self.train("unbroken", True) if exact else self.straight
+        uninterrupted = self.train("uninterrupted-exact", True) if exact else self.uninterrupted
         resumed = self.train("resumed", exact)
-        holds, figure = self.same_bits(unbroken, resumed)
+        holds, figure = self.same_bits(uninterrupted, resumed)
         if not holds:
             figure += "; keep all state in parameters, buffers and tensors of optimizer.state"
         different = set()
-        for one, other in zip(unbroken.rows, resumed.rows, strict=True):
+        for one, other in zip(uninterrupted.rows, resumed.rows, strict=True):
             different |= {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
         different = sorted(name for name in different if not name.startswith("perf/"))
         if holds and different:
             return False, f"{figure}, but logged metrics differ: {', '.join(different)}"
         return holds, figure
 
-    def exact_is_bitwise(self) -> tuple[bool | None, str]:
+    def exact_is_bitwise(self) -> Result:
         """Compare exact training on these processes with one process."""
         if not self.can_be_exact:
             return None, "it needs whole replicas on 1, 2, 4, 8, ... processes"
         exact = self.train("exact", exact=True)  # first: it sets the number of threads, which changes bits
         return self.same_bits(self.train_without_ddp(lambda parameters: TreeSum(parameters, 0, 1)), exact)
 
-    def same_bits(self, one: Trained, other: Trained) -> tuple[bool | None, str]:
+    def same_bits(self, one: Trained, other: Trained) -> Result:
         """Compare weights and moments bit by bit."""
         different = sum(not torch.equal(tensor, other.state[name]) for name, tensor in one.state.items())
         steps = self.config.steps
         return not different, f"{different} of {len(one.state)} weights and moments differ after {steps} steps"
 
-    def order_is_a_permutation(self) -> tuple[bool | None, str]:
+    def order_is_a_permutation(self) -> Result:
         """Check that every epoch visits each sample once, over all processes."""
         size = self.config.global_batch_size
         assert size is not None, "the config is resolved"
-        num_samples = size * 40 // 3 + 1  # so that epochs end within a batch
+        num_steps = 40
+        num_samples = num_steps * size // 3 + 1  # between two and three epochs, which end within a batch
         warmup = self.config.schedule.batch_warmup_from, self.config.schedule.batch_warmup_steps
         order, ranks = GlobalBatches(num_samples, size, 0, *warmup), range(self.num_processes)
-        read = [i for step in range(40) for rank in ranks for i in order.indices(step, rank, self.num_processes)]
+        read = [i for step in range(num_steps) for rank in ranks for i in order.indices(step, rank, self.num_processes)]
         epochs = np.sort(np.reshape(read[: 2 * num_samples], (2, num_samples)))
         return np.array_equal(epochs, [range(num_samples)] * 2), f"2 epochs of {num_samples} samples, each read once"
 
@@ -329,24 +331,24 @@ def main(config: TrainConfig) -> None:
         Preempted: a stop signal was received.
     """
     if config.steps < 2:
-        raise ConfigError(f"verify_steps: {config.steps} leaves none to do after a resume; use 2 or more")
+        raise ConfigError(f"verify_steps: {config.steps} leaves no step after a resume; use 2 or more")
     check_launch(config)
     with contextlib.suppress(ConfigError):  # where it is not possible, the check of exact reports it
         use_portable_arithmetic()
     verification = Verification(config)
-    checks, failed, say = verification.checks(), [], verification.accelerator.print
+    checks, failed, print_once = verification.checks(), [], verification.accelerator.print
     try:
         precision = verification.accelerator.mixed_precision.replace("no", "fp32")
-        say(f"{verification.num_processes} x {verification.device.type}, {precision}")
+        print_once(f"{verification.num_processes} x {verification.device.type}, {precision}")
         for guarantee, check in checks.items():
             result, figure = verification.run(check)
             if result == "FAIL":
                 failed.append(guarantee)
-            say(f"{result}  {guarantee:<44} {figure}", flush=True)
+            print_once(f"{result}  {guarantee:<44} {figure}", flush=True)
     finally:
         if verification.rank == 0:
             shutil.rmtree(verification.config.out_dir)
     if failed:
         raise RunError(f"{len(failed)} of {len(checks)} checks failed: {'; '.join(failed)}")
-    say("Everything holds.")
+    print_once("Everything holds.")
     verification.accelerator.wait_for_everyone()

@@ -1,4 +1,4 @@
-"""Branches as a tree: what each changed, and the effect on the validation loss beside the noise of seeds."""
+"""Branches as a tree: what each changed, its effect on the validation loss, and the standard deviation over seeds."""
 
 import statistics
 from collections.abc import Iterator

@@ -53,7 +53,7 @@ class Record:
     """The sessions that trained its steps, oldest first."""
     parent: "Record | None" = None
     """For a branch, its parent if that is among the runs that are compared."""
-    origin: "Record | None" = None
+    parent_on_disk: "Record | None" = None
     """For a branch, its parent if that is compared or still on disk."""
     label: str = ""
 
@@ -169,7 +169,7 @@ class Record:
         own = tuple(self.settings[name] for name in SEEDS)
         if self.branch is None:
             return (own,)
-        before = self.origin.seeds() if self.origin else (self.branch.digest or self.branch.run,)
+        before = self.parent_on_disk.seeds() if self.parent_on_disk else (self.branch.digest or self.branch.run,)
         return before if before[-1] == own else (*before, own)
 
     def configuration(self) -> Configuration:
@@ -178,8 +178,9 @@ class Record:
         settings = tuple((name, json.dumps(self.settings[name], sort_keys=True)) for name in names)
         if self.branch is None:
             return (settings,)
-        parent = self.origin.configuration() if self.origin else self.branch.digest or self.branch.run
-        return settings, self.branch.step, parent
+        if self.parent_on_disk:
+            return settings, self.branch.step, self.parent_on_disk.configuration()
+        return settings, self.branch.step, self.branch.digest or self.branch.run
 
 
 def prediction_task(record: Record) -> tuple[Any, ...]:
@@ -233,7 +234,7 @@ def read_records(paths: list[Path]) -> tuple[list[Record], list[str]]:
         record.label = printable(name if names.count(name) == 1 else str(record.path))
     on_disk = read_ancestors(records)
     for record in on_disk:
-        record.parent, record.origin = find_parent(record, records), find_parent(record, on_disk)
+        record.parent, record.parent_on_disk = find_parent(record, records), find_parent(record, on_disk)
     return records, skipped
 
 

@@ -60,26 +60,27 @@ class Curves:
 
 def make_curves(group: Group, x: str) -> list[Curves]:
     """Make the curves of each configuration over an axis of X_AXES, without runs that logged too little for it."""
-    all_curves, have_one_seed = (
-        [],
-        all(len({r.seeds() for r in records}) == 1 for records in group.configurations.values()),
-    )
-    for label, records in group.configurations.items():
-        num_seeds = len({record.seeds() for record in records})
-        name = records[0].label if have_one_seed else f"{label} ({num_seeds} seeds)" if num_seeds > 1 else label
-        all_curves.append(Curves(name, make_lines([record for record in records if record.step_to_x(x)], x)))
-    return all_curves
+    configurations = group.configurations
+    num_seeds = {label: len({record.seeds() for record in records}) for label, records in configurations.items()}
+    have_one_seed = max(num_seeds.values()) == 1
+    curves = []
+    for label, records in configurations.items():
+        seeds = f" ({num_seeds[label]} seeds)" if num_seeds[label] > 1 else ""
+        curves.append(Curves(records[0].label if have_one_seed else label + seeds, make_lines(records, x)))
+    return curves
 
 
 def make_lines(records: list[Record], x: str) -> dict[str, list[Line]]:
     """Make the lines of one configuration by metric: the mean of its finished runs, then its unfinished runs."""
-    finished = {record.seeds(): record for record in records if record.final() is not None}  # ignores repetitions
-    unfinished = [record for record in records if record.final() is None]
+    to_x = {record: convert for record in records if (convert := record.step_to_x(x))}
+    finished = {record.seeds(): record for record in to_x if record.final() is not None}  # ignores repetitions
+    unfinished = [record for record in to_x if record.final() is None]
     lines: dict[str, list[Line]] = {}
     for members in filter(None, [[*finished.values()], *([record] for record in unfinished)]):
-        curves, to_x = [read_curves(each) for each in members], [each.step_to_x(x) or float for each in members]
+        curves = [read_curves(each) for each in members]
         for metric in dict.fromkeys(metric for run_curves in curves for metric in run_curves):
-            if line := average_curves([run_curves.get(metric, {}) for run_curves in curves], to_x, x):
+            values = [run_curves.get(metric, {}) for run_curves in curves]
+            if line := average_curves(values, [to_x[each] for each in members], x):
                 lines.setdefault(metric, []).append(line)
     return lines
 
@@ -104,14 +105,14 @@ def read_curves(record: Record) -> dict[str, dict[int, float]]:
     return curves
 
 
-def save_picture(title: str, curves: list[Curves], path: Path, x: str = "steps") -> None:
+def save_figure(title: str, curves: list[Curves], path: Path, x: str = "steps") -> None:
     """Plot training losses (thin) and validation losses (thick) with the entropy of the data where it is known.
 
     A second panel shows the excess validation loss on a logarithmic axis, where small differences near the entropy are
     visible.
 
     Raises:
-        OSError: The picture cannot be written.
+        OSError: The figure cannot be written.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

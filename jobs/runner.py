@@ -99,7 +99,7 @@ class Failed(Exception):
 
     Attributes:
         training: The run.
-        killed: Whether a signal from elsewhere ended the process, as when memory runs out.
+        killed: True if a signal from elsewhere ended the process, as when memory runs out.
     """
 
     def __init__(self, training: Training, message: str, killed: bool = False):
@@ -118,7 +118,7 @@ class OutOfTime(Exception):
     """The deadline has passed, and some runs are not finished; those in progress have saved."""
 
     def __init__(self):
-        super().__init__("the budget of minutes is spent")
+        super().__init__("budget_minutes: the time is spent")
 
 
 class Started(NamedTuple):

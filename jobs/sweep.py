@@ -170,7 +170,7 @@ def write_run_config(config: TrainConfig) -> Path:
 def is_finished(config: TrainConfig) -> bool:
     """Return whether a run has completed all its steps and need not be started.
 
-    If its inputs have moved or were made again, train.py is started, which checks whether they are the same.
+    If its inputs have moved or were prepared again, train.py is started, which checks that they are the same.
     """
     path, now = run_path(config), flat_settings(asdict(config))
     status, stored = read_status(path / "status.json"), read_settings(path / "config.yaml")
@@ -179,5 +179,5 @@ def is_finished(config: TrainConfig) -> bool:
     if not completed or stored is None or any(stored[name] != now[name] for name in inputs):
         return False
     corpora = [Path(corpus).expanduser() / "metadata.json" for corpus in config.data.corpora]
-    made = [corpus.stat().st_mtime for corpus in corpora if corpus.exists()]
-    return max(made, default=0) <= (path / "status.json").stat().st_mtime and config.resume != "never"
+    prepared = [corpus.stat().st_mtime for corpus in corpora if corpus.exists()]
+    return max(prepared, default=0) <= (path / "status.json").stat().st_mtime and config.resume != "never"

@@ -59,7 +59,7 @@ class Measurement(NamedTuple):
     """Part of the excess loss that comes from answers of facts, whose own entropy is 0."""
 
     def excess_loss(self, scope: str) -> float:
-        """Return the excess validation loss of `all` tokens or `answers`, summed and divided by the number of all."""
+        """Return the part of the excess validation loss that comes from `all` tokens or `answers`, per token of all."""
         return self.loss - self.entropy if scope == "all" else self.answer_excess
 
 
@@ -93,8 +93,10 @@ class LadderRun:
         """Training FLOPs of the whole run."""
         return self.flops_per_token * self.tokens
 
-    def job(self, out_dir: Path, settings: tuple[str, ...], launch: tuple[str, ...] = (sys.executable,)) -> Training:
-        """Return the command that trains it in `out_dir`, with `settings` of train.py that all runs share."""
+    def training(
+        self, out_dir: Path, settings: tuple[str, ...], launch: tuple[str, ...] = (sys.executable,)
+    ) -> Training:
+        """Return the training of this run in `out_dir`, with `settings` of train.py that all runs share."""
         name = f"width_{self.width}-steps_{self.steps}-lr_{self.lr:g}-seed_{self.seed}"
         model = model_of_width(self.width)
         own = {"name": name, "out_dir": out_dir, "steps": self.steps, "seed": self.seed, "optimizer.lr": self.lr}
@@ -104,9 +106,9 @@ class LadderRun:
         command = (*launch, str(ROOT / "train.py"), "--config", str(CONFIG), *settings, *words)
         return Training(out_dir / name, self.steps, command)
 
-    def measurement(self, job: Training) -> Measurement:
-        """Read the result of its finished job."""
-        last = job.last_row()
+    def measurement(self, training: Training) -> Measurement:
+        """Read the result of its finished training."""
+        last = training.last_row()
         answers = math.fsum(value for name, value in last.items() if name.startswith("val/excess_loss/facts_"))
         tokens = last["train/tokens"]
         flops = self.flops_per_token * tokens

@@ -69,6 +69,8 @@ def fit(
     losses = np.asarray(excess) + (hidden_entropy or 0.0)
     size_middle, data_middle = log_sizes.mean(), log_data.mean()
 
+    # x: the logarithms of the size term at the mean size, alpha, the data term at the mean data, beta and, if it is
+    # fitted, the irreducible loss.
     def log_terms(x: np.ndarray) -> np.ndarray:
         powers = [x[0] - np.exp(x[1]) * (log_sizes - size_middle), x[2] - np.exp(x[3]) * (log_data - data_middle)]
         return np.array([*powers, np.full_like(log_sizes, x[4])] if len(x) == 5 else powers)

@@ -8,7 +8,7 @@ import numpy as np
 from plotting.style import new_figure, set_round_log_ticks
 from scaling.ladder import Measurement, base_config, facts_read
 from scaling.law import unseen_fact_probability
-from scaling.recipe import learning_rate, shorten
+from scaling.recipe import format_count, learning_rate
 from scaling.report import KNOWN, Report
 
 MARKERS = "osD^vPX*"
@@ -53,8 +53,8 @@ def draw_law(report: Report, outcome: Measurement, path: Path) -> Path:
     by_size.set_xlabel("non-embedding parameters")
     for axis in (by_flops.yaxis, by_tokens.xaxis, by_size.xaxis):
         axis.set_minor_locator(LogLocator(subs=(2, 5)))
-        for format_with in (axis.set_major_formatter, axis.set_minor_formatter):
-            format_with("{x:g}" if axis is by_flops.yaxis else lambda value, _: shorten(value))
+        for set_formatter in (axis.set_major_formatter, axis.set_minor_formatter):
+            set_formatter("{x:g}" if axis is by_flops.yaxis else lambda value, _: format_count(value))
     figure.savefig(path, dpi=150)
     return path
 
@@ -70,7 +70,7 @@ def draw_sizes(report: Report, by_flops, by_tokens) -> None:
         excess = [run.excess_loss(report.scope) for run in of_size]
         dots, line = dot_style(color, marker), {"color": color, "linewidth": 1}
         flops_per_token = of_size[0].flops / of_size[0].tokens
-        by_flops.plot([run.flops for run in of_size], excess, label=f"{shorten(size)} parameters", **dots)
+        by_flops.plot([run.flops for run in of_size], excess, label=f"{format_count(size)} parameters", **dots)
         by_flops.plot(tokens * flops_per_token, law(size, tokens), **line)
         by_tokens.plot([run.tokens for run in of_size], excess, **dots)
         by_tokens.plot(tokens, law(size, tokens), **line)
@@ -84,7 +84,7 @@ def draw_budgets(report: Report, by_size) -> None:
     for budget, color, marker in zip(budgets, shades(len(budgets)), cycle(MARKERS), strict=False):
         of_budget = [run for run in runs if run.tokens == budget]
         excess = [run.excess_loss(report.scope) for run in of_budget]
-        label = f"{shorten(budget)} tokens"
+        label = f"{format_count(budget)} tokens"
         by_size.plot([run.parameters for run in of_budget], excess, label=label, **dot_style(color, marker))
         by_size.plot(sizes, law(sizes, budget), color=color, linewidth=1)
 

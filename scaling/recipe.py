@@ -84,7 +84,7 @@ def make_recipe(
     parameters, flops_per_token = measure_network(model, seq_len)
     tokens = tokens_per_parameter * parameters
     if not 1 <= tokens < MAX_TOKENS:
-        product = f"{tokens_per_parameter:g} for each of {shorten(parameters)} parameters"
+        product = f"{tokens_per_parameter:g} for each of {format_count(parameters)} parameters"
         raise ConfigError(f"tokens_per_parameter: {product} are {tokens:.0e} tokens; use 20, or what you can afford")
     batch = batch_size(tokens, seq_len)
     steps = math.ceil(tokens / (batch * seq_len))
@@ -94,7 +94,7 @@ def make_recipe(
     lines = [
         Line("name", f"depth-{depth}"),
         Line("steps", steps, f"{tokens_per_parameter:g} tokens per non-embedding parameter, of which there are "
-             f"{shorten(parameters)}: {shorten(tokens)} tokens (Chinchilla, arXiv:2203.15556)"),
+             f"{format_count(parameters)}: {format_count(tokens)} tokens (Chinchilla, arXiv:2203.15556)"),
         Line("global_batch_size", batch, "sequences: tokens of a step grow as the square root of those of the run, "
              "below the critical batch size (arXiv:2410.21676)"),
         Line("micro_batch_size", micro_batch, f"{micro_batch * seq_len:,} tokens in a forward of one process"),
@@ -123,10 +123,8 @@ def make_recipe(
         Line("tracking.log_every", max(1, steps // 100)),
     ]  # fmt: skip
     flops = flops_per_token * steps * batch * seq_len
-    title = (
-        f"depth {depth}: {shorten(parameters)} non-embedding parameters, {shorten(tokens)} tokens, {flops:.1e} FLOPs"
-    )
-    return [Line("", title), *lines]
+    size = f"{format_count(parameters)} non-embedding parameters, {format_count(tokens)} tokens"
+    return [Line("", f"depth {depth}: {size}, {flops:.1e} FLOPs"), *lines]
 
 
 def read_vocab_size(corpus: str) -> int:
@@ -146,7 +144,7 @@ def as_yaml(lines: list[Line]) -> str:
     text, section = [], ""
     for name, value, reason in lines:
         if not name:
-            text.append(f"# {reason or value}")
+            text.append(f"# {value}")
             continue
         above, _, own = name.rpartition(".")
         if above != section:
@@ -160,7 +158,7 @@ def as_yaml(lines: list[Line]) -> str:
     return "\n".join(text) + "\n"
 
 
-def shorten(count: float) -> str:
+def format_count(count: float) -> str:
     """Format a count in thousands, millions, billions or trillions, with three digits."""
     power = max(0, min(4, int(math.log10(max(1, count))) // 3))
     return f"{count / 1000**power:.3g}{['', 'K', 'M', 'B', 'T'][power]}"

@@ -2,7 +2,7 @@
 
 from scaling.ladder import EXTRAPOLATION, LadderRun, Measurement, base_config, facts_read
 from scaling.law import LawFit, fit_with_uncertainty, power_law_exponent, unseen_fact_probability
-from scaling.recipe import shorten
+from scaling.recipe import format_count
 
 KNOWN, FITTED = "known entropy", "fitted irreducible loss"
 SCOPES = ("all", "answers")
@@ -34,7 +34,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the laws and the predictions as lines of text."""
-        heading = f"Scaling law of {self.scope} tokens" if self.scope == "all" else "Scaling law of answers"
+        heading = f"Scaling law of {'all tokens' if self.scope == 'all' else 'answers'}"
         lines = [f"\n{heading}: entropy {self.entropy:.4f} nats/token. Loss = E + A N^-alpha + B D^-beta:"]
         for name, fitted in self.fits.items():
             exponents = [
@@ -51,7 +51,7 @@ class Report:
         is_determined = 1e-3 < ratio < 1e6
         optimum = f"{ratio:.3g} tokens per parameter" if is_determined else "tokens per parameter not determined"
         lines.append(f"Compute-optimal at {max(run.flops for run in self.measurements):.2g} FLOPs: {optimum}")
-        size = f"{shorten(self.target.parameters)} parameters, {shorten(self.target.tokens)} tokens"
+        size = f"{format_count(self.target.parameters)} parameters, {format_count(self.target.tokens)} tokens"
         lines.append(f"Predicted excess loss of {EXTRAPOLATION} times the FLOPs of the largest run ({size}):")
         for name, (expected, low, high) in self.predictions.items():
             lines.append(f"  {name}: {expected:.4f} nats/token ({low:.4f} to {high:.4f})")
@@ -88,7 +88,7 @@ def format_table(measurements: list[Measurement]) -> list[str]:
     lines = [f"{columns} {'excess loss':>16} {'answers':>8}"]
     for run in sorted(measurements):
         lines.append(
-            f"{run.parameters:>12,} {shorten(run.tokens):>10} {run.flops:>9.2g} {run.seed:>5} {run.loss:>8.4f} "
+            f"{run.parameters:>12,} {format_count(run.tokens):>10} {run.flops:>9.2g} {run.seed:>5} {run.loss:>8.4f} "
             f"{run.excess_loss('all'):>16.4f} {run.excess_loss('answers'):>8.4f}"
         )
     return lines

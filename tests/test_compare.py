@@ -17,7 +17,7 @@ import yaml
 from cli import scripts
 from compare import CompareConfig, main
 from comparison.records import read_record, read_records
-from comparison.report import Curves, save_picture, wrap_label
+from comparison.report import Curves, save_figure, wrap_label
 from experiments.sequential_test import welch_p_value
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 
@@ -779,7 +779,7 @@ def page_data(page: Path):
 @pytest.fixture
 def page_alone(monkeypatch):
     """Write a file instead of drawing the picture, which takes longest."""
-    monkeypatch.setattr("compare.save_picture", lambda title, curves, path, x: path.write_text(title))
+    monkeypatch.setattr("compare.save_figure", lambda title, curves, path, x: path.write_text(title))
 
 
 def page_groups(page: Path):
@@ -893,7 +893,7 @@ def test_long_legend_leaves_room_for_curves(tmp_path):
     curves = [Curves(name, {"train/loss": [[(1, 5.0), (2, 4.0)]]}) for name in names]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns where a legend leaves no room
-        save_picture("stories", curves, tmp_path / "picture.png")
+        save_figure("stories", curves, tmp_path / "picture.png")
 
 
 def test_wrapped_labels_keep_names_distinct():

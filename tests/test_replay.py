@@ -558,7 +558,7 @@ def change_processes(run, processes):
         ({"processes": 2}, "FAIL  sessions.jsonl: processes is 2, and 1 in "),
         ({"mixed_precision": "bf16"}, "FAIL  sessions.jsonl: mixed_precision is bf16, and no in "),
         ({"torch": "1.0"}, "FAIL  sessions.jsonl: torch is 1.0, and "),
-        ({"step": 1}, "FAIL  sessions.jsonl: the first session is from step 1, and the run from step 0"),
+        ({"step": 1}, "FAIL  sessions.jsonl: the first session starts after step 1, and the run after step 0"),
         ({"uncommitted_changes": "code-12345678.diff"}, "names code-12345678.diff, which is missing"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

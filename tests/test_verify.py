@@ -258,7 +258,7 @@ def verify_short_rows(out_dir, file):
     arrays = StoriesDataset.arrays
     StoriesDataset.arrays = lambda self, indices: {n: rows[:, :64] for n, rows in arrays(self, indices).items()}
     name = "gradient = hand-written all-reduce"
-    verification.Verification.checks = lambda self: {name: partial(self.equals_loop_by_hand, all_reduce=True)}
+    verification.Verification.checks = lambda self: {name: partial(self.equals_training_without_ddp, all_reduce=True)}
     scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
@@ -282,7 +282,7 @@ def verify_arbitrary_basis(out_dir, file):
             super().step(closure)
 
     train.build_optimizer = verification.build_optimizer = lambda model, *_: Rotating(model.parameters(), 0.1)
-    check = partial(verification.Verification.equals_loop_by_hand, all_reduce=True)
+    check = partial(verification.Verification.equals_training_without_ddp, all_reduce=True)
     verification.Verification.checks = lambda self: {"gradient = hand-written all-reduce": partial(check, self)}
     scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
@@ -319,7 +319,7 @@ def test_verify_steps_finds_later_fault(words, result, runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"), [("1", "verify_steps: 1 leaves none"), ("x", "steps: x must be a positive integer")]
+    ("steps", "message"), [("1", "verify_steps: 1 leaves no step"), ("x", "steps: x must be a positive integer")]
 )
 def test_wrong_number_of_verify_steps_is_refused(steps, message, runs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", verify_command(runs, "--verify_steps", steps))

@@ -50,7 +50,7 @@ def test_plan_prints_requirements_and_writes_no_file(runs, tmp_path, processes):
     network = GPTModel(settings.model)
     assert f"parameters              {network.num_parameters():,}\n" in done.stdout
     assert f"{6 * 128:,} a step x 8 steps = {6 * 128 * 8:,}" in done.stdout
-    assert f"{max(1, processes)} on cpu, 1 to a replica; " in done.stdout
+    assert f"{max(1, processes)} on cpu, 1 per replica; " in done.stdout
     assert " tokens/s, measured over a few steps" in done.stdout
     sizes = planned_megabytes(done.stdout)
     assert sizes["checkpoint"] == pytest.approx(3 * 4e-6 * network.num_parameters(), abs=0.06)

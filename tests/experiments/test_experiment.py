@@ -311,7 +311,7 @@ def test_code_candidate_must_change_config_or_code(run_experiment):
 def test_budget_minutes_limits_started_runs(run_experiment, monkeypatch):
     found = run_experiment("--model.mlp relu2", budget_minutes=1e-9)
     assert found["verdict"] == "unknown" and not run_experiment.started() and found["finished_runs"] == [0, 0]
-    assert "the budget of minutes is spent; 0 runs of the baseline" in summarize(found)
+    assert "budget_minutes: the time is spent; 0 runs of the baseline" in summarize(found)
     assert len(log.read_log(run_experiment.lab)) == 1 and found["candidates_tried"] == 0
     begun = []
     monkeypatch.setattr(runner, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: len(begun)}))

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from comparison import report
-from comparison.report import EXCESS_LOSS, Curves, save_page, save_picture
+from comparison.report import EXCESS_LOSS, Curves, save_figure, save_page
 from config.errors import ConfigError
 from plotting import run_plots as plot
 from plotting import style
@@ -114,7 +114,7 @@ def test_picture_and_page_draw_configurations_alike(tmp_path, monkeypatch):
     configurations = [Curves(f"run {n}", {"val/loss": [[(1, 5.0 + n), (2, 1.0 + n)]]}) for n in range(2)]
     band = {"val/loss": [[(1, 4.0, 3.5, 4.5), (2, 0.7, 0.6, 0.8)]], "val/entropy": [[(2, 0.5)]]}
     configurations.append(Curves("mean (3 seeds)", band | {EXCESS_LOSS: [[(1, 3.5, 3.0, 4.0), (2, 0.2, 0.1, 0.3)]]}))
-    save_picture("stories", configurations, tmp_path / "all.png", "tokens")
+    save_figure("stories", configurations, tmp_path / "all.png", "tokens")
     save_page([("stories", configurations, [])], tmp_path / "all.html", "tokens")
     (losses, above), (key,) = figures[0].axes, figures[0].legends
     assert [text.get_text() for text in key.get_texts()] == [
