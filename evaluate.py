@@ -11,6 +11,7 @@ if __name__ == "__main__":  # before anything slow is imported; it calls `main` 
 
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def output_directory(config: EvaluateConfig) -> Path:
 def save(directory: Path, name: str, metrics: dict[str, Any], losses: list[float]) -> None:
     """Save evaluation.json and evaluation.png; `name` is the title of the figure."""
     directory.mkdir(parents=True, exist_ok=True)
-    by_position = list(finite_or_null(dict(enumerate(losses))).values())
+    by_position = [loss if math.isfinite(loss) else None for loss in losses]
     write_atomically(
         directory / "evaluation.json", json.dumps(finite_or_null(metrics) | {"loss_by_position": by_position}, indent=1)
     )

@@ -22,6 +22,7 @@ from benchmarks.nanogpt import build_peer
 from config.parser import parse_config
 from data.corpus import load_corpus
 from distributed.cpu import prepare_cpu
+from distributed.world import is_main_process, num_processes
 from model.gpt import GPTModel
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
@@ -30,7 +31,7 @@ from training.throughput import peak_memory_bytes
 
 def main() -> None:
     """Train, and print the figures as one line of JSON."""
-    processes, is_main = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
+    processes = num_processes()
     config = parse_config(num_processes=processes)
     config = load_corpus(config).fill_in(config)
     after_imports, every = psutil.Process().memory_info().rss, config.tracking.log_every
@@ -55,11 +56,11 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter())
-        if is_main and step % every == 0:
+        if is_main_process() and step % every == 0:
             print(f"[step {step}", flush=True)
     seconds = [end - start for start, end in zip(times[1:], times[2:], strict=False)]  # the first step allocates
     figures = {"seconds_a_step": statistics.median(seconds), "peak_mib": (peak_memory_bytes() - after_imports) / 2**20}
-    if is_main:
+    if is_main_process():
         print(json.dumps(figures), flush=True)
     if processes > 1:
         dist.barrier()

@@ -105,7 +105,7 @@ def read(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         # A run whose updates were all skipped has no moments, and must not create any.
         tensors = state_tensors(model, optimizer, any(name.startswith("optimizer.") for name in stored))
         ours = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
-        theirs = {name: f"{list(facts.size)} {facts.properties.dtype}" for name, facts in stored.items()}  # pyright: ignore[reportAttributeAccessIssue] all are tensors
+        theirs = {name: f"{list(entry.size)} {entry.properties.dtype}" for name, entry in stored.items()}  # pyright: ignore[reportAttributeAccessIssue] all are tensors
         if ours == theirs:
             load(tensors, storage_reader=reader)  # in place
     except (OSError, ValueError, LookupError, TypeError, CheckpointException, SafetensorError) as error:

@@ -60,6 +60,7 @@ def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]
     if lacking := sorted(weights.keys() - stored.keys()):
         raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")
     # After all others: the EMA of weights that blocks share is stored under only one of their names.
-    ends = "optimizer.state.", ".ema"
-    for key, tensor in whole_tensors(directory, manifest, *ends).items() if ema else ():
-        weights[key.removeprefix(ends[0]).removesuffix(ends[1])].copy_(tensor)
+    if ema:
+        prefix, suffix = "optimizer.state.", ".ema"
+        for key, tensor in whole_tensors(directory, manifest, prefix, suffix).items():
+            weights[key.removeprefix(prefix).removesuffix(suffix)].copy_(tensor)

@@ -28,7 +28,7 @@ from config.errors import ConfigError, RunError
 from config.parser import parse_config, parse_tool
 from distributed.environment import normalize_environment
 from distributed.signals import Preempted, ignore_stop_signals
-from distributed.world import is_main_process, num_processes
+from distributed.world import is_main_process, num_processes, process_rank
 
 # Scripts that print only a log, and succeed even if it is lost. The output of the others is their result.
 PRINT_A_LOG = ("train", "sweep")
@@ -166,7 +166,7 @@ def explain_lost_process(error: Exception) -> str:
     if not isinstance(error, DistError) and not is_from_gloo:
         return ""
     return (
-        f"train.py: error: process {os.environ.get('RANK', 0)} lost the others in {own_line(error)}: "
+        f"train.py: error: process {process_rank()} lost the others in {own_line(error)}: "
         f"{str(error).splitlines()[0]}\n"
         "A process died or hangs, or a network link is down (timeout_seconds limits the wait). Rerun the same command "
         "to resume from the newest checkpoint."
@@ -183,7 +183,7 @@ def explain_full_memory(error: Exception) -> str:
     """Return the message instead of the traceback of an out-of-memory error."""
     reason = f": {str(error).splitlines()[0]}" if str(error) else ""
     return (
-        f"out of memory in process {os.environ.get('RANK', 0)}, in {own_line(error)}{reason}\n"
+        f"out of memory in process {process_rank()}, in {own_line(error)}{reason}\n"
         "Less memory is needed with a smaller micro_batch_size, evaluation.micro_batch_size, seq_len or model, with "
         "activation_checkpointing, or on more processes with accelerate_configs/fsdp2.yaml. Rerun the same command to "
         "resume from the newest checkpoint."

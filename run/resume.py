@@ -145,7 +145,7 @@ def choose_starting_point(run: Path, config: TrainConfig, facts: dict[str, Any])
     if path is not None and manifest is not None:
         if "mixed_precision" in compare_facts(vars(manifest), facts):
             raise ConfigError(
-                f"mixed_precision: the launch has {facts['mixed_precision']}, but {path} was trained with "
+                f"mixed_precision: {facts['mixed_precision']} in this launch, but {path} was trained with "
                 f"{manifest.mixed_precision}; launch with that, or start a new run: --name NEW --branch_from {path}"
             )
         check_resume(config, path, manifest)

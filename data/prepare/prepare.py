@@ -160,7 +160,7 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
 
 
 def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, fraction: float, source: Source) -> Iterator[Part]:
-    """Yield parts of PART characters or more; only a stream has a state, because it is slow to read again."""
+    """Yield the documents in parts of at least PART characters."""
     part, size, buffer, begins = [], 0, "", True
     for text, ends, given in documents:
         pieces = []
@@ -180,10 +180,10 @@ def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, fraction: float, 
             part.append((piece, begins, split))
             size, begins = size + len(piece) + 1, last
             if size >= PART and (last or not source.streaming):  # a stream's state can only be between two documents
-                yield part, source.dataset.state_dict() if source.streaming else None
+                yield part, source.stream_state()
                 part, size = [], 0
     if part:
-        yield part, source.dataset.state_dict() if source.streaming else None
+        yield part, source.stream_state()
 
 
 def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], index: int, texts: Part) -> dict:

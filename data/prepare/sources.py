@@ -71,6 +71,10 @@ class Source:
             if changed:
                 raise self._refusal(f"{changed[0]!r} changed while it was read; start again when it is complete")
 
+    def stream_state(self) -> dict | None:
+        """Return the state from which a stream resumes after the current document; None for files, read again fast."""
+        return self.dataset.state_dict() if self.streaming else None
+
     def shared_with(self, other: "Source") -> str | None:
         """Return a file or dataset that is in both sources, under whatever name; None if there is none."""
         if self.dataset is not None and self.name == other.name:

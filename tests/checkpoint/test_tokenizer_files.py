@@ -97,7 +97,7 @@ def test_damaged_tokenizer_is_skipped_then_restored(damage, folder):
     assert skipped in run_sample(folder)
     (folder / "corpus").rename(folder / "elsewhere")
     refused = run_sample(folder, exit_code=2)
-    assert "the run restores its tokenizer from the corpus" in refused and f"trained with ({file})" in refused
+    assert "the run restores its tokenizer from the corpus" in refused and f"of this run ({file})" in refused
     (folder / "elsewhere").rename(folder / "corpus")
     output = train_until(folder, 3).stdout
     assert output.count(f"{folder / 'run' / 'tokenizer'} was damaged ({file}) and is restored from") == 1
