@@ -159,29 +159,33 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
     return limit
 
 
-def cut_parts(documents: Iterable[Text], tokenizer: Tokenizer, fraction: float, source: Source) -> Iterator[Part]:
-    """Yield the documents in parts of at least PART characters."""
-    part, size, buffer, begins = [], 0, "", True
-    for text, ends, given in documents:
-        pieces = []
+def cut_documents(documents: Iterable[Text], tokenizer: Tokenizer, source: Source) -> Iterator[Text]:
+    """Yield documents in pieces: a text of more than 2 * PIECE characters is cut, a conversation never."""
+    buffer = ""
+    for text, ends, split in documents:
         for start in range(0, len(text), PIECE):
             buffer += text[start : start + PIECE]
             while len(buffer) > 2 * PIECE and not source.conversations:
                 cut = cut_point(buffer, tokenizer, PIECE)
-                pieces.append((buffer[:cut], False))
+                yield buffer[:cut], False, split
                 buffer = buffer[cut:]
         if ends:
-            pieces.append((buffer, True))
+            yield buffer, True, split
             buffer = ""
-        for piece, last in pieces:
-            if begins:
-                identity = chat.get_identity(piece) if source.conversations else piece
-                split = given or SPLITS[in_validation(identity, fraction)]
-            part.append((piece, begins, split))
-            size, begins = size + len(piece) + 1, last
-            if size >= PART and (last or not source.streaming):  # a stream's state can only be between two documents
-                yield part, source.stream_state()
-                part, size = [], 0
+
+
+def collect_parts(pieces: Iterable[Text], fraction: float, source: Source) -> Iterator[Part]:
+    """Yield the pieces in parts of at least PART characters; `fraction` of the documents are for validation."""
+    part, size, begins = [], 0, True
+    for piece, ends, given in pieces:
+        if begins:
+            identity = chat.get_identity(piece) if source.conversations else piece
+            split = given or SPLITS[in_validation(identity, fraction)]
+        part.append((piece, begins, split))
+        size, begins = size + len(piece) + 1, ends
+        if size >= PART and (ends or not source.streaming):  # a stream's state can only be between two documents
+            yield part, source.stream_state()
+            part, size = [], 0
     if part:
         yield part, source.stream_state()
 
@@ -353,10 +357,10 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         while _total(parts, "tokens", ["train"]) < max_tokens and (part := _finished_part(work, len(parts))):
             source.dataset.load_state_dict(part["state"])
             parts.append(part)
-    documents = split_documents(source, config.validation, held_out)
-    texts = cut_parts(documents, tokenizer, _parse_validation(config)[1], source)
+    pieces = cut_documents(split_documents(source, config.validation, held_out), tokenizer, source)
+    to_make = collect_parts(pieces, _parse_validation(config)[1], source)
     with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
-        for part in _make_parts(partial(make_part, work, encode, types), len(parts), texts, config.num_workers):
+        for part in _make_parts(partial(make_part, work, encode, types), len(parts), to_make, config.num_workers):
             if _total(parts, "tokens", ["train"]) >= max_tokens:
                 break
             parts.append(part)
