@@ -10,16 +10,14 @@ if __name__ == "__main__":  # before anything slow is imported; it calls `main` 
 
     run_and_exit("plot", PlotConfig, needs_torch=False)
 
-
 from config.errors import ConfigError
 from config.paths import expand_user_path
+from plotting.run_plots import save_block_stats, save_excess_loss, save_loss_curve
 from run.settings import PlotConfig
 
 
 def main(config: PlotConfig) -> None:
     """Plot each run and print the paths of the figures; raise ConfigError if a run cannot be plotted."""
-    from plotting.run_plots import save_block_stats, save_excess_loss, save_loss_curve
-
     for run in config.runs:
         directory = expand_user_path("runs", run)
         try:

@@ -17,13 +17,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
 from data.files import sha256, write_atomically
 from data.json_objects import parse_object
+from jobs.runner import Failed, JobRunner, Stopped, launched_precision, launched_processes, parse_launcher
 from scaling import recipe
 from scaling.settings import ScaleConfig
 
+# Modules that import torch are imported where they are used, so that wrong settings are refused at once.
 if TYPE_CHECKING:
     from scaling.ladder import LadderRun, Measurement
 
@@ -90,8 +93,6 @@ class LadderTrainer:
     """Trains runs of a ladder in one folder."""
 
     def __init__(self, config: ScaleConfig, out_dir: Path):
-        from checkpoint.identity import code_hash
-        from jobs.runner import JobRunner, launched_precision, launched_processes, parse_launcher
         from scaling.ladder import CONFIG, base_config
 
         self.out_dir, self.launch = out_dir, tuple(parse_launcher(config.launch))
@@ -109,8 +110,6 @@ class LadderTrainer:
         Raises:
             RunError: a run failed, or its loss is not above the entropy of its data.
         """
-        from jobs.runner import Failed, Stopped
-
         pairs = [(run, run.training(self.out_dir, self.settings, self.launch)) for run in runs]
         try:
             self.runner.train([training for _, training in pairs])

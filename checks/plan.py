@@ -137,7 +137,8 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
         with LiveBytes(KEPT_BYTES) as update:
             optimizer.step()
         optimizer.zero_grad(set_to_none=not with_ddp)
-        step_peak, evaluation = dict(live.at_peak), LiveBytes(KEPT_BYTES)
+        step_peak = dict(live.at_peak)
+        evaluation = LiveBytes(KEPT_BYTES)
         if config.evaluation.every:
             num_rows = config.evaluation.micro_batch_size
             num_rows = min(num_rows, config.evaluation.num_samples or num_rows)
@@ -145,11 +146,12 @@ def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = F
             with accelerator.autocast(), torch.no_grad(), evaluation:
                 logits_to_keep = 0 if scores else None  # 0 is all of them
                 network.eval()(tokens, labels=tokens, num_items_in_batch=1.0, logits_to_keep=logits_to_keep)
-    # On a CPU the heap keeps freed memory, and little of it fits tensors of other sizes.
-    peaks = [dict(live.at_peak)]
+    peak = dict(live.at_peak)
     if device.type == "cpu":
-        peaks.append(step_peak | {"update": update.at_peak.total(), "evaluation": evaluation.at_peak.total()})
-    return max(peaks, key=lambda parts: sum(parts.values())), moments
+        # The heap keeps freed memory, and little of it fits tensors of other sizes, so these peaks add up.
+        summed = step_peak | {"update": update.at_peak.total(), "evaluation": evaluation.at_peak.total()}
+        peak = max(peak, summed, key=lambda parts: sum(parts.values()))
+    return peak, moments
 
 
 def gathered_by_fsdp(network: GPTModel) -> int:

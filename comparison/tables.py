@@ -223,15 +223,17 @@ def tokenizer_tables(groups: list[Group]) -> list[Table]:
         if text := next(filter(None, texts), None):
             by_text.setdefault(text, []).append(group)
     tables = []
-    for members in (members for members in by_text.values() if len(members) > 1):
+    for members in by_text.values():
+        if len(members) == 1:
+            continue
         configurations = {
             group.title + (f": {label}" if len(group.configurations) > 1 else ""): records
             for group in members
             for label, records in group.configurations.items()
         }
-        records = [record for records in configurations.values() for record in records]
-        num_bytes = max(record.final("val/bytes") or 0 for record in records)
-        kept = [record for record in records if measures_whole_text(record, num_bytes)]
+        all_records = [record for records in configurations.values() for record in records]
+        num_bytes = max(record.final("val/bytes") or 0 for record in all_records)
+        kept = [record for record in all_records if measures_whole_text(record, num_bytes)]
         comparable = {label: [r for r in records if r in kept] for label, records in configurations.items()}
         table = rank_configurations(
             {label: records for label, records in comparable.items() if records}, "val/bits_per_byte"
@@ -239,7 +241,7 @@ def tokenizer_tables(groups: list[Group]) -> list[Table]:
         if len(table.rows) < 3:  # fewer than two configurations have finished
             continue
         table.configurations = [None for _ in table.configurations]  # their indices differ between groups
-        finished = [record for record in records if record.final("val/bits_per_byte") is not None]
+        finished = [record for record in all_records if record.final("val/bits_per_byte") is not None]
         if left_out := [record.label for record in finished if record not in kept]:
             table.notes.append(f"left out, evaluated on another part of the text: {', '.join(left_out)}")
         tables.append(table)

@@ -116,7 +116,7 @@ def choose_metric(baseline: Arm, candidate: Arm) -> str:
     bits per byte if they differ only in the tokenizer of the same text.
 
     Raises:
-        ConfigError: they are not evaluated on the same validation set in the same way; says what differs.
+        ConfigError: they are not evaluated on the same validation set in the same way.
         ArmFailed: the candidate's logits depend on the tokens that they predict.
     """
     scores = {"baseline": score_arm(baseline), "candidate": score_arm(candidate)}
