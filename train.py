@@ -13,8 +13,8 @@ if __name__ == "__main__":
     run_and_exit("train")
 
 import gc
-from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -114,7 +114,6 @@ def train(
         num_processes,
         num_workers=config.data.num_workers,
         timeout_seconds=config.timeout_seconds / 2,  # fail before the collectives of the other processes time out
-        stop_requested=lambda: stop_signal.received,  # a signal ends the wait for a late batch
     )
     last_step = config.steps
     if config.stop_after is not None and start.step < config.stop_after < config.steps:
@@ -131,16 +130,14 @@ def train(
         stop_request = StopRequest(stop_signal)
         stop_request.stop_if(lambda: corpus_check.failed)  # corpus_check.require_verified() raises the error
         stop_request.stop_if(lambda: saver.failed)  # saver.save() raises the error
-        stop_request.fail_if(lambda: loader.problem)  # stop_request.raise_on_all() raises the error
         corpus_status = corpus_check.wait_briefly()
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus_status, corpus.conversations))
 
-        upcoming = deque([next(batches, []), next(batches, [])])  # micro-batches of the next two steps
-        stop_request.raise_on_all(start.step)  # if a loader has failed at once
+        first_micro_batches = next(batches)
         # Each save compares with this: it fails if training has changed state that checkpoints do not contain, such as
         # a counter that an optimizer keeps as a Python number.
         saver.record_unsaved_state(state.network, state.optimizer)
-        warm_up(state, upcoming[0][0])  # a forward and backward without an update: compiles, fixes DDP's bucket order
+        warm_up(state, first_micro_batches[0])  # without an update: compiles, fixes DDP's bucket order
         # Evaluate the initial weights, unless only the last step is evaluated.
         if start.step == 0 and 0 < config.evaluation.every < config.steps:
             digest = state_digest(state.network, state.optimizer)
@@ -149,12 +146,7 @@ def train(
         gc.freeze()  # exempts the objects created so far, which live to the end, from garbage collection
         throughput.restart(start.step)
 
-        for step in range(start.step, last_step):
-            # Prefetch step + 2. `next` returns [] after the last step, or if the loader failed or was stopped. In the
-            # latter case the process sends its stop flag in this step's all-reduce. Every process reads the flag by the
-            # end of step + 1, whose micro-batches all have already, so none starts step + 2.
-            micro_batches = upcoming.popleft()
-            upcoming.append(next(batches, []))
+        for step, micro_batches in enumerate(chain([first_micro_batches], batches), start.step):
             completed = step + 1
             log_now, eval_now = should_log(config, completed), should_evaluate(config, completed)
             save_now = should_save(config, completed)
@@ -193,8 +185,8 @@ def train(
                 run.record_progress(completed)
             if stop_now or completed == last_step:
                 saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends or raises
-            # A damaged corpus or a failed save has raised above. A signal or a failed loader raises here; after the
-            # last step neither matters.
+            # A damaged corpus or a failed save has raised above. A signal raises here; after the last step it has no
+            # effect.
             if stop_now and completed < config.steps:
                 stop_request.raise_on_all(completed)
             if eval_now or save_now:

@@ -1,13 +1,8 @@
 """Load the micro-batches of each training step from a dataset onto the device of this process."""
 
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from multiprocessing import active_children
-from multiprocessing.process import BaseProcess
-from queue import Empty, Queue
 from typing import Any
 
 import numpy as np
@@ -15,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from config.errors import RunError
 from data.sampler import GlobalBatches
 from distributed.signals import ignore_stop_signals
 
@@ -22,7 +18,6 @@ Batch = dict[str, Tensor]
 """Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`."""
 
 SAMPLES_AT_ONCE = 64
-POLL_SECONDS = 0.2  # between two checks for a stop request while a worker is late
 
 
 class BatchLoader:
@@ -38,11 +33,7 @@ class BatchLoader:
         rank: Index of this process among `num_processes`.
         num_workers: Worker processes that load ahead; with 0 this process loads the batches itself.
         timeout_seconds: Longest wait for a batch from a worker.
-        stop_requested: Called while a worker is late; True ends the iteration.
     """
-
-    problem: str | None = None
-    """Message about failed workers; None while they work."""
 
     def __init__(
         self,
@@ -54,18 +45,17 @@ class BatchLoader:
         num_processes: int = 1,
         num_workers: int = 0,
         timeout_seconds: float = 600.0,
-        stop_requested: Callable[[], bool] = lambda: False,
     ):
         self.dataset = _StepDataset(dataset, global_batches, rank, num_processes)
-        self.micro_batch_size, self.device, self.rank = micro_batch_size, device, rank
-        self.num_workers, self.timeout_seconds, self.stop_requested = num_workers, timeout_seconds, stop_requested
+        self.micro_batch_size, self.device = micro_batch_size, device
+        self.num_workers, self.timeout_seconds = num_workers, timeout_seconds
 
     def batches(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step from `start` to `stop` - 1.
 
-        With workers, iteration ends early in two cases: a stop is requested while a batch is late; or a batch takes
-        longer than `timeout_seconds` or a worker dies, and then `problem` is set. Other processes may still have
-        batches, so the caller must stop them too.
+        Raises:
+            RunError: the workers cannot be started.
+            RuntimeError: from torch, if a worker dies or a batch takes longer than `timeout_seconds`.
         """
         steps = range(start, stop)
         for batch in self._load_with_workers(steps) if self.num_workers else self._load_here(steps):
@@ -84,7 +74,7 @@ class BatchLoader:
 
     def _load_with_workers(self, steps: range) -> Iterator[Batch]:
         # Workers send NumPy arrays through a pipe. Tensors would need shared memory, which is small in many containers,
-        # and sockets in TMPDIR, whose path may be too long; and receiving one from a hanging worker has no timeout.
+        # and sockets in TMPDIR, whose path may be too long.
         loader = DataLoader(
             self.dataset,
             batch_size=None,
@@ -92,48 +82,22 @@ class BatchLoader:
             num_workers=self.num_workers,
             collate_fn=_to_arrays,
             worker_init_fn=_start_worker,
+            timeout=self.timeout_seconds,
         )
-        handler, others = signal.getsignal(signal.SIGCHLD), active_children()
+        others = active_children()
         try:
             batches = iter(loader)
         except OSError as error:  # no room in /dev/shm for the semaphores of the queues
-            self._report_problem(f"cannot start its data workers: {error}")
-            return
-        # torch's handler would raise at any point of the training; `_next` detects a dead worker without it.
-        signal.signal(signal.SIGCHLD, handler)
-        workers = [process for process in active_children() if process not in others]
-        # In a thread, because DataLoader's own timeout does not apply once a worker has sent part of a batch. A daemon
-        # thread, because Python waits for others at exit.
-        received: Queue = Queue(maxsize=1)
-        threading.Thread(target=_receive, args=(batches, received), daemon=True, name="loader").start()
+            remedy = "enlarge /dev/shm; 0 needs no workers"
+            raise RunError(f"data.num_workers: {self.num_workers} workers cannot start: {error}; {remedy}") from None
+        workers = set(active_children()).difference(others)
         try:
-            while isinstance(arrays := self._next(received, workers), dict):
+            for arrays in batches:
                 yield {name: torch.from_numpy(array) for name, array in arrays.items()}
         finally:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for these deaths
             for process in workers:  # at exit Python joins its child processes, and a hanging one would never end
                 process.kill()
-
-    def _next(self, received: Queue, workers: list[BaseProcess]) -> dict[str, np.ndarray] | None:
-        start = time.monotonic()
-        while True:
-            with suppress(Empty):
-                item = received.get(timeout=POLL_SECONDS)
-                break
-            if self.stop_requested():
-                return None
-            if codes := [worker.exitcode for worker in workers if worker.exitcode]:
-                return self._report_problem(f"lost a data worker: exit code {codes[0]}")
-            if time.monotonic() - start > self.timeout_seconds:
-                return self._report_problem(f"waited {self.timeout_seconds:g} s for a batch from its data workers")
-        if isinstance(item, Exception):
-            if str(item).startswith("Caught "):  # raised by the dataset; DataLoader added the worker's traceback
-                raise item
-            return self._report_problem(f"lost a data worker: {item}")
-        return item
-
-    def _report_problem(self, problem: str) -> None:
-        remedy = "see the worker's output above, and check for a slow disk; data.num_workers: 0 needs no workers"
-        self.problem = f"process {self.rank} {problem} (data.num_workers: {self.num_workers}); {remedy}"
 
 
 class _StepDataset(Dataset):
@@ -164,16 +128,6 @@ def split_micro_batches(batch: Batch, micro_batch_size: int) -> list[Batch]:
 
 def _to_arrays(batch: Any) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in batch.items()}
-
-
-def _receive(batches: Iterator[dict[str, np.ndarray]], received: Queue) -> None:
-    """Put all batches into the queue, and then None or the exception that ended them."""
-    try:
-        for arrays in batches:
-            received.put(arrays)
-        received.put(None)
-    except Exception as error:
-        received.put(error)
 
 
 def _start_worker(worker_id: int) -> None:
