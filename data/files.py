@@ -37,6 +37,14 @@ def write_atomically(path: Path, content: str | bytes, several_writers: bool = F
     fsync(path.parent)
 
 
+def write_once(path: Path, content: bytes) -> Path:
+    """Write a file whose path contains a hash of its content, unless it exists; return the path."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content, several_writers=True)
+    return path
+
+
 @contextmanager
 def folder_written_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of a folder to create and fill, which is renamed to `path` at the end."""

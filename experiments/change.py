@@ -19,7 +19,7 @@ from pathlib import Path
 
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from data.files import temporary_folder, write_atomically
+from data.files import temporary_folder, write_once
 from experiments.config_files import replace_config_files
 
 ROOT = Path(__file__).parent.parent
@@ -74,10 +74,7 @@ class Change:
         if not self.diff:
             return None
         content = self.diff.encode(errors="surrogateescape")
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{sha256(content).hexdigest()[:12]}.diff"
-        write_atomically(path, content, several_writers=True)
-        return path
+        return write_once(folder / f"{sha256(content).hexdigest()[:12]}.diff", content)
 
 
 def split_idea(text: str) -> list[str]:

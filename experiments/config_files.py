@@ -4,7 +4,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-from data.files import write_atomically
+from data.files import write_once
 
 
 def copy_config_files(words: list[str], folder: Path) -> list[str]:
@@ -19,11 +19,7 @@ def copy_config_files(words: list[str], folder: Path) -> list[str]:
         if not file.is_file():
             return name
         content = file.read_bytes()
-        target = folder / sha256(content).hexdigest()[:12] / file.name
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target, content, several_writers=True)
-        return str(target)
+        return str(write_once(folder / sha256(content).hexdigest()[:12] / file.name, content))
 
     return replace_config_files(words, copy)
 

@@ -18,7 +18,7 @@ from config.errors import ConfigError
 from config.parser import parse_config
 from config.resolve import given_model_settings, replace_settings, with_stored_model
 from config.schema import TrainConfig, flat_settings
-from data.files import write_atomically
+from data.files import write_once
 from run.reader import RunReader, surviving_sessions
 from run.resume import check_resume, differing_settings
 from run.status import read_status
@@ -160,11 +160,8 @@ def write_run_config(config: TrainConfig) -> Path:
     given = given_model_settings(config)
     settings["model"] = {name: value for name, value in settings["model"].items() if name in given}
     content = yaml.safe_dump(settings, sort_keys=False).encode()
-    path = run_path(config).parent / "logs" / "configs" / f"{sha256(content).hexdigest()[:12]}.yaml"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content, several_writers=True)
-    return path
+    folder = run_path(config).parent / "logs" / "configs"
+    return write_once(folder / f"{sha256(content).hexdigest()[:12]}.yaml", content)
 
 
 def is_finished(config: TrainConfig) -> bool:
