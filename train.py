@@ -53,7 +53,6 @@ from training.prepare_model import prepare_network
 from training.profiler import step_profiler
 from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
 from training.step import TrainState, train_step, warm_up
-from training.stop import StopRequest
 from training.throughput import Throughput, peak_flops
 
 
@@ -126,10 +125,12 @@ def train(
         Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,  # sync: writes metrics to disk first
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
-        # The all-reduce of each step's metrics carries a stop flag, so that all processes stop after the same step.
-        stop_request = StopRequest(stop_signal)
-        stop_request.stop_if(lambda: corpus_check.failed)  # corpus_check.require_verified() raises the error
-        stop_request.stop_if(lambda: saver.failed)  # saver.save() raises the error
+
+        def stop_requested() -> bool:
+            # Sent in the all-reduce of each step's metrics. All processes read it at the latest one step later, and
+            # therefore stop after the same step. There require_verified or saver.save raises an error of theirs.
+            return stop_signal.received or corpus_check.failed or saver.failed
+
         corpus_status = corpus_check.wait_briefly()
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus_status, corpus.conversations))
 
@@ -152,7 +153,7 @@ def train(
             save_now = should_save(config, completed)
             state.block_statistics.recording = log_now
 
-            train_step(state, step, micro_batches, stop_request)  # forward, backward, clip, update
+            train_step(state, step, micro_batches, stop_requested)  # forward, backward, clip, update
 
             # Without `wait` this is the previous step's result, because reading this step's would synchronise with the
             # device. (With on_nonfinite: skip, train_step has already read this step's.)
@@ -185,10 +186,8 @@ def train(
                 run.record_progress(completed)
             if stop_now or completed == last_step:
                 saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends or raises
-            # A damaged corpus or a failed save has raised above. A signal raises here; after the last step it has no
-            # effect.
-            if stop_now and completed < config.steps:
-                stop_request.raise_on_all(completed)
+            if stop_now and completed < config.steps:  # a damaged corpus or a failed save has raised above
+                raise Preempted(f"stopped after step {completed}; run the same command again to resume")
             if eval_now or save_now:
                 throughput.restart(completed)  # excludes the time of the evaluation and of the save
             if profiler:

@@ -1,6 +1,7 @@
 """One optimizer step, the same function for train.py, verify.py and the benchmarks."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +20,6 @@ from training.gradients import backward, loss_scale, normalize_and_clip, trainab
 from training.metrics import MetricsQueue, PendingStep, forward_with_metrics
 from training.optimizer import apply_schedules
 from training.schedule import scheduled_value
-from training.stop import StopRequest
 
 
 class GradientReducer(Protocol):
@@ -71,7 +71,7 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
 
 
 def train_step(
-    state: TrainState, step: int, micro_batches: list[Batch], stop_request: StopRequest | None = None
+    state: TrainState, step: int, micro_batches: list[Batch], stop_requested: Callable[[], bool] = lambda: False
 ) -> PendingStep:
     """Update the weights once with the gradient of the mean loss over the target tokens of the global batch.
 
@@ -86,7 +86,7 @@ def train_step(
         state: updated in place.
         step: from 0.
         micro_batches: the local micro-batches of this step, in order.
-        stop_request: this process's reasons to stop; sent to all processes with the metrics.
+        stop_requested: whether this process has a reason to stop; sent to all processes with the metrics.
 
     Returns:
         The metrics of the step, to be read by `state.metrics_queue.read`.
@@ -114,8 +114,7 @@ def train_step(
             _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=loss_divisor)
             outputs.append((loss.detach(), auxiliary))
             if is_last:  # start the all-reduce of the metrics now, so that it overlaps the last backward
-                stop = stop_request is not None and stop_request.is_set
-                pending = queue.dispatch(step + 1, outputs, local_targets, loss_divisor, stop)
+                pending = queue.dispatch(step + 1, outputs, local_targets, loss_divisor, stop_requested())
             backward(scale * loss, state.model, accelerator)
         if state.reducer:
             state.reducer.add_micro_batch(num_micro_batches)
