@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from checkpoint.identity import code_hash
-from checkpoint.manifest import step_directory
 from config.errors import ConfigError, RunError
 from config.schema import flat_settings
 from config.yaml_files import read_yaml
@@ -83,8 +82,6 @@ class Arm:
     inputs: tuple[str, ...] = ()
     """Hashes of the corpora and of the initial weights."""
     first_seed: int = 0
-    trunk: "Arm | None" = field(default=None, repr=False)
-    """Arm from whose last checkpoint of the same seed the runs branch."""
 
     @classmethod
     def resolve(cls, code: Path, launch: Launch, words: list[str], runs: Path) -> "Arm":
@@ -129,9 +126,8 @@ class Arm:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the settings, code, launch, inputs and trunk, which differs between arms."""
+        """Hash of the settings, code, launch and inputs, which differs between arms."""
         facts = [self.compared_settings, self.code_hash, self.launch.identity, self.inputs]
-        facts += [self.trunk.digest] if self.trunk else []
         return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
@@ -154,9 +150,6 @@ class Arm:
         seed = self.first_seed + index
         name = f"{self.name}-{seed}"
         own = ["--name", name, "--seed", str(seed), "--out_dir", str(self.runs), "--tracking.plots", "false"]
-        if self.trunk:
-            parent = self.trunk.run(index)
-            own += ["--branch_from", str(step_directory(parent.directory / "checkpoints", parent.steps))]
         command = (*self.launch.command, str(self.code / "train.py"), *self.words, *own)
         return Training(self.runs / name, self.settings["steps"], command)
 
@@ -191,8 +184,6 @@ class Arm:
         shared: dict[str, Any] = {}
         for training in map(self.run, range(n)):
             for actual in identities(training.directory, training.steps):
-                if self.trunk:
-                    actual = {name: value for name, value in actual.items() if name not in ("branch_from", "branched")}
                 shared = shared or actual
                 wanted = shared | expected
                 wrong = [

@@ -38,10 +38,10 @@ from experiments.sequential_test import (
 from experiments.settings import ExperimentConfig, parse_sizes, print_error, refuse_per_run_settings
 from experiments.variants import (
     PREVIEW_STEPS,
-    budget_arms,
     match_width,
     preview_arm,
     scale_parameters,
+    scale_steps,
     short_arm,
     steps_in,
 )
@@ -389,10 +389,9 @@ class Experiment:
 
     def compute_multiplier(self, baseline: Arm, comparison: Comparison) -> ComputeMultiplier | None:
         """Train the baseline on shorter and longer budgets, and convert the difference into steps."""
-        arms, stages = budget_arms(baseline, BUDGETS)
+        arms = {factor: scale_steps(baseline, factor) for factor in BUDGETS}
         try:
-            for stage in stages:
-                self.train([arm.run(seed) for arm in stage for seed in range(BUDGET_SEEDS)])
+            self.train([arm.run(seed) for arm in arms.values() for seed in range(BUDGET_SEEDS)])
         except (OutOfTime, Failed) as error:
             print(f"the compute multiplier is unknown: {error}", file=sys.stderr)
             return None

@@ -1,7 +1,6 @@
 """Arms derived from an arm: other budgets, other sizes, matched parameters, short runs for throughput."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,56 +27,6 @@ def scale_steps(arm: Arm, factor: float) -> Arm:
     if arm.settings["data.source"] != "text":
         changes["data.num_samples"] = max(1, round(factor * arm.settings["data.num_samples"]))
     return arm.changed(changes) if factor != 1 else arm
-
-
-def budget_arms(arm: Arm, factors: Sequence[float]) -> tuple[dict[float, Arm], list[list[Arm]]]:
-    """Return the arm on several budgets, each with its own decay.
-
-    Where all budgets share their trajectory until the decay, that part is trained once: a trunk, from whose checkpoints
-    the budgets branch.
-
-    Args:
-        arm: the arm of budget 1.
-        factors: budgets, relative to the steps of the arm.
-
-    Returns:
-        An arm for each budget; and the arms to train, in stages that branch from the stages before.
-    """
-    settings, decay = arm.settings, decay_fraction(arm)
-    steps = {factor: max(1, round(factor * settings["steps"])) for factor in sorted(factors)}
-    decay_starts = {factor: steps[factor] - math.ceil((decay or 0) * steps[factor]) for factor in steps}
-    warmup = max(settings.get(f"schedule.{name}") or 0 for name in ("warmup_steps", "batch_warmup_steps"))
-    if decay is None or min(decay_starts.values()) < max(1, warmup):
-        arms = {factor: scale_steps(arm, factor) for factor in steps}
-        return arms, [[*arms.values()]]
-    if settings["data.source"] != "text":
-        arm = arm.changed({"data.num_samples": round(max(factors) * settings["data.num_samples"])})
-    arms, trunk = {}, None
-    stages: list[list[Arm]] = [[]]
-    for factor, start in decay_starts.items():
-        constant = {"steps": start, "schedule.name": "constant", "schedule.decay_steps": None}
-        trunk = replace(arm.changed(constant), trunk=trunk)
-        branch = arm.changed({"steps": steps[factor], "schedule.decay_steps": steps[factor] - start})
-        arms[factor] = replace(branch, trunk=trunk) if decay else trunk
-        stages[-1].append(trunk)
-        stages.append([arms[factor]])
-    return arms, stages
-
-
-def decay_fraction(arm: Arm) -> float | None:
-    """Return the fraction of the steps in which the learning rate decays.
-
-    Returns:
-        None if runs of different lengths differ before their decay.
-    """
-    settings = arm.settings
-    has_parent = settings.get("init_from") or settings.get("branch_from")  # cannot branch from a trunk as well
-    samples = settings["steps"] * (settings["global_batch_size"] or math.inf)  # null: unknown before a run starts
-    repeats = settings["data.source"] != "text" and settings["data.num_samples"] < samples  # data differ by budget
-    if has_parent or repeats:
-        return None
-    wsd = (settings.get("schedule.decay_steps") or 0.2 * settings["steps"]) / settings["steps"]
-    return {"constant": 0.0, "wsd": wsd}.get(settings.get("schedule.name", ""))
 
 
 def scale_parameters(arm: Arm, factor: float) -> Arm:
