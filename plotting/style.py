@@ -133,9 +133,10 @@ def step_to_x(x: str, run_directory: Path) -> Callable[[float], float]:
         return lambda step: step
     steps, tokens, seconds = [0], [0], [0.0]
     for row in read_rows(run_directory / "metrics.jsonl"):
-        if "train/tokens" in row and (tokens_per_second := row.get("perf/tokens_per_second")):
-            seconds.append(seconds[-1] + (row["train/tokens"] - tokens[-1]) / tokens_per_second)
-            tokens.append(row["train/tokens"])
+        num_tokens, tokens_per_second = row.get("train/tokens"), row.get("perf/tokens_per_second")
+        if isinstance(num_tokens, int) and isinstance(tokens_per_second, float) and tokens_per_second > 0:
+            seconds.append(seconds[-1] + (num_tokens - tokens[-1]) / tokens_per_second)
+            tokens.append(num_tokens)
             steps.append(row["step"])
     if len(steps) == 1:
         raise ConfigError(f"x: {x}: {run_directory / 'metrics.jsonl'} has no train/tokens or perf/tokens_per_second")
