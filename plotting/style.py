@@ -134,7 +134,7 @@ def step_to_x(x: str, run_directory: Path) -> Callable[[float], float]:
     steps, tokens, seconds = [0], [0], [0.0]
     for row in read_rows(run_directory / "metrics.jsonl"):
         num_tokens, tokens_per_second = row.get("train/tokens"), row.get("perf/tokens_per_second")
-        if isinstance(num_tokens, int) and isinstance(tokens_per_second, float) and tokens_per_second > 0:
+        if isinstance(num_tokens, int) and isinstance(tokens_per_second, int | float) and tokens_per_second > 0:
             seconds.append(seconds[-1] + (num_tokens - tokens[-1]) / tokens_per_second)
             tokens.append(num_tokens)
             steps.append(row["step"])
