@@ -179,6 +179,13 @@ def test_step_to_x_converts_to_tokens_and_seconds(run, drawn):
         style.step_to_x("tokens", run)
 
 
+def test_step_to_x_skips_damaged_rows(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 41, "train/tokens": null, "perf/tokens_per_second": 50.0}\n')
+        file.write('{"step": 42, "train/tokens": 9, "perf/tokens_per_second": "fast"}\n')
+    assert style.step_to_x("tokens", run)(40) == 4000
+
+
 def test_flops_axis_reads_sessions(run):
     (run / "sessions.jsonl").write_text('{"step": 0, "flops_per_token": 6000}\n')
     assert style.step_to_x("flops", run)(10) == 10 * TOKENS_PER_STEP * 6000
