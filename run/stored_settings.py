@@ -51,6 +51,8 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
     problems = [line for key, line in unknown.items() if key.startswith("model.")] or config.model.problems()
     # load_corpus has a better message for a data source that this code lacks.
     problems = problems or [problem for problem in invalid_values(config) if not problem.startswith("data.")]
+    if config.model.vocab_size is None:
+        problems.append("model.vocab_size: null in the run, which no run saves")
     if problems:
         raise ConfigError(f"{'; '.join(problems)}; {USE_ITS_CODE}")
     return config

@@ -22,7 +22,7 @@ NANOGPT = os.environ.get("NANOGPT")
 # Packages that a machine with a GPU may lack: importing one of these is an error.
 BARE = """
 import runpy, sys
-sys.modules |= dict.fromkeys(["datasets", "wandb", "matplotlib", "tokenizers", "pyarrow"])
+sys.modules |= dict.fromkeys(["datasets", "wandb", "matplotlib", "pyarrow"])
 sys.argv[0] = "-m"
 runpy.run_module("benchmarks", run_name="__main__")
 """
