@@ -191,7 +191,7 @@ def test_checks_are_independent_and_give_reasons(runs, tmp_path):
     assert exit_code == 1
     line = dict(zip(CHECKS, output.splitlines()[1:], strict=False))
     assert re.search(r"TypeError: .*\(verification.py:\d+\)", line[CHECKS[0]])
-    assert "2 tensors are not its family's" in line[CHECKS[1]] and "blocks.0.mlp.scale" in line[CHECKS[1]]
+    assert "it and its family differ in 2 tensors" in line[CHECKS[1]] and "blocks.0.mlp.scale" in line[CHECKS[1]]
     assert "init_weights draws blocks.0.mlp.scale, which its module initialises to 1" in output
     assert "keeps state['count'] of token_embedding.weight as int (1)" in line["resuming is bitwise"]
 
