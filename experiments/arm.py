@@ -180,7 +180,7 @@ class Arm:
             expected = {name: value for name, value in expected.items() if not name.startswith("model.")}
         launch = {"mixed_precision": self.launch.precision, "processes": self.launch.processes}
         expected |= {name: value for name, value in launch.items() if value is not None}
-        # Of the first run: the others must equal it where the arm specifies nothing, such as an unknown precision.
+        # Facts of the first run. Where the arm specifies nothing (an unknown precision), the others must equal it.
         shared: dict[str, Any] = {}
         for training in map(self.run, range(n)):
             for actual in identities(training.directory, training.steps):
@@ -273,6 +273,6 @@ def _identities(config: Path, sessions: Path, steps: int, _modified: tuple[int, 
 
 def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
     """Return the resolved settings in which two arms differ, as [baseline, candidate]."""
-    ours, theirs = baseline.compared_settings, candidate.compared_settings
-    names = sorted(ours.keys() | theirs.keys())
-    return {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
+    settings = baseline.compared_settings, candidate.compared_settings
+    pairs = {name: [one.get(name) for one in settings] for name in sorted(settings[0].keys() | settings[1].keys())}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ class Experiment:
         self.launch = Launch.parse(config.launch)
         if not (config.launch or jobs.gpus):  # the same for all runs: the number of threads changes bits
             jobs.threads = max(1, available_cores() // jobs.max_running)
+        self.max_seeds, self.baseline_seeds = max(config.max_seeds, MIN_SEEDS), config.baseline_seeds or 0
         self.total_alpha = TOTAL_ALPHA
         self.facts: dict[str, Any] = {"note": config.note} if config.note else {}
         """Facts of the experiment, for its row of the log."""
@@ -139,7 +141,8 @@ class Experiment:
         change = change or parse_change(self.text, self.config.onto)
         refuse_per_run_settings([*self.common, *change.settings])
         diff = change.save_diff(self.lab / "diffs")
-        self.jobs.code = None if change.commit else code_hash()  # edits do not reach worktrees
+        # Edits do not reach worktrees. Without worktrees, no run starts once the code has changed.
+        self.jobs.code = None if change.commit else code_hash()
         self.facts |= {"idea": self.text, "settings": self.common, "base": change.base, "commit": change.commit}
         self.facts |= {"commits_behind": change.commits_behind, "diff": diff and str(diff)}
         self.facts |= {"data_changes": self.allowed_data_changes(change)}
@@ -168,6 +171,7 @@ class Experiment:
             except OutOfTime as error:
                 message = str(error)
             except Failed as failed:
+                # Without pairs the tuning failed. Once one size was compared, the baseline is known to train.
                 if not comparisons:
                     reference = pairs[-1][0] if pairs else with_tuning_seeds(baseline)
                     self.check_candidate_at_fault(failed, reference.run(0))
@@ -182,10 +186,8 @@ class Experiment:
 
     def is_edited(self, baseline: Arm) -> bool:
         """Return whether the working tree has other code or config files than the baseline; if so, warn."""
-        given = [Path(word) for word in copy_config_files(self.common, self.lab / "configs")]
-        edited = code_hash() != baseline.code_hash or any(
-            word.is_file() and str(word) not in baseline.words for word in given
-        )
+        words = copy_config_files(self.common, self.lab / "configs")  # a copy's path contains the hash of its content
+        edited = code_hash() != baseline.code_hash or tuple(words) != baseline.words
         if edited:
             print("uncommitted changes of code or config files are in neither arm", file=sys.stderr)
         return edited
@@ -217,8 +219,8 @@ class Experiment:
         self.facts |= {"candidate": candidate.name, "changed_settings": changed_settings(untuned, candidate)}
         check_targets(baseline, candidate)
         candidate = use_separate_seeds_if_equal(candidate, baseline)
-        has_same_settings = candidate.first_seed != baseline.first_seed
-        if not (self.config.launch or has_same_settings or candidate.settings["branch_from"]):
+        is_a_a_test = candidate.first_seed != baseline.first_seed
+        if not (self.config.launch or is_a_a_test or candidate.settings["branch_from"]):
             self.preview(baseline, candidate, change.has_code)
         if self.config.tune:
             baseline, candidate = self.tune_both(baseline, candidate)
@@ -239,25 +241,26 @@ class Experiment:
         """
         try:
             with ThreadPoolExecutor(2) as pool:
-                ours, theirs = pool.map(preview_arm, (baseline, candidate), ("", "verify" * has_code))
+                reference, preview = pool.map(preview_arm, (baseline, candidate), ("", "verify" * has_code))
         except RunError as error:
             print(f"nothing is checked before the first seed: {error}", file=sys.stderr)
             return
-        self.facts["verify"] = "; ".join(theirs["broken"]) or "passed" if has_code else None
-        leaked, expected = (score["validation_rows"] / max(1, score["rows"]) for score in (theirs, ours))
-        if leaked > expected + MAX_LEAKED:
+        self.facts["verify"] = "; ".join(preview["broken"]) or "passed" if has_code else None
+        baseline_leaked, leaked = (one["validation_rows"] / max(1, one["rows"]) for one in (reference, preview))
+        if leaked > baseline_leaked + MAX_LEAKED:
             raise ArmFailed(
-                f"it trains on the validation set: {theirs['validation_rows']} of the {theirs['rows']} rows of its "
+                f"it trains on the validation set: {preview['validation_rows']} of the {preview['rows']} rows of its "
                 f"first {PREVIEW_STEPS} steps are in it"
             )
-        same = ours["digest"] is not None and ours["digest"] == theirs["digest"]
-        if same and math.isclose(ours["loss"], theirs["loss"], rel_tol=SAME_LOSS) and self.config.stop_early:
+        is_same = reference["digest"] is not None and reference["digest"] == preview["digest"]
+        if is_same and math.isclose(reference["loss"], preview["loss"], rel_tol=SAME_LOSS) and self.config.stop_early:
             raise Identical(f"after {PREVIEW_STEPS} steps with a schedule of the same shape")
 
     def train(self, wanted: Iterable[Training], until_failure: bool = True) -> None:
         """Train runs as JobRunner.train does.
 
-        Scores of runs that were not finished before are deleted, because only a run itself can have written them.
+        Score files of runs that were unfinished are deleted: the scorer reads only finished runs, so the arm's own
+        training code must have written them.
         """
         unfinished = [run for run in wanted if not run.is_finished()]
         try:
@@ -321,8 +324,29 @@ class Experiment:
 
     def scale_both(self, baseline: Arm, candidate: Arm, factor: float) -> tuple[Arm, Arm]:
         """Return both arms with `factor` times the parameters."""
-        ours, theirs = scale_parameters(baseline, factor), scale_parameters(candidate, factor)
-        return ours, theirs if factor == 1 else self.match(theirs, ours)
+        baseline, candidate = scale_parameters(baseline, factor), scale_parameters(candidate, factor)
+        return baseline, candidate if factor == 1 else self.match(candidate, baseline)
+
+    def wanted_runs(self, baseline: Arm, candidate: Arm, n: int) -> list[Training]:
+        """Return the runs that are compared after n seeds; from MIN_SEEDS on, they include all `baseline_seeds`."""
+        pairs = [arm.run(seed) for seed in range(n) for arm in (baseline, candidate)]
+        return pairs + [baseline.run(seed) for seed in range(n, self.baseline_seeds if n >= MIN_SEEDS else 0)]
+
+    def train_seeds(self, baseline: Arm, candidate: Arm, n: int) -> None:
+        """Train the runs that are compared after n seeds, and runs of later seeds on cores that would be idle.
+
+        Raises OutOfTime only if the former are not finished.
+        """
+        self.jobs.raise_if_stopped()
+        needed = self.wanted_runs(baseline, candidate, n)
+        later = (self.wanted_runs(baseline, candidate, more) for more in range(n + 1, self.max_seeds + 1))
+        try:
+            if num_unfinished(needed):
+                ahead = takewhile(lambda runs: num_unfinished(runs) <= self.jobs.max_running, later)
+                self.train([needed, *ahead][-1])
+        except OutOfTime:
+            if num_unfinished(needed):
+                raise
 
     def compare(self, baseline: Arm, candidate: Arm) -> Comparison:
         """Train seeds of both arms until the sequential test decides.
@@ -334,40 +358,24 @@ class Experiment:
             ArmFailed, ConfigError: the arms are not comparable.
             OutOfTime: there is no result yet.
         """
-        max_seeds, baseline_seeds = max(self.config.max_seeds, MIN_SEEDS), self.config.baseline_seeds or 0
         stop_early = self.config.stop_early and candidate.first_seed == baseline.first_seed  # not in an A/A test
-
-        def train(n: int) -> None:
-            ahead = n
-            while ahead < max_seeds and num_unfinished(runs(ahead + 1)) <= self.jobs.max_running:
-                ahead += 1  # keeps every core busy; the analyses do not depend on it
-            try:
-                self.train(runs(ahead) if num_unfinished(runs(n)) else [])
-            except OutOfTime:
-                if num_unfinished(runs(n)):
-                    raise
-
-        def runs(n: int) -> list[Training]:
-            pairs = [arm.run(seed) for seed in range(n) for arm in (baseline, candidate)]
-            return pairs + [baseline.run(seed) for seed in range(n, baseline_seeds if n >= MIN_SEEDS else 0)]
-
         comparison = None
         try:
-            train(1)
+            self.train_seeds(baseline, candidate, 1)
             if is_identical(baseline, candidate):
                 raise Identical("after all steps")
             metric = choose_metric(baseline, candidate)
             if self.config.metric:
                 metric = check_metric(self.config.metric, baseline, candidate)
-            all_seeds = max(baseline_seeds, max_seeds)
+            all_seeds = max(self.baseline_seeds, self.max_seeds)
             if stop_early and not num_unfinished([baseline.run(seed) for seed in range(all_seeds)]):
                 # An earlier experiment trained the whole baseline, so its noise is known.
                 check_first_loss(baseline.losses(all_seeds, metric), candidate.losses(1, metric)[0], metric)
             entropy = score_arm(baseline)["entropy"] if metric == EXCESS_LOSS else None
             fraction = self.config.margin or (LOSS_MARGIN if metric in (LOSS, BITS) else EXCESS_MARGIN)
-            for n in range(MIN_SEEDS, max_seeds + 1):
-                train(n)
-                losses = baseline.losses(max(n, baseline_seeds), metric), candidate.losses(n, metric)
+            for n in range(MIN_SEEDS, self.max_seeds + 1):
+                self.train_seeds(baseline, candidate, n)
+                losses = baseline.losses(max(n, self.baseline_seeds), metric), candidate.losses(n, metric)
                 check_losses(*losses, entropy)
                 difference = estimate_difference(*losses, self.total_alpha)
                 margin = fraction * statistics.fmean(losses[0])
@@ -375,16 +383,16 @@ class Experiment:
                 if comparison.verdict != "unknown":
                     return comparison
                 comparison.more_seeds = additional_seeds(difference, margin)
-                if stop_early and n < max_seeds and conditional_power(difference, max_seeds) < MIN_POWER:
+                if stop_early and n < self.max_seeds and conditional_power(difference, self.max_seeds) < MIN_POWER:
                     comparison.verdict = "futile"
                     return comparison
         except OutOfTime:
             if comparison is None:
                 self.facts["finished_runs"] = [
-                    sum(arm.run(seed).is_finished() for seed in range(max_seeds)) for arm in (baseline, candidate)
+                    sum(arm.run(seed).is_finished() for seed in range(self.max_seeds)) for arm in (baseline, candidate)
                 ]
                 raise
-        assert comparison is not None, "there are MIN_SEEDS seeds"
+        assert comparison is not None, "max_seeds >= MIN_SEEDS, so the loop ran"
         return comparison
 
     def compute_multiplier(self, baseline: Arm, comparison: Comparison) -> ComputeMultiplier | None:
@@ -410,20 +418,20 @@ class Experiment:
                 speeds = self.measure_throughput(arms)
         except (Failed, OutOfTime, RunError) as error:
             print(f"the relative throughput is unknown: {error}", file=sys.stderr)
-        ratios = [theirs / ours for ours, theirs in zip(*speeds, strict=True)]
-        ours, theirs = (score_arm(arm) | {"tokens": arm.train_tokens} for arm in arms)
+        ratios = [speed / baseline_speed for baseline_speed, speed in zip(*speeds, strict=True)]
+        baseline_score, score = (score_arm(arm) | {"tokens": arm.train_tokens} for arm in arms)
         memory = baseline.peak_memory_bytes(), candidate.peak_memory_bytes()
-        return Costs((ours, theirs), memory, speeds, geometric_mean(ratios) if ratios else None, num_lines)
+        return Costs((baseline_score, score), memory, speeds, geometric_mean(ratios) if ratios else None, num_lines)
 
     def measure_throughput(self, arms: tuple[Arm, Arm]) -> tuple[list[float], list[float]]:
         """Return tokens per second of both arms, measured in interleaved short runs that are deleted."""
         speeds: tuple[list[float], list[float]] = ([], [])
         for turn in range(THROUGHPUT_ROUNDS):
             with temporary_folder(self.lab, "speed-") as folder:
-                for arm, measured in [*zip(arms, speeds, strict=True)][:: 1 if turn % 2 else -1]:
-                    run = short_arm(arm, steps_in(arm, THROUGHPUT_SECONDS), folder).run(0)
+                for index in (0, 1) if turn % 2 else (1, 0):  # alternate which arm runs first
+                    run = short_arm(arms[index], steps_in(arms[index], THROUGHPUT_SECONDS), folder).run(0)
                     self.train([run])
-                    measured.append(run.tokens_per_second())
+                    speeds[index].append(run.tokens_per_second())
         return speeds
 
     def tune_both(self, baseline: Arm, candidate: Arm) -> tuple[Arm, Arm]:
@@ -487,7 +495,7 @@ def describe_failure(failed: Failed) -> str:
 
 
 def use_separate_seeds_if_equal(candidate: Arm, baseline: Arm) -> Arm:
-    """Return the candidate, in an A/A test with other seeds: with the baseline's the runs would be identical."""
+    """Return the candidate; in an A/A test with other seeds, because equal seeds would give identical runs."""
     is_equal = candidate.digest == baseline.digest
     return replace(candidate, first_seed=baseline.first_seed + SEPARATE_SEEDS) if is_equal else candidate
 
