@@ -85,7 +85,7 @@ def save_figures(groups: list[Group], tables: list[list[Table]], by_tokenizer: l
         ConfigError: The files cannot be written.
     """
     suffixes = [f"-{number}.png" for number in range(1, len(groups) + 1)] if len(groups) > 1 else [".png"]
-    if left_out := [record.label for group in groups for record in group.records if not record.step_to_x(x)]:
+    if left_out := [record.label for group in groups for record in group.records if not record.to_axis(x)]:
         print(f"not plotted, because they did not log {x}: {', '.join(left_out)}")
     try:
         curves = [make_curves(group, x) for group in groups]

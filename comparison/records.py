@@ -26,16 +26,16 @@ from run.resume import FREE_SETTINGS, SCHEDULE_SETTINGS
 from run.status import Status
 
 SEEDS = ("seed", "data.seed")
-NEVER = -1  # the step where equal runs diverge
-# Runs of one configuration may differ in these settings: the location, and what changes losses by rounding at most.
+NEVER = -1  # first_divergence returns this if no common value differs
+# Runs of one configuration may differ in these settings: their location, and those that change losses by rounding.
 IGNORED_SETTINGS = FREE_SETTINGS - SCHEDULE_SETTINGS - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
 IGNORED_SETTINGS |= {
     f"evaluation.{name}"
     for name in ("every", "micro_batch_size", "num_scored_generations", "num_logged_generations", "temperature")
 }
 Configuration = tuple[Any, ...]
-"""Key that is equal for runs that differ in their seeds alone: their other settings and facts and, for a branch, the
-step where it left its parent, and the parent's configuration or, if that run is gone, the digest of its state."""
+"""Key that is equal for runs that differ only in their seeds: (settings and facts). For a branch also the step where it
+left its parent, and the parent's key; if the parent is gone, the digest of its state."""
 
 
 @dataclass(eq=False)
@@ -93,14 +93,15 @@ class Record:
 
     def validation_unchanged_since(self) -> int:
         """Return the step after which `evaluation.num_samples` has had its current value."""
-        name, since = "evaluation.num_samples", self.fork_step
+        name = "evaluation.num_samples"
         current = self.settings[name]
-        if self.parent and self.parent.settings[name] == current:
-            since = min(since, self.parent.validation_unchanged_since())
-        for session, later in pairwise(self.sessions):
+        for session, later in reversed([*pairwise(self.sessions)]):
             if flat_settings(session.config or {}).get(name, current) != current:
-                since = later.step
-        return since
+                return later.step
+        if self.parent and self.parent.settings[name] == current:
+            # A change in the parent after the fork does not concern the branch.
+            return min(self.fork_step, self.parent.validation_unchanged_since())
+        return self.fork_step
 
     def best_loss(self) -> float | None:
         """Return the lowest comparable validation loss, or None."""
@@ -113,37 +114,25 @@ class Record:
 
     def tokens(self, step: int) -> int:
         """Return the training tokens until a step; for a branch, the parent's up to `fork_step` plus its own."""
-        if self.parent is None:
-            return self.logged_tokens(step)
-        begin = min(step, self.fork_step)
-        return self.parent.tokens(begin) + self.logged_tokens(step) - self.logged_tokens(begin)
-
-    def logged_tokens(self, step: int) -> int:
-        """Return `train/tokens` at a step, interpolated by the number of sequences between logged steps."""
-        logged = [(0, 0.0), *self.curve("train/tokens")]
-        before, tokens = max(point for point in logged if point[0] <= step)
         names = ("global_batch_size", "schedule.batch_warmup_from", "schedule.batch_warmup_steps")
-        sizes = BatchSizes(*(self.settings[name] for name in names))
-        tokens_per_sequence = self.settings["seq_len"]
-        num_before = sizes.sequences_before(before)
-        if later := [point for point in logged if point[0] > step]:
-            tokens_per_sequence = (later[0][1] - tokens) / (sizes.sequences_before(later[0][0]) - num_before)
-        return round(tokens + (sizes.sequences_before(step) - num_before) * tokens_per_sequence)
+        sizes, begin = BatchSizes(*(self.settings[name] for name in names)), min(step, self.fork_step)
+        own = (sizes.sequences_before(step) - sizes.sequences_before(begin)) * self.settings["seq_len"]
+        return own + (self.parent.tokens(begin) if self.parent else 0)
 
-    def step_to_x(self, x: str) -> Callable[[float], float] | None:
+    def to_axis(self, x: str) -> Callable[[float], float] | None:
         """Return the function from a step to its position on an axis of X_AXES; None if the run logged too little."""
         with suppress(ConfigError, OSError):
             own = step_to_x(x, self.path)
             if self.parent is None or x == "steps":
                 return own
             begin = self.fork_step
-            if before := self.parent.step_to_x(x):
+            if before := self.parent.to_axis(x):
                 return lambda step: before(min(step, begin)) + own(max(step, begin)) - own(begin)
         return None
 
     def cost(self, x: str) -> float | None:
         """Return the tokens, FLOPs or seconds of training so far, by the name of the axis; None if unknown."""
-        to_x = self.step_to_x(x)
+        to_x = self.to_axis(x)
         return to_x and to_x(self.completed_steps())
 
     def session_fact(self, name: str) -> Any:
@@ -151,7 +140,7 @@ class Record:
         return getattr(self.sessions[-1], name) if self.sessions else None
 
     def code(self, after: int = 0) -> str | None:
-        """Return the hash of the code that trained the steps after `after`; if it changed, with the steps."""
+        """Return the hash of the code that trained the steps after `after`; if it changed, each with its first step."""
         pairs = pairwise([*self.sessions, None])
         sessions = [session for session, later in pairs if session and (later is None or later.step > after)]
         codes = [(session.step, session.code) for session in sessions]
@@ -241,7 +230,7 @@ def read_records(paths: list[Path]) -> tuple[list[Record], list[str]]:
 def read_ancestors(records: list[Record]) -> list[Record]:
     """Return the runs and, for branches, the runs on disk that may be their parents, and the parents of those.
 
-    Parents decide which branches are one configuration, which must not depend on the runs that happen to be compared.
+    The configuration of a branch includes its parent's, so parents are read even if they are not compared.
     """
     known = {record.path.resolve(): record for record in records}
     queue = [*records]
@@ -300,8 +289,8 @@ def changed_by_branch(branch: Record) -> list[str]:
     assert branch.parent is not None
     names = [name for name in differing_settings([branch.parent, branch]) if belongs_to_configuration(name)]
     runs = (branch.parent, branch)
-    facts_then, facts_now = (run.settings | {"code": run.code(after=branch.fork_step)} for run in runs)
-    return [name for name in names if name not in FACTS] + compare_facts(facts_then, facts_now)
+    parent_facts, branch_facts = (run.settings | {"code": run.code(after=branch.fork_step)} for run in runs)
+    return [name for name in names if name not in FACTS] + compare_facts(parent_facts, branch_facts)
 
 
 def measure_effect(branch: Record, records: list[Record]) -> tuple[int, float, list[float]] | None:

@@ -72,7 +72,7 @@ def make_curves(group: Group, x: str) -> list[Curves]:
 
 def make_lines(records: list[Record], x: str) -> dict[str, list[Line]]:
     """Make the lines of one configuration by metric: the mean of its finished runs, then its unfinished runs."""
-    to_x = {record: convert for record in records if (convert := record.step_to_x(x))}
+    to_x = {record: convert for record in records if (convert := record.to_axis(x))}
     finished = {record.seeds(): record for record in to_x if record.final() is not None}  # ignores repetitions
     unfinished = [record for record in to_x if record.final() is None]
     lines: dict[str, list[Line]] = {}
