@@ -29,7 +29,7 @@ DEFAULT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
 """
 
-# First character of a placeholder. Unicode reserves it for internal use, so no text has it.
+# First character of a placeholder. Unicode reserves it for internal use; _hide replaces it in messages.
 MARK = "\U0010ffff"
 # Transformers passes any of these keys of a message to the template under all three names.
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}
@@ -91,7 +91,7 @@ class ChatTemplate:
         tokens, spans = self._tokenize(text)
         if marked is None:
             in_answer = self._find_answers(text, messages, variables)
-            # A token that begins before the answer, such as two line ends, belongs to the prompt.
+            # A token that straddles the boundary, such as a double newline, belongs to the prompt.
             answers = [in_answer[begin] for begin, _ in spans]
         else:
             in_answer = _mark_answers(marked, text, messages)
@@ -161,16 +161,13 @@ class ChatTemplate:
             with wrap_tokenizer_errors(problem):
                 encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             return encoded["input_ids"], encoded["offset_mapping"]
-        # Exchange special tokens and placeholders, and record where in `text` each character comes from.
-        contents = {placeholder: content for content, placeholder in self._placeholders.items()}
-        pieces, origins, begin = [], [], 0
-        for index, piece in enumerate(self._spelled_or_placeholder.split(text)):
-            if index % 2 == 0:
-                pieces.append(piece)
-                origins += range(begin, begin + len(piece))
-            else:
-                pieces.append(contents.get(piece) or self._placeholders[piece])
-                origins += [begin] * len(pieces[-1])
+        # `_literal` encodes a placeholder as one token, and a special token as characters. So replace the template's
+        # special tokens by placeholders, and the placeholders of spelled ones by their characters.
+        swap = self._placeholders | {placeholder: content for content, placeholder in self._placeholders.items()}
+        pieces, origins, begin = [], [], 0  # origins: for each character of the pieces, its position in `text`
+        for piece in self._spelled_or_placeholder.split(text):
+            pieces.append(swap.get(piece, piece))
+            origins += [begin] * len(swap[piece]) if piece in swap else range(begin, begin + len(piece))
             begin += len(piece)
         origins.append(len(text))
         with wrap_tokenizer_errors(problem):
@@ -189,21 +186,20 @@ class ChatTemplate:
                 raise ConfigError(f"{problem} which cannot be located; put a user message before it")
             before = self._render(messages[:index], variables, add_generation_prompt=True)[0]
             after = self._render(messages[: index + 1], variables)[0]
-            answer = after[len(before) :]
-            # Qwen3's template renders thoughts only in the last answer. In `text` an earlier answer is then a suffix of
-            # `answer`, with the content.
-            if not text.startswith(answer, len(before)):
-                begins = range(answer.rfind(self._hide(message.get("content", ""))) + 1)
-                answer = next((answer[i:] for i in begins if text.startswith(answer[i:], len(before))), answer)
-            follows_prompt = text.startswith(before) and after.startswith(before)
-            if not (follows_prompt and text.startswith(answer, len(before))):
+            begin, answer = len(before), after[len(before) :]
+            # Qwen3's template renders thoughts only in the last answer. Of an earlier one `text` has only the end, from
+            # some character at or before its content: try each.
+            content_begin = max(0, answer.rfind(self._hide(message.get("content", ""))))
+            endings = (answer[i:] for i in range(content_begin + 1))
+            found = next((ending for ending in endings if text.startswith(ending, begin)), None)
+            if found is None or not (text.startswith(before) and after.startswith(before)):
                 raise ConfigError(
                     "tokenizer: its chat template does not render an answer after the generation prompt, or renders it "
                     "differently when more messages follow, so it cannot be located; save the tokenizer, put "
                     "{% generation %} and {% endgeneration %} around answers in its chat_template.jinja, and name that "
                     "folder"
                 )
-            in_answer[len(before) : len(before) + len(answer)] = b"\1" * len(answer)
+            in_answer[begin : begin + len(found)] = b"\1" * len(found)
         return in_answer
 
 
@@ -222,7 +218,10 @@ def _mark_answers(marked: list[tuple[int, int]], text: str, messages: list[Messa
 
 
 def encode_row(template: ChatTemplate, document: str, begins: bool = True) -> tuple[str, dict[str, list[int]]]:
-    """Return the content of a conversation and its row of a corpus, {column: values}; {} if no answer is a target."""
+    """Return the content of a conversation and its row of a corpus, {column: values}; {} if no answer is a target.
+
+    `begins` is ignored: data.prepare calls encode_row and encode_text alike.
+    """
     conversation = parse_conversation(document)
     if not conversation["messages"]:
         return "", {}
