@@ -1,8 +1,8 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
 A run is a function of its config, which contains the seed: the learning rate, the global batch and every random draw of
-step s are functions of (config, s). Its only state is the weights, the optimizer's moments, the integer s and two
-counts of skipped updates (in total and in a row).
+step s are functions of (config, s). Its only state is the weights and buffers, the optimizer's state, the integer s and
+two counts of skipped updates (in total and in a row).
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -127,8 +127,9 @@ def train(
     ):
 
         def stop_requested() -> bool:
-            # Sent in the all-reduce of each step's metrics. All processes read it at the latest one step later, and
-            # therefore stop after the same step. There require_verified or saver.save raises an error of theirs.
+            # Summed over processes with each step's metrics. All processes read the sum at the same point of the loop,
+            # at most one step later, so they stop after the same step. If the reason is a damaged corpus or a failed
+            # save, require_verified or saver.save raises its error there.
             return stop_signal.received or corpus_check.failed or saver.failed
 
         corpus_status = corpus_check.wait_briefly()

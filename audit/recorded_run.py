@@ -1,6 +1,6 @@
 """A run as it recorded itself on disk, and retraining of a part of it.
 
-Steps are retrained in a separate run directory inside a temporary folder, from a checkpoint of the recorded run.
+Steps are retrained from a checkpoint of the recorded run, in one run directory per session in a temporary folder.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ class RecordedRun:
         return [*sorted({session.step for session in self.sessions if begin < session.step < end}), end]
 
     def missing_metrics(self, step: int, names: Iterable[str]) -> list[str]:
-        """List the metrics of `names`, logged when `step` was retrained, that are missing from the run's log.
+        """List which of `names`, the metrics of retrained `step`, are missing from the run's log.
 
         Retraining logs every step, the run only those that its settings select. Metrics that other code never logged
         are added to `unlogged` instead.
@@ -120,7 +120,7 @@ class RecordedRun:
             here["threads"] = torch.get_num_threads()
         gpu_here, reasons = not uses_cpu(os.environ), []
         for session in map(self.session_at, self.session_ends(begin, end)):
-            on_gpu = session.threads is None
+            on_gpu = session.threads is None  # threads are recorded only on a CPU
             if session.processes is None:
                 reasons.append("no record of how many processes trained it")
             elif on_gpu != gpu_here:
@@ -151,9 +151,10 @@ class RecordedRun:
     def retrain(
         self, checkpoint: Path | None, until: int, folder: Path, changes: dict[str, Any] | None = None
     ) -> "Retrained":
-        """Train from a checkpoint, or from initial weights, through step `until`, in a run directory in `folder`.
+        """Train from a checkpoint, or from initial weights, through step `until`.
 
-        Training stops and resumes at the same steps as the run did. `changes` overrides settings, as `section.name`.
+        Each session has a run directory in `folder`, so that training stops and resumes at the same steps as the run
+        did. `changes` overrides settings, as `section.name`.
 
         Raises:
             Preempted: A stop signal was received.

@@ -58,14 +58,14 @@ def run_attempt(config: TryConfig, chain: Chain, kind: str, text: str, ideas: li
     cells = {"kind": kind, "parent": chain.head, "commit": changed.commit, "idea": text, "note": config.note}
     cells["diff"] = code.save_diff(chain.lab / "diffs")
     cells["settings"] = " ".join(idea.settings for idea in ideas if idea.settings)
-    before = []
+    heading = []
     try:
         row = Attempt(config, chain, cells).test(changed)
     except TriedBefore as tried:
         row = tried.row
-        before = [f"tried as #{row['id']}:"]
+        heading = [f"tried as #{row['id']}:"]
     return Result(
-        typed_row(row) | {"tried_before": bool(before)}, [*before, *describe(row)], EXIT_CODES.get(row["status"], 0)
+        typed_row(row) | {"tried_before": bool(heading)}, [*heading, *describe(row)], EXIT_CODES.get(row["status"], 0)
     )
 
 
@@ -149,15 +149,18 @@ class Attempt(Experiment):
         }
 
     def finish(self, **results: Any) -> Row:
-        """Append the row with the result, unless another process that shared the test has done so; return the row."""
+        """Append the row with the result, unless another process that shared the test has done so; return the row.
+
+        Return {} if the idea was refused before it had a number.
+        """
         with locked_chain(self.lab) as (ledger, chain):
-            if "id" not in self.cells:  # not in the ledger, because its code does not start
+            if "id" not in self.cells:  # it was refused (no row), or its code crashes at the start
                 if results["status"] != "failed":
                     return {}
                 self.cells["id"] = 1 + len(chain.ideas)
-            before = chain.ideas.get(str(self.cells["id"]))
-            if before and not self.can_resume(before):
-                return before
+            earlier = chain.ideas.get(str(self.cells["id"]))
+            if earlier and not self.can_resume(earlier):
+                return earlier
             row = make_row(**self.cells, **results)
             return ledger.append(**row | {"wealth": Chain(self.lab, [*ledger.rows, row]).wealth})
 

@@ -61,7 +61,7 @@ class Chain:
 
     @property
     def head(self) -> str:
-        """Commit of the newest accepted idea."""
+        """Commit of the newest accepted idea; the start's if there is none."""
         return self.kept[-1]["commit"] if self.kept else self.start["commit"]
 
     @property

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -59,8 +59,8 @@ class Saver(AbstractContextManager):
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
             assert isinstance(group, dist.ProcessGroup), "every process is a member"
             self.group = group
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_thread_priority)
-        self.pending: Future[None] | None = None
+        self.executor = futures.ThreadPoolExecutor(1, "checkpoint", initializer=lower_thread_priority)
+        self.pending: futures.Future[None] | None = None
         self.unsaved: UnsavedState | None = None
 
     def record_unsaved_state(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -101,7 +101,7 @@ class Saver(AbstractContextManager):
         copy = storage.copy_to_cpu(tensors) if self.config.asynchronous else tensors
         self.pending = self.executor.submit(self._write, copy, state)
         if not self.config.asynchronous:
-            wait([self.pending], self.timeout_seconds)  # self.wait raises its error
+            futures.wait([self.pending], self.timeout_seconds)  # the next self.wait raises the error
 
     @property
     def failed(self) -> bool:
@@ -117,7 +117,7 @@ class Saver(AbstractContextManager):
         requires a stop; otherwise print the error. Raise RunError after `timeout_seconds`.
         """
         pending, self.pending = self.pending, None
-        if pending is not None and not wait([pending], self.timeout_seconds).done:
+        if pending is not None and not futures.wait([pending], self.timeout_seconds).done:
             # `checkpoint.on_failure: continue` cannot help: the next save would overwrite the copy being written.
             raise RunError(
                 f"a checkpoint was not written within {self.timeout_seconds} s (timeout_seconds); is the disk of "
@@ -139,7 +139,7 @@ class Saver(AbstractContextManager):
         try:
             with self._all_succeed(final):
                 if self.rank == 0:
-                    for leftover in self.checkpoints.glob(".*step-*"):  # of a process killed while writing or deleting
+                    for leftover in self.checkpoints.glob(".*step-*"):  # left by a process that was killed
                         shutil.rmtree(leftover)
                     num_bytes = SPARE_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
                     free_bytes = shutil.disk_usage(self.checkpoints).free

@@ -1,7 +1,7 @@
 """Fill in the settings that the command line leaves null.
 
-Each function returns a new config. `run.resolve.resolve` calls them in order: from the settings of the run that is
-resumed, the initial model, the corpus (`Corpus.fill_in`) and the launch.
+Each `with_*` function returns a new config. `run.resolve.resolve` calls them in order: from the settings of the run
+that is resumed, the initial model, the corpus (`Corpus.fill_in`) and the launch.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def with_stored_settings(config: TrainConfig, stored: Mapping[str, Any]) -> Trai
 
 
 def with_stored_model(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
-    """Take the settings of `model` that the user did not give from the flat settings of a run with `init_from`."""
+    """Fill in `model` settings that the user did not give, from the stored, flat settings of a run with `init_from`."""
     given = given_model_settings(config)
     settings = {
         setting.name: getattr(config.model, setting.name) if setting.name in given else stored[f"model.{setting.name}"]

@@ -307,8 +307,8 @@ class TrainConfig:
     prints a warning and trains uncompiled."""
 
     tf32: bool = False
-    """On an NVIDIA GPU, multiply float32 matrices in TF32: several times as fast without mixed precision, but inputs
-    are rounded to a 10-bit mantissa. Not with `exact`."""
+    """On an NVIDIA GPU, multiply float32 matrices in TF32, several times as fast; of use only without mixed precision.
+    Inputs are rounded to a 10-bit mantissa. Not with `exact`."""
 
     activation_checkpointing: bool = False
     """Store only the input of each transformer block and recompute its activations in the backward: less memory for
@@ -468,8 +468,8 @@ class TrainConfig:
         if schedule.min_lr_ratio > 1:
             yield f"schedule.min_lr_ratio: {schedule.min_lr_ratio} must be a fraction of the peak, so at most 1"
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
-            decay = f" and schedule.decay_steps: {schedule.decay_steps}" if schedule.decay_steps else ""
-            yield f"schedule.warmup_steps: {schedule.warmup_steps}{decay}: more than steps: {self.steps}"
+            decay = f" and schedule.decay_steps: {schedule.decay_steps}: together" if schedule.decay_steps else ":"
+            yield f"schedule.warmup_steps: {schedule.warmup_steps}{decay} more than steps: {self.steps}"
         first, steps, whole = schedule.batch_warmup_from, schedule.batch_warmup_steps, self.global_batch_size
         if first is None:
             if steps:

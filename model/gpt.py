@@ -165,7 +165,7 @@ class GPTModel(GenerationMixin):
 
         The residual stream is a sum of 2 n_layers outputs of out_proj and down_proj; their smaller std keeps its
         variance independent of depth. With zero_init they are 0 (Zhang et al. 2019, "Fixup", arXiv:1901.09321).
-        Each parameter has its own random generator, so adding a layer does not change how others are initialised.
+        Each parameter has its own random generator, so adding one does not change the random numbers of the others.
         """
         for name, parameter in self.named_parameters():
             generator = torch.Generator("cpu" if parameter.is_meta else parameter.device)
@@ -274,7 +274,8 @@ class GPTModel(GenerationMixin):
         """Count the floating-point operations to train on one token (PaLM, appendix B, arXiv:2204.02311).
 
         Forward and backward take 6 per compute parameter. In each layer, attention scores and the weighted sum of
-        values take 12 n_heads head_dim per position in the window (or seq_len), by convention not halved for causality.
+        values take 12 n_heads head_size per position in the window (or seq_len), by convention not halved for causal
+        attention.
         """
         attended = sum(min(window or seq_len, seq_len) for window in self.windows)
         attention_flops = 12 * self.config.n_heads * self.config.head_size * attended

@@ -81,7 +81,7 @@ def differing_settings(stored: dict[str, Any], config: TrainConfig) -> list[str]
         unresolved.discard("init_hash")  # it will stay null
     free = set(FREE_SETTINGS)
     if stored["data.hash"] is None:
-        free.discard("data.path")  # only the path identifies data without a hash, as of a source that a fork added
+        free.discard("data.path")  # it alone identifies data without a hash, such as a source that a fork added
     elif _have_same_weights(stored["data.mix"], given["data.mix"]):
         free.add("data.mix")  # its keys are paths
     lines = []
@@ -181,7 +181,7 @@ def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     old_config = replace(config, schedule=old_schedule, steps=stored["steps"])
     # Comparing millions of steps takes seconds, so equal schedules are not compared step by step.
     num_compared = 0 if old_config == config else min(manifest.step, config.steps)
-    # The unscheduled values, such as that of optimizer.lr under "lr".
+    # Unscheduled values by name: optimizer.lr is base_values["lr"].
     base_values = {name: stored[key] for key in stored for name in SCHEDULES if key.endswith(f".{name}")}
     for step, (name, value) in product(range(num_compared), base_values.items()):
         old, new = scheduled_value(name, value, old_config, step), scheduled_value(name, value, config, step)

@@ -186,8 +186,8 @@ class MetricsQueue:
                 names = f"{self._names} at first and {list(auxiliary)} now"
                 raise RunError(f"the model reported {names}; the names must not change")
             values += [loss.detach(), *(value for pair in auxiliary.values() for value in pair)]
-        # Each process fills slots of its own, which are 0 on all others, so the all-reduce rounds nothing and the host
-        # adds the values in the same order on any number of processes.
+        # Losses and auxiliary metrics go into slots of this process alone, and the first two slots sum integers, so the
+        # all-reduce rounds nothing. The host adds the values in the same order on any number of processes.
         num_slots = 3 + self.num_processes * len(values)
         buffer = torch.zeros(num_slots, dtype=sum_dtype(self.device), device=self.device)
         fill_slots(buffer, (local_targets, stop))

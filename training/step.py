@@ -93,7 +93,7 @@ def train_step(
 
     Raises:
         NonFiniteError: with `on_nonfinite: skip`, if more than `max_skipped` updates in a row had an infinite or NaN
-            loss or gradient. With `on_nonfinite: stop`, `state.metrics_queue.read` raises it, one step later.
+            loss or gradient. With `on_nonfinite: stop`, `state.metrics_queue.read` raises it, at most a step later.
     """
     config, accelerator, queue = state.config, state.accelerator, state.metrics_queue
     apply_schedules(state.optimizer, state.network, config, step)
