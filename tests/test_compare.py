@@ -141,7 +141,7 @@ def test_best_loss_uses_the_last_validation_set_only(tmp_path, capsys):
     shown = table(printed(capsys, run, loss=2.5))[0]
     assert (shown["best"], shown["tokens to 2.5000"]) == ("3.0000", "-")
     begin = {"run": str(run), "step": 10, "digest": None}
-    branch = fake_run(tmp_path / "branch", rows_of(val=[0, 4.0, 3.5]), begin, starts=[start(config=many)], **many)
+    branch = fake_run(tmp_path / "branch", rows_of(val=[0, 3.5, 4.0]), begin, starts=[start(config=many)], **many)
     assert {row["run"]: row["best"] for row in table(printed(capsys, run, branch))} == {
         "run": "3.0000",
         "branch": "3.5000",
