@@ -45,11 +45,12 @@ from experiments.variants import (
     scale_steps,
     short_arm,
     steps_in,
+    use_separate_seeds_if_equal,
+    with_tuning_seeds,
 )
 from jobs.runner import Failed, JobRunner, OutOfTime, Stopped, Training
 
 BUDGET_SEEDS = 2  # runs of the baseline on each of BUDGETS
-SEPARATE_SEEDS = 1000  # first seed of runs that must not share seeds with the comparison
 LOSS_MARGIN, EXCESS_MARGIN = 0.003, 0.03  # default equivalence margins
 SAME_LOSS = 1e-5  # relative tolerance; summing in another order changes a loss by less
 MAX_LEAKED = 0.01  # fraction of validation rows among the training rows, beyond that of the baseline
@@ -228,6 +229,7 @@ class Experiment:
             candidate = use_separate_seeds_if_equal(candidate, baseline)
         self.facts |= {"baseline": baseline.name, "candidate": candidate.name}
         self.facts["changed_settings"] = changed_settings(untuned, candidate)
+        self.facts["candidate_settings"] = candidate.compared_settings
         return baseline, candidate
 
     def preview(self, baseline: Arm, candidate: Arm, has_code: bool) -> None:
@@ -492,17 +494,6 @@ def describe_failure(failed: Failed) -> str:
     code = next(Path(word).parent for word in run.command if Path(word).name == "train.py")
     frame = last_frame(run.output.read_text(errors="replace"), code) if run.output.exists() else ""
     return f"does not train: {failed}{frame}; log: {run.output}"
-
-
-def use_separate_seeds_if_equal(candidate: Arm, baseline: Arm) -> Arm:
-    """Return the candidate; in an A/A test with other seeds, because equal seeds would give identical runs."""
-    is_equal = candidate.digest == baseline.digest
-    return replace(candidate, first_seed=baseline.first_seed + SEPARATE_SEEDS) if is_equal else candidate
-
-
-def with_tuning_seeds(arm: Arm) -> Arm:
-    """Return an arm with the seeds that are reserved for tuning."""
-    return replace(arm, first_seed=arm.first_seed + 2 * SEPARATE_SEEDS)
 
 
 def num_unfinished(runs: list[Training]) -> int:

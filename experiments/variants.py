@@ -13,6 +13,7 @@ from scaling.recipe import LR_POWER
 WIDTH_STEP = 8  # a scaled or matched model.d_ff is a multiple of this
 SHORT_RUN_LOGS = 8  # logged steps of a short run, so that its throughput is a median over several
 PREVIEW_STEPS = 8
+SEPARATE_SEEDS = 1000  # first seed of runs that must not share seeds with the comparison
 
 
 def scale_steps(arm: Arm, factor: float) -> Arm:
@@ -101,3 +102,14 @@ def preview_arm(arm: Arm, checks: str) -> dict[str, Any]:
     short = short_arm(arm, min(PREVIEW_STEPS, arm.settings["steps"]), arm.runs)
     short = short.changed({"evaluation.num_samples": arm.settings["evaluation.num_samples"]})  # all rows that may leak
     return score.run_scorer(short, "preview", checks, *short.words)
+
+
+def use_separate_seeds_if_equal(candidate: Arm, baseline: Arm) -> Arm:
+    """Return the candidate; in an A/A test with other seeds, because equal seeds would give identical runs."""
+    is_equal = candidate.digest == baseline.digest
+    return replace(candidate, first_seed=baseline.first_seed + SEPARATE_SEEDS) if is_equal else candidate
+
+
+def with_tuning_seeds(arm: Arm) -> Arm:
+    """Return an arm with the seeds that are reserved for tuning."""
+    return replace(arm, first_seed=arm.first_seed + 2 * SEPARATE_SEEDS)

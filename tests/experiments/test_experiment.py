@@ -443,6 +443,8 @@ def test_tune_searches_both_arms_on_separate_seeds(run_experiment):
     found = run_experiment("--model.mlp relu2", "--optimizer.lr", "0.5", tune="optimizer.lr")
     assert found["verdict"] == "better" and found["difference"] == pytest.approx(-10, abs=1)
     assert found["tuned"] == [1.0, 1.0], "at which the loss is least"
+    resolved = found["candidate_settings"]
+    assert (resolved["optimizer.lr"], resolved["model.mlp"], resolved["steps"]) == (1.0, "relu2", 100)
     names = run_experiment.started()
     assert len(names) == 2 * 5 * 2 + 2 * found["seeds"]
     assert {int(name.rpartition("-")[2]) for name in names[:20]} == {2000, 2001}
