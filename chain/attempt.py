@@ -9,18 +9,19 @@ from scipy import optimize
 
 from chain.code import Idea, apply_ideas, parse_idea
 from chain.ledger import Row, make_row, typed_row
-from chain.output import Result, format_effect
+from chain.output import Result, describe_idea, format_effect
 from chain.settings import CombineConfig, TryConfig
 from chain.state import Chain, locked_chain
 from config.errors import ConfigError
 from experiments import log
-from experiments.arm import Arm
+from experiments.arm import Arm, changed_settings
 from experiments.change import Change
 from experiments.experiment import Experiment
 from experiments.sequential_test import MIN_SEEDS, estimate_difference
 from experiments.settings import ExperimentConfig
 from jobs.runner import JobRunner
 
+TOKEN_SETTINGS = ("steps", "global_batch_size", "seq_len")
 SMALLEST_P = 1e-9  # lower bound of the search for a p-value
 # Exit codes by status; 0 for all others.
 EXIT_CODES = {"running": 10, "unknown": 10, "futile": 10, "failed": 11, "identical": 11}
@@ -105,9 +106,10 @@ class Attempt(Experiment):
 
         Raises:
             TriedBefore: the same candidate was tested before.
-            ConfigError: as in Experiment, or another idea was kept meanwhile.
+            ConfigError: as in Experiment and `check_task`, or another idea was kept meanwhile.
         """
         candidate = super().resolve_candidate(baseline, code, changed)
+        check_task(baseline, candidate, self.config.allow_data_changes)
         self.arms = [baseline, candidate]
         with locked_chain(self.lab) as (ledger, chain):
             if chain.head != self.cells["parent"]:
@@ -165,6 +167,23 @@ class Attempt(Experiment):
             return ledger.append(**row | {"wealth": Chain(self.lab, [*ledger.rows, row]).wealth})
 
 
+def check_task(baseline: Arm, candidate: Arm, allow_data_changes: bool) -> None:
+    """Check that a candidate is trained on as many tokens as the baseline, and with its data and evaluation.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    names = changed_settings(baseline, candidate)
+    fixed = [name for name in names if name.startswith(("data.", "evaluation.")) and name != "evaluation.ema_decay"]
+    if fixed and not allow_data_changes:
+        raise ConfigError(f"{', '.join(fixed)}: the recipe fixes the data and the evaluation; leave them as they are")
+    if names.keys() & set(TOKEN_SETTINGS):
+        ours, theirs = (math.prod(arm.settings[name] or 1 for name in TOKEN_SETTINGS) for arm in (baseline, candidate))
+        if ours != theirs:
+            product = " x ".join(TOKEN_SETTINGS)
+            raise ConfigError(f"{product}: {theirs:,} training tokens instead of {ours:,}; keep the product")
+
+
 class TriedBefore(Exception):
     """The same candidate was tested against the same head.
 
@@ -195,10 +214,10 @@ def describe(row: Row) -> Iterator[str]:
     """Yield the result of a test in a few lines."""
     number, status = row["id"], row["status"]
     if not row["difference"]:
-        yield f"#{number} {status}: {row['idea']}" + (f": {row['message']}" if row["message"] else "")
+        yield f"#{number} {status}: {describe_idea(row)}" + (f": {row['message']}" if row["message"] else "")
     else:
         seeds = f"{row['seeds_candidate']} seeds against {row['seeds_baseline']}"
-        yield f"#{number} {status}: {row['idea']} changes the loss by {format_effect(row)}, {seeds}"
+        yield f"#{number} {status}: {describe_idea(row)} changes the loss by {format_effect(row)}, {seeds}"
         costs = ", ".join(f"{name} x{float(row[name]):.3g}" for name in ("parameters", "flops", "speed") if row[name])
         yield f"level {row['level']}, p {row['p']}, wealth {row['wealth']}; {costs}"
     if row["verify"] not in ("", "passed"):

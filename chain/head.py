@@ -19,7 +19,7 @@ from chain.code import (
     write_commit,
 )
 from chain.ledger import Row, locked_ledger, typed_row
-from chain.output import Result, format_effect
+from chain.output import Result, describe_idea, format_effect
 from chain.settings import ChainConfig, DropConfig, KeepConfig, StartConfig
 from chain.state import Chain, locked_chain
 from config.errors import ConfigError
@@ -104,7 +104,7 @@ def keep(config: KeepConfig) -> Result:
 def commit_message(row: Row) -> str:
     """Return the message of the commit of an idea."""
     selection = f" at selection: {format_effect(row)}" if row["low"] else ""
-    subject = f"research: {row['idea']}"[:72]
+    subject = f"research: {describe_idea(row)}"[:72]
     return f"{subject}\n\n{row['note']}\nidea {row['id']}, {row['status']}{selection}"
 
 
@@ -142,7 +142,7 @@ def drop(config: DropConfig) -> Result:
         is_undone = (
             bool(row["commit"]) and row["parent"] == chain.head and undo_idea(chain.branch, chain.head, row["commit"])
         )
-    tree = "removed from the working tree" if is_undone else "the working tree is unchanged"
+    tree = "removed from the working tree" if is_undone else "nothing was removed from the working tree"
     return Result(typed_row(row), [f"#{row['id']} dropped; {tree}" + f"; diff: {row['diff']}" * bool(row["diff"])])
 
 
@@ -195,4 +195,7 @@ def describe_baseline(row: Row) -> Iterator[str]:
     """Yield the measurement of a baseline in words."""
     effect = f", {float(row['difference']):+.1f}% relative to the previous baseline" if row["difference"] else ""
     yield f"baseline: loss {row['loss']} on {row['seeds_baseline']} fresh seeds{effect}"
-    yield f"{row['status']} over seeds; a test {row['message']} with {POWER:.0%} power by {POWER_SEEDS} seeds"
+    freedom = int(row["seeds_baseline"]) - 1
+    low, high = (math.sqrt(freedom / stats.chi2.isf(tail, freedom)) for tail in (0.025, 0.975))
+    yield f"{row['status']} over seeds, with a 95% interval of {low:.2g} to {high:.2g} times this"
+    yield f"a test {row['message']} with {POWER:.0%} power by {POWER_SEEDS} seeds"

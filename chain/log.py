@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from chain.ledger import typed_row
-from chain.output import Result, format_effect
+from chain.output import Result, describe_idea, format_effect
 from chain.settings import LogConfig
 from chain.state import HEAD_AGAINST_START, TEST_KINDS, Chain, locked_chain
 from cli.output import aligned
@@ -48,7 +48,7 @@ def lines(chain: Chain) -> Iterator[str]:
     for row in [*chain.ideas.values(), *confirmed.values()]:
         number = f"#{row['id']}" if row["id"] else "confirm"
         cpu_seconds = f"{float(row['cpu_seconds']):.0f}" if row["cpu_seconds"] else ""
-        cells = [f"{number} {shorten(row['idea'], MAX_CELL)}", row["time"], numbers.get(row["parent"], "")]
+        cells = [f"{number} {shorten(describe_idea(row), MAX_CELL)}", row["time"], numbers.get(row["parent"], "")]
         cells += [row["status"], row["decision"], format_effect(row), row["seeds_candidate"], row["p"], cpu_seconds]
         table.append(cells)
     yield from aligned(table)
@@ -76,7 +76,7 @@ def draw(chain: Chain, path: Path) -> None:
             axes.step(x, y, where="post", color=COLORS[4], linestyle=line, label=label)
     for (hours, loss), row in zip(claims, chain.kept, strict=True):
         axes.annotate(
-            fit_label(row["idea"], MAX_LABEL), (hours, loss), (4, -10), textcoords="offset points", fontsize=6
+            fit_label(describe_idea(row), MAX_LABEL), (hours, loss), (4, -10), textcoords="offset points", fontsize=6
         )
     for name, style in OUTCOMES.items():
         if name in ideas:

@@ -15,6 +15,11 @@ class Result:
     exit_code: int = 0
 
 
+def describe_idea(row: Row) -> str:
+    """Return the idea of a row, with its note if it is the working tree, whose name `.` says nothing."""
+    return f"{row['idea']} ({row['note']})" if row["note"] and row["idea"].split()[0] == "." else row["idea"]
+
+
 def format_effect(row: Row) -> str:
     """Format the difference of a row with its interval; "" if it has none."""
     if not row["difference"]:

@@ -118,7 +118,8 @@ class Experiment:
         self.jobs.deadline = self.start_time + 60 * (config.budget_minutes or math.inf)
         self.launch = Launch.parse(config.launch)
         if not (config.launch or jobs.gpus):  # the same for all runs: the number of threads changes bits
-            jobs.threads = max(1, available_cores() // jobs.max_running)
+            inherited = os.environ.get("OMP_NUM_THREADS", "")
+            jobs.threads = int(inherited) if inherited.isdigit() else max(1, available_cores() // jobs.max_running)
         self.max_seeds, self.baseline_seeds = max(config.max_seeds, MIN_SEEDS), config.baseline_seeds or 0
         self.total_alpha = TOTAL_ALPHA
         self.facts: dict[str, Any] = {"note": config.note} if config.note else {}

@@ -43,9 +43,9 @@ def decided(research, monkeypatch):
 
     monkeypatch.setattr(attempt.Attempt, "test", test)
 
-    def decided(idea, status="better"):
+    def decided(idea, status="better", *words):
         decided.status = status
-        found = research("try", idea)
+        found = research("try", idea, *words)
         return int(research.rows()[-1]["id"]) if found.out.startswith("#") else found
 
     return decided
@@ -90,6 +90,24 @@ def test_ideas_without_a_result_cost_no_wealth(research):
     assert (tested["id"], tested["level"]) == ("2", failed["level"]) and float(tested["p"]) < float(tested["level"])
 
 
+@pytest.mark.parametrize(
+    ("idea", "message"),
+    [
+        ("--steps 200", "steps x global_batch_size x seq_len: 1,600 training tokens instead of 800"),
+        ("--global_batch_size 2", "1,600 training tokens instead of 800"),
+        ("--steps 50 --global_batch_size 2", None),
+        ("--data.num_samples 50", "data.num_samples: the recipe fixes the data and the evaluation"),
+        ("--evaluation.num_samples 4", "evaluation.num_samples: the recipe fixes"),
+    ],
+)
+def test_idea_keeps_the_task_and_the_training_tokens(idea, message, research, monkeypatch):
+    research.start()
+    monkeypatch.setattr(Experiment, "compare", interrupted)
+    num_rows, found = len(research.rows()), research("try", idea)
+    assert found.code == (2 if message else 130) and (not message or message in found.text)
+    assert len(research.rows()) == num_rows + (not message), "a refused idea has no number"
+
+
 def test_killed_test_resumes_with_its_number_and_level(research, monkeypatch):
     research.start()
     with monkeypatch.context() as patch:
@@ -128,7 +146,8 @@ def test_keep_commits_edits_and_drop_undoes_them(research, decided):
     assert research.git("show", "HEAD:train.py").endswith("# faster") and not research.git("status", "--porcelain")
     train.write_text(before + "# slower\n")
     other.unlink()
-    number = decided(". --optimizer.lr 2", "worse")
+    number = decided(". --optimizer.lr 2", "worse", "--note=slower")
+    assert f"#{number} . --optimizer.lr 2 (slower)" in research("log").out
     assert "removed from the working tree" in research("drop", str(number)).text
     assert train.read_text() == before + "# faster\n" and other.read_text() == "new\n"
     assert not research.git("status", "--porcelain")
