@@ -132,7 +132,7 @@ def train(
             # save, require_verified or saver.save raises its error there.
             return stop_signal.received or corpus_check.failed or saver.failed
 
-        corpus_status = corpus_check.wait_briefly()
+        corpus_status = corpus_check.wait_briefly()  # at most 3 s, so that the summary can say that it is verified
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus_status, corpus.conversations))
 
         first_micro_batches = next(batches)

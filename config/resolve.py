@@ -43,7 +43,11 @@ def replace_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainCo
         section, _, name = setting.rpartition(".")
         sections.setdefault(section, {})[name] = value
     top = sections.pop("", {})
-    changed = {section: replace(top.pop(section, getattr(config, section)), **s) for section, s in sections.items()}
+    # A whole section may be replaced too; settings within it are then applied to the new one.
+    changed = {
+        section: replace(top.pop(section, getattr(config, section)), **settings)
+        for section, settings in sections.items()
+    }
     return replace(config, **top, **changed)
 
 

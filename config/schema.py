@@ -187,8 +187,8 @@ class EvaluationConfig:
     """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
 
     num_samples: PositiveInt | None = 500
-    """Sequences in the validation set, all of which are used by every evaluation. source text: at most the size of the
-    validation split; null: all of it."""
+    """Sequences in the validation set, all of which are used by every evaluation. source text: a smaller
+    validation split is used whole; null: always all of it."""
 
     micro_batch_size: PositiveInt = 50
     """Sequences in a forward pass of an evaluation."""
@@ -316,8 +316,8 @@ class TrainConfig:
 
     chunked_loss: bool | None = None
     """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), so that the logits are
-    never in memory all at once; on a CPU it is also faster. null: with `compile`, or if the logits take more than one
-    chunk (32 MiB on a CPU, 1 GiB on a GPU)."""
+    never in memory all at once; on a CPU it is also faster. null: true with `compile`, or if the logits take more than
+    one chunk (32 MiB on a CPU, 1 GiB on a GPU)."""
 
     stop_after: PositiveInt | None = None
     """Save and stop after this step, as on a signal; the same command then resumes the run up to `steps`. Ignored by a
@@ -328,7 +328,7 @@ class TrainConfig:
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action when the loss or the gradient is infinite or NaN. stop: stop the run; skip: skip the update on all
-    processes, for which the host waits for the device in every step."""
+    processes; the host then waits for the device in every step."""
 
     max_skipped_in_a_row: PositiveInt = 10
     """on_nonfinite skip: number of consecutive updates that may be skipped before the run stops."""
@@ -470,25 +470,27 @@ class TrainConfig:
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
             decay = f" and schedule.decay_steps: {schedule.decay_steps}: together" if schedule.decay_steps else ":"
             yield f"schedule.warmup_steps: {schedule.warmup_steps}{decay} more than steps: {self.steps}"
-        first, steps, whole = schedule.batch_warmup_from, schedule.batch_warmup_steps, self.global_batch_size
-        if first is None:
-            if steps:
+        smallest, warmup_steps, full = schedule.batch_warmup_from, schedule.batch_warmup_steps, self.global_batch_size
+        if smallest is None:
+            if warmup_steps:
                 yield (
-                    f"schedule.batch_warmup_steps: {steps} needs schedule.batch_warmup_from (sequences in the first "
-                    "batch)"
+                    f"schedule.batch_warmup_steps: {warmup_steps} needs schedule.batch_warmup_from (sequences in the "
+                    "first batch)"
                 )
             return
-        if steps is None:
-            yield f"schedule.batch_warmup_from: {first} needs schedule.batch_warmup_steps, over which the batch grows"
-            return
-        if steps > self.steps:
-            yield f"schedule.batch_warmup_steps: {steps}: more than steps: {self.steps}"
-        if whole is not None and whole < first:
-            yield f"schedule.batch_warmup_from: {first} is more than global_batch_size: {whole}"
-        elif whole is not None and whole % first:
+        if warmup_steps is None:
             yield (
-                f"global_batch_size: {whole} is not a multiple of schedule.batch_warmup_from: {first}, by which the "
-                f"batch grows; the nearest that work: {_nearest(whole, first)}"
+                f"schedule.batch_warmup_from: {smallest} needs schedule.batch_warmup_steps, over which the batch grows"
+            )
+            return
+        if warmup_steps > self.steps:
+            yield f"schedule.batch_warmup_steps: {warmup_steps}: more than steps: {self.steps}"
+        if full is not None and full < smallest:
+            yield f"schedule.batch_warmup_from: {smallest} is more than global_batch_size: {full}"
+        elif full is not None and full % smallest:
+            yield (
+                f"global_batch_size: {full} is not a multiple of schedule.batch_warmup_from: {smallest}, by which the "
+                f"batch grows; the nearest that work: {_nearest(full, smallest)}"
             )
 
     def _other_problems(self) -> Iterator[str]:

@@ -214,12 +214,12 @@ class GPTModel(GenerationMixin):
         Returns:
             logits: [B, positions kept, V] in the dtype of the computation, or None.
             loss: 0-dim, at least float32, in nats; None without labels.
-            metrics: auxiliary metrics {name: (sum, count)}, present only if `loss_of_logits` in model/loss.py, or
-                code that a fork adds to `forward`, reports some: numbers or 0-dim tensors, not divided by
-                num_items_in_batch, with the same names in every call. Sums and counts are added over micro-batches and
-                processes, and sum / count is logged as train/NAME and val/NAME. If the objective has auxiliary terms,
-                report the cross-entropy as "loss": it is then logged as train/loss and val/loss instead of the
-                objective.
+            metrics: auxiliary metrics {name: (sum, count)}, numbers or 0-dim tensors, not divided by
+                num_items_in_batch, with the same names in every call. Returned only if `loss_of_logits` in
+                model/loss.py, or code that a fork adds to `forward`, reports any. Sums and counts are added over
+                micro-batches and processes, and sum / count is logged as train/NAME and val/NAME. If the objective has
+                auxiliary terms, report the cross-entropy as "loss": it is then logged as train/loss and val/loss
+                instead of the objective.
 
         Raises:
             ValueError: the sequence is longer than max_position_embeddings.

@@ -27,7 +27,7 @@ RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped", "perplexity", "entropy
 
 
 class NonFiniteError(RunError):
-    """The loss or the gradient norm of a step is infinite or NaN; `cause`, without the remedy, names the samples."""
+    """The loss or the gradient norm of a step is infinite or NaN; `cause` is the message without the remedy."""
 
     def __init__(self, cause: str, remedy: str = ""):
         super().__init__(cause + remedy)
@@ -148,7 +148,7 @@ class MetricsQueue:
         self._last_read: StepMetrics | None = None
 
     def register_names(self, auxiliary: MetricSums) -> None:
-        """Record the names of the auxiliary metrics in the model's first forward; called by all processes together.
+        """Record the names of the auxiliary metrics that the first forward returned; called by all processes together.
 
         Raises:
             RunError: processes have different names, or a name is one that the loop logs itself.
@@ -158,7 +158,9 @@ class MetricsQueue:
         if any(other != self._names for other in names):
             raise RunError(f"the model reports different metrics on each process; they must be the same: {names}")
         if taken := sorted(RESERVED_NAMES & auxiliary.keys()):
-            raise RunError(f"the model reports {', '.join(taken)}: a name that is logged already; use another")
+            raise RunError(
+                f"the model reports {', '.join(taken)}: the training loop logs these names itself; use others"
+            )
 
     def dispatch(
         self,
@@ -174,7 +176,8 @@ class MetricsQueue:
             completed_steps: including this one.
             outputs: for each micro-batch the summed loss divided by `loss_divisor`, and the auxiliary metrics.
             local_targets: number of target tokens in the local micro-batches, 0-dim int64.
-            loss_divisor: number by which each summed loss was divided.
+            loss_divisor: number by which each summed loss was divided, because the number of targets is not known
+                before the all-reduce (see train_step).
             stop: whether this process has a reason to stop.
 
         Raises:
