@@ -1,7 +1,7 @@
 """Fill in the settings that the command line leaves null.
 
-Each `with_*` function returns a new config. `run.resolve.resolve` calls them in order: from the settings of the run
-that is resumed, the initial model, the corpus (`Corpus.fill_in`) and the launch.
+Each `with_*` function returns a new config. `run.resolve.resolve` calls them in this order: they fill in from the
+stored settings of a resumed run, then from the initial model, the corpus (`Corpus.fill_in`) and the launch.
 """
 
 from collections.abc import Mapping
@@ -63,12 +63,12 @@ def require_consistent(config: TrainConfig, num_processes: int) -> None:
 
 def with_stored_settings(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
     """Fill in settings that are null from the stored, flat settings of the run that is resumed."""
-    given = {
+    current = {
         "data.seed": config.data.seed,
         "global_batch_size": config.global_batch_size,
         "branch_from": config.branch_from,
     }
-    return replace_settings(config, {name: stored[name] for name, value in given.items() if value is None})
+    return replace_settings(config, {name: stored[name] for name, value in current.items() if value is None})
 
 
 def with_stored_model(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
@@ -96,7 +96,7 @@ def with_initial_model(config: TrainConfig, initial: GPTConfig, weights_hash: st
     changes = {name: getattr(config.model, name) for name in NOT_FROM_INITIAL_MODEL & given}
     if config.init_hash not in (None, weights_hash):
         problem = f"init_hash: {config.init_hash}, but the weights of {config.init_from} have the hash {weights_hash}"
-        raise ConfigError(f"{problem}; set that one, or null")
+        raise ConfigError(f"{problem}; set init_hash to the latter, or null")
     return replace(config, model=replace(initial, **changes), init_hash=weights_hash)
 
 

@@ -125,7 +125,8 @@ def _load_text(config: TrainConfig) -> Corpus:
     corpora = [TextCorpus(path) for path in data.corpora]
     content_hash = "+".join(corpus.metadata["hash"] for corpus in corpora)
     if data.hash not in (None, content_hash):
-        raise ConfigError(f"data.hash: {data.hash}, but the corpus has the hash {content_hash}; set that one, or null")
+        problem = f"data.hash: {data.hash}, but the corpus has the hash {content_hash}"
+        raise ConfigError(f"{problem}; set data.hash to the latter, or null")
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
         raise ConfigError(f"data.mix: {', '.join(data.mix or ())} were made with different tokenizers")
     chat = any(corpus.has_conversations for corpus in corpora)

@@ -43,6 +43,7 @@ def _feistel(values: np.ndarray, half_bits: int, round_keys: list[int]) -> np.nd
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for round_key in round_keys:
+        # mix_bits takes int64; the views keep the bits.
         mixed = mix_bits((right ^ np.uint64(round_key)).view(np.int64)).view(np.uint64)
         left, right = right, left ^ (mixed & mask)
     return (left << shift) | right
@@ -121,13 +122,14 @@ class GlobalBatches(BatchSizes):
         """
         # Several steps at once: numpy takes as long for 16 positions as for 256, about 1% of a step of 50 ms.
         num_steps = max(1, POSITIONS_AT_ONCE * num_processes // self.global_batch_size)
-        key = step // num_steps, rank, num_processes
-        if key != self._cached_key:
-            self._cached_indices, self._cached_key = self._indices_of_steps(num_steps, *key), key
+        cache_key = step // num_steps, rank, num_processes
+        if cache_key != self._cached_key:
+            self._cached_indices = self._indices_of_steps(num_steps, *cache_key)
+            self._cached_key = cache_key
         return self._cached_indices[step % num_steps]
 
-    def _indices_of_steps(self, num_steps: int, block: int, rank: int, num_processes: int) -> list[list[int]]:
-        steps = range(block * num_steps, (block + 1) * num_steps)
+    def _indices_of_steps(self, num_steps: int, group: int, rank: int, num_processes: int) -> list[list[int]]:
+        steps = range(group * num_steps, (group + 1) * num_steps)
         sizes = [self.size(step) // num_processes for step in steps]
         firsts = [self.sequences_before(step) + rank * size for step, size in zip(steps, sizes, strict=True)]
         positions = [np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
