@@ -121,7 +121,7 @@ class Saver(AbstractContextManager):
             # `checkpoint.on_failure: continue` cannot help: the next save would overwrite the copy being written.
             raise RunError(
                 f"a checkpoint was not written within {self.timeout_seconds} s (timeout_seconds); is the disk of "
-                f"{self.checkpoints} slow, or gone?"
+                f"{self.checkpoints} slow or gone, or has another process ended?"
             )
         try:
             if pending is not None:

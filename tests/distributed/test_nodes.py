@@ -98,6 +98,8 @@ def test_cut_link_ends_all_then_run_resumes(nodes, uninterrupted, runs):
     exit_codes, outputs = end(launchers)
     assert exit_codes == [1, 1]
     for rank, output in enumerate(outputs):
+        if "train.py: error: a checkpoint was not written within 5 s" in output:  # cut while one was being written
+            continue
         assert f"train.py: error: process {rank} lost the others in" in output, output
         assert "Timed out waiting 5000ms" in output or "Application timeout caused pair closure" in output
     ip("-n", nodes[0], "link", "set", "eth0", "up")
