@@ -177,11 +177,10 @@ def check_task(baseline: Arm, candidate: Arm, allow_data_changes: bool) -> None:
     fixed = [name for name in names if name.startswith(("data.", "evaluation.")) and name != "evaluation.ema_decay"]
     if fixed and not allow_data_changes:
         raise ConfigError(f"{', '.join(fixed)}: the recipe fixes the data and the evaluation; leave them as they are")
-    if names.keys() & set(TOKEN_SETTINGS):
-        ours, theirs = (math.prod(arm.settings[name] or 1 for name in TOKEN_SETTINGS) for arm in (baseline, candidate))
-        if ours != theirs:
-            product = " x ".join(TOKEN_SETTINGS)
-            raise ConfigError(f"{product}: {theirs:,} training tokens instead of {ours:,}; keep the product")
+    expected, tokens = (math.prod(arm.settings[name] or 1 for name in TOKEN_SETTINGS) for arm in (baseline, candidate))
+    if tokens != expected:
+        product = " x ".join(TOKEN_SETTINGS)
+        raise ConfigError(f"{product}: {tokens:,} training tokens instead of {expected:,}; keep the product")
 
 
 class TriedBefore(Exception):
