@@ -28,7 +28,8 @@ AUTHOR = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") f
 # Abandoned worktrees are found by these names. The host is part of the name: a machine that shares the repository must
 # not remove the worktrees of another.
 FOLDER, WORKTREES = f"mini-gpt-experiment-{socket.gethostname()}_", ("baseline", "candidate")
-NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
+# Settings of the user that would run programs, change the code in `git apply`, or escape file names.
+OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quotePath=false")
 # Files that define the data and the evaluation; in other Python files, a changed line that mentions a seed counts, too.
 DATA_FILES = ("data/", "training/evaluation.py")
 
@@ -129,8 +130,8 @@ def is_repository() -> bool:
 
 
 def diff_of(base: str, commit: str) -> str:
-    """Return the diff between two commits as a patch that git can apply."""
-    return git("diff", "--binary", "--no-ext-diff", "--no-color", base, commit) + "\n"
+    """Return the diff between two commits as a patch that git can apply, whatever `git diff` is configured to print."""
+    return git("diff-tree", "-p", "--binary", "--find-renames", base, commit) + "\n"
 
 
 def resolve_commits(code: str) -> tuple[str, str]:
@@ -240,7 +241,7 @@ def git(*arguments: str, **environment: str) -> str:
     """
     try:
         done = subprocess.run(
-            ["git", *NO_HOOKS, *arguments],
+            ["git", *(word for setting in OVERRIDES for word in ("-c", setting)), *arguments],
             cwd=ROOT,
             env=os.environ | environment,
             capture_output=True,

@@ -123,6 +123,16 @@ def test_parse_change_working_tree_stays_unchanged(repository):
     assert (repository.root / "train.py").read_text() == "print('changed')\n", "the diff does not reproduce the change"
 
 
+@pytest.mark.parametrize("setting", ["diff.noprefix=true", "apply.whitespace=fix", "core.quotePath=true"])
+def test_git_settings_change_no_code(setting, repository):
+    repository("config", *setting.split("="))
+    (repository.root / "é.py").write_text("print('trailing space') \n")
+    found = parse_change(".")
+    applied = change.apply_diff(found.diff, "HEAD")
+    assert change.git("rev-parse", f"{applied}^{{tree}}") == change.git("rev-parse", f"{found.commit}^{{tree}}")
+    assert found.has_code
+
+
 def test_parse_change_patch_ignores_uncommitted_changes(repository, tmp_path):
     (repository.root / "train.py").write_text("print('patched')\n")
     (tmp_path / "idea.patch").write_text(repository("diff"))
