@@ -114,6 +114,16 @@ def edited_files(branch: str, before: str, after: str) -> list[str]:
     return [file for file in files if there.get(file) not in (ours.get(file), theirs.get(file))]
 
 
+def refuse_edits(branch: str, before: str, after: str) -> None:
+    """Check that moving the branch between two commits would overwrite no edits of the working tree.
+
+    Raises:
+        ConfigError: it would.
+    """
+    if edited := edited_files(branch, before, after):
+        raise ConfigError(f"the working tree has other changes in {', '.join(edited[:3])}; stash them first")
+
+
 def move_branch(branch: str, before: str, after: str) -> None:
     """Move a branch to another commit; if it is checked out, update the files of the working tree first.
 

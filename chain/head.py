@@ -10,8 +10,8 @@ from scipy import stats
 
 from chain.code import (
     current_branch,
-    edited_files,
     move_branch,
+    refuse_edits,
     require_clean_tree,
     switch_to,
     tip,
@@ -123,8 +123,7 @@ def check_acceptable(row: Row, chain: Chain, unproven: bool) -> None:
     if row["parent"] != chain.head:
         heads = f"{row['parent'][:12]}, and the head is {chain.head[:12]}"
         raise ConfigError(f"id: {number} was compared with {heads}; try it again")
-    if edited := edited_files(chain.branch, chain.head, row["commit"]):
-        raise ConfigError(f"the working tree has other changes in {', '.join(edited[:3])}; commit or stash them first")
+    refuse_edits(chain.branch, chain.head, row["commit"])
 
 
 def drop(config: DropConfig) -> Result:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chain import online_fdr
-from chain.code import Idea, move_branch, tip
+from chain.code import Idea, move_branch, refuse_edits, tip
 from chain.ledger import Ledger, Row, locked_ledger
 from config.errors import ConfigError
 from config.paths import expand_user_path
@@ -156,7 +156,7 @@ def locked_chain(lab: str | Path) -> Iterator[tuple[Ledger, Chain]]:
     """Lock a chain, and finish an acceptance that was killed after it wrote the ledger and before it moved the branch.
 
     Raises:
-        ConfigError: there is no chain, or its branch is not at the ledger's head.
+        ConfigError: there is no chain, its branch is not at the ledger's head, or files to be updated have other edits.
     """
     folder = expand_user_path("lab", lab)
     missing = ConfigError(f"lab: {lab} has no chain; research.py start begins one")
@@ -168,11 +168,12 @@ def locked_chain(lab: str | Path) -> Iterator[tuple[Ledger, Chain]]:
         chain = Chain(folder, ledger.rows)
         commit = tip(chain.branch)
         if chain.kept and commit == chain.kept[-1]["parent"]:
+            refuse_edits(chain.branch, commit, chain.head)
             move_branch(chain.branch, commit, chain.head)
         elif commit != chain.head:
             raise ConfigError(
                 f"branch: {chain.branch} is at {commit[:12] or 'no commit'}, and the ledger's head is "
-                f"{chain.head[:12]}; restore it with `git branch --force {chain.branch} {chain.head[:12]}`, "
-                "or start another chain"
+                f"{chain.head[:12]}; restore it with `git update-ref refs/heads/{chain.branch} {chain.head[:12]}`, "
+                "which keeps all files, or start another chain"
             )
         yield ledger, chain

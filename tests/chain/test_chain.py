@@ -187,6 +187,18 @@ def test_killed_keep_is_finished_by_the_next_command(decided, research, monkeypa
     assert not research.git("status", "--porcelain")
 
 
+def test_edits_after_a_killed_keep_survive(decided, research, monkeypatch):
+    decided("--optimizer.lr 2")
+    with monkeypatch.context() as patch:
+        patch.setattr(head, "move_branch", interrupted)
+        research("keep", "1")
+    recipe = research.root / "configs" / "lab.yaml"
+    recipe.write_text(edited := recipe.read_text() + "# edited\n")
+    found = research("log")
+    assert found.code == 2 and "other changes in configs/lab.yaml; stash them first" in found.text
+    assert recipe.read_text() == edited
+
+
 def test_combined_ideas_are_one_candidate(decided, research):
     train = research.root / "train.py"
     text = train.read_text()
@@ -209,7 +221,10 @@ def test_rewritten_branch_is_refused(decided, research):
     research.git("commit", "--quiet", "--allow-empty", "--message", "by hand")
     for command in (("try", "--optimizer.lr 3"), ("keep", "1"), ("log",)):
         found = research(*command)
-        assert found.code == 2 and "git branch --force research/lab" in found.text
+        remedy = re.search(r"`git (update-ref refs/heads/research/lab \w+)`", found.text)
+        assert found.code == 2 and remedy, found.text
+    research.git(*remedy[1].split())
+    assert research("log").code == 0, "while the branch is checked out"
     research.git("checkout", "--quiet", "main")
     research.git("branch", "--quiet", "-D", "research/lab")
     assert "no commit" in research("keep", "1").text
