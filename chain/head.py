@@ -52,6 +52,7 @@ def start(config: StartConfig) -> Result:
             require_clean_tree()
             if tip(branch):
                 raise ConfigError(f"branch: {branch} exists; choose another --branch, or delete it")
+            git("branch", branch)  # before the ledger names it, because git refuses some names
             cells = {"idea": branch, "settings": recipe, "note": config.note, "seeds_baseline": config.seeds}
             mode = "strict" if config.strict else "online FDR"
             ledger.append(kind="start", commit=git("rev-parse", "HEAD"), status=mode, **cells)

@@ -251,5 +251,5 @@ def git(*arguments: str, **environment: str) -> str:
         raise ConfigError("idea: comparing code needs git; install it, or compare settings alone") from None
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip() or "no error message"
-        raise ConfigError(f"idea: git {arguments[0]} fails: {message}")
+        raise ConfigError(f"git {arguments[0]} fails: {message}")
     return done.stdout.decode(errors="surrogateescape").strip("\n")

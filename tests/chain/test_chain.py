@@ -239,7 +239,8 @@ def test_start_refuses_dirty_tree_and_second_chain(research):
     assert "tracked by git" in research("start", "--config=/dev/null").text
     assert "no chain" in research("log").text
     assert research("start", config, "--seeds=2").code == 2
-    research.start()
+    assert "not a valid branch name" in research("start", config, "--branch=bad name").text
+    research.start()  # nothing is left of the attempts above
     assert "choose another --lab" in research("start", config, "--branch=other").text
 
 
