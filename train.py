@@ -1,8 +1,8 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
-A run is a function of its config, which contains the seed: the learning rate, the global batch and every random draw of
-step s are functions of (config, s). Its only state is the weights and buffers, the optimizer's state, the integer s and
-two counts of skipped updates (in total and in a row).
+A run is a function of its config, which contains the seed, and of its launch (device, mixed precision, processes): the
+learning rate, the global batch and every random draw of step s are functions of (config, s). Its only state is the
+weights and buffers, the optimizer's state, the integer s and two counts of skipped updates (in total and in a row).
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -77,7 +77,7 @@ def main(config: TrainConfig) -> None:
         if start.step < config.steps:
             train(config, corpus, run, start, accelerator, stop_signal, initial_model)
         else:
-            require_finite_val_loss(start.metrics, start.step)  # otherwise a failed run would succeed when repeated
+            require_finite_val_loss(start.metrics, start.step)  # raises again if the run ended with a NaN loss
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
             plot_run(config, run.path, accelerator)
         accelerator.wait_for_everyone()
@@ -95,6 +95,7 @@ def train(
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    # Compares the hashes of the corpus files with the recorded ones, in a thread; synthetic data has no files.
     corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
     global_batches = corpus.global_batches(config)
     state = build_train_state(config, global_batches, run.path, accelerator, initial_model)
@@ -122,14 +123,14 @@ def train(
     throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator))
     with (
         Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # exports if tracking.log_model
-        Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,  # sync: writes metrics to disk first
+        Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,  # sync: first writes metrics to disk
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
 
         def stop_requested() -> bool:
             # Summed over processes with each step's metrics. All processes read the sum at the same point of the loop,
             # at most one step later, so they stop after the same step. If the reason is a damaged corpus or a failed
-            # save, require_verified or saver.save raises its error there.
+            # save, require_verified or saver.save then raises the error.
             return stop_signal.received or corpus_check.failed or saver.failed
 
         corpus_status = corpus_check.wait_briefly()  # at most 3 s, so that the summary can say that it is verified
@@ -174,14 +175,14 @@ def train(
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= state.block_statistics.metrics | throughput.measure(completed)
                 metrics |= {"train/skipped": state.metrics_queue.num_skipped} if config.max_skipped else {}
-            if eval_now or completed == config.steps:  # the last step always generates texts
+            if eval_now or completed == config.steps:  # texts are generated at each evaluation and at the end
                 with ema_weights(state.optimizer):
                     if eval_now:
                         metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
                     metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
             reporter.log(completed, metrics)
             if save_now:
-                corpus_check.require_verified(stopping=stop_now)  # waits, but not long when stopping
+                corpus_check.require_verified(stopping=stop_now)  # waits; when stopping, at most timeout_seconds / 2
                 skipped = state.metrics_queue.num_skipped, state.metrics_queue.num_skipped_in_a_row
                 saver.save(completed, state.model, state.optimizer, metrics, skipped)
                 run.record_progress(completed)
@@ -230,7 +231,15 @@ def build_train_state(
     )
     block_statistics = BlockStatistics(network.blocks if config.tracking.block_stats else [])
     return TrainState(
-        config, accelerator, network, model, optimizer, global_batches, metrics_queue, block_statistics, reducer
+        config=config,
+        accelerator=accelerator,
+        network=network,
+        model=model,
+        optimizer=optimizer,
+        batch_sizes=global_batches,
+        metrics_queue=metrics_queue,
+        block_statistics=block_statistics,
+        reducer=reducer,
     )
 
 

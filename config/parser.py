@@ -13,8 +13,8 @@ import yaml
 from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
 from config.errors import ConfigError
-from config.resolve import PartialModel, require_consistent
-from config.schema import TrainConfig
+from config.resolve import require_consistent
+from config.schema import PartialModel, TrainConfig
 from config.yaml_files import read_strings
 from model.field_types import describe, invalid_values
 

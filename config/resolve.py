@@ -1,4 +1,4 @@
-"""Fill in the settings that the command line leaves null.
+"""Fill in the settings that the command line and the config files leave null.
 
 Each `with_*` function returns a new config. `run.resolve.resolve` calls them in this order: they fill in from the
 stored settings of a resumed run, then from the initial model, the corpus (`Corpus.fill_in`) and the launch.
@@ -9,24 +9,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from config.errors import ConfigError
-from config.schema import TrainConfig
+from config.schema import PartialModel, TrainConfig
 from model.config import GPTConfig
 
 # Settings that may differ from those of the initial model.
 NOT_FROM_INITIAL_MODEL = {"dropout"}
-
-
-class PartialModel(GPTConfig):
-    """The `model` section of a command line with `init_from`.
-
-    Only the settings named in `given` were set by the user; the initial model determines the others.
-    """
-
-    given: frozenset[str]
-
-    def __init__(self, given: frozenset[str] = frozenset(), **settings: Any):
-        super().__init__(**settings)
-        object.__setattr__(self, "given", given)
 
 
 def given_model_settings(config: TrainConfig) -> frozenset[str]:
@@ -62,7 +49,7 @@ def require_consistent(config: TrainConfig, num_processes: int) -> None:
 
 
 def with_stored_settings(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
-    """Fill in settings that are null from the stored, flat settings of the run that is resumed."""
+    """Fill in data.seed, global_batch_size and branch_from, where null, from the flat settings of the resumed run."""
     current = {
         "data.seed": config.data.seed,
         "global_batch_size": config.global_batch_size,

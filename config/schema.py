@@ -37,9 +37,9 @@ class DataConfig:
     """source text: the prepared corpus, a folder written by data.prepare --out."""
 
     mix: dict[str, PositiveFloat] | None = None
-    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Every 1,000 training sequences
-    contain each corpus in proportion to its weight. So do the validation sequences, unless evaluation.num_samples is
-    null: then all validation sequences of all corpora are used."""
+    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. In every 1,000 training
+    sequences the number from each corpus is proportional to its weight. The same holds for the validation sequences,
+    unless evaluation.num_samples is null: then all validation sequences of all corpora are used."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences. concat: windows of the concatenated documents; isolated: the same,
@@ -52,15 +52,15 @@ class DataConfig:
     resumed with another corpus."""
 
     seed: NonNegativeInt | None = None
-    """sources random and stories: seed of the training and the validation set. null: the value stored in the run or
-    checkpoint that is resumed, otherwise 0; the top-level `seed` does not affect it."""
+    """sources random and stories: seed of the training and the validation set. null: the value stored in the run that
+    is resumed or the checkpoint of branch_from, otherwise 0; the top-level `seed` does not affect it."""
 
     num_samples: PositiveInt = 1000
     """sources random and stories: sequences in the training set. An epoch visits each once."""
 
     facts: NonNegativeInt = 0
-    """source stories: number of facts about a synthetic world that the stories mention, at most 65,536. 0: the stories
-    have a plot and mention no facts."""
+    """source stories: number of facts about a synthetic world that the stories mention, at most 65,536. 0: none.
+    Stories with facts have less of a plot."""
 
     zipf: NonNegativeFloat = 1.3
     """source stories with facts: the fact of rank i occurs with probability proportional to i ** -zipf."""
@@ -202,7 +202,8 @@ class EvaluationConfig:
     100,000. 0: none."""
 
     num_logged_generations: UpTo1000 = 2
-    """Texts of up to 128 tokens generated and logged at every evaluation and at the end; at most 1,000. 0: none."""
+    """Texts of up to 128 tokens generated and logged at every evaluation after step 0 and at the end, where a run on
+    stories logs its scored generations instead; at most 1,000. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
     """Sampling temperature of these generations."""
@@ -256,9 +257,22 @@ class TrackingConfig:
         ]
 
 
+class PartialModel(GPTConfig):
+    """The `model` section of a command line with `init_from`, before that model is loaded.
+
+    Only the settings named in `given` were set by the user; the initial model determines the others.
+    """
+
+    given: frozenset[str]
+
+    def __init__(self, given: frozenset[str] = frozenset(), **settings: Any):
+        super().__init__(**settings)
+        object.__setattr__(self, "given", given)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run. A run is a pure function of these settings."""
+    """The settings of one training run. Together with the launch they determine it."""
 
     name: str | None = None
     """Name of the run, whose directory is <out_dir>/<name>/. null: the last config file's name without its suffix."""
@@ -283,7 +297,7 @@ class TrainConfig:
     """Sequence length in tokens."""
 
     resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the newest valid checkpoint of this run, if there is one; never: start from step 0, after
+    """auto: resume from the newest valid checkpoint of this run, if there is one; never: start a new run, after
     renaming an existing run directory."""
 
     branch_from: str | None = None
@@ -324,7 +338,8 @@ class TrainConfig:
     run that has already completed this step."""
 
     profile: tuple[PositiveInt, PositiveInt] | None = None
-    """First and last step, such as [20, 22], of which every process writes a Chrome trace into the run directory."""
+    """First and last step, counted from 1 as in the log, such as [20, 22]: every process writes a Chrome trace of them
+    into the run directory."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action when the loss or the gradient is infinite or NaN. stop: stop the run; skip: skip the update on all
@@ -339,7 +354,7 @@ class TrainConfig:
 
     timeout_seconds: TimeoutSeconds = 600
     """Seconds that a process waits for the others in a collective operation, or for a checkpoint to be written, before
-    the run ends with an error. It waits at most half as long for a batch."""
+    the run ends with an error. For a batch from data.num_workers it waits at most half as long."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -370,7 +385,7 @@ class TrainConfig:
         """List the values that are out of range; if there are none, the settings that contradict each other."""
         if problems := invalid_values(self):
             return problems
-        if self.init_from is not None and self.init_hash is None:  # all is checked once the initial model is loaded
+        if isinstance(self.model, PartialModel):  # the rest is checked with the settings of the initial model
             return [*self._path_problems()]
         problems = self.model.problems() + self.data.problems() + self.tracking.problems()
         return [
@@ -401,7 +416,7 @@ class TrainConfig:
             yield str(error)
 
     def _memory_problems(self, num_processes: int) -> Iterator[str]:
-        """Check, before anything is allocated, that this machine has enough memory for the sizes."""
+        """Check, before anything is allocated, that weights, batch and evaluation results fit into memory and swap."""
         memory = psutil.virtual_memory().total + psutil.swap_memory().total
         model = self.model
         sizes = {name: getattr(model, name) for name in ("vocab_size", "d_model", "d_ff", "n_layers")}
@@ -412,9 +427,9 @@ class TrainConfig:
             f"global_batch_size: {self.global_batch_size}, seq_len: {self.seq_len}": (
                 16 * local_batch_size * self.seq_len
             ),
-            # the loss and the number of targets of each batch
+            # loss and number of targets of each batch, float64
             f"evaluation.num_samples: {self.evaluation.num_samples}": (
-                8 * (self.evaluation.num_samples or 0) / self.evaluation.micro_batch_size
+                16 * (self.evaluation.num_samples or 0) / self.evaluation.micro_batch_size
             ),
         }
         for what, num_bytes in needed_bytes.items():
@@ -466,10 +481,10 @@ class TrainConfig:
     def _schedule_problems(self) -> Iterator[str]:
         schedule = self.schedule
         if schedule.min_lr_ratio > 1:
-            yield f"schedule.min_lr_ratio: {schedule.min_lr_ratio} must be a fraction of the peak, so at most 1"
+            yield f"schedule.min_lr_ratio: {schedule.min_lr_ratio} exceeds the peak; use at most 1"
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
             decay = f" and schedule.decay_steps: {schedule.decay_steps}: together" if schedule.decay_steps else ":"
-            yield f"schedule.warmup_steps: {schedule.warmup_steps}{decay} more than steps: {self.steps}"
+            yield f"schedule.warmup_steps: {schedule.warmup_steps}{decay} more than steps: {self.steps}; lower it"
         smallest, warmup_steps, full = schedule.batch_warmup_from, schedule.batch_warmup_steps, self.global_batch_size
         if smallest is None:
             if warmup_steps:
@@ -484,9 +499,9 @@ class TrainConfig:
             )
             return
         if warmup_steps > self.steps:
-            yield f"schedule.batch_warmup_steps: {warmup_steps}: more than steps: {self.steps}"
+            yield f"schedule.batch_warmup_steps: {warmup_steps}: more than steps: {self.steps}; lower it"
         if full is not None and full < smallest:
-            yield f"schedule.batch_warmup_from: {smallest} is more than global_batch_size: {full}"
+            yield f"schedule.batch_warmup_from: {smallest} is more than global_batch_size: {full}; lower it"
         elif full is not None and full % smallest:
             yield (
                 f"global_batch_size: {full} is not a multiple of schedule.batch_warmup_from: {smallest}, by which the "
@@ -497,14 +512,14 @@ class TrainConfig:
         """Check the optimizer's betas, the checkpoints to keep and the steps to profile."""
         checkpoint, betas = self.checkpoint, self.optimizer.betas
         if not all(0 <= beta < 1 for beta in betas):
-            yield f"optimizer.betas: {list(betas)} must both be at least 0 and below 1"
+            yield f"optimizer.betas: {list(betas)} are two decay rates; use numbers from 0 to below 1"
         if checkpoint.keep_every % checkpoint.every:
             yield (
                 f"checkpoint.keep_every: {checkpoint.keep_every} is not a multiple of checkpoint.every: "
-                f"{checkpoint.every}"
+                f"{checkpoint.every}; use {_nearest(checkpoint.keep_every, checkpoint.every)}, or 0"
             )
         if self.profile and self.profile[0] > self.profile[1]:
-            yield f"profile: {list(self.profile)} must be the first and the last step, in this order"
+            yield f"profile: {list(self.profile)} is not the first and the last step; put the smaller first"
 
 
 def _nearest(size: int, unit: int) -> str:

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from data.integrity import Verification
 
 MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
-"""(sum, count) of each metric by name; the names must be the same in every call."""
+"""(sum, count) of each metric by name. A function must return the same names in every call."""
 
 
 class SampleDataset(Protocol):
-    """A map-style dataset of samples {"input_ids": int64 [T], "labels": int64 [T]}, with "position_ids" if isolated."""
+    """A map-style dataset of samples {"input_ids": int64 [T], "labels": int64 [T]}, with "position_ids" if isolated.
+
+    A sample is one sequence of T tokens.
+    """
 
     def __len__(self) -> int: ...
 
@@ -32,18 +35,18 @@ class SampleDataset(Protocol):
 
 @dataclass
 class Corpus:
-    """A training set, a validation set, their tokenizer, and scores of the model's logits and texts."""
+    """A training set, a validation set, their tokenizer, and functions that score the model's logits and texts."""
 
     train: SampleDataset
     validation: SampleDataset | None
-    """None for source text without evaluations. May have `entropy_nats` (the lowest expected loss of any model, in nats
-    summed over all targets) and `num_bytes` (of its text, for bits per byte)."""
+    """The validation set; None for source text without evaluations. It may have `entropy_nats` (the lowest expected
+    loss of any model, in nats summed over all targets) and `num_bytes` (of its text, for bits per byte)."""
     tokenizer: Tokenizer | None
     vocab_size: int
     quotas: list[int] | None = None
-    """For a mixture: number of samples of each corpus in every MIX_BLOCK training samples."""
+    """Number of samples of each corpus in every MIX_BLOCK training samples; None: no mixture."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of a run that the corpus determines, such as the hash of its files: {"data.hash": ...}."""
+    """Settings of a run that the corpus determines, such as the hash of its files and tokenizer: {"data.hash": ...}."""
     verification: "Verification | None" = None
     """Compares the files with their hashes while training runs; None: no files."""
     score: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None

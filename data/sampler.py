@@ -66,8 +66,8 @@ class BatchSizes:
     """Sizes of the global batches of a run, in sequences.
 
     The first batch has `warmup_from` sequences. At equal intervals the size increases by `warmup_from`, and from step
-    `warmup_steps` on it is `global_batch_size`. All sizes are multiples of the first: if the first divides into whole
-    micro-batches on every process, all do.
+    `warmup_steps` on it is `global_batch_size`; if `warmup_from` is None, it always is. All sizes are multiples of the
+    first: if the first divides into whole micro-batches on every process, all do.
     """
 
     def __init__(self, global_batch_size: int, warmup_from: int | None = None, warmup_steps: int | None = None):
@@ -122,14 +122,14 @@ class GlobalBatches(BatchSizes):
         """
         # Several steps at once: numpy takes as long for 16 positions as for 256, about 1% of a step of 50 ms.
         num_steps = max(1, POSITIONS_AT_ONCE * num_processes // self.global_batch_size)
-        cache_key = step // num_steps, rank, num_processes
+        cache_key = step - step % num_steps, rank, num_processes
         if cache_key != self._cached_key:
-            self._cached_indices = self._indices_of_steps(num_steps, *cache_key)
+            self._cached_indices = self._indices_of_steps(*cache_key, num_steps)
             self._cached_key = cache_key
         return self._cached_indices[step % num_steps]
 
-    def _indices_of_steps(self, num_steps: int, group: int, rank: int, num_processes: int) -> list[list[int]]:
-        steps = range(group * num_steps, (group + 1) * num_steps)
+    def _indices_of_steps(self, first_step: int, rank: int, num_processes: int, num_steps: int) -> list[list[int]]:
+        steps = range(first_step, first_step + num_steps)
         sizes = [self.size(step) // num_processes for step in steps]
         firsts = [self.sequences_before(step) + rank * size for step, size in zip(steps, sizes, strict=True)]
         positions = [np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
@@ -137,7 +137,7 @@ class GlobalBatches(BatchSizes):
         return [list(islice(indices, size)) for size in sizes]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the sample index for each position in the sequence of all samples of the run, both int64 [n]."""
+        """Return the sample index at each position of the run's order of samples, both int64 [n]."""
         return permute_groups(positions, self.num_samples, self.seed, "epoch")[1]
 
 
@@ -164,7 +164,7 @@ class MixedBatches(GlobalBatches):
         self.orders = [GlobalBatches(size, 1, derive_seed(seed, "corpus", c)) for c, size in enumerate(sizes)]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the sample index for each position in the sequence of all samples of the run, both int64 [n]."""
+        """Return the sample index at each position of the run's order of samples, both int64 [n]."""
         blocks, slots = permute_groups(positions, MIX_BLOCK, self.seed, "block")
         corpora = np.searchsorted(self.quota_ends, slots, side="right")
         indices = np.empty_like(positions)

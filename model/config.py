@@ -123,30 +123,30 @@ class GPTConfig:
             below = self.d_model - self.d_model % self.n_heads
             nearest = f"{below} or {below + self.n_heads}" if below else f"{self.n_heads}"
             problems.append(
-                f"model.d_model is {self.d_model}, not divisible by model.n_heads {self.n_heads}: "
-                f"{nearest} would be, or set model.head_dim"
+                f"model.d_model: {self.d_model} is not divisible by model.n_heads: {self.n_heads}; "
+                f"use {nearest}, or set model.head_dim"
             )
         elif self.position == "rope" and self.head_size % 2:
             origin = "" if self.head_dim is not None else f" (model.d_model {self.d_model} / n_heads {self.n_heads})"
             problems.append(
-                f"model.head_dim is {self.head_size}{origin}: with model.position rope it must be even, "
-                f"such as {self.head_size + 1}"
+                f"model.head_dim: {self.head_size}{origin} is odd, and model.position rope needs an even one; "
+                f"use {self.head_size + 1}"
             )
         if self.window is not None and self.window > self.max_position_embeddings:
             problems.append(
-                f"model.window is {self.window}: it must be at most model.max_position_embeddings "
-                f"{self.max_position_embeddings}, or null for none"
+                f"model.window: {self.window} is more than model.max_position_embeddings: "
+                f"{self.max_position_embeddings}; use at most that, or null for none"
             )
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             problems.append(
-                f"model.window_pattern is {self.window_pattern!r}: it must be letters S (with the window) and L "
-                "(without), such as SSL"
+                f"model.window_pattern: {self.window_pattern!r} does not consist of letters S (with the window) "
+                "and L (without); use one such as SSL"
             )
         if self.n_heads % self.kv_heads:
             divisors = [str(n) for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
             problems.append(
-                f"model.n_kv_heads is {self.n_kv_heads}: it must divide model.n_heads {self.n_heads}, "
-                f"so be one of {', '.join(divisors)}"
+                f"model.n_kv_heads: {self.n_kv_heads} does not divide model.n_heads: {self.n_heads}; "
+                f"use one of {', '.join(divisors)}"
             )
         return problems
 

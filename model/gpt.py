@@ -24,7 +24,7 @@ def rope_tables(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor
     """Return cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864) at `positions` [..., T].
 
     Both are float32 [..., T, D]. Dimensions i and i + D/2 form a pair (the convention of transformers), rotated by
-    position / theta^(2i/D). They are recomputed in every forward, which is cheap. A buffer would be cast by
+    position / theta^(2i/D). The tables are recomputed in every forward, which is cheap. A buffer would be cast by
     model.bfloat16(), uninitialised after construction on the meta device, and broadcast by DDP.
     """
     frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_size))
         v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_size))
         if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast q and k are bfloat16; the fused kernel needs the dtype of its weight.
+            # Under autocast q and k are bfloat16 or float16; RMSNorm's fused kernel needs the dtype of its weight.
             q_BTHD = self.q_norm(q_BTHD.type_as(self.q_norm.weight))
             k_BTKD = self.k_norm(k_BTKD.type_as(self.k_norm.weight))
         q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
@@ -274,8 +274,8 @@ class GPTModel(GenerationMixin):
         """Count the floating-point operations to train on one token (PaLM, appendix B, arXiv:2204.02311).
 
         Forward and backward take 6 per compute parameter. In each layer, attention scores and the weighted sum of
-        values take 12 n_heads head_size per position in the window (or seq_len), by convention not halved for causal
-        attention.
+        values take 12 n_heads head_size times the number of positions in the window, or seq_len without one; by
+        convention this is not halved for causal attention.
         """
         attended = sum(min(window or seq_len, seq_len) for window in self.windows)
         attention_flops = 12 * self.config.n_heads * self.config.head_size * attended

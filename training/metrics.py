@@ -1,8 +1,8 @@
 """The metrics of a step: one small all-reduce whose result the host usually reads one step late.
 
 The all-reduce overlaps the last backward of its step, because on busy CPUs it takes milliseconds. Reading the result at
-once would make the host wait for the device, so it is read after the next step was dispatched. It is read at once only
-if something depends on it: a log line, an evaluation, a checkpoint or, if updates may be skipped, every update.
+once would make the host wait for the device, so it is read after the next step was launched. It is read at once only if
+something depends on it: a log line, an evaluation, a checkpoint or, if updates may be skipped, every update.
 """
 
 import math
@@ -23,11 +23,12 @@ from data.corpus import MetricSums
 from data.sampler import GlobalBatches
 
 # Metric names (after train/ or val/) that the loop logs itself; a model may not report them.
-RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped", "perplexity", "entropy", "excess_loss", "bits_per_byte"}
+RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped"}
+RESERVED_NAMES |= {"perplexity", "entropy", "excess_loss", "bits_per_byte", "bytes"}
 
 
 class NonFiniteError(RunError):
-    """The loss or the gradient norm of a step is infinite or NaN; `cause` is the message without the remedy."""
+    """A loss or a gradient norm is infinite or NaN; `cause` is the message without the remedy."""
 
     def __init__(self, cause: str, remedy: str = ""):
         super().__init__(cause + remedy)
@@ -127,7 +128,7 @@ class MetricsQueue:
         max_skipped: int = 0,
         run_directory: Path | None = None,
     ):
-        """Start without pending steps and skipped updates.
+        """Start with no pending steps and no skipped updates.
 
         Args:
             batches: global batches; NonFiniteError lists their sample indices.

@@ -75,7 +75,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 # Polar Express (Amsel et al. 2025, arXiv:2505.16932): optimal polynomials, applied in turn, for singular values from
 # 0.001 to 1, with modded-nanogpt's safety factor for rounding (hence 1.02). Three of the five polynomials are enough:
-# they leave singular values between 0.2 and 1.9 instead of near 1, and the loss is the same (benchmarks/LOG.md).
+# they leave singular values between 0.12 and 1.9 instead of near 1, and the loss is the same (benchmarks/LOG.md).
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -108,7 +108,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     The Nesterov momentum of a matrix is orthogonalised. As in NorMuon (Li et al. 2025, arXiv:2510.05491), each row is
     then divided by the root of an exponential moving average of its mean square, and the Frobenius norm is restored.
     This update is scaled to a root mean square of 0.2, typical of AdamW's updates (Liu et al. 2025, arXiv:2502.16982),
-    so that one learning rate and one weight decay serve both, as in torch.optim.Muon.
+    so that one learning rate and one weight decay serve both, as in torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw".
 
     Matrices of one shape are updated together. They are orthogonalised in bfloat16, but in float32 on CPUs, few of
     which compute in bfloat16.
@@ -145,7 +146,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
         foreach_lerp_(momenta, gradients, 1 - beta1)
-        # In place on a copy, because torch 2.11 has no other foreach_lerp for sharded tensors.
+        # In place on a copy, because torch 2.11 to 2.13 have no other foreach_lerp for sharded tensors.
         nesterov = [gradient.clone() for gradient in gradients]
         foreach_lerp_(nesterov, momenta, beta1)
         nesterov = torch.stack([full_tensor(matrix) for matrix in nesterov])

@@ -38,7 +38,7 @@ class TrainState:
     network: GPTModel
     """The bare model."""
     model: nn.Module
-    """`network` as Accelerate prepared it: wrapped in DDP, sharded by FSDP2, or with autocast alone."""
+    """`network` as Accelerate prepared it: in DDP, sharded by FSDP2 or alone; under autocast if precision is mixed."""
     optimizer: torch.optim.Optimizer
     batch_sizes: BatchSizes
     metrics_queue: MetricsQueue
@@ -75,9 +75,9 @@ def train_step(
 ) -> PendingStep:
     """Update the weights once with the gradient of the mean loss over the target tokens of the global batch.
 
-    The mean is loss_sum / N, the summed loss and the number of target tokens of all processes. N is known only after an
-    all-reduce, which overlaps the last backward. The backward passes therefore divide by M, the number of all tokens in
-    the global batch (sequences x seq_len), and normalize_and_clip corrects the summed gradients:
+    The mean is loss_sum / N: the summed loss divided by the number of target tokens, both of all processes. N is known
+    only after an all-reduce, which overlaps the last backward. The backward passes therefore divide by M, the number of
+    all tokens in the global batch (sequences x seq_len), and normalize_and_clip corrects the summed gradients:
 
         backward:            gradients of scale * loss_sum / M, where scale is the loss scale of fp16, otherwise 1
         normalize_and_clip:  divides them by scale * N / M

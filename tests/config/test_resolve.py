@@ -74,6 +74,13 @@ def test_initial_model_must_agree_with_given_settings():
         with_initial_model(config, GPTConfig(n_layers=5), "abc")
 
 
+def test_model_is_unchecked_until_initial_model_is_loaded():
+    """The default model is too short for this sequence; the one that is loaded may not be."""
+    arguments = ["--init_from", "x", "--seq_len", "1000"]
+    for init_hash in ([], ["--init_hash", "abc"]):
+        parse_config([*arguments, *init_hash])
+
+
 def test_stored_model_keeps_given_settings():
     stored = flat_settings(asdict(TrainConfig(model=GPTConfig(n_layers=5)))) | {"init_hash": "abc"}
     config = parse_config(["--init_from", "x", "--model.n_layers", "2"])

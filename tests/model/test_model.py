@@ -54,8 +54,8 @@ def attention_calls(monkeypatch) -> list[dict]:
 def test_config_problems_are_reported_together_by_setting():
     config = GPTConfig(d_model=130, n_kv_heads=3)
     assert config.problems() == [
-        "model.d_model is 130, not divisible by model.n_heads 4: 128 or 132 would be, or set model.head_dim",
-        "model.n_kv_heads is 3: it must divide model.n_heads 4, so be one of 1, 2, 4",
+        "model.d_model: 130 is not divisible by model.n_heads: 4; use 128 or 132, or set model.head_dim",
+        "model.n_kv_heads: 3 does not divide model.n_heads: 4; use one of 1, 2, 4",
     ]
     with pytest.raises(ValueError) as error:
         GPTModel(config)
@@ -75,20 +75,29 @@ def test_config_problems_are_reported_together_by_setting():
         (dict(bias=1), "model.bias: 1 must be true or false"),
         (dict(d_ff=8.0), "model.d_ff: 8.0 must be a positive integer"),
         (dict(norm_eps=math.inf), "model.norm_eps: inf must be a finite number"),
-        (dict(d_model=3), "model.d_model is 3, not divisible by model.n_heads 4: 4 would be"),
-        (dict(d_model=12, position="rope"), r"model.head_dim is 3 (model.d_model 12 / n_heads 4): with model.position"),
-        (dict(head_dim=5, position="rope"), "model.head_dim is 5: with model.position rope it must be even, such as 6"),
+        (dict(d_model=3), "model.d_model: 3 is not divisible by model.n_heads: 4; use 4,"),
+        (
+            dict(d_model=12, position="rope"),
+            r"model.head_dim: 3 (model.d_model 12 / n_heads 4) is odd, and model.position",
+        ),
+        (
+            dict(head_dim=5, position="rope"),
+            "model.head_dim: 5 is odd, and model.position rope needs an even one; use 6",
+        ),
         (dict(dropout=-0.1), "model.dropout: -0.1 must be a number from 0 to below 1"),
         (dict(rope_theta=0.0), "model.rope_theta: 0.0 must be a positive number"),
         (dict(dropout=math.nan), "model.dropout: nan must be"),
         (dict(logit_softcap=0.0), "model.logit_softcap: 0.0 must be a positive number or null"),
         (dict(window=0), "model.window: 0 must be a positive integer or null"),
-        (dict(window=129), "model.window is 129: it must be at most model.max_position_embeddings 128, or null"),
+        (
+            dict(window=129),
+            "model.window: 129 is more than model.max_position_embeddings: 128; use at most that, or null",
+        ),
         (
             dict(window=9, window_pattern="SsL"),
-            "model.window_pattern is 'SsL': it must be letters S (with the window) and L",
+            "model.window_pattern: 'SsL' does not consist of letters S (with the window) and L",
         ),
-        (dict(window=9, window_pattern=""), "model.window_pattern is '': it must be letters"),
+        (dict(window=9, window_pattern=""), "model.window_pattern: '' does not consist of letters"),
     ],
 )
 def test_inconsistent_config_is_refused(settings, problem):
