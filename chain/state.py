@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chain import online_fdr
-from chain.code import Idea, move_branch, refuse_edits, tip
+from chain.code import Idea, apply_ideas, exists, move_branch, refuse_edits, tip
 from chain.ledger import Ledger, Row, locked_ledger
 from config.errors import ConfigError
 from config.paths import expand_user_path
@@ -104,14 +104,18 @@ class Chain:
         return online_fdr.wealth(self.levels, self.discoveries, self.strict)
 
     def idea(self, number: str) -> Row:
-        """Return the newest row of an idea.
+        """Return the newest row of an idea; its commit is made again if git has deleted it.
 
         Raises:
             ConfigError: there is none with this number.
         """
         if number not in self.ideas:
             raise ConfigError(f"id: {number!r} is not an idea of this chain; `research.py log` lists them")
-        return self.ideas[number]
+        row = self.ideas[number]
+        if row["commit"] and row["parent"] == self.head and not exists(row["commit"]):
+            changed, _ = apply_ideas([self.load(row)], self.head, self.recipe)
+            row = row | {"commit": changed.commit or ""}
+        return row
 
     def find(self, candidate: str) -> Row | None:
         """Return the newest row of a test of a candidate, given by its digest, against the head; None without one."""
@@ -124,10 +128,11 @@ class Chain:
         Raises:
             ConfigError: its diff is missing.
         """
+        file = self.lab / "diffs" / Path(row["diff"]).name  # the lab may have been moved
         try:
-            diff = Path(row["diff"]).read_bytes().decode(errors="surrogateescape") if row["diff"] else ""
+            diff = file.read_bytes().decode(errors="surrogateescape") if row["diff"] else ""
         except OSError as error:
-            raise ConfigError(f"{row['diff']}: the diff of idea {row['id']} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{file}: the diff of idea {row['id']} cannot be read: {error.strerror}") from None
         return Idea(row["idea"], diff, row["settings"])
 
     def arguments(self, name: str, *settings: str) -> list[str]:

@@ -59,7 +59,7 @@ def research(run_experiment, monkeypatch):  # noqa: F811
     def run(command, *words):
         (run_experiment.lab / "started").unlink(missing_ok=True)
         printed.clear()
-        monkeypatch.setattr(sys, "argv", ["research.py", command, *words, f"--lab={run_experiment.lab}"])
+        monkeypatch.setattr(sys, "argv", ["research.py", command, f"--lab={run_experiment.lab}", *words])
         code = run_script("research", refuse_command, needs_torch=False, commands=PARSERS)
         out = "\n".join(text for is_out, text in printed if is_out)
         return SimpleNamespace(code=code, out=out, text="\n".join(text for _, text in printed))

@@ -154,6 +154,21 @@ def test_keep_commits_edits_and_drop_undoes_them(research, decided):
     assert research("drop", str(number)).code == 0, "again"
 
 
+@pytest.mark.parametrize("command", ["keep", "drop", "combine"])
+def test_moved_lab_without_commits_has_ideas(command, research, decided):
+    train = research.root / "train.py"
+    before = train.read_text()
+    train.write_text(before + "# faster\n")
+    decided(". --optimizer.lr 2")
+    research.git("reflog", "expire", "--expire=now", "--all")
+    research.git("gc", "--quiet", "--prune=now")
+    research.lab.rename(moved := research.lab.with_name("moved"))
+    assert research(command, "1", f"--lab={moved}").code == 0
+    assert train.read_text() == before + "# faster\n" * (command != "drop")
+    if command == "keep":
+        assert not research.git("status", "--porcelain") and "lr: 2" in research.git("show", "HEAD:configs/lab.yaml")
+
+
 def test_keep_refuses_what_is_not_better(decided, research):
     decided("--optimizer.lr 2", "unknown")
     assert "1 is unknown, not better; --unproven accepts it" in research("keep", "1").text
