@@ -123,7 +123,7 @@ def train(
     throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator))
     with (
         Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # exports if tracking.log_model
-        Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,  # sync: first writes metrics to disk
+        Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,  # sync: flushes metrics before each save
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):
 

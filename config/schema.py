@@ -214,8 +214,8 @@ class TrackingConfig:
     """Trackers of metrics, in addition to metrics.jsonl."""
 
     tracker: Literal["wandb", "tensorboard", "trackio"] = "wandb"
-    """wandb: Weights & Biases, with metrics, generations and code; tensorboard: metrics, in the run directory; trackio:
-    metrics. The last two need `pip install tensorboard` or `pip install trackio`."""
+    """wandb: Weights & Biases, with metrics, generations and code; tensorboard (in the run directory) and trackio:
+    metrics and generations. They need `pip install tensorboard` or `pip install trackio`."""
 
     wandb: Literal["disabled", "offline", "online"] = "offline"
     """Weights & Biases: offline writes below the run directory for a later `wandb sync` and needs no account."""
@@ -318,7 +318,7 @@ class TrainConfig:
 
     compile: bool = False
     """Compile each transformer block and the chunked loss with torch.compile. Without a compiler on the machine the run
-    prints a warning and trains uncompiled."""
+    trains uncompiled, and its first lines of output say so."""
 
     tf32: bool = False
     """On an NVIDIA GPU, multiply float32 matrices in TF32, several times as fast; of use only without mixed precision.

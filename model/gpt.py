@@ -199,7 +199,7 @@ class GPTModel(GenerationMixin):
 
         Args:
             input_ids: tokens, int64 [B, T].
-            attention_mask: 1 for tokens and 0 for padding, [B, T]. Padding does not shift positions. Omit it where
+            attention_mask: 1 for tokens and 0 for padding, [B, T]. Positions count padding. Omit it where
                 nothing is padded: checking that it is all ones synchronises with the GPU.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
             num_items_in_batch: divisor of the summed loss, such as the number of targets in the global batch.
@@ -259,8 +259,8 @@ class GPTModel(GenerationMixin):
     def num_compute_parameters(self) -> int:
         """Count the parameters used in the computation of every token, for FLOPs and scaling laws.
 
-        Embedding tables are not counted, because they are only looked up. Everything else is: norms and biases (a
-        negligible part), and the output projection even if it is tied to the embedding. A layer that is registered
+        Embedding tables are not counted, because they are only looked up. Everything else is, including norms and
+        biases (negligible) and the output projection, even if tied to the embedding. A layer that is registered
         under several names counts each time.
         """
         layers = [
