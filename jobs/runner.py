@@ -36,6 +36,7 @@ from run.status import Status
 # Parts of error messages if the disk is full, the quota used up, or a file at its size limit. The last one is from the
 # check before each save (checkpoint/saver.py).
 DISK_FULL = (*map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)), "MB are needed, but ")
+MIN_FREE_BYTES = 2**20  # with less, a run may be unable to write why it failed
 POLL_SECONDS = 0.2
 DEFAULT_MAX_RUNNING = 8  # on CPUs, where all runs are in the same memory
 
@@ -89,6 +90,8 @@ class Training:
             return status.reason
         if not self.output.exists():
             return "see its own messages"
+        if shutil.disk_usage(self.output.parent).free < MIN_FREE_BYTES:
+            return os.strerror(errno.ENOSPC)
         lines = [line for line in self.output.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line.partition("error: ")[2] for line in lines if line.startswith("train.py: error: ")]
         return next(iter([*errors, *lines[-1:]]), "it printed nothing")

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +49,8 @@ while open(os.path.dirname(run) + "/notes").read().count('["start"') < int(start
 time.sleep({"slowly": 60, "for a moment": 0.6}.get(how, 0))
 if how == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
+if how == "prints nothing":
+    os._exit(1)
 if how == "is refused":
     print("train.py: error: optimizer.lr: x must be a non-negative number")
     os._exit(2)
@@ -160,6 +163,12 @@ def test_train_without_until_failure_continues(run):
 def test_train_full_disk_raises_run_error(how, message, run):
     with pytest.raises(RunError, match=f"{message}.*; free some space"):
         JobRunner(1).train([run("one", how)])
+
+
+def test_train_silent_run_on_full_disk_raises_run_error(run, monkeypatch):
+    monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(RunError, match="No space left on device; free some space"):
+        JobRunner(1).train([run("one", "prints nothing")])
 
 
 def test_train_killed_run_fails_as_killed(run):
