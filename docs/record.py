@@ -24,16 +24,24 @@ HEADER = ["record", "excess loss, nats/token", "tokens", "parameters", "CPU seco
 # Evaluations do not change the weights, and only the last is recorded, so there are no others.
 SETTINGS = {"exact": "true", "evaluation.every": 10**6, "evaluation.num_scored_generations": 0, "resume": "never"}
 SETTINGS |= {"tracking.wandb": "disabled"}
+# A GPU, or another precision or number of threads that the shell has set, would change the bits.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
 TORCH = torch.__version__.partition("+")[0]
 
 
 def train(name: str, config: str, seed: int) -> tuple[RunReader, float]:
-    """Train one seed of a record on one thread; return its run and the CPU seconds of the command."""
+    """Train one seed of a record on one thread of a CPU; return its run and the CPU seconds of the command."""
     run = RunReader(RUNS / f"{name}-seed-{seed}")
     names = {"seed": seed, "out_dir": run.path.parent, "name": run.path.name}
     command, before = train_command({"config": config} | SETTINGS | names), cpu_seconds()
-    if code := subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
+    try:
+        code = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT).returncode
+    except KeyboardInterrupt:
+        code = 130
+    if code:
         sys.exit(code)
+    if "val/excess_loss" not in run.metrics()[-1]:
+        sys.exit(f"config: {config} has data of unknown entropy, so no excess loss; records are of the stories")
     return run, cpu_seconds() - before
 
 
@@ -82,7 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", help="with --measure; default: configs/NAME.yaml")
     options = parser.parse_args(arguments)
     name = options.name
-    if options.measure:
+    if options.measure is not None:
+        if options.measure < 2:
+            parser.error(f"measure: {options.measure} must be at least 2, for an interval")
         records[name] = measure(name, options.config or f"configs/{name}.yaml", options.measure)
         write(records)
         return 0

@@ -1,5 +1,7 @@
 """docs/record.py: the table of docs/track.md, and training a record again."""
 
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
@@ -14,6 +16,31 @@ def test_table_shows_records():
     for name, entry in RECORDS.items():
         assert (ROOT / entry["config"]).exists() and len(entry["excess_loss"]) >= 5, name
         assert entry["tokens"] <= 2_304_000 and entry["parameters"] <= 500_000, "rule 2 of docs/track.md"
+
+
+@pytest.mark.parametrize("seeds", ["-1", "0", "1"])
+def test_measure_needs_two_seeds(seeds, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        record.main(["tiny", "--measure", seeds])
+    assert f"measure: {seeds} must be at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("outcome", "message"), [(KeyboardInterrupt, "130"), (0, "no excess loss")])
+def test_record_ends_with_one_message(outcome, message, tmp_path, monkeypatch):
+    def run(command, env, **_):
+        assert env.items() >= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}.items()
+        folder = tmp_path / "tiny-seed-1"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 1, "val/loss": 1.0}\n')
+        if outcome:
+            raise outcome
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(record, "RUNS", tmp_path)
+    monkeypatch.setattr(record.subprocess, "run", run)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(SystemExit, match=message):
+        record.main(["tiny", "--measure", "2"])
 
 
 @pytest.mark.slow
