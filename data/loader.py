@@ -18,6 +18,7 @@ Batch = dict[str, Tensor]
 """Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`."""
 
 SAMPLES_AT_ONCE = 64
+MAX_TIMEOUT_SECONDS = 2**21  # the operating system counts milliseconds in 32 bits
 
 
 class BatchLoader:
@@ -82,7 +83,7 @@ class BatchLoader:
             num_workers=self.num_workers,
             collate_fn=_to_arrays,
             worker_init_fn=_start_worker,
-            timeout=self.timeout_seconds,
+            timeout=min(self.timeout_seconds, MAX_TIMEOUT_SECONDS),
         )
         others = active_children()
         try:

@@ -103,6 +103,11 @@ def test_hanging_worker_ends_the_batches():
     assert worker.exitcode == -signal.SIGKILL
 
 
+def test_longest_timeout_is_accepted():
+    loader = BatchLoader(Rows(), GlobalBatches(5, 1, 0), 1, CPU, num_workers=1, timeout_seconds=(2**31 - 1) / 2)
+    assert len(list(loader.batches(0, 2))) == 2
+
+
 def test_error_of_the_dataset_is_raised():
     loader = BatchLoader(Rows(broken=3), GlobalBatches(5, 1, 0), 1, CPU, num_workers=1)
     with pytest.raises(ValueError, match="row 3 is broken"):
