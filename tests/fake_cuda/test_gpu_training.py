@@ -12,7 +12,6 @@ import pytest
 from tests.conftest import TINY_STORIES, train
 from tests.fake_cuda.launch import SETTINGS, STEPS, Trained, train_on_gpus
 
-pytestmark = pytest.mark.slow  # with the compilation they take more than a minute of make test
 LAUNCHES = {"one_gpu": 1, "multi_gpu": 2, "fsdp2": 2}
 READ_OF_STEP_BEFORE = ("event", "training/metrics.py")
 
