@@ -76,4 +76,4 @@ def test_profile_traces_the_given_steps(tmp_path):
 
 def test_profile_with_reversed_steps_is_refused(tmp_path):
     done = train(*TINY, "--name", "run", "--profile", "[4, 3]", "--out_dir", tmp_path, exit_code=2)
-    assert "profile: [4, 3] must be the first and the last step" in done.stderr
+    assert "profile: [4, 3] is not the first and the last step" in done.stderr
