@@ -13,6 +13,7 @@ from chain.output import Result, describe_idea, format_effect
 from chain.settings import CombineConfig, TryConfig
 from chain.state import Chain, locked_chain
 from config.errors import ConfigError
+from data.sampler import BatchSizes
 from experiments import log
 from experiments.arm import Arm, changed_settings
 from experiments.change import Change
@@ -21,7 +22,8 @@ from experiments.sequential_test import MIN_SEEDS, estimate_difference
 from experiments.settings import ExperimentConfig
 from jobs.runner import JobRunner
 
-TOKEN_SETTINGS = ("steps", "global_batch_size", "seq_len")
+# Settings of the task; trained weights have seen other tokens.
+TASK_SETTINGS = ("data.", "evaluation.", "init_from", "branch_from")
 SMALLEST_P = 1e-9  # lower bound of the search for a p-value
 # Exit codes by status; 0 for all others.
 EXIT_CODES = {"running": 10, "unknown": 10, "futile": 10, "failed": 11, "identical": 11}
@@ -168,19 +170,28 @@ class Attempt(Experiment):
 
 
 def check_task(baseline: Arm, candidate: Arm, allow_data_changes: bool) -> None:
-    """Check that a candidate is trained on as many tokens as the baseline, and with its data and evaluation.
+    """Check that a candidate has the task of the baseline: initial weights, training tokens, data and evaluation.
 
     Raises:
         ConfigError: it is not.
     """
     names = changed_settings(baseline, candidate)
-    fixed = [name for name in names if name.startswith(("data.", "evaluation.")) and name != "evaluation.ema_decay"]
+    fixed = [name for name in names if name.startswith(TASK_SETTINGS) and name != "evaluation.ema_decay"]
     if fixed and not allow_data_changes:
-        raise ConfigError(f"{', '.join(fixed)}: the recipe fixes the data and the evaluation; leave them as they are")
-    expected, tokens = (math.prod(arm.settings[name] or 1 for name in TOKEN_SETTINGS) for arm in (baseline, candidate))
+        what = "the data, the evaluation and the initial weights"
+        raise ConfigError(f"{', '.join(fixed)}: the recipe fixes {what}; leave them as they are")
+    expected, tokens = training_tokens(baseline), training_tokens(candidate)
     if tokens != expected:
-        product = " x ".join(TOKEN_SETTINGS)
-        raise ConfigError(f"{product}: {tokens:,} training tokens instead of {expected:,}; keep the product")
+        product = "steps x global_batch_size x seq_len"
+        raise ConfigError(f"{product}: {tokens:,} training tokens instead of {expected:,}; train on as many")
+
+
+def training_tokens(arm: Arm) -> int:
+    """Return the tokens that a run of one process reads, with a batch-size warm-up."""
+    settings = arm.settings
+    warmup = settings.get("schedule.batch_warmup_from"), settings.get("schedule.batch_warmup_steps")
+    sizes = BatchSizes(settings["global_batch_size"] or settings["micro_batch_size"], *warmup)
+    return sizes.sequences_before(settings["steps"]) * settings["seq_len"]
 
 
 class TriedBefore(Exception):

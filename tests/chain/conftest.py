@@ -23,6 +23,8 @@ READ_RECIPE = """
                     json.loads(text) if text[0] in "0123456789n" else text)
         if settings["model.mlp"] == "typo":
             refuse("model.mlp: typo must be gelu or relu2")"""
+MORE_SETTINGS = """"data.seed": 0, "micro_batch_size": 4,
+    "schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None,"""
 RECIPE = """# The recipe.
 steps: 100
 optimizer:
@@ -38,7 +40,7 @@ def research(run_experiment, monkeypatch):  # noqa: F811
     root = run_experiment.root
     assert READ_JSON in FAKE
     (root / "train.py").write_text(
-        FAKE.replace(READ_JSON, READ_RECIPE.strip()).replace('"data.path"', '"data.seed": 0, "data.path"')
+        FAKE.replace(READ_JSON, READ_RECIPE.strip()).replace('"data.path"', f'{MORE_SETTINGS} "data.path"')
     )
     (root / "configs" / "lab.yaml").write_text(RECIPE)
     for name, value in change.AUTHOR.items():

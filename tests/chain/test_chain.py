@@ -96,8 +96,12 @@ def test_ideas_without_a_result_cost_no_wealth(research):
         ("--steps 200", "steps x global_batch_size x seq_len: 1,600 training tokens instead of 800"),
         ("--global_batch_size 2", "1,600 training tokens instead of 800"),
         ("--steps 50 --global_batch_size 2", None),
-        ("--data.num_samples 50", "data.num_samples: the recipe fixes the data and the evaluation"),
+        ("--data.num_samples 50", "data.num_samples: the recipe fixes the data"),
         ("--evaluation.num_samples 4", "evaluation.num_samples: the recipe fixes"),
+        ("--init_from gpt2", "init_from: the recipe fixes the data, the evaluation and the initial weights"),
+        ("--global_batch_size null", "3,200 training tokens instead of 800"),
+        ("--global_batch_size 4 --steps 30", "960 training tokens instead of 800"),
+        ("--global_batch_size 4 --steps 30 --schedule.batch_warmup_from 2 --schedule.batch_warmup_steps 10", None),
     ],
 )
 def test_idea_keeps_the_task_and_the_training_tokens(idea, message, research, monkeypatch):
