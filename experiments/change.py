@@ -150,13 +150,22 @@ def resolve_commits(code: str) -> tuple[str, str]:
         raise ConfigError(
             f"idea: {code!r} is not a git branch or commit here, a patch file, or settings, which begin with --"
         ) from None
-    base = git("merge-base", "HEAD", commit)
-    return (git("rev-parse", f"{commit}^") if base == commit else base), commit
+    try:
+        base = git("merge-base", "HEAD", commit)
+        return (git("rev-parse", "--verify", "--quiet", f"{commit}^") if base == commit else base), commit
+    except ConfigError:
+        raise ConfigError(
+            f"idea: git has no earlier commit with which to compare {code!r}; in a shallow clone, run "
+            "git fetch --unshallow"
+        ) from None
 
 
 def rebase(base: str, commit: str, onto: str) -> tuple[str, str]:
     """Apply the diff between two commits to a third; return the third and the new commit."""
-    target = git("rev-parse", "--verify", "--end-of-options", f"{onto}^{{commit}}")
+    try:
+        target = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{onto}^{{commit}}")
+    except ConfigError:
+        raise ConfigError(f"onto: {onto!r} is not a git branch or commit here") from None
     return target, apply_diff(diff_of(base, commit), target)
 
 

@@ -199,6 +199,16 @@ def test_parse_change_refuses_invalid_text(text, message, repository):
         parse_change(text)
 
 
+def test_parse_change_without_earlier_commit_is_refused(repository):
+    first = repository("rev-list", "--max-parents=0", "HEAD").strip()
+    unrelated = repository("commit-tree", "HEAD^{tree}", "-m", "unrelated").strip()
+    for commit in (first, unrelated):
+        with pytest.raises(ConfigError, match=f"compare '{commit}'; in a shallow clone, run git fetch --unshallow"):
+            parse_change(commit)
+    with pytest.raises(ConfigError, match="onto: 'nothing' is not a git branch"):
+        parse_change("other", onto="nothing")
+
+
 def test_parse_change_inapplicable_patch_shows_git_message(repository, tmp_path):
     (tmp_path / "idea.patch").write_text("--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-print(7)\n+print(8)\n")
     with pytest.raises(ConfigError, match="git apply fails: .*train.py"):
