@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from config.errors import ConfigError
 from config.paths import expand_user_path
 from data.files import wait_for_lock, write_atomically
 from data.json_objects import parse_object
@@ -161,11 +162,17 @@ def label(row: dict[str, Any]) -> str:
 
 
 def main(config: ReportConfig) -> None:
-    """Print the table of all experiments, and write it and the figure into the lab."""
+    """Print the table of all experiments, and write it and the figure into the lab.
+
+    Raises:
+        ConfigError: the lab cannot be written.
+    """
     lab = expand_user_path("lab", config.lab)
     rows = read_log(lab)
-    text = markdown_table(rows)
-    lab.mkdir(parents=True, exist_ok=True)
-    write_atomically(lab / "report.md", text + "\n")
-    draw(rows, lab / "report.png")
-    print(text)
+    print(text := markdown_table(rows))
+    try:
+        lab.mkdir(parents=True, exist_ok=True)
+        write_atomically(lab / "report.md", text + "\n")
+        draw(rows, lab / "report.png")
+    except OSError as error:
+        raise ConfigError(f"lab: {lab} cannot be written: {error.strerror}") from None
