@@ -304,9 +304,12 @@ def parse_launcher(launch: str | None) -> list[str]:
     """Split the setting `launch` into words to put before train.py; the default is this Python.
 
     Raises:
-        ConfigError: Its program is not found.
+        ConfigError: Its program is not found, or a quotation mark is missing.
     """
-    words = shlex.split(launch) if launch else [sys.executable]
+    try:
+        words = shlex.split(launch) if launch else [sys.executable]
+    except ValueError as error:
+        raise ConfigError(f"launch: {launch!r} cannot be parsed: {error}") from None
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(f"launch: {launch!r} does not start with a program on the PATH; activate the environment")
     return words

@@ -272,7 +272,7 @@ def test_finished_run_of_other_schedule_is_refused(sweep):
         assert sweep(*common, "--steps", 4, "--resume", "never") == names
 
 
-@pytest.mark.parametrize("launch", ["nonsense --x", "' '"])
+@pytest.mark.parametrize("launch", ["nonsense --x", "' '", "'"])
 def test_unknown_launcher_is_refused(launch, sweep):
     with pytest.raises(ConfigError, match="launch: "):
         main(SweepConfig(["--seed", "0,1"], launch=launch))
