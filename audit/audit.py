@@ -17,7 +17,7 @@ from checkpoint.provenance import network_size
 from checkpoint.tokenizer_files import changed_files
 from checkpoint.unshard import whole_tensors
 from config.errors import ConfigError, RunError
-from distributed.nested import broadcast_from_main
+from distributed.collectives import broadcast_from_main
 from distributed.state_hash import digest_tensors
 from run.resume import differing_settings
 from run.stored_settings import complete_settings

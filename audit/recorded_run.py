@@ -21,9 +21,10 @@ from checkpoint.provenance import provenance
 from config.errors import RunError
 from config.resolve import replace_settings
 from config.schema import TrainConfig
+from distributed.collectives import broadcast_from_main
 from distributed.cpu import prepare_exact
 from distributed.launch import env_flag, uses_cpu
-from distributed.nested import broadcast_from_main, nested_training
+from distributed.nested import nested_training
 from distributed.world import is_main_process, num_processes
 from run.reader import RunReader, Session, surviving_sessions
 from run.stored_settings import config_of

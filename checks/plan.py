@@ -30,9 +30,10 @@ from config.errors import RunError
 from config.resolve import replace_settings
 from config.schema import TrainConfig
 from data.sampler import BatchSizes
+from distributed.collectives import broadcast_from_main
 from distributed.launch import num_shards, start_accelerator
 from distributed.launch_checks import check_launch
-from distributed.nested import broadcast_from_main, nested_training, shared_temporary_folder
+from distributed.nested import nested_training, shared_temporary_folder
 from distributed.world import num_processes
 from model.gpt import GPTModel, build_on_meta_device
 from run.metrics_log import read_rows

@@ -36,10 +36,11 @@ from config.resolve import replace_settings
 from config.schema import TrainConfig
 from data.loader import split_micro_batches
 from data.sampler import GlobalBatches
+from distributed.collectives import broadcast_from_main
 from distributed.cpu import use_portable_arithmetic
 from distributed.launch import num_shards, start_accelerator
 from distributed.launch_checks import check_launch
-from distributed.nested import broadcast_from_main, nested_training
+from distributed.nested import nested_training
 from distributed.sharding import full_tensor
 from distributed.signals import Preempted
 from distributed.tree_reduce import TreeSum

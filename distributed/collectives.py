@@ -1,8 +1,12 @@
-"""Collectives on tensors of the device."""
+"""Collectives: of tensors on the device, and of Python objects."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from distributed.world import num_processes
 
 
 def all_gather(tensor: Tensor) -> Tensor:
@@ -15,3 +19,11 @@ def all_gather(tensor: Tensor) -> Tensor:
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor)
     return torch.stack(gathered)
+
+
+def broadcast_from_main(value: Any) -> Any:
+    """Return the main process's `value` on all processes."""
+    box = [value]
+    if num_processes() > 1:
+        dist.broadcast_object_list(box)
+    return box[0]

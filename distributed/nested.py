@@ -6,21 +6,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
 from accelerate.utils import gather_object
 
+from distributed.collectives import broadcast_from_main
 from distributed.signals import STOP_SIGNALS, Preempted, StopSignal
-from distributed.world import is_main_process, num_processes
-
-
-def broadcast_from_main(value: Any) -> Any:
-    """Return the main process's `value` on all processes."""
-    box = [value]
-    if num_processes() > 1:
-        dist.broadcast_object_list(box)
-    return box[0]
+from distributed.world import is_main_process
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from checkpoint.provenance import launch_facts, network_size, provenance, uncommitted_changes
 from checkpoint.tokenizer_files import keep_tokenizer
@@ -19,6 +19,7 @@ from config.errors import ConfigError, RunError
 from config.resolve import with_stored_model
 from config.schema import TrainConfig
 from data.files import move_aside, write_atomically
+from distributed.collectives import broadcast_from_main
 from distributed.signals import Preempted
 from distributed.world import is_main_process
 from run.lock import LOCK_FILE, RunLock
@@ -71,15 +72,15 @@ class RunDirectory:
         On all processes, raise ConfigError if no valid checkpoint is left or it does not fit the settings, and RunError
         if the directory cannot be read or written.
         """
-        outcome: list[StartingPoint | Exception] = [StartingPoint()]
+        start: StartingPoint | Exception = StartingPoint()
         if accelerator.is_main_process:
             try:
-                outcome = [self._prepare(config, launch_facts(accelerator) | provenance())]
+                start = self._prepare(config, launch_facts(accelerator) | provenance())
             except OSError as error:
-                outcome = [RunError(f"{self.path} cannot be prepared: {error}")]
+                start = RunError(f"{self.path} cannot be prepared: {error}")
             except Exception as error:  # sent to the other processes, which would otherwise wait forever
-                outcome = [error]
-        start = broadcast_object_list(outcome)[0]
+                start = error
+        start = broadcast_from_main(start)
         if isinstance(start, Exception):
             raise start
         if not all(gather_object([(self.path / "config.yaml").exists()])):
