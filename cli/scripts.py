@@ -71,8 +71,8 @@ def run_script(
         The exit code: 0 done, 2 wrong settings or input, 75 stopped by a signal or stop_after after saving, 130 stopped
         at once by Ctrl-C outside training, 1 anything else.
     """
-    # By default Python collects garbage after every 700 new objects, which took a tenth of the startup: importing torch
-    # creates many objects, and none is garbage.
+    # By default Python collects garbage after a few hundred new objects, which took a tenth of the startup: importing
+    # torch creates many objects, and none is garbage.
     gc.set_threshold(50_000)
     ignore_failed_prints()
     is_log = False
@@ -128,7 +128,8 @@ def run_script(
             print(f"{script}.py: error: {explain_failed_compilation(error)}", file=sys.stderr)
             return 1
         traceback.print_exc()
-        print(explain_lost_process(error), file=sys.stderr)
+        if message := explain_lost_process(error):
+            print(f"{script}.py: error: {message}", file=sys.stderr)
         return 1
     failure = failed_print()
     if failure is None or is_log:
@@ -166,8 +167,7 @@ def explain_lost_process(error: Exception) -> str:
     if not isinstance(error, DistError) and not is_from_gloo:
         return ""
     return (
-        f"train.py: error: process {process_rank()} lost the others in {own_line(error)}: "
-        f"{str(error).splitlines()[0]}\n"
+        f"process {process_rank()} lost the others in {own_line(error)}: {str(error).splitlines()[0]}\n"
         "A process died or hangs, or a network link is down (timeout_seconds limits the wait). Rerun the same command "
         "to resume from the newest checkpoint."
     )
