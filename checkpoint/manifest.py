@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: sizes and checksums of all files, the step, the settings, and a digest of itself.
 
-A directory without a valid manifest is not a checkpoint. Checkpoints are safetensors and JSON: reading runs no code.
+A directory without a valid manifest is not a checkpoint. Its files are safetensors and JSON: reading them runs no code.
 """
 
 import hashlib
@@ -152,7 +152,8 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[
 def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:
     """Return the checkpoint with the lowest validation loss on each validation set (`evaluation.num_samples`).
 
-    `manifests` are sorted newest first, and so are the sets. Losses on different sets are not compared.
+    `manifests` are sorted newest first, and the result begins with the newest set. Losses on different sets are not
+    compared.
     """
     best: dict[str, tuple[float, Path]] = {}
     for path, manifest in manifests.items():
@@ -166,8 +167,8 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     """Delete old checkpoints up to `step`, which was just saved; called by the main process alone.
 
     Keep the `keep` newest, the best of each validation set, those of every `keep_every` steps, those after `step`,
-    which were found damaged, and those without a valid manifest. If the checkpoint of `step` cannot be read back, raise
-    InvalidCheckpoint and delete nothing.
+    which were found damaged when the run resumed, and those without a valid manifest. If the checkpoint of `step`
+    cannot be read back, raise InvalidCheckpoint and delete nothing.
     """
     manifests = {path: found for path, found in readable_checkpoints(checkpoints).items() if found.step <= step}
     kept = {*list(manifests)[: config.keep], *best_checkpoints(manifests)}

@@ -50,7 +50,7 @@ def network_size(config: TrainConfig) -> dict[str, int]:
 
 
 def uncommitted_changes(root: Path = ROOT) -> str | None:
-    """Return the changes since the commit below `root`, and new Python files, as a patch; None if there are none.
+    """Return the uncommitted changes below `root`, and new Python files, as a patch; None if there are none.
 
     `root` may be a folder of a larger repository: the patch has nothing outside it, and its paths are relative to it.
     """

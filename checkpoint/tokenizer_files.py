@@ -49,5 +49,5 @@ def keep_tokenizer(corpus: Path, run: Path) -> None:
         )
         return
     if kept.exists():
-        print(f"{kept} was damaged ({changed}) and is restored from {theirs}; the damaged one is {move_aside(kept)}.")
+        print(f"{kept} was damaged ({changed}): it is moved to {move_aside(kept)} and restored from {theirs}.")
     copy_folder(theirs, kept)

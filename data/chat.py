@@ -89,7 +89,7 @@ def parse_conversation(document: str) -> dict[str, Any]:
 
 
 def get_content(document: str) -> str:
-    """Return the contents of all messages of a conversation, joined by line ends."""
+    """Return the contents of all messages of a conversation, joined by newlines."""
     return "\n".join(message.get("content", "") for message in parse_conversation(document)["messages"])
 
 

@@ -187,8 +187,8 @@ class ChatTemplate:
             before = self._render(messages[:index], variables, add_generation_prompt=True)[0]
             after = self._render(messages[: index + 1], variables)[0]
             begin, answer = len(before), after[len(before) :]
-            # Qwen3's template renders thoughts only in the last answer. Of an earlier one `text` has only the end, from
-            # some character at or before its content: try each.
+            # Qwen3's template renders thoughts only in the last answer. An earlier answer is in `text` without its
+            # beginning, from some character at or before its content: try each.
             content_begin = max(0, answer.rfind(self._hide(message.get("content", ""))))
             endings = (answer[i:] for i in range(content_begin + 1))
             found = next((ending for ending in endings if text.startswith(ending, begin)), None)

@@ -2,7 +2,7 @@
 
 metadata.json has the length and the SHA-256 of every file, the hash of the whole (`data.hash` of a run), and a digest
 of itself. A file is read again only when its stamp has changed: the stamps of verified files are kept in `.verified`
-beside the corpus or, where that cannot be written, in the user's cache.
+in the corpus folder or, where that cannot be written, in the user's cache.
 """
 
 import json
@@ -27,7 +27,7 @@ NUM_THREADS = min(4, os.cpu_count() or 1)  # one thread hashes slower than a dis
 REMEDY = "restore it, or remove the folder and prepare it again"
 
 
-def file_stamp(file: Path | str) -> list[int]:
+def file_stamp(file: Path) -> list[int]:
     """Return the length of a file and the times of its last write and last change (ctime).
 
     These change when a file is written, replaced or copied; no program can set ctime.
@@ -209,7 +209,7 @@ class Verification:
 
 
 def _records(folder: Path) -> list[Path]:
-    """Return where verified files may be recorded: beside the corpus, and in the user's cache if that is read-only."""
+    """Return where verified files may be recorded: in the corpus folder or, if it is read-only, in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     name = blake2b(str(folder.resolve()).encode(), digest_size=16).hexdigest()
     paths = [folder / ".verified", *([cache / "mini-gpt" / name] if cache.is_absolute() else [])]

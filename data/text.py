@@ -1,4 +1,4 @@
-"""Prepared corpora (data/prepare/prepare.py) as samples. Files are memory-mapped; tokens are read when a sample is."""
+"""Prepared corpora (data/prepare/prepare.py) as samples. Files are memory-mapped; tokens are read with their sample."""
 
 import os.path
 from bisect import bisect_right
@@ -34,7 +34,7 @@ class TextCorpus:
 
 
 class TextDataset(Dataset):
-    """A split of a corpus in rows of `seq_len` tokens, as `packing` says.
+    """A split of a corpus in rows of `seq_len` tokens, as `packing` determines.
 
     Text:
         concat: windows of the token stream. Window i begins at token i * (seq_len - 1), so every token except the first

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -32,14 +32,12 @@ from config.schema import TrainConfig
 from distributed.world import is_main_process
 from model.gpt import GPTModel
 from run.load_transformers import load_transformers
+from run.settings import Weights
 from run.stored_settings import config_of
 from run.tokenizer import load_run_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# evaluated: the weights that `val/loss` was measured with, which is the EMA if `evaluation.ema_decay` is set.
-Weights = Literal["evaluated", "trained"]
 
 
 class LoadedModel(NamedTuple):
@@ -108,9 +106,9 @@ def copy_initial_weights(network: GPTModel, initial: LoadedModel) -> None:
     """
     lacking, unexpected = network.load_state_dict(initial.model.state_dict(), strict=False)
     if unexpected:
-        raise ConfigError(f"init_from: the model lacks {len(unexpected)} of its tensors, such as {unexpected[0]}")
+        raise ConfigError(f"init_from: {len(unexpected)} of its tensors are not in the model, such as {unexpected[0]}")
     if lacking and is_main_process():
-        print(f"init_from: {len(lacking)} tensors are not in it and are initialised at random, such as {lacking[0]}")
+        print(f"init_from: it lacks {len(lacking)} tensors, which are initialised at random, such as {lacking[0]}")
 
 
 def hash_weights(weights: dict[str, Tensor]) -> str:
@@ -158,7 +156,7 @@ def report_skipped(reasons: Iterable[str]) -> None:
 
 
 def _choose(path: Path, checkpoint: str | int) -> Path:
-    """Return the best checkpoint of a run, or that of a step; of all checkpoints only the manifests are read."""
+    """Return the best checkpoint of a run, or the one of a step; only manifests are read."""
     manifests = readable_checkpoints(path / "checkpoints")
     damaged = [found for found in checkpoints_in(path / "checkpoints") if found not in manifests and found.exists()]
     report_skipped(f"{found}: its manifest is missing or damaged" for found in damaged)

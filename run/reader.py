@@ -113,7 +113,7 @@ class RunReader:
 def surviving_sessions(sessions: list[Session], step: int) -> list[Session]:
     """Return the sessions that trained the `step` steps of a run.
 
-    A later session repeats the steps after its start, and a session that starts a complete run trains none.
+    A later session repeats the steps after its start; a session that starts after the last step trains none.
     """
     surviving: list[Session] = []
     for session in sessions:

@@ -16,7 +16,7 @@ from run.trackers import ExportNewest, start_tracker
 
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # prefixes of the metrics on the line of a training step
-# Prefixes of metrics that are not on the line of an evaluation: digests, and metrics that plot.py draws.
+# Prefixes of metrics that the line of an evaluation does not show as `name = value`; metrics.jsonl has them all.
 NOT_SHOWN = (*TRAINING, "state/", "layers/", "val/excess_loss", "val/bytes")
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
@@ -41,7 +41,7 @@ class Reporter(AbstractContextManager):
         run: RunDirectory,
         step: int,
         accelerator: Accelerator,
-        export_newest: ExportNewest | None = None,
+        export_newest: ExportNewest,
     ):
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
         if not self.is_main_process:
@@ -66,7 +66,7 @@ class Reporter(AbstractContextManager):
         if not metrics:
             return
         try:
-            self.metrics_file.append({"step": step, **finite_or_null(dict(metrics))})
+            self.metrics_file.append({"step": step, **finite_or_null(metrics)})
         except OSError as error:
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept in memory.")
         if self.tracker is not None:

@@ -5,6 +5,8 @@ from typing import Literal
 
 from model.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveUnitInterval
 
+Weights = Literal["evaluated", "trained"]
+
 
 @dataclass
 class TrainedModelConfig:
@@ -18,7 +20,7 @@ class TrainedModelConfig:
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
     """The checkpoint of a run: latest, best (by validation loss), or a step."""
 
-    weights: Literal["evaluated", "trained"] = "evaluated"
+    weights: Weights = "evaluated"
     """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
     weights that the optimizer updates). Without it both are the same."""
 
@@ -71,8 +73,7 @@ class EvaluateConfig(TrainedModelConfig):
     """Tokens in a window. null: as in the run; for other models, their context length, but 1,024 at most."""
 
     num_samples: PositiveInt | None = None
-    """Windows, evenly spread. null: all of a text corpus; for generated data, evaluation.num_samples
-    of the run."""
+    """Windows, evenly spread. null: all of a text corpus; for generated data, evaluation.num_samples of the run."""
 
     micro_batch_size: PositiveInt | None = None
     """Windows in a forward pass. null: as many as produce 256 MiB of logits."""

@@ -12,7 +12,8 @@ from config.schema import TrainConfig, flat_settings
 from config.yaml_files import read_yaml
 from model.field_types import invalid_values
 
-# Settings that are read without `config_of`; others may have values of other code, such as a choice that a fork added.
+# Settings that are used without a check by `config_of`. Others may have values that this code refuses, such as a choice
+# that a fork added.
 ALWAYS_READ = ("steps:", "seq_len:", "global_batch_size:", "data.seed:", "schedule.batch_warmup_")
 USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl of the run"
 
@@ -52,7 +53,7 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
     # load_corpus has a better message for a data source that this code lacks.
     problems = problems or [problem for problem in invalid_values(config) if not problem.startswith("data.")]
     if config.model.vocab_size is None:
-        problems.append("model.vocab_size: null in the run, which no run saves")
+        problems.append("model.vocab_size: null, but every run stores a number")
     if problems:
         raise ConfigError(f"{'; '.join(problems)}; {USE_ITS_CODE}")
     return config

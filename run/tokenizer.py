@@ -23,9 +23,9 @@ PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 def load_run_tokenizer(
     directory: Path, config: TrainConfig, expected: dict[str, str] | None
 ) -> "PreTrainedTokenizerBase | None":
-    """Load the tokenizer of the run of the checkpoint `directory`, or of its corpus if the run's is gone or damaged.
+    """Load the tokenizer of a checkpoint's run, or if that is gone or damaged, of its corpus; None for random tokens.
 
-    `expected` has the SHA-256 of each file of the tokenizer. Raise ConfigError if there is no such tokenizer.
+    `expected` is the SHA-256 of each file of the tokenizer. Raise ConfigError if neither can be used.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 

@@ -27,7 +27,7 @@ from run.directory import RunDirectory, settings_to_store
 from run.metrics_log import read_rows
 from training.metrics import NonFiniteError
 
-STOPPING_SECONDS = 10  # how long a run that a signal stops waits for its tracker
+STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
 Say = Callable[[str], None]  # prints a line
 ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # exports a run's newest checkpoint
 
@@ -56,7 +56,7 @@ def check(config: TrainConfig) -> None:
 
 
 def start_tracker(
-    config: TrainConfig, run: RunDirectory, step: int, say: Say, export_newest: ExportNewest | None
+    config: TrainConfig, run: RunDirectory, step: int, say: Say, export_newest: ExportNewest
 ) -> "TrackerRun | None":
     """Start the tracker of the config after `step` completed steps; None if it is off."""
     tracking = config.tracking
@@ -94,7 +94,7 @@ class TrackerRun:
     All calls of the tracker run in order in one thread, so that training does not wait for them.
     """
 
-    def __init__(self, config: TrainConfig, run: RunDirectory, step: int, say: Say, export_newest: ExportNewest | None):
+    def __init__(self, config: TrainConfig, run: RunDirectory, step: int, say: Say, export_newest: ExportNewest):
         self.config, self.directory, self.say, self.export_newest = config, run.path, say, export_newest
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tracker")
         self.run: Any = None  # the run object of the tracker; None before it is started and after an error
@@ -189,9 +189,10 @@ class WandbRun(TrackerRun):
         self._submit(lambda: self.run.log({"step": step, **metrics}))
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Add rows to the table of texts and log the whole table: W&B restarts incremental ones on an offline resume.
+        """Add rows to the table of texts and log the whole table.
 
-        W&B keeps every version, so a long table is logged only after growing by 2%, and at the end.
+        W&B would start an incremental table over when an offline run resumes. It keeps every version of a table, so a
+        long one is logged only after growing by 2%, and at the end.
         """
         self.samples += [{"step": step, name: text} for text in texts]
         if len(self.samples) >= 1.02 * self.num_logged:
@@ -221,7 +222,6 @@ class WandbRun(TrackerRun):
     def _log_model(self) -> None:
         """Export the newest checkpoint and log the folder as an artifact."""
         try:
-            assert self.export_newest is not None, "no function to export with"
             folder, manifest = self.export_newest(self.directory)
         except Exception as error:  # the run has finished nevertheless
             self.say(f"The model is not logged: {error}")

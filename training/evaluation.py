@@ -20,9 +20,9 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
 
     Returns:
         `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of the auxiliary metrics of the model (see
-        GPTModel.forward) and of the corpus; if the corpus provides them, `val/entropy` (the lowest
-        possible expected `val/loss`), `val/excess_loss` (their difference), `val/bits_per_byte` and `val/bytes` (of the
-        text of the targets).
+        GPTModel.forward) and of the corpus; if the corpus provides them, `val/entropy` (the lowest possible expected
+        `val/loss`), `val/excess_loss` (their difference), `val/bits_per_byte` and `val/bytes` (of the text of the
+        targets).
     """
     validation, score = corpus.validation, corpus.score
     assert validation is not None, "evaluation.every is set"

@@ -41,8 +41,8 @@ def warm_up_ddp(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> Non
     """Run the first backward of a process, whose gradients the caller discards.
 
     DDP lays out its buckets in the order in which gradients arrive in its first backward, and sums in that order from
-    then on. In this backward the gradients of all parameters arrive in reverse order, whichever the batch uses: a
-    resumed run therefore sums in the same order as one that never stopped.
+    then on. In this backward the gradients of all parameters arrive in reverse order, whichever of them the batch
+    uses: a resumed run therefore sums in the same order as one that never stopped.
     """
     if isinstance(model, DistributedDataParallel):
         parameters = trainable_parameters(model)

@@ -100,7 +100,7 @@ def test_damaged_tokenizer_is_skipped_then_restored(damage, folder):
     assert "the run restores its tokenizer from the corpus" in refused and f"of this run ({file})" in refused
     (folder / "elsewhere").rename(folder / "corpus")
     output = train_until(folder, 3).stdout
-    assert output.count(f"{folder / 'run' / 'tokenizer'} was damaged ({file}) and is restored from") == 1
+    assert output.count(f"{folder / 'run' / 'tokenizer'} was damaged ({file}): it is moved to") == 1
     assert content(folder / "run" / "tokenizer") == content(folder / "corpus" / "tokenizer")
     assert content(folder / "run" / "tokenizer.old-1") == damaged, "nothing is lost"
     assert "skipped" not in run_sample(folder) and audit_problem(folder) == ""

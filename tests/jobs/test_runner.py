@@ -165,7 +165,7 @@ def test_train_full_disk_raises_run_error(how, message, run):
         JobRunner(1).train([run("one", how)])
 
 
-def test_train_silent_run_on_full_disk_raises_run_error(run, monkeypatch):
+def test_train_silent_run_on_full_disk_raises_error(run, monkeypatch):
     monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
     with pytest.raises(RunError, match="No space left on device; free some space"):
         JobRunner(1).train([run("one", "prints nothing")])

@@ -161,13 +161,11 @@ def test_copy_initial_weights_keeps_added_parameters(made, capsys):
     network.adapter = torch.nn.Linear(2, 2)
     begun, weights = network.adapter.weight.clone(), initial.model.state_dict()
     copy_initial_weights(network, initial)
-    assert (
-        "init_from: 2 tensors are not in it and are initialised at random, such as adapter." in capsys.readouterr().out
-    )
+    assert "init_from: it lacks 2 tensors, which are initialised at random, such as adapter." in capsys.readouterr().out
     assert torch.equal(network.adapter.weight, begun)
     assert all(torch.equal(network.state_dict()[name], weight) for name, weight in weights.items())
     del network.final_norm
-    with pytest.raises(ConfigError, match=r"the model lacks 2 of its tensors, such as final_norm\."):
+    with pytest.raises(ConfigError, match=r"2 of its tensors are not in the model, such as final_norm\."):
         copy_initial_weights(network, initial)
 
 
