@@ -7,7 +7,8 @@
     python research.py log
 
 IDEA is as in experiment.py. The ledger is LAB/ledger.tsv; docs/research.md explains it and the statistics. Exit codes
-of try: 0 decided, 10 unknown, 11 the candidate failed, 2 refused, 1 the baseline is broken, 75 stopped by a signal.
+of try: 0 decided, 10 unknown or futile, 11 failed or identical, 2 refused, 1 the baseline is broken, 75 stopped by a
+signal.
 """
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from experiments import log
 from experiments.arm import Arm, changed_settings
 from experiments.change import Change
 from experiments.experiment import Experiment
-from experiments.sequential_test import MIN_SEEDS, estimate_difference
+from experiments.sequential_test import estimate_difference
 from experiments.settings import ExperimentConfig
 from jobs.runner import JobRunner
 
@@ -26,7 +26,7 @@ from jobs.runner import JobRunner
 TASK_SETTINGS = ("data.", "evaluation.", "init_from", "branch_from")
 SMALLEST_P = 1e-9  # lower bound of the search for a p-value
 # Exit codes by status; 0 for all others.
-EXIT_CODES = {"running": 10, "unknown": 10, "futile": 10, "failed": 11, "identical": 11}
+EXIT_CODES = {"unknown": 10, "futile": 10, "failed": 11, "identical": 11}
 
 
 def try_idea(config: TryConfig) -> Result:
@@ -137,7 +137,7 @@ class Attempt(Experiment):
         """Return the cells of a result, given as a row of the experiment log."""
         copied = ("difference", "low", "high", "verify", "seconds", "cpu_seconds", "message")
         cells: dict[str, Any] = {name: result.get(name) for name in copied}
-        cells["log"] = next((failed.output for failed in self.jobs.failures), None)
+        cells["log"] = next((training.output for training in self.jobs.failures), None)
         if "losses" not in result:
             return cells
         baseline, candidate = result["losses"]
@@ -213,7 +213,7 @@ def p_value(baseline: list[float], candidate: list[float]) -> float:
         return estimate_difference(baseline, candidate, math.exp(log_alpha)).high
 
     smallest = math.log(2 * SMALLEST_P)
-    if min(len(baseline), len(candidate)) < MIN_SEEDS or high(0.0) >= 0:
+    if high(0.0) >= 0:
         return 1.0
     if high(smallest) < 0:
         return SMALLEST_P

@@ -21,7 +21,7 @@ class Idea:
     text: str
     diff: str = ""
     settings: str = ""
-    """Words of a command line."""
+    """Part of a command line, quoted as for a shell."""
 
 
 def parse_idea(text: str) -> Idea:

@@ -59,7 +59,7 @@ class TryConfig(ChainConfig):
     """Maximum number of runs of the candidate. A larger number resumes the test of an idea whose status is unknown."""
 
     budget_minutes: PositiveFloat | None = None
-    """Minutes after which no run is started. null: only max_seeds limits the runs."""
+    """Minutes after which the runs in progress save and stop. null: only max_seeds limits the runs."""
 
     allow_data_changes: bool = False
     """Allow the code to change the data, the evaluation or the seeding; the losses may then mean something else."""

@@ -31,7 +31,7 @@ class Chain:
 
     @property
     def start(self) -> Row:
-        """Row of the start: its `idea` is the branch, its `settings` are the recipe, its `seeds_baseline` the runs."""
+        """Row of the start: `idea` is the branch, `settings` the recipe, `seeds_baseline` the number of runs."""
         return self.rows[0]
 
     @property

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -106,8 +105,6 @@ class Arm:
                 raise ConfigError(message)
             raise ArmFailed(f"does not start: {message.splitlines()[-1]}{last_frame(message, code)}")
         settings = flat_settings(yaml.safe_load(done.stdout))
-        if "name" not in settings:  # it printed its help, because of a word too many
-            raise ConfigError(f"{shlex.join(words)} has words that are not settings; quote a change of several words")
         if settings["name"] is None:  # as train.py derives it, from the last config file
             last = max(index for index, word in enumerate(words) if word.startswith("--config"))
             settings["name"] = Path(words[last].partition("=")[2] or words[last + 1]).stem

@@ -28,7 +28,7 @@ AUTHOR = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") f
 # Abandoned worktrees are found by these names. The host is part of the name: a machine that shares the repository must
 # not remove the worktrees of another.
 FOLDER, WORKTREES = f"mini-gpt-experiment-{socket.gethostname()}_", ("baseline", "candidate")
-# Settings of the user that would run programs, change the code in `git apply`, or escape file names.
+# Overrides user settings that would run programs, change the code in `git apply`, or escape file names.
 OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quotePath=false")
 # Files that define the data and the evaluation; in other Python files, a changed line that mentions a seed counts, too.
 DATA_FILES = ("data/", "training/evaluation.py")
@@ -43,7 +43,7 @@ class Change:
     base: str | None = None
     """Commit that trains the baseline; None outside of a git repository, where this code trains both arms as it is."""
     commit: str | None = None
-    """Commit that trains the candidate; that of the baseline if only settings change."""
+    """Commit that trains the candidate; equal to `base` if only settings change."""
     diff: str = ""
     """Diff from base to commit."""
     commits_behind: int = 0
@@ -188,8 +188,7 @@ def commit_on(parent: str, *change: str) -> str:
         git("read-tree", parent, **index)
         git(*change, **index)
         if change[0] == "add":  # new files of code as well
-            new = git("ls-files", "-z", "--others", "--exclude-standard", "*.py", **index).split("\0")
-            git("add", "--", *filter(None, new), **index) if any(new) else None
+            git("add", "--", "*.py", **index)
         return git("commit-tree", git("write-tree", **index), "-p", parent, "-m", "Change under test", **index)
 
 

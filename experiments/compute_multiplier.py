@@ -29,7 +29,7 @@ class ComputeMultiplier:
 
 
 def estimate_compute_multiplier(
-    budgets: list[tuple[float, float]], baseline: list[float], candidate: list[float], level: float = LEVEL
+    budgets: list[tuple[float, float]], baseline: list[float], candidate: list[float]
 ) -> ComputeMultiplier | None:
     """Convert a difference in loss into a multiple of the steps, by runs of the baseline on shorter and longer budgets.
 
@@ -42,7 +42,6 @@ def estimate_compute_multiplier(
         budgets: (steps relative to the experiment, loss) of every run of the baseline.
         baseline: losses of the baseline on budget 1, of two seeds or more.
         candidate: losses of the candidate, of two seeds or more.
-        level: significance level of both intervals.
 
     Returns:
         None where the losses do not fall with more steps, are not positive, or are too few for the fit.
@@ -56,7 +55,7 @@ def estimate_compute_multiplier(
     mean = statistics.fmean(baseline)
     change = statistics.fmean(candidate) - mean
     variances = [statistics.variance(losses) / len(losses) for losses in (baseline, candidate)]
-    quantile = float(welch_quantile(level, variances, len(candidate), len(baseline))) if any(variances) else 0.0
+    quantile = float(welch_quantile(LEVEL, variances, len(candidate), len(baseline))) if any(variances) else 0.0
     half_width = math.sqrt(sum(variances)) * quantile
     ends = math.log(relative_steps.min()), math.log(relative_steps.max())
 
@@ -71,16 +70,16 @@ def estimate_compute_multiplier(
     x, low, high = (log_steps(value) for value in (change, change + half_width, change - half_width))
     gradient = np.array([x**2, x]) / (slope + 2 * curvature * x)
     error = math.sqrt(gradient @ covariance[:2, :2] @ gradient)
-    error *= float(stats.t.isf(level / 2, len(relative_steps) - 3))
+    error *= float(stats.t.isf(LEVEL / 2, len(relative_steps) - 3))
     low, high = max(x - math.hypot(x - low, error), ends[0]), min(x + math.hypot(high - x, error), ends[1])
     return ComputeMultiplier(math.exp(x), math.exp(low), math.exp(high))
 
 
-def geometric_mean(ratios: list[float], level: float = 0.05) -> tuple[float, float, float]:
-    """Return the geometric mean of paired ratios with its confidence interval, Student's t on their logarithms."""
+def geometric_mean(ratios: list[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of paired ratios with its 95% interval, Student's t on their logarithms."""
     logs = [math.log(ratio) for ratio in ratios]
     mean = statistics.fmean(logs)
     if len(logs) < 2:
         return math.exp(mean), 0.0, math.inf
-    half_width = statistics.stdev(logs) / math.sqrt(len(logs)) * float(stats.t.isf(level / 2, len(logs) - 1))
+    half_width = statistics.stdev(logs) / math.sqrt(len(logs)) * float(stats.t.isf(0.025, len(logs) - 1))
     return math.exp(mean), math.exp(mean - half_width), math.exp(mean + half_width)

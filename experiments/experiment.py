@@ -36,7 +36,7 @@ from experiments.sequential_test import (
     decide,
     estimate_difference,
 )
-from experiments.settings import ExperimentConfig, parse_sizes, print_error, refuse_per_run_settings
+from experiments.settings import ExperimentConfig, parse_sizes, print_error, refuse_options
 from experiments.variants import (
     PREVIEW_STEPS,
     match_width,
@@ -112,6 +112,8 @@ class Experiment:
     def __init__(self, config: ExperimentConfig, lab: Path, jobs: JobRunner):
         self.config, self.lab, self.jobs = config, lab, jobs
         self.text, *self.common = config.arguments
+        if self.common and not self.common[0].startswith("-"):
+            raise ConfigError(f"idea: {self.text!r} {self.common[0]!r} are two arguments; quote the idea as one")
         if not any(word.split("=")[0] == "--config" for word in self.common):
             self.common = ["--config", str(settings.DEFAULT_CONFIG), *self.common]
         self.start_time, self.cpu_seconds = time.monotonic(), cpu_seconds_of_children()
@@ -141,7 +143,7 @@ class Experiment:
                 f"baseline_seeds: {baseline_seeds} must be more than max_seeds, {max_seeds}; null for equal numbers"
             )
         change = change or parse_change(self.text, self.config.onto)
-        refuse_per_run_settings([*self.common, *change.settings])
+        refuse_options([*self.common, *change.settings])
         diff = change.save_diff(self.lab / "diffs")
         # Edits do not reach worktrees. Without worktrees, no run starts once the code has changed.
         self.jobs.code = None if change.commit else code_hash()

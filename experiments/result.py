@@ -152,10 +152,10 @@ def format_interval(values: list[float], form: str = ".2f") -> str:
     return f"{middle} ({CONFIDENCE}: {low} to {high})"
 
 
-def format_multiplier(steps: list[float], time: list[float] | None = None) -> str:
-    """Format a compute multiplier, or the time multiplier if given; steps at the ends of BUDGETS are bounds."""
-    bounds = ["over " * (value >= BUDGETS[-1]) + "under " * (value <= BUDGETS[0]) for value in steps]
-    words = [f"{bound}{value:.2f}" for bound, value in zip(bounds, time or steps, strict=True)]
+def format_multiplier(compute: list[float], time: list[float] | None = None) -> str:
+    """Format the time multiplier, by default the compute multiplier, whose values at the ends of BUDGETS are bounds."""
+    bounds = ["over " * (value >= BUDGETS[-1]) + "under " * (value <= BUDGETS[0]) for value in compute]
+    words = [f"{bound}{value:.2f}" for bound, value in zip(bounds, time or compute, strict=True)]
     return f"{words[0]} ({CONFIDENCE}: {words[1]} to {words[2]})"
 
 

@@ -5,8 +5,8 @@
     python experiments/scorer.py CODE shape SETTINGS...
     python experiments/scorer.py CODE preview CHECKS SETTINGS...
 
-It imports the modules of the folder CODE, which trains the arm, and takes only the validation set and the logits from
-them. The loss and the bytes are computed here, so they are the same measure for both arms.
+It imports the modules of the folder CODE, which trains the arm. `measure` takes the validation set, its entropy, the
+logits and the size of the network from them, and computes loss and bytes itself, in the same way for both arms.
 """
 
 import functools

@@ -38,7 +38,8 @@ MIN_SEEDS = 3  # runs of each arm at the first analysis: two estimate a variance
 TOTAL_ALPHA = 0.04
 UNEQUAL_SIZES = 0.75  # factor on the type I error where the arms have unequal numbers of runs
 # Stop if the probability of being called better at the last analysis is below MIN_POWER, assuming an effect OPTIMISM
-# standard errors better than the estimate. Without optimism 38% of tests would detect an effect instead of 48%.
+# standard errors better than the estimate. 47% of gains of 1.2 standard deviations are then detected in 12 seeds, 38%
+# without this optimism, 48% without the early stop.
 MIN_POWER, OPTIMISM = 0.1, 1.5
 MAX_DEVIATIONS = 6  # standard deviations of the candidate's first loss above the baseline's mean
 MAX_MORE_SEEDS = 200  # upper bound of the estimated number of further seeds

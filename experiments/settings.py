@@ -14,6 +14,7 @@ from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "lab.yaml"
 
 PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume")
+PRINTING_OPTIONS = ("-h", "--help", "--print_config")
 
 
 @dataclass
@@ -37,8 +38,8 @@ class ExperimentConfig:
     """Minutes after which the runs in progress save and stop. null: only max_seeds limits the runs."""
 
     metric: str | None = None
-    """The logged metric to compare, such as val/NAME of a corpus with its own score; lower is better. null: the excess
-    loss, or the loss where the entropy of the data is unknown, checked by an independent evaluation."""
+    """The logged metric to compare, such as an auxiliary metric val/NAME; lower is better. null: the excess loss, the
+    loss where the entropy of the data is unknown, or bits per byte where only the tokenizers differ."""
 
     margin: PositiveFloat | None = None
     """Equivalence margin, as a fraction of the baseline's mean. null: 0.003 of a loss, 0.03 of an excess loss or of
@@ -122,16 +123,19 @@ class ReportConfig:
     """The directory of the log."""
 
 
-def refuse_per_run_settings(words: list[str]) -> None:
-    """Refuse settings that are set for each run.
+def refuse_options(words: list[str]) -> None:
+    """Refuse options of train.py that are set for each run, or that make it print something instead of training.
 
     Raises:
         ConfigError: one is among the words.
     """
     for word in words:
-        if (option := word.partition("=")[0]) in PER_RUN_OPTIONS:
+        option = word.partition("=")[0]
+        if option in PER_RUN_OPTIONS:
             name = option.removeprefix("--")
             raise ConfigError(f"{name}: is set for each run; leave it out (--first_seed chooses the seeds)")
+        if option in PRINTING_OPTIONS:
+            raise ConfigError(f"arguments: {option} is an option of train.py; leave it out")
 
 
 def parse_sizes(text: str) -> list[float]:

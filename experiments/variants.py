@@ -13,7 +13,7 @@ from scaling.recipe import LR_POWER
 WIDTH_STEP = 8  # a scaled or matched model.d_ff is a multiple of this
 SHORT_RUN_LOGS = 8  # logged steps of a short run, so that its throughput is a median over several
 PREVIEW_STEPS = 8
-SEPARATE_SEEDS = 1000  # first seed of runs that must not share seeds with the comparison
+SEPARATE_SEEDS = 1000  # offset of the seeds of runs that must not share seeds with the comparison
 
 
 def scale_steps(arm: Arm, factor: float) -> Arm:

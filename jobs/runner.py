@@ -144,8 +144,8 @@ class JobRunner:
         show_output: Let runs print to the terminal instead of a log file.
         code: Hash of the sources; if given, no run starts once they have changed.
         threads: Threads of each run on a CPU. None: the cores, divided by the number of runs at the same time.
-        deadline: Time of time.monotonic() at which runs are stopped, after saving.
-        outcomes: "finished", "stopped" or "failed" of each run that was started.
+        deadline: Value of time.monotonic() at which runs save and stop.
+        outcomes: "finished", "stopped" or "failed" of each run that has ended.
         failures: The error of each run that failed.
         signal: The last stop signal received; 0 if none.
     """

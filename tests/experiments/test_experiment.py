@@ -135,8 +135,12 @@ def test_settings_of_single_runs_are_refused(words, run_experiment):
 
 
 def test_change_without_quotes_is_refused(run_experiment):
-    (run_experiment.root / "train.py").write_text("print('lab.yaml:')")  # as jsonargparse does with a word too many
-    assert "quote a change of several words" in run_experiment("--model.mlp", "relu2", error=ConfigError)
+    assert "quote the idea" in run_experiment("--model.mlp", "relu2", error=ConfigError)
+
+
+@pytest.mark.parametrize("words", [("--model.mlp relu2 --help",), ("--optimizer.lr 2", "--print_config")])
+def test_printing_options_are_refused(words, run_experiment):
+    assert "is an option of train.py" in run_experiment(*words, error=ConfigError)
 
 
 def test_broken_baseline_is_an_error(run_experiment):
