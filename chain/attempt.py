@@ -22,7 +22,7 @@ from experiments.sequential_test import estimate_difference
 from experiments.settings import ExperimentConfig
 from jobs.runner import JobRunner
 
-# Settings of the task; trained weights have seen other tokens.
+# Settings that define the task. Weights to start from were trained on further tokens.
 TASK_SETTINGS = ("data.", "evaluation.", "init_from", "branch_from")
 SMALLEST_P = 1e-9  # lower bound of the search for a p-value
 # Exit codes by status; 0 for all others.
@@ -173,7 +173,7 @@ def check_task(baseline: Arm, candidate: Arm, allow_data_changes: bool) -> None:
     """Check that a candidate has the task of the baseline: initial weights, training tokens, data and evaluation.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it has another.
     """
     names = changed_settings(baseline, candidate)
     fixed = [name for name in names if name.startswith(TASK_SETTINGS) and name != "evaluation.ema_decay"]
