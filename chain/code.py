@@ -65,7 +65,7 @@ def apply_ideas(ideas: Iterable[Idea], parent: str, recipe: str) -> tuple[Change
         text = set_values(git("show", f"{commit}:{recipe}") + "\n", values)
         with TemporaryDirectory() as folder:
             file = Path(folder, "recipe.yaml")
-            file.write_text(text)
+            file.write_bytes(text.encode(errors="surrogateescape"))
             blob = git("hash-object", "-w", str(file))
         commit = commit_on(commit, "update-index", "--cacheinfo", f"100644,{blob},{recipe}")
     if not files_between(parent, commit):

@@ -161,7 +161,8 @@ def _parse(parser: _Parser, args: list[str]) -> dict[str, Any]:
             )
         return vars(parser.instantiate(parsed))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"a config file is not UTF-8 text: {error}") from None
+        remedy = "" if error.encoding == "utf-8" else "; PYTHONUTF8=1 in the environment reads it as UTF-8"
+        raise ConfigError(f"a config file is not {error.encoding.upper()} text: {error}{remedy}") from None
     except OverflowError:
         raise ConfigError("a setting has more digits than a number can have") from None
     except RecursionError:

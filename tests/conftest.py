@@ -1,6 +1,7 @@
 """Shared by all tests: run the real train.py in real processes, and read the files that it writes."""
 
 import json
+import locale
 import os
 import random
 import re
@@ -44,6 +45,17 @@ def thinned(values: Iterable[object], every: int) -> list[object]:
     """Return parameters of a test, of which `make test` takes only the first of each `every`."""
     slow = pytest.mark.slow
     return [pytest.param(value, marks=slow if index % every else ()) for index, value in enumerate(values)]
+
+
+@pytest.fixture
+def ascii_locale():
+    """A locale in which Python reads and writes text files as ASCII."""
+    if sys.flags.utf8_mode:
+        pytest.skip("Python ignores the locale")
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    yield
+    locale.setlocale(locale.LC_CTYPE, before)
 
 
 def environment(**extra: str) -> dict[str, str]:

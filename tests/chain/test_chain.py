@@ -218,6 +218,14 @@ def test_edits_after_a_killed_keep_survive(decided, research, monkeypatch):
     assert recipe.read_text() == edited
 
 
+@pytest.mark.usefixtures("ascii_locale")
+def test_recipe_keeps_its_comments_in_another_locale(decided, research):
+    recipe = research.root / "configs" / "lab.yaml"
+    recipe.write_bytes(recipe.read_bytes() + "# é\n".encode())
+    decided(". --optimizer.lr 2")
+    assert research.git("show", f"{research.rows()[-1]['commit']}:configs/lab.yaml").endswith("# é")
+
+
 def test_combined_ideas_are_one_candidate(decided, research):
     train = research.root / "train.py"
     text = train.read_text()

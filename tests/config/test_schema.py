@@ -176,6 +176,12 @@ def test_typo_in_config_file_is_named(tmp_path):
     assert "UTF-8" in refusal("--config", str(recipe))
 
 
+@pytest.mark.usefixtures("ascii_locale")
+def test_config_file_in_another_locale_names_remedy(tmp_path):
+    (recipe := tmp_path / "accent.yaml").write_bytes("name: é".encode())
+    assert "PYTHONUTF8=1" in refusal("--config", str(recipe))
+
+
 def test_config_file_refuses_duplicates_nulls_and_aliases(tmp_path):
     recipe = tmp_path / "twice.yaml"
     for text, key in [("steps: 3\nseed: 1\nsteps: 4\n", "steps"), ("model: {n_layers: 3, n_layers: 4}", "n_layers")]:
