@@ -75,7 +75,7 @@ def format_report(groups: list[Group], tables: list[list[Table]], by_tokenizer: 
         for table in group_tables:
             yield from ["", *table.lines()]
     for table in by_tokenizer:
-        yield from ["", "The same text in the tokens of several tokenizers:", *table.lines()]
+        yield from ["", "The same text encoded by several tokenizers:", *table.lines()]
 
 
 def save_figures(groups: list[Group], tables: list[list[Table]], by_tokenizer: list[Table], out: Path, x: str) -> None:
@@ -93,7 +93,7 @@ def save_figures(groups: list[Group], tables: list[list[Table]], by_tokenizer: l
         for group, group_curves, suffix in zip(groups, curves, suffixes, strict=True):
             save_figure(group.title, group_curves, out.with_name(out.name + suffix), x)
         pages = [(groups[i].title, curves[i], tables[i]) for i in range(len(groups))]
-        pages += [("the same text by several tokenizers", [], [table]) for table in by_tokenizer]
+        pages += [("the same text encoded by several tokenizers", [], [table]) for table in by_tokenizer]
         save_page(pages, out.with_name(out.name + ".html"), x)
     except OSError as error:
         raise ConfigError(f"out: {str(out)!r}: the figures cannot be written: {error}") from None

@@ -95,14 +95,13 @@ class LadderTrainer:
     def __init__(self, config: ScaleConfig, out_dir: Path):
         from scaling.ladder import CONFIG, base_config
 
-        self.out_dir, self.launch = out_dir, tuple(parse_launcher(config.launch))
-        micro_batch_size = max(1, base_config().micro_batch_size // launched_processes([*self.launch]))
+        self.out_dir, self.launcher = out_dir, parse_launcher(config.launch)
+        micro_batch_size = max(1, base_config().micro_batch_size // launched_processes(self.launcher))
         self.settings = ("--micro_batch_size", str(micro_batch_size), *split_arguments(config.arguments))
         self.runner = JobRunner(config.jobs or (1 if config.launch else None))
         self.runner.code = code_hash()
-        precision = launched_precision([*self.launch])
-        common = {"arguments": config.arguments, "precision": precision, "code": self.runner.code}
-        check_same_ladder(out_dir, common | {"config": sha256(CONFIG)})
+        common = {"arguments": config.arguments, "precision": launched_precision(self.launcher)}
+        check_same_ladder(out_dir, common | {"code": self.runner.code, "config": sha256(CONFIG)})
 
     def train(self, runs: "Iterable[LadderRun]") -> "list[Measurement]":
         """Train the runs that are not finished; return the results of all.
@@ -110,7 +109,7 @@ class LadderTrainer:
         Raises:
             RunError: a run failed, or its loss is not above the entropy of its data.
         """
-        pairs = [(run, run.training(self.out_dir, self.settings, self.launch)) for run in runs]
+        pairs = [(run, run.training(self.out_dir, self.settings, self.launcher)) for run in runs]
         try:
             self.runner.train([training for _, training in pairs])
         except Stopped:

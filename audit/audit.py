@@ -1,7 +1,7 @@
 """The audit of a run, `replay.py RUN --audit N`: retrain intervals between checkpoints and compare.
 
-Before that, everything that the run recorded twice must agree, and everything that follows from its settings must be
-what is recorded. Records that cannot be recomputed are listed as not checked.
+First the records are checked: what the run recorded twice must agree, and what follows from its settings must equal the
+record. Records that cannot be recomputed are listed as not checked.
 """
 
 import random
@@ -31,12 +31,12 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
     """Check the records of a run, retrain `count` of its intervals between checkpoints, and compare.
 
     Raises:
-        RunError: Something is not what retraining gives, or records contradict each other.
+        RunError: Retraining gives something else than the run, or records contradict each other.
         ConfigError: The run has no checkpoint to audit.
         Preempted: A stop signal was received.
     """
     kept = sorted(run.manifests.items(), key=lambda item: item[1].step)
-    # Of each interval: the step before it, the checkpoint of that step or None, and the checkpoint after it.
+    # An interval: the step before it, the checkpoint of that step or None, and the checkpoint at its end.
     starts = [next(iter(run.branch_point), None), *(path for path, _ in kept)]
     intervals = list(zip([run.initial_step, *(manifest.step for _, manifest in kept)], starts, kept, strict=False))
     if not intervals:
@@ -72,7 +72,7 @@ def unchecked(run: RecordedRun, last_saved: int, inexact: list[str]) -> Iterator
     if last_logged > last_saved:
         yield f"steps {last_saved + 1} to {last_logged}  not checked: no checkpoint follows them"
     if run.unlogged:
-        yield f"{', '.join(sorted(run.unlogged))}  not checked: other code trained the run, which logged no such metric"
+        yield f"{', '.join(sorted(run.unlogged))}  not checked: other code trained the run and did not log them"
     if run.other_code:
         yield "parameters and flops_per_token in sessions.jsonl  not checked: other code trained the run"
     if inexact:
@@ -88,7 +88,7 @@ def record_problems(run: RecordedRun) -> Iterator[str]:
     """Describe contradictions between config.yaml, sessions.jsonl, metrics.jsonl and the manifests, a line each."""
     last = complete_settings(run.sessions[-1].config or {}) if run.sessions else {}
     if changed := [name for name, value in last.items() if run.settings.get(name) != value]:
-        yield f"config.yaml: {changed[0]} differs from that of the last session"
+        yield f"config.yaml: {changed[0]} differs from the last session in sessions.jsonl"
     for path in checkpoints_in(run.path / "checkpoints"):
         if path not in run.manifests:
             yield f"{path}: its {MANIFEST} is missing or damaged"
@@ -148,7 +148,7 @@ def checkpoint_problem(run: RecordedRun, checkpoint: Path, manifest: Manifest) -
         return f"its settings differ from config.yaml: {lines[0]}"
     if changed := manifest.tokenizer and changed_files(run.path / "tokenizer", manifest.tokenizer):
         return f"{run.path / 'tokenizer'} is not the tokenizer of this run ({changed})"
-    row = run.rows.setdefault(manifest.step, {})
+    row = run.rows.get(manifest.step, {})
     for name in sorted((manifest.metrics.keys() | row.keys()) - {"step"}):
         logged, saved = row.get(name, MISSING), manifest.metrics.get(name, MISSING)
         if logged != saved:

@@ -36,7 +36,7 @@ from training.schedule import should_compare_replicas, should_evaluate, should_l
 SESSION_SETTINGS = ("steps", "schedule", "evaluation", "on_nonfinite", "max_skipped_in_a_row")
 SESSION_SETTINGS += ("compile", "activation_checkpointing", "chunked_loss")
 MISSING = "missing"
-RELATIVE_TOLERANCE = 1e-3  # of a metric on another processor or number of processes
+RELATIVE_TOLERANCE = 1e-3  # for metrics retrained on another processor or number of processes
 
 
 class RecordedRun:
@@ -48,7 +48,7 @@ class RecordedRun:
         generations: Rows of generations.jsonl by step.
         manifests: Manifests of the checkpoints, newest first.
         branch_point: For a branch, its initial checkpoint {path: manifest}; empty if that no longer exists.
-        initial_step: The step of `branch_point`, or 0.
+        initial_step: Number of steps that a branch shares with its parent; 0 for other runs.
         other_code: A message that names the code that trained the run; "" if it was this code.
         unlogged: Metrics that retraining logs, but the other code that trained the run did not.
     """
@@ -61,11 +61,12 @@ class RecordedRun:
         self.logged_names, self.unlogged = {name for row in logged for name in row}, set()
         self.generations = group_by_step(reader.generations())
         self.branch_point: dict[Path, Manifest] = {}
+        self.initial_step = 0
         if self.config.branch_from is not None:
             with contextlib.suppress(InvalidCheckpoint):
                 self.branch_point = {Path(self.config.branch_from): read_manifest(Path(self.config.branch_from))}
-        steps = [manifest.step for manifest in self.branch_point.values()] + [s.step for s in self.sessions]
-        self.initial_step = steps[0] if steps else 0
+            steps = [start.step for start in (*self.branch_point.values(), *self.sessions)]
+            self.initial_step = steps[0] if steps else 0
         self.other_code = self._describe_other_code()
         if self.config.exact:
             prepare_exact()  # before anything is computed

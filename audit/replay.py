@@ -143,7 +143,7 @@ def print_sequences(run: RecordedRun, checkpoint: Path | None, step: int, config
     indices = corpus.global_batches(run.config).indices(step - 1)
     batch = {name: tensor.to(device) for name, tensor in load_batch(corpus.train, indices).items()}
     precision = run.session_at(step).mixed_precision or "no"
-    token_losses = torch.cat(compute_step(model, batch, step, run.config, precision)[0])  # [B, T - 1]
+    token_losses = compute_step(model, batch, step, run.config, precision)
     is_target = batch["labels"][:, 1:] != -100
     means = token_losses.sum(1) / is_target.sum(1).clamp(min=1)
     with torch.no_grad():  # the training objective may be more than the mean cross-entropy
@@ -189,19 +189,18 @@ def print_precisions(run: RecordedRun, model: GPTModel, batch: dict[str, Tensor]
                 continue
             network = deepcopy(model)
             prepare_network(network, replace(run.config, compile=compiled), num_targets.device)
-            losses, grad_norm = compute_step(network, batch, step, run.config, precision, gradients=True)
+            loss = compute_step(network, batch, step, run.config, precision, gradients=True).sum() / num_targets
+            grad_norm = total_norm(complete_gradients(trainable_parameters(network)))
             name = precision.replace("no", "fp32") + (", compiled" if compiled else "")
-            print_on_main(f"{name:>16}{torch.cat(losses).sum() / num_targets:>14.6f}{grad_norm:>16.6f}")
+            print_on_main(f"{name:>16}{loss:>14.6f}{grad_norm:>16.6f}")
 
 
 def compute_step(
     model: GPTModel, batch: dict[str, Tensor], step: int, config: TrainConfig, precision: str, gradients: bool = False
-) -> tuple[list[Tensor], float]:
-    """Compute the token losses of a global batch (tensors [B, T]) with the dropout of `step` (from 1).
+) -> Tensor:
+    """Return the token losses [B, T - 1] of a global batch (tensors [B, T]) with the dropout of `step` (from 1).
 
-    Returns:
-        The loss of every token, [micro_batch_size, T - 1] for each micro-batch; and the gradient norm or, without
-        `gradients`, 0.
+    With `gradients`, those of the mean loss are added to the `.grad` of the model's parameters.
     """
     num_targets, token_losses = (batch["labels"][:, 1:] != -100).sum(), []
     for index, micro_batch in enumerate(split_micro_batches(batch, config.micro_batch_size)):
@@ -214,7 +213,4 @@ def compute_step(
         if gradients:
             (losses.sum() / num_targets).backward()
         token_losses.append(losses.detach())
-    if not gradients:
-        return token_losses, 0.0
-    complete_gradients(parameters := trainable_parameters(model))
-    return token_losses, total_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
+    return torch.cat(token_losses)

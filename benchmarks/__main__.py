@@ -18,7 +18,7 @@ from benchmarks import tables
 from benchmarks.runner import run_interleaved
 
 CPU_CASES = "throughput", "time_to_loss", "overhead", "memory", "exactness", "checkpoint_stall", "startup", "generation"
-# Module of each case, a function that yields groups; benchmarks.gpu needs only torch, accelerate and transformers.
+# The module of each case, in which a function of the same name yields groups.
 CASES = dict.fromkeys(CPU_CASES, "benchmarks.cpu") | {"gpu": "benchmarks.gpu"}
 STARTED = time.monotonic()
 

@@ -5,10 +5,9 @@ is compiled or recomputed. So the two gradients come from different code. If a f
 also runs in float64, the gradient in float64 is itself compared with finite differences of the loss.
 """
 
-from collections.abc import Sized
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,7 +27,7 @@ from training.prepare_model import prepare_network
 
 MAX_LAYERS, MAX_POSITIONS = 2, 32
 MIN_TARGETS = 160  # at least two chunks of the smallest size, and enough rows for oneDNN
-# Added to each tensor's norm, which may be 0 (the keys' bias), as a fraction of the norm of the whole gradient.
+# Errors are relative to the tensor's norm, which may be 0 (the keys' bias), plus this fraction of the gradient's norm.
 MIN_RELATIVE_NORM = 0.003
 STEP = 1e-4  # length of a finite-difference step
 
@@ -82,7 +81,7 @@ def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator)
 
 def first_rows(dataset: Any, length: int) -> dict[str, Tensor]:
     """Return a batch of rows cut to `length` positions, all of them targets except for half of the first row."""
-    num_rows, num_samples = MIN_TARGETS // (length - 1) + 2, len(cast(Sized, dataset))
+    num_rows, num_samples = MIN_TARGETS // (length - 1) + 2, len(dataset)
     batch = load_batch(dataset, [index % num_samples for index in range(num_rows)])
     batch = {name: rows[:, :length].clone() for name, rows in batch.items()}
     batch["labels"] = batch["labels"].where(batch["labels"] != -100, batch["input_ids"])

@@ -148,7 +148,8 @@ def check_flops(config: GPTConfig, seq_len: int) -> Result:
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
     expected = model.flops_per_token(length) - 6 * vectors  # elementwise products are not counted
     tolerance = 0.02 + 1 / length  # the last position has no target
-    return abs(counted / expected - 1) < tolerance, f"{expected:,.0f} for 2 layers, {counted:,.0f} counted"
+    figure = f"{expected:,.0f} for {config.n_layers} layer(s), {counted:,.0f} counted"
+    return abs(counted / expected - 1) < tolerance, figure
 
 
 def check_constant_init(config: GPTConfig) -> Result:
@@ -166,7 +167,7 @@ def check_constant_init(config: GPTConfig) -> Result:
         if not is_constant(initialised.get_parameter(name)):
             value = weight.flatten()[0].item()
             return False, f"init_weights draws {name}, which its module initialises to {value:g}"
-    return True, f"{len(constant)} in 2 layers and around them"
+    return True, f"{len(constant)} parameters of a model with {small.n_layers} layer(s)"
 
 
 def is_constant(tensor: Tensor) -> bool:

@@ -68,17 +68,17 @@ class Trained:
     """Weights and moments after the last step, by their names in a checkpoint."""
 
 
-def gradient_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def copy_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the gradients of all parameters that the optimizer updates, in the order of its groups."""
     return [full_tensor(weight.grad).clone() for group in optimizer.param_groups for weight in group["params"]]
 
 
 @contextlib.contextmanager
-def gradient_of_first_update() -> Iterator[list[Tensor]]:
+def record_first_gradients() -> Iterator[list[Tensor]]:
     """Yield a list that receives the gradients of the first update of any optimizer."""
     gradient: list[Tensor] = []
     hook = register_optimizer_step_pre_hook(
-        lambda optimizer, *_: None if gradient else gradient.extend(gradient_of(optimizer))
+        lambda optimizer, *_: None if gradient else gradient.extend(copy_gradients(optimizer))
     )
     try:
         yield gradient
@@ -109,7 +109,7 @@ class AllReduce:
         self.parameters, self.num_added = parameters, 0
 
     def add_micro_batch(self, num_micro_batches: int) -> None:
-        """Count a micro-batch, whose gradients backward has added up; after the last sum them over the processes."""
+        """Count a micro-batch, whose gradients backward has accumulated; after the last one, sum over the processes."""
         self.num_added += 1
         if self.num_added == num_micro_batches:
             self.num_added = 0  # the next step may have another number, with batch warm-up
@@ -195,7 +195,7 @@ class Verification:
     def train(self, name: str, exact: bool = False, stop_after: int | None = None) -> Trained:
         """Train with train.py's main."""
         run = replace(self.config, name=name, exact=exact, stop_after=stop_after)
-        with nested_training(), gradient_of_first_update() as gradient:
+        with nested_training(), record_first_gradients() as gradient:
             train.main(run)
         path = Path(run.out_dir, run.run_name)
         rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] > 0]
@@ -232,7 +232,7 @@ class Verification:
             self.config, self.accelerator, network, model, optimizer, order, metrics, statistics, reducer
         )
         rows, tokens = [], 0
-        with gradient_of_first_update() as gradient:
+        with record_first_gradients() as gradient:
             for step in range(self.config.steps):
                 samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
                 batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}

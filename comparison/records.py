@@ -27,15 +27,15 @@ from run.status import Status
 
 SEEDS = ("seed", "data.seed")
 NEVER = -1  # first_divergence returns this if no common value differs
-# Runs of one configuration may differ in these settings: their location, and those that change losses by rounding.
+# Runs of one configuration may differ in these settings, which change their losses by rounding at most.
 IGNORED_SETTINGS = FREE_SETTINGS - SCHEDULE_SETTINGS - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
 IGNORED_SETTINGS |= {
     f"evaluation.{name}"
     for name in ("every", "micro_batch_size", "num_scored_generations", "num_logged_generations", "temperature")
 }
 Configuration = tuple[Any, ...]
-"""Key that is equal for runs that differ only in their seeds: (settings and facts). For a branch also the step where it
-left its parent, and the parent's key; if the parent is gone, the digest of its state."""
+"""Key that is equal for runs that differ only in their seeds: settings and facts; for a branch also the step where it
+left its parent, and the parent's key or, if the parent is gone, the digest of the state at that step."""
 
 
 @dataclass(eq=False)
@@ -52,9 +52,9 @@ class Record:
     sessions: list[Session]
     """The sessions that trained its steps, oldest first."""
     parent: "Record | None" = None
-    """For a branch, its parent if that is among the runs that are compared."""
+    """For a branch, its parent if it is compared too."""
     parent_on_disk: "Record | None" = None
-    """For a branch, its parent if that is compared or still on disk."""
+    """For a branch, its parent if it is compared or still on disk."""
     label: str = ""
 
     @property
@@ -131,7 +131,7 @@ class Record:
         return None
 
     def cost(self, x: str) -> float | None:
-        """Return the tokens, FLOPs or seconds of training so far, by the name of the axis; None if unknown."""
+        """Return the cost of training so far on an axis of X_AXES, such as FLOPs; None if the run logged too little."""
         to_x = self.to_axis(x)
         return to_x and to_x(self.completed_steps())
 
@@ -318,8 +318,8 @@ def measure_effect(branch: Record, records: list[Record]) -> tuple[int, float, l
 
 def final_values(records: list[Record], metric: str = "val/loss") -> list[float]:
     """Return a metric after the last step of runs of one configuration, one value for each seed."""
-    losses = [(record.seeds(), record.final(metric)) for record in records]
-    return average_by_seed([(seeds, loss) for seeds, loss in losses if loss is not None])
+    values = [(record.seeds(), record.final(metric)) for record in records]
+    return average_by_seed([(seeds, value) for seeds, value in values if value is not None])
 
 
 def average_by_seed(values: list[tuple[tuple[Any, ...], float]]) -> list[float]:

@@ -1,8 +1,8 @@
 """Figures and an HTML page that compare runs: losses as PNG; every metric, with the tables, as HTML.
 
 The runs of one configuration differ only in their seeds and are one curve: the mean over seeds, in a band from lowest
-to highest. A run that has not reached its last step, for example because it diverged, is a separate curve in the
-same colour, so that the mean does not jump where a run ends.
+to highest. An unfinished run, without a finite validation loss after its last step, is a separate curve in the same
+colour, so that the mean does not jump where a run ends.
 """
 
 import json
@@ -80,19 +80,18 @@ def make_lines(records: list[Record], x: str) -> dict[str, list[Line]]:
         curves = [read_curves(each) for each in members]
         for metric in dict.fromkeys(metric for run_curves in curves for metric in run_curves):
             values = [run_curves.get(metric, {}) for run_curves in curves]
-            if line := average_curves(values, [to_x[each] for each in members], x):
+            if line := average_curves(values, [to_x[each] for each in members]):
                 lines.setdefault(metric, []).append(line)
     return lines
 
 
-def average_curves(curves: list[dict[int, float]], to_x: list[Callable[[float], float]], x: str) -> Line:
+def average_curves(curves: list[dict[int, float]], to_x: list[Callable[[float], float]]) -> Line:
     """Average one metric over runs at the steps that all of them logged."""
     line: Line = []
     for step in sorted(set.intersection(*map(set, curves))):
         values = [curve[step] for curve in curves]
-        position = step if x == "steps" else statistics.fmean(convert(step) for convert in to_x)
         means = [values[0]] if len(values) == 1 else [statistics.fmean(values), min(values), max(values)]
-        line.append((position, *means))
+        line.append((statistics.fmean(convert(step) for convert in to_x), *means))
     return line
 
 
@@ -121,7 +120,7 @@ def save_figure(title: str, curves: list[Curves], path: Path, x: str = "steps") 
     figure = new_figure(11 if has_excess else 8, 4.4)
     panels = figure.subplots(1, 1 + has_excess, sharex=True, squeeze=False)[0]
     width = LEGEND_WIDTH // (1 + len(curves) // MAX_LEGEND_ROWS) // (1 + has_excess)
-    max_lines = max(1, (MAX_LEGEND_ROWS - NUM_STYLE_ENTRIES) // len(curves)) if curves else 1
+    max_lines = max(1, (MAX_LEGEND_ROWS - NUM_STYLE_ENTRIES) // len(curves))
     legend: list[Any] = []
     for index, each in enumerate(curves):
         plot_lines(panels[0], each.metrics.get("train/loss", []), run_style(index) | THIN)

@@ -105,7 +105,7 @@ def group_by_configuration(records: list[Record]) -> Configurations:
 
 
 def common_name(records: list[Record]) -> str:
-    """Return the common prefix of the names of runs with several seeds."""
+    """Name a configuration by the common prefix of its runs' names or, without one, by its first run."""
     names = [record.label for record in records]
     prefix = re.sub(r"[-_.]*(seed)?[-_.]*$", "", os.path.commonprefix(names)) if len(names) > 1 else ""
     return prefix or names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
@@ -167,19 +167,22 @@ def loss_table(group: Group, target_loss: float | None) -> Table:
 
 
 def cost_table(group: Group) -> Table:
-    """Create a row for each run, in the same order, with what it cost so far."""
+    """Create a row for each run, in the order of `loss_table`, with its cost so far."""
     titles = ["run", "parameters", "tokens", "FLOPs", "seconds", "tokens/s", "peak memory"]
     table = Table([titles], notes=["seconds: of training, without evaluations and checkpoints"])
     for record in sorted(group.records, key=sort_key):
         memory = max((value for _, value in record.curve("perf/peak_memory_bytes")), default=None)
         speeds = [speed for _, speed in record.curve("perf/tokens_per_second")]
-        row = [record.label, format_value(record.session_fact("parameters"), ",d")]
-        row += [f"{record.tokens(record.completed_steps()):,d}", format_value(record.cost("flops"), ".3g")]
-        row += [
+        row = [
+            record.label,
+            format_value(record.session_fact("parameters"), ",d"),
+            f"{record.tokens(record.completed_steps()):,d}",
+            format_value(record.cost("flops"), ".3g"),
             format_value(record.cost("seconds"), ",.1f"),
             format_value(statistics.median(speeds) if speeds else None, ",.0f"),
+            "-" if memory is None else f"{memory / 1e6:,.0f} MB",
         ]
-        table.rows.append([*row, "-" if memory is None else f"{memory / 1e6:,.0f} MB"])
+        table.rows.append(row)
         table.configurations.append(group.configuration_index(record))
     return table
 
@@ -235,9 +238,7 @@ def tokenizer_tables(groups: list[Group]) -> list[Table]:
         num_bytes = max(record.final("val/bytes") or 0 for record in all_records)
         kept = [record for record in all_records if measures_whole_text(record, num_bytes)]
         comparable = {label: [r for r in records if r in kept] for label, records in configurations.items()}
-        table = rank_configurations(
-            {label: records for label, records in comparable.items() if records}, "val/bits_per_byte"
-        )
+        table = rank_configurations(comparable, "val/bits_per_byte")
         if len(table.rows) < 3:  # fewer than two configurations have finished
             continue
         table.configurations = [None for _ in table.configurations]  # their indices differ between groups

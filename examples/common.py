@@ -134,7 +134,7 @@ def run_gpt(train: Callable, name: str, description: str | None) -> None:
     """Parse the command line, and train, or start the ranks if torchrun has not."""
     parser = Parser(name, description)
     parser.add_argument("--steps", type=positive_int, default=50, help="an epoch has 63 with two ranks (default 50)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data order and dropout (default 0)")
     parser.add_argument("--dropout", type=float, default=0.1, help="default 0.1")
     args = parser.parse()
     if not 0 <= args.dropout < 1:

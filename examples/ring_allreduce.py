@@ -63,7 +63,7 @@ def compare(rank: int, init_method: str, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = common.Parser(__spec__.name, __doc__)
-    parser.add_argument("--elements", type=common.positive_int, default=10**6, help="of the tensor (default 1,000,000)")
+    parser.add_argument("--elements", type=common.positive_int, default=10**6, help="tensor size (default 1,000,000)")
     common.spawn(compare, parser.parse())
 
 

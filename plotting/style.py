@@ -77,7 +77,8 @@ def markers(index: int, num_points: int) -> dict[str, Any]:
 def round_ticks(low: float, high: float) -> list[float]:
     """Return round numbers in [low, high] for a logarithmic axis.
 
-    These are 1, 2 and 5 times powers of ten or, if fewer than three of them are in the range, equally spaced numbers.
+    The first of these with at least three in the range: powers of ten; 1, 2 and 5 times powers of ten; equally spaced
+    numbers.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator
 

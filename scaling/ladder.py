@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +58,7 @@ class Measurement(NamedTuple):
     """Part of the excess loss that comes from answers of facts, whose own entropy is 0."""
 
     def excess_loss(self, scope: str) -> float:
-        """Return the part of the excess validation loss that comes from `all` tokens or `answers`, per token of all."""
+        """Return the part of the excess loss that comes from `all` tokens or `answers`, averaged over all tokens."""
         return self.loss - self.entropy if scope == "all" else self.answer_excess
 
 
@@ -93,9 +92,7 @@ class LadderRun:
         """Training FLOPs of the whole run."""
         return self.flops_per_token * self.tokens
 
-    def training(
-        self, out_dir: Path, settings: tuple[str, ...], launch: tuple[str, ...] = (sys.executable,)
-    ) -> Training:
+    def training(self, out_dir: Path, settings: tuple[str, ...], launcher: list[str]) -> Training:
         """Return the training of this run in `out_dir`, with `settings` of train.py that all runs share."""
         name = f"width_{self.width}-steps_{self.steps}-lr_{self.lr:g}-seed_{self.seed}"
         model = model_of_width(self.width)
@@ -103,7 +100,7 @@ class LadderRun:
         own |= {"schedule.warmup_steps": math.ceil(WARMUP_FRACTION * self.steps), "model.d_model": model.d_model}
         own |= {"model.n_heads": model.n_heads, "model.d_ff": model.d_ff}
         words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
-        command = (*launch, str(ROOT / "train.py"), "--config", str(CONFIG), *settings, *words)
+        command = (*launcher, str(ROOT / "train.py"), "--config", str(CONFIG), *settings, *words)
         return Training(out_dir / name, self.steps, command)
 
     def measurement(self, training: Training) -> Measurement:
@@ -116,7 +113,7 @@ class LadderRun:
 
 
 def build_ladder(widths: list[int], budgets: list[int], seeds: range) -> list[LadderRun]:
-    """Return every width for every budget by seed, the most expensive first, so that no long run starts last."""
+    """Return a run for each seed, width and budget; of each seed the most expensive first, because it takes longest."""
     runs = [
         LadderRun(width, steps, learning_rate(width), seed) for seed in seeds for width in widths for steps in budgets
     ]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import least_squares
 
-HUBER_DELTA = 0.02  # of a logarithm: points further than 2% from the law count less
+HUBER_DELTA = 0.02  # in the logarithm: points further than 2% from the law count less
 NUM_RESAMPLES = 200
 MAX_EXPONENT = 2.0
 INITIAL_EXPONENTS = (0.1, 0.3, 0.6, 1.0)  # a fit starts from each pair
@@ -119,7 +119,7 @@ class LawFit:
     resampled: list[Law]
     """Laws fitted to points with simulated noise."""
     noise: float
-    """Standard deviation of one run around the law, of the logarithm of the fitted loss."""
+    """Standard deviation of the logarithm of one run's fitted loss around the law."""
     offset: float
     """The fitted loss is the excess loss plus this, in nats/token."""
 

@@ -16,7 +16,7 @@ EXCESS_LABEL = "excess validation loss (nats/token)"
 
 
 def shades(number: int) -> list:
-    """Return colours from dark to light, which differ in grey, too."""
+    """Return colours from dark to light, which differ in greyscale, too."""
     import matplotlib  # after `new_figure`, which chooses the backend
 
     return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, number)))
@@ -101,9 +101,8 @@ def draw_learning_rates(curves: dict[int, list[tuple[float, float]]], path: Path
     for (width, curve), color, marker in zip(curves.items(), shades(len(curves)), cycle(MARKERS), strict=False):
         rates, losses = (np.array(column) for column in zip(*curve, strict=True))
         style = {"color": color, "marker": marker, "markersize": 4}
-        absolute.plot(rates, losses, label=f"width {width}", **style)
-        relative.plot(rates / learning_rate(width), losses, **style)
         for axes, x in ((absolute, rates), (relative, rates / learning_rate(width))):
+            axes.plot(x, losses, label=f"width {width}", **style)
             axes.plot(x[losses.argmin()], losses.min(), marker="o", markersize=10, fillstyle="none", color=color)
     absolute.set(xscale="log", yscale="log", xlabel="learning rate", ylabel=EXCESS_LABEL)
     relative.set(xscale="log", xlabel="learning rate / learning rate of the rule")

@@ -133,10 +133,12 @@ def read_vocab_size(corpus: str) -> int:
     Raises:
         ConfigError: the folder is not a prepared corpus.
     """
+    from data.integrity import read_metadata  # imports pyarrow, which is slow
+
     try:
-        return json.loads((Path(corpus).expanduser() / "metadata.json").read_text())["tokenizer"]["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"corpus: {corpus} is not a corpus prepared by data.prepare") from None
+        return read_metadata(Path(corpus).expanduser())["tokenizer"]["vocab_size"]
+    except ConfigError as error:
+        raise ConfigError(f"corpus: {str(error).removeprefix('data: ')}") from None
 
 
 def as_yaml(lines: list[Line]) -> str:

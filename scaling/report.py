@@ -52,7 +52,7 @@ class Report:
         optimum = f"{ratio:.3g} tokens per parameter" if is_determined else "tokens per parameter not determined"
         lines.append(f"Compute-optimal at {max(run.flops for run in self.measurements):.2g} FLOPs: {optimum}")
         size = f"{format_count(self.target.parameters)} parameters, {format_count(self.target.tokens)} tokens"
-        lines.append(f"Predicted excess loss of {EXTRAPOLATION} times the FLOPs of the largest run ({size}):")
+        lines.append(f"Predicted excess loss at {EXTRAPOLATION} times the FLOPs of the largest run ({size}):")
         for name, (expected, low, high) in self.predictions.items():
             lines.append(f"  {name}: {expected:.4f} nats/token ({low:.4f} to {high:.4f})")
         return lines

@@ -8,7 +8,7 @@ from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 
 @dataclass
 class ScaleConfig:
-    """Print the recipe of a depth, or measure how the loss falls with size and data."""
+    """Prints the recipe of a depth, or measures how the loss falls with size and data."""
 
     depth: PositiveInt | None = None
     """Number of layers, from which the whole recipe follows; it is printed as a config file. 12 is the 124M class."""
@@ -51,4 +51,4 @@ class ScaleConfig:
     """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
 
     arguments: str = ""
-    """Settings of train.py for all runs of the ladder."""
+    """With law and widths: settings of train.py for all runs."""

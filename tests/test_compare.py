@@ -464,7 +464,7 @@ def test_tokenizers_are_compared_by_bits_per_byte(tmp_path, capsys):
         runs.append(of_text(tmp_path / name, f"{name}corpus", [9, 8, 0.1], **other))
     runs.insert(0, of_text(tmp_path / "older", "bytes", [9, 8, 1.1], 1, text=None))  # records no hash of the text
     shown = printed(capsys, *runs)
-    across = shown.partition("The same text in the tokens of several tokenizers:\n")[2]
+    across = shown.partition("The same text encoded by several tokenizers:\n")[2]
     first, second = table(across, "configuration")
     assert (first["configuration"], first["val/bits_per_byte"]) == ("text of bytes (hash bytes000)", f"{1.1 / 4:.4f}")
     assert (second["configuration"], second["above best"]) == ("text of words (hash words000)", f"{3.0 / 4:.4f}")

@@ -171,7 +171,7 @@ def test_widths_search_around_the_rule(simulated_runs, capsys):
         ({"law": True, "sizes": "16,24"}, "sizes: 24 is not a multiple of 16"),
         ({"law": True, "budgets": "100"}, "budgets: '100' must be two or more positive integers"),
         ({"widths": True, "budgets": "1,x"}, "budgets: '1,x' must be two or more positive integers"),
-        ({"depth": 3, "corpus": "nowhere"}, "corpus: nowhere is not a corpus prepared by data.prepare"),
+        ({"depth": 3, "corpus": "nowhere"}, "corpus: 'nowhere' is not a corpus that data.prepare has completed"),
         ({"depth": 3, "tokens_per_parameter": 1e300}, "tokens_per_parameter: 1e+300 for each of"),
         ({"law": True, "arguments": "--data.zipf 1.5"}, "arguments: --data.zipf is set by the ladder"),
         ({"law": True, "arguments": "--config other.yaml"}, "arguments: --config is set by the ladder"),

@@ -72,7 +72,7 @@ class Source:
                 raise self._refusal(f"{changed[0]!r} changed while it was read; start again when it is complete")
 
     def stream_state(self) -> dict | None:
-        """Return the state from which a stream resumes after the current document; None for files, read again fast."""
+        """Return the state from which a stream resumes after the current document; None for files."""
         return self.dataset.state_dict() if self.streaming else None
 
     def shared_with(self, other: "Source") -> str | None:

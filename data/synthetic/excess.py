@@ -20,7 +20,7 @@ def build_excess_loss_score(
 ) -> Callable[[Tensor, dict[str, Tensor]], dict[str, tuple[Any, Any]]]:
     """Return a score of validation batches (Corpus.score): `excess_loss/KIND`, in nats per target token.
 
-    The target tokens of all kinds are counted, so the values of all kinds add up to the excess loss.
+    Each sum is divided by the number of all target tokens, so the values of all kinds add up to the excess loss.
     """
     tokens, kinds = list(generator.vocabulary), generator.kinds
 

@@ -10,8 +10,8 @@ A grammar is data. A rule lists templates, all equally likely; a template is pla
 
 Slots last to the end of a text, so words can agree over any distance.
 
-The grammar is unambiguous: the templates of a rule differ in plain text before either draws or expands anything, and no
-entry of a table begins with another. So at most one option of each choice fits a given text, no text has two
+The grammar is unambiguous: any two templates of a rule differ in plain text before either has a choice, and no entry of
+a table begins with another. So at most one option of each choice fits a given text, no text has two
 derivations, and its probability is the product of the probabilities of its choices. All of this is checked when a
 grammar is built.
 """
@@ -100,14 +100,14 @@ class Grammar:
         self.tokens = sorted(tokens)
 
     def write(self, rng: random.Random) -> tuple[list[str], list[float]]:
-        """Draw a text; return it in pieces of whole tokens, and the odds (1 / probability) of each choice."""
-        words, odds, slots = [], [], {}
+        """Draw a text; return it in pieces of whole tokens, and the inverse probability of each choice."""
+        words, inverse_probs, slots = [], [], {}
         rules, tables = self.rules, self.tables
         draw = rng.random  # the only method of Random with the same numbers in every version of Python
 
         def expand(rule: str) -> None:
             options = rules[rule]
-            odds.append(len(options))
+            inverse_probs.append(len(options))
             for text, inner, slot, form, table, other in options[int(draw() * len(options))]:
                 if text:
                     words.append(text)
@@ -119,28 +119,28 @@ class Grammar:
                     if table:
                         entries = tables[table]
                         index = bisect(entries.ends, int(draw() * entries.total))
-                        odds.append(entries.odds[index])
+                        inverse_probs.append(entries.inverse_probs[index])
                         slots[slot] = entries.spaced[index]
                     words.append(slots[slot][form])
 
         expand(self.start)
-        return words, odds
+        return words, inverse_probs
 
     def log_probability(self, text: str) -> float | None:
         """Return the exact log-probability in nats; None for a text that the grammar does not generate."""
         derivation = self._parse(text)
-        return derivation and log_probability([choice.odds for choice in derivation.choices])
+        return derivation and log_probability([choice.inverse_prob for choice in derivation.choices])
 
     def explain(self, text: str) -> list[Token] | None:
         """Return the tokens of a text; None if the grammar does not generate it."""
         if (derivation := self._parse(text)) is None:
             return None
         nats: dict[int, float] = defaultdict(float)  # by the position where the token ends
-        for start, words, odds, weights_of_options in derivation.choices:
-            if odds == 1:
+        for start, words, inverse_prob, weights_of_options in derivation.choices:
+            if inverse_prob == 1:
                 continue
             weights = weights_of_options()
-            prefix, weight, chosen = "", weights[""], round(weights[""] / odds)
+            prefix, weight, chosen = "", weights[""], round(weights[""] / inverse_prob)
             # Each token narrows the choice to the options that start with the tokens so far.
             for token in TOKEN.findall(words):
                 prefix += token
@@ -177,7 +177,9 @@ class Grammar:
             for length in entries.lengths:
                 words = text[start : start + length]
                 if (index := entries.index.get(words)) is not None:
-                    derivation.choices.append(_Choice(start, words, entries.odds[index], entries.weights_of_prefixes))
+                    derivation.choices.append(
+                        _Choice(start, words, entries.inverse_probs[index], entries.weights_of_prefixes)
+                    )
                     return index
             raise _NoDerivation
 
@@ -257,13 +259,13 @@ class Grammar:
         return most, {slot: set().union(*(after[slot] for after in afters)) for slot in filled}
 
 
-def log_probability(odds: Sequence[float]) -> float:
-    """Return the log-probability, in nats, of a derivation whose choices had these odds (1 / probability)."""
-    return math.fsum(math.log(1 / each) for each in odds)
+def log_probability(inverse_probs: Sequence[float]) -> float:
+    """Return the log-probability, in nats, of a derivation, given the inverse probability of each choice."""
+    return math.fsum(math.log(1 / each) for each in inverse_probs)
 
 
 class _Table:
-    """Entries with their weights, the odds to draw them, and an index to find them in a text."""
+    """Entries with their weights, their inverse probabilities, and an index to find them in a text."""
 
     def __init__(self, name: str, entries: Sequence[Entry], weights: Sequence[int] | None):
         for word, following in pairwise(sorted(entry[""] for entry in entries)):
@@ -271,7 +273,7 @@ class _Table:
                 raise ValueError(f"table {name}: {following!r} begins with {word!r}, so a text would be ambiguous")
         self.weights = weights or [1] * len(entries)
         self.ends, self.total = [*accumulate(self.weights)], sum(self.weights)
-        self.odds = [self.total / weight for weight in self.weights]
+        self.inverse_probs = [self.total / weight for weight in self.weights]
         self.index = {entry[""]: index for index, entry in enumerate(entries)}
         self.lengths = sorted(set(map(len, self.index)))  # of entries, in characters
         # Each form also with the space before it: " " + form.
@@ -303,7 +305,7 @@ class _Choice(NamedTuple):
     start: int
     words: str
     """Words that identify the choice, from `start` on."""
-    odds: float
+    inverse_prob: float
     weights_of_options: Callable[[], Mapping[str, int]]
     """Total weight of the options that start with given tokens."""
 

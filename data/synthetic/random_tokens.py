@@ -1,4 +1,4 @@
-"""Random tokens, as in the field's tutorials: a model can only memorise samples, and its loss on others is ln(V)."""
+"""Random tokens, as in the field's tutorials: a model can only memorise them; its loss on others is at least ln(V)."""
 
 import math
 

@@ -194,8 +194,8 @@ class StoryGenerator:
     def kind(self, token: Token) -> str:
         """Return the kind of a token, one of `kinds`.
 
-        names: drawn here; agreement: an entry drawn before; endings: of sentences; plot: all other words; fact_keys:
-        the subject of a fact; facts_from_10: the answer of a fact of rank 10 to 99, and so on.
+        names: an entry drawn here; agreement: one drawn before; endings: the end of a sentence; plot: all other words;
+        fact_keys: a fact without its answer; facts_from_10: the answer of a fact of rank 10 to 99, and so on.
         """
         if token.table == "FACT":
             return "fact_keys" if token.drawn else _decade(len(str(token.index + 1)) - 1)
@@ -288,9 +288,9 @@ class StoriesDataset(Dataset):
         index = range(self.num_stories)[index]
         attempt = 0
         while True:
-            words, odds = self.grammar.write(random.Random(f"{self.seed} {self.split} {index} {attempt}"))
+            words, inverse_probs = self.grammar.write(random.Random(f"{self.seed} {self.split} {index} {attempt}"))
             if is_validation("".join(words)) == (self.split == "validation"):
-                return words, odds
+                return words, inverse_probs
             attempt += 1
 
 

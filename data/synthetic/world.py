@@ -2,8 +2,8 @@
 
 A fact is an animal and what it does, such as "Coco the red fox likes | kites". Its frequency falls with its rank by
 Zipf's law; its answer is a pseudo-random function of the fact and the seed. So the probability of a text, given the
-world, stays exact, and a model approaches the entropy as it learns facts. If the fact of rank i has the probability
-i ** -z, up to a factor, the excess loss after D facts falls as D ** -((z - 1) / z) (Hutter 2021, arXiv:2102.04074), and
+world, stays exact, and a model approaches the entropy as it learns facts. If the fact of rank i has a probability
+proportional to i ** -z, the excess loss after D facts falls as D ** -((z - 1) / z) (Hutter 2021, arXiv:2102.04074), and
 with capacity for N facts as N ** -(z - 1) (Michaud et al. 2023, arXiv:2303.13506).
 """
 
@@ -32,7 +32,7 @@ pillows plates pots ribbons rings ropes shells shoes spoons stamps stars stones 
 """
 NAMES, LOOKS, ANIMALS, VERBS, THINGS = (words.split() for words in (NAMES, LOOKS, ANIMALS, VERBS, THINGS))
 MAX_FACTS = len(NAMES) * len(LOOKS) * len(ANIMALS) * len(VERBS)  # 65,536
-FIRST_WEIGHT = 2**32  # of the first fact; all are rounded to integers, to be the same on every machine
+FIRST_WEIGHT = 2**32  # weights are rounded to integers, so that they are the same on every machine
 
 _STATED_FACT = re.compile(r"\b([A-Z][a-z]+ the [a-z]+ [a-z]+ (?:%s)) ([a-z]+)" % "|".join(VERBS))  # noqa: UP031 (has braces)
 

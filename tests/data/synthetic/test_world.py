@@ -82,8 +82,8 @@ def test_facts_are_drawn_by_weight():
 
 def test_generator_and_parser_agree_bitwise(generator):
     for seed in range(300):
-        words, odds = generator.grammar.write(random.Random(seed))
-        assert generator.grammar.log_probability("".join(words)) == log_probability(odds)
+        words, inverse_probs = generator.grammar.write(random.Random(seed))
+        assert generator.grammar.log_probability("".join(words)) == log_probability(inverse_probs)
 
 
 def test_explain_gives_conditional_token_probabilities(small):
