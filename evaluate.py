@@ -1,6 +1,7 @@
 """Evaluate a trained model on a corpus: python evaluate.py RUN --data CORPUS, also under accelerate launch.
 
-Every window of the validation split is evaluated, and the metrics are the same on any number of processes.
+Without --num_samples every window of the validation split of a text corpus is evaluated. The metrics are the same on
+any number of processes.
 """
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns

@@ -1,7 +1,7 @@
 """Plot runs from their metrics.jsonl: python plot.py RUN... [--x tokens].
 
 It writes loss.png into each run, excess.png if the run logged `val/excess_loss/KIND`, and layers.png if it logged
-`tracking.block_stats`. compare.py plots several runs in one figure.
+`layers/NAME/BLOCK` (tracking.block_stats). compare.py plots several runs in one figure.
 """
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns

@@ -27,7 +27,7 @@ from run.status import Status
 
 SEEDS = ("seed", "data.seed")
 NEVER = -1  # first_divergence returns this if no common value differs
-# Runs of one configuration may differ in these settings, which change their losses by rounding at most.
+# Runs of one configuration may differ in these settings, as a resumed run may in FREE_SETTINGS.
 IGNORED_SETTINGS = FREE_SETTINGS - SCHEDULE_SETTINGS - {"evaluation", "on_nonfinite", "max_skipped_in_a_row"}
 IGNORED_SETTINGS |= {
     f"evaluation.{name}"

@@ -134,10 +134,10 @@ def dense_mask(mask_mod: MaskMod, begin: int, end: int, num_rows: int | None, de
 def attention_masks(
     windows: list[int | None],
     input_ids: Tensor,
-    num_cached: int = 0,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    flex: bool = False,
+    num_cached: int,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    flex: bool,
 ) -> dict[int | None, Mask]:
     """Return the mask for each distinct window of `windows`; see GPTModel.forward for the other arguments.
 

@@ -1,7 +1,7 @@
 """A linear layer that multiplies by oneDNN on CPUs where PyTorch's default is slow.
 
-In float32 PyTorch multiplies matrices with MKL, which uses half of the vector width of an AMD Zen 5 core: 105 GFLOP/s
-against oneDNN's 240 (docs/performance.md). In bfloat16 PyTorch uses oneDNN itself.
+In float32 PyTorch multiplies matrices with MKL, which uses half of the vector width of an AMD Zen 5 core: oneDNN is
+twice as fast (benchmarks/LOG.md). In bfloat16 PyTorch uses oneDNN itself.
 """
 
 import re

@@ -57,6 +57,7 @@ from model.field_types import PositiveInt, UpTo1024
 
 COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
 PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
+CONTEXT = 1000  # characters on each side of a cut, encoded to test it
 PART = 2**24  # minimum characters of the text of one part
 PART_FILE = "parts/{:06d}.json"  # what make_part returned, kept until the corpus is complete
 TRAINING_TEXTS = 10**6  # train:VOCAB is trained on this many documents, or pieces of a txt file, from the start
@@ -142,7 +143,7 @@ def in_validation(text: str, fraction: float) -> bool:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) < fraction * 2**64
 
 
-def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) -> int:
+def cut_point(text: str, tokenizer: Tokenizer, limit: int) -> int:
     """Find a position in `text`, shortly before `limit`, where a cut does not change its tokens.
 
     Encoding the text on both sides of the cut separately gives the tokens of encoding it as a whole. Without such a
@@ -151,7 +152,7 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int, context: int = 1000) 
     start = limit - limit // 16
     boundaries = [start + match.start() for match in re.finditer(r"\b", text[start:limit])]
     for cut in [*boundaries[:-100:-1], limit]:
-        left, right = text[max(cut - context, 0) : cut], text[cut : cut + context]
+        left, right = text[max(cut - CONTEXT, 0) : cut], text[cut : cut + CONTEXT]
         with wrap_tokenizer_errors(f"tokenizer: it has no tokens for a text that has {left[:40]!r} in it"):
             first, second, both = tokenizer.encode_batch_fast([left, right, left + right], add_special_tokens=False)
         if first.ids + second.ids == both.ids:
