@@ -1,6 +1,7 @@
 """Scores of runs: what they are computed from, and that a candidate cannot write its own."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import default_collate
@@ -219,6 +220,20 @@ def test_json_has_one_object_for_wrong_arguments(capsys):
         parse_experiment(["--x 1", "--max_seeds", "0", "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert printed["exit_code"] == 2 and "max_seeds: 0 must be a positive integer" in printed["message"]
+
+
+def test_code_prints_nothing_after_its_score(tmp_path):
+    modules = {
+        "checkpoint/provenance": "import atexit\natexit.register(print, '{}')\nnetwork_size = dict",
+        "config/parser": "parse_config = list",
+        "data/corpus": "from types import SimpleNamespace\n"
+        "load_corpus = lambda config: SimpleNamespace(fill_in=lambda config: {'parameters': 5})",
+    }
+    for name, code in modules.items():
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir()
+        file.write_text(code)
+    assert score.run_scorer(SimpleNamespace(code=tmp_path), "shape") == {"parameters": 5}
 
 
 def test_crash_is_located(run_experiment):
