@@ -75,9 +75,7 @@ def draw(chain: Chain, path: Path) -> None:
             x, y = zip(*points, (spent, points[-1][1]), strict=True)
             axes.step(x, y, where="post", color=COLORS[4], linestyle=line, label=label)
     for (hours, loss), row in zip(claims, chain.kept, strict=True):
-        axes.annotate(
-            fit_label(describe_idea(row), MAX_LABEL), (hours, loss), (4, -10), textcoords="offset points", fontsize=6
-        )
+        axes.annotate(f"#{row['id']}", (hours, loss), (-4, -10), textcoords="offset points", fontsize=6, ha="right")
     for name, style in OUTCOMES.items():
         if name in ideas:
             hours, losses = zip(*ideas[name], strict=True)
@@ -94,6 +92,8 @@ def draw(chain: Chain, path: Path) -> None:
         )
     axes.set(xlabel="CPU hours", ylabel="validation loss, excess where the entropy is known (nats/token)")
     axes.grid(alpha=0.3)
+    for row in chain.kept:  # the numbers in the figure
+        axes.plot([], [], " ", label=f"#{row['id']} {fit_label(describe_idea(row), MAX_LABEL)}")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=150)
