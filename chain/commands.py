@@ -7,6 +7,7 @@ from contextlib import redirect_stderr
 from typing import Any
 
 from chain import attempt, confirm, head, log
+from chain.ledger import create_lab
 from chain.output import Result
 from chain.settings import (
     ChainConfig,
@@ -63,9 +64,10 @@ def run(config: ChainConfig) -> Result:
         ConfigError, RunError: as main.
     """
     lab = expand_user_path("lab", config.lab)
+    if isinstance(config, StartConfig):
+        create_lab(lab)
     try:
-        lab.mkdir(parents=True, exist_ok=True)
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() or not lab.is_dir():
             return FUNCTIONS[type(config)](config)
         with open(lab / "progress.log", "a") as progress, redirect_stderr(progress):
             return FUNCTIONS[type(config)](config)

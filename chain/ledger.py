@@ -96,6 +96,18 @@ def format_cell(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else printable(" ".join(str(value).split()))
 
 
+def create_lab(lab: Path) -> None:
+    """Create the directory of a chain, if it does not exist.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    try:
+        lab.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"lab: {lab} cannot be created: {error.strerror}; choose another --lab") from None
+
+
 @contextmanager
 def locked_ledger(lab: Path) -> Iterator[Ledger]:
     """Lock the ledger, so that what is decided from its rows still holds when a row is appended.
@@ -104,7 +116,6 @@ def locked_ledger(lab: Path) -> Iterator[Ledger]:
         ConfigError: it is damaged, or the lab cannot be written.
     """
     try:
-        lab.mkdir(parents=True, exist_ok=True)
         file = open(lab / "ledger.tsv", "a+", encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"lab: {lab} cannot be written: {error.strerror}; choose another --lab") from None

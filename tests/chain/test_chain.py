@@ -257,6 +257,19 @@ def test_rewritten_branch_is_refused(decided, research):
     assert "no commit" in research("keep", "1").text
 
 
+def test_unusable_lab_is_refused(research, tmp_path):
+    (tmp_path / "file").touch()
+    config = f"--config={research.root / 'configs' / 'lab.yaml'}"
+    for command, lab, message in (
+        (["log"], "typo", "has no chain"),
+        (["log"], "file/lab", "has no chain"),
+        (["start", config], "file/lab", "cannot be created: Not a directory"),
+    ):
+        found = research(*command, f"--lab={tmp_path / lab}")
+        assert found.code == 2 and message in found.text
+    assert not (tmp_path / "typo").exists()
+
+
 def test_start_refuses_dirty_tree_and_second_chain(research):
     config = f"--config={research.root / 'configs' / 'lab.yaml'}"
     (research.root / "train.py").write_text("")
