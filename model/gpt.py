@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from model.attention import Mask, attention, attention_masks, uses_flex_attention
 from model.config import GPTConfig
 from model.generate import GenerationMixin, KVCache
-from model.kernels import Linear, linear
+from model.kernels import Linear, RMSNorm, linear
 from model.loss import NextTokenLoss, soft_cap
 from model.seeds import derive_seed
 
@@ -42,7 +42,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def make_norm(config: GPTConfig) -> nn.Module:
     """Build the normalisation layer that `config.norm` names."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        return RMSNorm(config.d_model, eps=config.norm_eps)
     if config.norm == "layernorm":
         return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
     raise ValueError(f"model.norm: {config.norm!r} is not implemented")
@@ -59,8 +59,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
         self.v_proj = Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
         self.out_proj = Linear(config.n_heads * config.head_size, config.d_model, bias=config.bias)
-        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x_BTC: Tensor, rope: Rope, mask: Mask, cache: KVCache | None = None) -> Tensor:
         q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_size))

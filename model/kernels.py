@@ -1,4 +1,4 @@
-"""A linear layer that multiplies by oneDNN on CPUs where PyTorch's default is slow.
+"""Layers that are faster than PyTorch's on a CPU: Linear and RMSNorm.
 
 In float32 PyTorch multiplies matrices with MKL, which uses half of the vector width of an AMD Zen 5 core: oneDNN is
 twice as fast (benchmarks/LOG.md). In bfloat16 PyTorch uses oneDNN itself.
@@ -64,10 +64,14 @@ class OneDNNLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_y_TN.sum(0) if ctx.needs_input_grad[2] else None
 
 
+def is_float32_on_cpu(x: Tensor) -> bool:
+    """Return whether operations on x run on the CPU in float32."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [..., K] times weight [N, K] transposed, plus bias [N], as F.linear does."""
-    is_float32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    if use_onednn and is_float32_on_cpu and x.numel() >= MIN_ROWS * x.shape[-1] > 0:
+    if use_onednn and is_float32_on_cpu(x) and x.numel() >= MIN_ROWS * x.shape[-1] > 0:
         return OneDNNLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -77,3 +81,36 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """F.rms_norm with an analytic gradient.
+
+    On a CPU F.rms_norm consists of single operations, whose autograd takes 2.5 times as long (benchmarks/LOG.md).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse_rms = (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (x * inverse_rms).mul_(weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        normalized = x * inverse_rms
+        product = grad_y * normalized
+        grad_weight = product.flatten(0, -2).sum(0)
+        projection = product.mul_(weight).mean(-1, keepdim=True)
+        grad_x = (grad_y * weight).addcmul_(normalized, projection, value=-1).mul_(inverse_rms)
+        return grad_x, grad_weight, None
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm that computes RMSNormFunction in float32 on a CPU; torch.compile fuses nn.RMSNorm's operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_float32_on_cpu(x) and not torch.compiler.is_compiling():
+            return RMSNormFunction.apply(x, self.weight, self.eps)
+        return super().forward(x)

@@ -1,4 +1,4 @@
-"""Matrix products by oneDNN equal PyTorch's, forward and backward."""
+"""Matrix products by oneDNN and RMSNorm equal PyTorch's, forward and backward."""
 
 import pytest
 import torch
@@ -66,3 +66,27 @@ def test_linear_otherwise_leaves_product_to_pytorch(case, monkeypatch):
         y = model.kernels.linear(x, weight)
     assert "mkldnn::_linear_pointwise" not in [event.name for event in trace.events()]
     assert y.dtype == (torch.bfloat16 if case == "autocast" else dtype)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 24), (2, 5, 3, 8), (7, 8)])
+def test_rms_norm_equals_pytorch(shape):
+    norm, x = model.kernels.RMSNorm(shape[-1], eps=1e-3), leaf(*shape)
+    with torch.no_grad():
+        norm.weight.copy_(leaf(shape[-1], seed=1))
+    inputs = [x, norm.weight]
+    copies = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    result, expected = norm(x), F.rms_norm(copies[0], shape[-1:], copies[1], 1e-3)
+    assert "RMSNormFunction" in result.grad_fn.name()
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    result.backward(gradient)
+    expected.backward(gradient.double())
+    for a, b in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rms_norm_leaves_other_dtypes_to_pytorch(dtype):
+    norm, x = model.kernels.RMSNorm(8).to(dtype), leaf(3, 8, dtype=dtype)
+    assert "RMSNormFunction" not in norm(x).grad_fn.name()
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), norm.weight), rtol=0, atol=0)
