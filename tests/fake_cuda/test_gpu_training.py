@@ -55,6 +55,7 @@ def test_losses_equal_cpu(launch_file, processes, cpu, on_gpus):
     assert_steady(run, processes, "efficient")
 
 
+@pytest.mark.slow
 def test_bf16_takes_flash_attention(on_gpus, folder):
     run = train_on_gpus("fsdp2", 2, out_dir=folder / "bf16", precision="bf16")
     assert run.losses == pytest.approx(on_gpus("fsdp2").losses, rel=1e-3)
@@ -70,6 +71,7 @@ def test_resume_with_dropout_gives_same_digest(on_gpus, folder):
     assert run.digest == on_gpus("multi_gpu").digest
 
 
+@pytest.mark.slow
 def test_exact_digest_ignores_number_of_gpus(folder):
     one, two = (
         train_on_gpus(name, LAUNCHES[name], "--exact", "true", out_dir=folder / "exact" / name, precision="bf16")
@@ -79,6 +81,7 @@ def test_exact_digest_ignores_number_of_gpus(folder):
     assert one.losses == two.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "packing, kernel", [("concat", "efficient"), ("padded", "efficient"), ("isolated", "efficient, dense mask")]
 )
