@@ -58,7 +58,7 @@ class GPTConfig:
     (Jiang et al. 2023, "Mistral 7B", arXiv:2310.06825). At most max_position_embeddings. null: no window."""
 
     window_pattern: str = "SSL"
-    """With `window`: letters that are assigned to the layers in turn, over and over. S (short) has the window, L (long)
+    """window: letters that are assigned to the layers in turn, over and over. S (short) has the window, L (long)
     attends to all earlier positions. The last layer is always long, as with nanochat's --window-pattern. SL is Gemma
     2's alternation (arXiv:2408.00118)."""
 

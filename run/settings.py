@@ -41,7 +41,7 @@ class SampleConfig(TrainedModelConfig):
     """Hold a conversation: each line is a user message, formatted by the tokenizer's chat template."""
 
     system: str | None = None
-    """With chat: the system message, which is never dropped from the context. null: none."""
+    """chat: the system message, which is never dropped from the context. null: none."""
 
     num_samples: PositiveInt = 1
     """Samples for each prompt."""

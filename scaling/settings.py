@@ -14,13 +14,13 @@ class ScaleConfig:
     """Number of layers, from which the whole recipe follows; it is printed as a config file. 12 is the 124M class."""
 
     tokens_per_parameter: PositiveFloat = 20.0
-    """With depth: training tokens per non-embedding parameter."""
+    """depth: training tokens per non-embedding parameter."""
 
     family: Literal["qwen3", "gpt2"] = "qwen3"
-    """With depth: the family of models."""
+    """depth: the family of models."""
 
     corpus: str | None = None
-    """With depth: a corpus prepared by data.prepare. null: stories with facts."""
+    """depth: a corpus prepared by data.prepare. null: stories with facts."""
 
     law: bool = False
     """Train the ladder, fit the law, predict a larger run and train it."""
@@ -30,16 +30,16 @@ class ScaleConfig:
     rule's."""
 
     sizes: str = "16,32,64"
-    """With law and widths: widths of the models, multiples of 16."""
+    """law and widths: widths of the models, multiples of 16."""
 
     budgets: str = "400,800,1600,3200"
-    """With law and widths: training steps of 16 stories."""
+    """law and widths: training steps of 16 stories."""
 
     seeds: PositiveInt = 2
-    """With law: number of seeds for each size and budget."""
+    """law: number of seeds for each size and budget."""
 
     first_seed: NonNegativeInt = 0
-    """With law: the first of these seeds, and the seed of the predicted run."""
+    """law: the first of these seeds, and the seed of the predicted run."""
 
     jobs: PositiveInt | None = None
     """Number of runs at once. null: one with launch, else one per GPU, or per core up to 8."""
@@ -51,4 +51,4 @@ class ScaleConfig:
     """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
 
     arguments: str = ""
-    """With law and widths: settings of train.py for all runs."""
+    """law and widths: settings of train.py for all runs."""
