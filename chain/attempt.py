@@ -189,8 +189,8 @@ def check_task(baseline: Arm, candidate: Arm, allow_data_changes: bool) -> None:
 def training_tokens(arm: Arm) -> int:
     """Return the tokens that a run of one process reads, with a batch-size warm-up."""
     settings = arm.settings
-    warmup = settings.get("schedule.batch_warmup_from"), settings.get("schedule.batch_warmup_steps")
-    sizes = BatchSizes(settings["global_batch_size"] or settings["micro_batch_size"], *warmup)
+    batch_size = settings["global_batch_size"] or settings["micro_batch_size"]
+    sizes = BatchSizes.from_settings(settings | {"global_batch_size": batch_size})
     return sizes.sequences_before(settings["steps"]) * settings["seq_len"]
 
 

@@ -84,11 +84,6 @@ def tip(branch: str) -> str:
     return git("for-each-ref", "--format=%(objectname)", f"refs/heads/{branch}")
 
 
-def exists(commit: str) -> bool:
-    """Return whether git has a commit; it deletes commits that no branch contains after some weeks."""
-    return bool(git("rev-list", "--no-walk", "--ignore-missing", commit))
-
-
 def current_branch() -> str:
     """Return the branch that is checked out, "" if there is none."""
     return git("branch", "--show-current")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chain import online_fdr
-from chain.code import Idea, apply_ideas, exists, move_branch, refuse_edits, tip
+from chain.code import Idea, apply_ideas, move_branch, refuse_edits, tip
 from chain.ledger import Ledger, Row, locked_ledger
 from config.errors import ConfigError
 from config.paths import expand_user_path
@@ -112,7 +112,8 @@ class Chain:
         if number not in self.ideas:
             raise ConfigError(f"id: {number!r} is not an idea of this chain; `research.py log` lists them")
         row = self.ideas[number]
-        if row["commit"] and row["parent"] == self.head and not exists(row["commit"]):
+        # git deletes commits that no branch contains after some weeks.
+        if row["commit"] and row["parent"] == self.head and not change.find_commit(row["commit"]):
             changed, _ = apply_ideas([self.load(row)], self.head, self.recipe)
             row = row | {"commit": changed.commit or ""}
         return row

@@ -114,8 +114,7 @@ class Record:
 
     def tokens(self, step: int) -> int:
         """Return the training tokens until a step; for a branch, the parent's up to `fork_step` plus its own."""
-        names = ("global_batch_size", "schedule.batch_warmup_from", "schedule.batch_warmup_steps")
-        sizes, begin = BatchSizes(*(self.settings[name] for name in names)), min(step, self.fork_step)
+        sizes, begin = BatchSizes.from_settings(self.settings), min(step, self.fork_step)
         own = (sizes.sequences_before(step) - sizes.sequences_before(begin)) * self.settings["seq_len"]
         return own + (self.parent.tokens(begin) if self.parent else 0)
 

@@ -5,7 +5,9 @@ cipher, which maps a position to an index in O(1) memory (a `randperm` of a bill
 """
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import accumulate, islice
+from typing import Any
 
 import numpy as np
 
@@ -84,6 +86,12 @@ class BatchSizes:
         """Return the sizes for a config whose `global_batch_size` is resolved."""
         assert config.global_batch_size is not None, "the config is resolved"
         return cls(config.global_batch_size, config.schedule.batch_warmup_from, config.schedule.batch_warmup_steps)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "BatchSizes":
+        """Return the sizes for flat settings, such as those that a run stores."""
+        names = ("global_batch_size", "schedule.batch_warmup_from", "schedule.batch_warmup_steps")
+        return cls(*(settings[name] for name in names))
 
     def size(self, step: int) -> int:
         """Return the number of sequences in the global batch of `step` (from 0)."""

@@ -134,6 +134,14 @@ def diff_of(base: str, commit: str) -> str:
     return git("diff-tree", "-p", "--binary", "--find-renames", base, commit) + "\n"
 
 
+def find_commit(name: str) -> str:
+    """Return the commit of a git branch or commit; "" if there is none."""
+    try:
+        return git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
+    except ConfigError:
+        return ""
+
+
 def resolve_commits(code: str) -> tuple[str, str]:
     """Return the commit on which a piece of code is based, and the commit of the code itself."""
     head = git("rev-parse", "HEAD")
@@ -144,12 +152,11 @@ def resolve_commits(code: str) -> tuple[str, str]:
         return head, commit_on(head, "add", "--update", "--", ".")
     if (patch := expand_user_path("idea", code)).is_file():
         return head, commit_on(head, "apply", "--cached", str(patch.resolve()))
-    try:
-        commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{code}^{{commit}}")
-    except ConfigError:
+    commit = find_commit(code)
+    if not commit:
         raise ConfigError(
             f"idea: {code!r} is not a git branch or commit here, a patch file, or settings, which begin with --"
-        ) from None
+        )
     try:
         base = git("merge-base", "HEAD", commit)
         return (git("rev-parse", "--verify", "--quiet", f"{commit}^") if base == commit else base), commit
@@ -162,10 +169,9 @@ def resolve_commits(code: str) -> tuple[str, str]:
 
 def rebase(base: str, commit: str, onto: str) -> tuple[str, str]:
     """Apply the diff between two commits to a third; return the third and the new commit."""
-    try:
-        target = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{onto}^{{commit}}")
-    except ConfigError:
-        raise ConfigError(f"onto: {onto!r} is not a git branch or commit here") from None
+    target = find_commit(onto)
+    if not target:
+        raise ConfigError(f"onto: {onto!r} is not a git branch or commit here")
     return target, apply_diff(diff_of(base, commit), target)
 
 

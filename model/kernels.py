@@ -86,7 +86,7 @@ class Linear(nn.Linear):
 class RMSNormFunction(torch.autograd.Function):
     """F.rms_norm with an analytic gradient.
 
-    On a CPU F.rms_norm consists of single operations, whose autograd takes 2.5 times as long (benchmarks/LOG.md).
+    On a CPU F.rms_norm consists of single operations, whose autograd takes more than twice as long (benchmarks/LOG.md).
     """
 
     @staticmethod
