@@ -10,6 +10,7 @@ import pytest
 
 from data.synthetic.stories import STORIES
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, commands, python, train
+from tests.story_endings import QUESTIONS, make_questions
 
 TEXT = "To be, or not to be? That is the question.\n" * 60
 
@@ -69,7 +70,8 @@ def test_commands_of_using_pages_are_found():
 
 
 def test_grammar_accepts_only_the_right_ending():
-    rows = [json.loads(line) for line in (ROOT / "docs" / "lm_eval" / "story_endings.jsonl").read_text().splitlines()]
+    assert QUESTIONS.read_text() == make_questions(), "the grammar has changed: run python -m tests.story_endings"
+    rows = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     assert len(rows) == 100
     for row in rows:
         texts = [f"{row['prompt']} {ending}" for ending in row["endings"]]

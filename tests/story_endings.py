@@ -1,4 +1,4 @@
-"""Write the questions of the task story_endings: python -m docs.lm_eval.story_endings.
+"""Write docs/lm_eval/story_endings.jsonl, the questions of the task story_endings: python -m tests.story_endings.
 
 A question is a story of the validation split without its last two sentences, and four endings, of which the grammar
 accepts one. Each wrong ending replaces one name, colour or thing, if possible by another one of the same story: a child
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data.synthetic.stories import STORIES, TABLES, StoriesDataset
 
-QUESTIONS = Path(__file__).with_name("story_endings.jsonl")
+QUESTIONS = Path(__file__).parent.parent / "docs" / "lm_eval" / "story_endings.jsonl"
 NUM_QUESTIONS, SEED = 100, 0
 KINDS = ["GIRL BOY FRIEND", "THING PRESENT", "COLOR", "ELDER", "TRAIT", "PET", "NICK", "WEATHER", "TIME"]
 
