@@ -221,25 +221,11 @@ def tiny(rules: dict, words: str = "cat dog", **entry: str) -> Grammar:
 @pytest.mark.parametrize(
     ("rules", "words", "message"),
     [
-        ({"S": ["Ann", "Ann and Ben"]}, "a", "plain text must distinguish"),
-        ({"S": ["{a:WORD} ran", "{a:WORD} slept"]}, "a", "plain text must distinguish"),
-        ({"S": ["The {a:WORD} ran", "The cat ran"]}, "a", "plain text must distinguish"),
-        ({"S": ["A{T} ran", "A{T} slept"], "T": [" b"]}, "a", "plain text must distinguish"),
-        ({"S": ["{a:WORD} {b:WORD}{T}"], "T": [" {a} ran", " {b} slept"]}, "a", "plain text must distinguish"),
-        ({"S": ["Ann", "Ann"]}, "a", "plain text must distinguish"),
-        ({"S": ["The {a:WORD}"]}, "ball bat balloon", "'balloon' begins with 'ball'"),
-        ({"S": ["The {a:WORD}"]}, "cat cat", "'cat' begins with 'cat'"),
         ({"S": ["The {a}"]}, "cat", "may be empty"),
         ({"S": ["A{T}{b=a}"], "T": [" b {a:WORD}", " c"]}, "cat", "may be empty"),
         ({"S": ["The {a:WORD} {a.they}"]}, "cat", "not all with .they"),
         ({"S": ["A{T}"], "T": [" b{S}", " c"]}, "cat", "further down"),
         ({"S": ["A{S}", "B"]}, "cat", "further down"),
-        ({"S": ["The{a:WORD}"]}, "cat", "put a space before each word"),
-        ({"S": ["The {a:WORD}s"]}, "cat", "put a space before each word"),
-        ({"S": ["The {T}"], "T": [" a"]}, "cat", "put a space before each word"),
-        ({"S": ["The{T}"], "T": ["a"]}, "cat", "begin without a space"),
-        ({"S": ["The {a.b.c}"]}, "cat", "cannot parse"),
-        ({"S": ["The {Word}"]}, "cat", "cannot parse"),
     ],
 )
 def test_grammar_refuses_invalid_rules(rules, words, message):
