@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -51,9 +50,9 @@ class Training:
     restart: bool = False
     """Start it even if it is finished, as with --resume never."""
 
-    @cached_property
+    @property
     def reader(self) -> RunReader:
-        """Reader of the run directory; it parses each row of metrics once."""
+        """Reader of the run directory."""
         return RunReader(self.directory)
 
     @property
@@ -68,7 +67,7 @@ class Training:
 
     def last_row(self) -> dict[str, float]:
         """Return the newest row of metrics.jsonl; {"step": 0} if there is none."""
-        return (self.reader.metrics() or [{"step": 0}])[-1]
+        return self.reader.newest_metrics()
 
     def tokens_per_second(self) -> float:
         """Return the median of the logged speeds, without the first, which includes one-time work; NaN if unknown."""

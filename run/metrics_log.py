@@ -11,6 +11,8 @@ from typing import Any
 from data.files import write_atomically
 from data.json_objects import parse_object
 
+TAIL_BYTES = 2**16  # longer than almost any row
+
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of the file, oldest first.
@@ -36,40 +38,16 @@ def truncate_after_step(path: Path, step: int, one_per_step: bool = False) -> No
         write_atomically(path, b"".join(kept).decode())
 
 
-class RowReader:
-    """Reads a growing file of rows repeatedly, and parses each line once."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._rows: list[dict[str, Any]] = []
-        self._inode, self._num_bytes, self._last_line = 0, 0, b""
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return all rows, oldest first; [] if the file is absent.
-
-        A last line without a line break is parsed again at each call, because it may still be growing.
-        """
-        try:
-            file = open(self.path, "rb")  # noqa: SIM115 - closed below
-        except FileNotFoundError:
-            return []
-        with file:
-            # A file that was replaced, as by truncate_after_step, has another inode; one that was edited in place
-            # differs in the last line that was parsed.
-            is_same = os.fstat(file.fileno()).st_ino == self._inode
-            file.seek(self._num_bytes - len(self._last_line))
-            if not is_same or file.read(len(self._last_line)) != self._last_line:
-                self._inode, self._num_bytes, self._last_line = os.fstat(file.fileno()).st_ino, 0, b""
-                self._rows = []
-                file.seek(0)
-            *lines, unfinished = file.read().split(b"\n")
-        for line in lines:
-            self._last_line = line + b"\n"
-            self._num_bytes += len(self._last_line)
-            if row := _parse_row(line):
-                self._rows.append(row)
-        rest = _parse_row(unfinished)
-        return [*self._rows, rest] if rest else list(self._rows)
+def read_newest_row(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the newest row, if there is one; only the end of the file is read, unless the row is longer."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for num_bytes in (min(size, TAIL_BYTES), size):
+            file.seek(size - num_bytes)
+            newest_first = map(_parse_row, reversed(file.read(num_bytes).splitlines()))
+            if row := next(filter(None, newest_first), None):
+                yield row
+                return
 
 
 class RowWriter:

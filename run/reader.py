@@ -9,7 +9,7 @@ from checkpoint.manifest import Manifest, readable_checkpoints
 from config.errors import ConfigError
 from data.json_objects import from_json
 from run.lock import is_locked
-from run.metrics_log import RowReader
+from run.metrics_log import read_newest_row, read_rows
 from run.status import Status, read_status
 from run.stored_settings import read_settings
 
@@ -64,9 +64,6 @@ class RunReader:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._metrics = RowReader(path / "metrics.jsonl")
-        self._generations = RowReader(path / "generations.jsonl")
-        self._sessions = RowReader(path / "sessions.jsonl")
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -77,19 +74,23 @@ class RunReader:
         return settings
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, oldest first; a repeated call parses only the lines appended since."""
-        return self._rows(self._metrics)
+        """Return the rows of metrics.jsonl, oldest first."""
+        return self._rows("metrics.jsonl")
+
+    def newest_metrics(self) -> dict[str, Any]:
+        """Return the newest row of metrics.jsonl, {"step": 0} if there is none; fast also for a long file."""
+        return next(iter(self._rows("metrics.jsonl", read_newest_row)), {"step": 0})
 
     def generations(self) -> list[dict[str, Any]]:
         """Return the rows of generations.jsonl, oldest first."""
-        return self._rows(self._generations)
+        return self._rows("generations.jsonl")
 
     def sessions(self) -> list[Session]:
         """Return the rows of sessions.jsonl, oldest first."""
         try:
-            return [from_json(row, Session, "session") for row in self._rows(self._sessions)]
+            return [from_json(row, Session, "session") for row in self._rows("sessions.jsonl")]
         except ValueError as error:
-            raise ConfigError(f"run: {self._sessions.path} is damaged: {error}") from None
+            raise ConfigError(f"run: {self.path / 'sessions.jsonl'} is damaged: {error}") from None
 
     def manifests(self) -> dict[Path, Manifest]:
         """Return the checkpoints whose manifest is valid, newest first; their other files are not read."""
@@ -103,11 +104,13 @@ class RunReader:
         """Return whether a process, on any machine, is training in this directory."""
         return is_locked(self.path)
 
-    def _rows(self, reader: RowReader) -> list[dict[str, Any]]:
+    def _rows(self, name: str, read=read_rows) -> list[dict[str, Any]]:
         try:
-            return reader.read()
+            return list(read(self.path / name))
+        except FileNotFoundError:
+            return []
         except OSError as error:
-            raise ConfigError(f"run: {reader.path} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"run: {self.path / name} cannot be read: {error.strerror}") from None
 
 
 def surviving_sessions(sessions: list[Session], step: int) -> list[Session]:

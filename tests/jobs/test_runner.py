@@ -16,7 +16,6 @@ import pytest
 from config.errors import RunError
 from jobs import runner
 from jobs.runner import Failed, JobRunner, Stopped, Training
-from run import metrics_log
 from run.reader import RunReader
 from tests.conftest import ROOT
 
@@ -269,17 +268,3 @@ def test_visible_gpus_reads_the_environment(monkeypatch):
     assert runner.visible_gpus() == ["1", "GPU-abc"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert runner.visible_gpus() == []
-
-
-def test_last_row_parses_only_appended_rows(tmp_path, monkeypatch):
-    """A sweep asks for the newest row of every run several times a second."""
-    parsed = []
-    parse = metrics_log._parse_row
-    monkeypatch.setattr(metrics_log, "_parse_row", lambda line: parsed.append(line) or parse(line))
-    training = Training(tmp_path, 100, ())
-    assert training.last_row() == {"step": 0}
-    with open(tmp_path / "metrics.jsonl", "w") as file:
-        for step in range(1, 51):
-            print(json.dumps({"step": step}), file=file, flush=True)
-            assert training.last_row() == {"step": step}
-    assert len([line for line in parsed if line]) == 50

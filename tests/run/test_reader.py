@@ -8,7 +8,6 @@ import pytest
 from config.errors import ConfigError
 from run import metrics_log
 from run.lock import LOCK_FILE
-from run.metrics_log import RowReader, truncate_after_step
 from run.reader import RunReader, Session, surviving_sessions
 
 
@@ -48,53 +47,24 @@ def test_surviving_sessions_drop_retrained_steps():
     assert surviving_sessions([], 3) == []
 
 
-def parsed_lines(monkeypatch):
-    """Record the lines that are parsed from now on."""
+def test_newest_metrics_ignores_unfinished_row(tmp_path):
+    run, file = RunReader(tmp_path), tmp_path / "metrics.jsonl"
+    assert run.newest_metrics() == {"step": 0}
+    file.write_text('no row\n{"step": 1')
+    assert run.newest_metrics() == {"step": 0}
+    with open(file, "a") as appended:
+        appended.write('2}\n{"step": 13')
+    assert run.newest_metrics() == {"step": 12} and run.metrics() == [{"step": 12}]
+
+
+@pytest.mark.parametrize("length", [10, metrics_log.TAIL_BYTES, 3 * metrics_log.TAIL_BYTES])
+def test_newest_metrics_reads_end_of_file(length, tmp_path, monkeypatch):
+    """A sweep asks for the newest row of every run several times a second."""
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(10_000):
+            print(json.dumps({"step": step, "train/loss": 1.0}), file=file)
+        print(json.dumps({"step": 10_000, "name": length * "x"}), file=file)
     parse, lines = metrics_log.parse_object, []
     monkeypatch.setattr(metrics_log, "parse_object", lambda line: lines.append(line) or parse(line))
-    return lines
-
-
-def test_row_reader_parses_each_line_once(tmp_path, monkeypatch):
-    file, lines = tmp_path / "metrics.jsonl", parsed_lines(monkeypatch)
-    reader = RowReader(file)
-    assert reader.read() == []
-    file.write_text('{"step": 1}\n{"step": 2}\nno row\n')
-    assert reader.read() == [{"step": 1}, {"step": 2}]
-    with open(file, "a") as appended:
-        appended.write('{"step": 3}\n')
-    del lines[:]
-    assert reader.read() == [{"step": 1}, {"step": 2}, {"step": 3}]
-    assert list(filter(None, lines)) == ['{"step": 3}']
-
-
-def test_row_reader_waits_for_rest_of_line(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    reader = RowReader(file)
-    file.write_text('{"step": 1}\n{"step": 1')
-    assert reader.read() == [{"step": 1}]
-    with open(file, "a") as appended:
-        appended.write('2}\n{"step": 13}')
-    assert reader.read() == [{"step": 1}, {"step": 12}, {"step": 13}]
-
-
-@pytest.mark.parametrize("content", ['{"step": 1}\n', '{"step": 7}\n{"step": 8}\n{"step": 9}\n'])
-def test_row_reader_starts_over_after_rewrite_in_place(content, tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    reader = RowReader(file)
-    file.write_text('{"step": 1}\n{"step": 2}\n')
-    reader.read()
-    file.write_text(content)
-    assert reader.read() == [json.loads(line) for line in content.splitlines()]
-
-
-def test_row_reader_starts_over_after_truncation(tmp_path):
-    """A resumed run may log other rows with the same last line."""
-    file = tmp_path / "metrics.jsonl"
-    reader = RowReader(file)
-    file.write_text('{"step": 1, "a": 1}\n{"step": 2}\n')
-    reader.read()
-    truncate_after_step(file, 0)
-    with open(file, "a") as appended:
-        appended.write('{"step": 1, "a": 2}\n{"step": 2}\n')
-    assert reader.read() == [{"step": 1, "a": 2}, {"step": 2}]
+    assert RunReader(tmp_path).newest_metrics() == {"step": 10_000, "name": length * "x"}
+    assert len(lines) <= 2
