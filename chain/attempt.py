@@ -237,4 +237,4 @@ def describe(row: Row) -> Iterator[str]:
     elif status == "better":
         yield f"accept it with `python research.py keep {number}`; only `confirm` gives a result to quote"
     elif status == "unknown":
-        yield "more seeds may decide: repeat the command with a larger --max_seeds, or drop it"
+        yield "more seeds may decide: repeat the command with a larger --max_seeds or --budget_minutes, or drop it"

@@ -12,6 +12,7 @@ from config.errors import ConfigError
 from config.paths import expand_user_path
 from experiments import change
 from experiments.change import AUTHOR, Change, apply_diff, commit_on, diff_of, git, resolve_commits, split_idea
+from experiments.settings import refuse_options
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ def parse_idea(text: str) -> Idea:
     """Parse the argument of `try`.
 
     Raises:
-        ConfigError: it is neither settings nor code.
+        ConfigError: it is neither settings nor code, or sets an option of a single run.
     """
     words = split_idea(text)
     code = words.pop(0) if not words[0].startswith("--") else ""
     parse_settings(words)
+    refuse_options(words)
     if not code:
         diff = ""
     elif (patch := expand_user_path("idea", code)).is_file():

@@ -20,8 +20,9 @@ from chain.settings import (
     TryConfig,
     print_error,
 )
-from config.errors import ConfigError, RunError
+from config.errors import RunError
 from config.paths import expand_user_path
+from experiments.arm import ArmFailed
 from jobs.runner import Failed, Stopped
 
 EXIT_STOPPED = 75
@@ -48,9 +49,9 @@ def main(config: ChainConfig) -> None:
     """
     try:
         result = run(config)
-    except (ConfigError, RunError) as error:
+    except BaseException as error:
         if config.json:
-            print_error(str(error))
+            print_error(str(error) or type(error).__name__)
         raise
     print(json.dumps(result.facts) if config.json else "\n".join(result.lines))
     if result.exit_code:
@@ -61,7 +62,7 @@ def run(config: ChainConfig) -> Result:
     """Return the result of a command.
 
     Raises:
-        ConfigError, RunError: as main.
+        RunError, ConfigError: as main.
     """
     lab = expand_user_path("lab", config.lab)
     if isinstance(config, StartConfig):
@@ -75,5 +76,7 @@ def run(config: ChainConfig) -> Result:
         return Result({"status": "stopped", "message": str(stopped)}, [str(stopped)], EXIT_STOPPED)
     except Failed as failed:
         raise RunError(f"{failed.training.directory}: {failed}; log: {failed.training.output}") from None
+    except ArmFailed as failed:
+        raise RunError(f"the head or the start of the chain: {failed}") from None
     except OSError as error:
         raise RunError(f"{error}; fix this, then rerun the same command to resume") from None

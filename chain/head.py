@@ -116,8 +116,6 @@ def check_acceptable(row: Row, chain: Chain, unproven: bool) -> None:
         ConfigError: it may not.
     """
     status, number = row["status"], row["id"]
-    if row["decision"]:
-        raise ConfigError(f"id: {number} was {row['decision']}; try it again")
     if status != "better" and not (unproven and status not in NEVER_ACCEPTED):
         hint = "" if status in NEVER_ACCEPTED else "; --unproven accepts it, and the ledger records this"
         raise ConfigError(f"id: {number} is {status}, not better{hint}")

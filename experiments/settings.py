@@ -133,7 +133,7 @@ def refuse_options(words: list[str]) -> None:
         option = word.partition("=")[0]
         if option in PER_RUN_OPTIONS:
             name = option.removeprefix("--")
-            raise ConfigError(f"{name}: is set for each run; leave it out (--first_seed chooses the seeds)")
+            raise ConfigError(f"{name}: is set for each run; leave it out (experiment.py: --first_seed)")
         if option in PRINTING_OPTIONS:
             raise ConfigError(f"arguments: {option} is an option of train.py; leave it out")
 

@@ -13,10 +13,11 @@ from chain import attempt, code, head, ledger
 from chain.ledger import locked_ledger
 from chain.log import collect
 from chain.state import Chain
-from experiments import experiment
+from experiments import experiment, score
 from experiments.experiment import Experiment
 from tests import forked
 from tests.conftest import environment
+from tests.experiments.conftest import fake_scorer
 
 COLUMNS = (
     "id time kind parent commit candidate idea note diff settings status decision loss difference low high "
@@ -98,6 +99,7 @@ def test_ideas_without_a_result_cost_no_wealth(research):
         ("--steps 50 --global_batch_size 2", None),
         ("--data.num_samples 50", "data.num_samples: the recipe fixes the data"),
         ("--evaluation.num_samples 4", "evaluation.num_samples: the recipe fixes"),
+        ("--optimizer.lr 2 --seed 3", "seed: is set for each run"),
         ("--init_from gpt2", "init_from: the recipe fixes the data, the evaluation and the initial weights"),
         ("--global_batch_size null", "3,200 training tokens instead of 800"),
         ("--global_batch_size 4 --steps 30", "960 training tokens instead of 800"),
@@ -180,6 +182,12 @@ def test_keep_refuses_what_is_not_better(decided, research):
     assert research.rows()[-1]["decision"] == "kept unproven"
     decided("--optimizer.lr 3", "failed")
     assert research("keep", "2", "--unproven").code == 2
+
+
+def test_dropped_idea_can_be_kept(decided, research):
+    number = str(decided("--optimizer.lr 2"))
+    assert research("drop", number).code == research("keep", number).code == 0
+    assert research.rows()[-1]["decision"] == "kept" and "lr: 2" in research.git("show", "HEAD:configs/lab.yaml")
 
 
 def test_second_of_two_keeps_is_refused(decided, research):
@@ -393,3 +401,13 @@ def ends_within(seconds, function):
 def test_wrong_arguments_give_one_json_object(words):
     done = forked.run("research.py", words, 0, environment())
     assert done.returncode == 2 and json.loads(done.stdout)["message"] in done.stderr
+
+
+def test_json_has_one_object_for_exceptions(research, monkeypatch):
+    monkeypatch.setattr(score, "run_scorer", lambda arm, *words: fake_scorer(arm, *words) | {"is_causal": False})
+    found = research("start", f"--config={research.root / 'configs' / 'lab.yaml'}", "--seeds=3", "--jobs=2", "--json")
+    assert found.code == 1 and "depend on later tokens" in json.loads(found.out)["message"]
+    assert "research.py: error: the head or the start of the chain: the logits" in found.text
+    monkeypatch.setattr(attempt, "parse_idea", interrupted)
+    found = research("try", "--optimizer.lr 2", "--json")
+    assert found.code == 130 and json.loads(found.out)["message"] == "KeyboardInterrupt"
