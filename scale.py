@@ -22,7 +22,8 @@ from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
 from data.files import sha256, write_atomically
 from data.json_objects import parse_object
-from jobs.runner import Failed, JobRunner, Stopped, launched_precision, launched_processes, parse_launcher
+from jobs.launch import Launch
+from jobs.runner import Failed, JobRunner, Stopped
 from scaling import recipe
 from scaling.settings import ScaleConfig
 
@@ -95,12 +96,12 @@ class LadderTrainer:
     def __init__(self, config: ScaleConfig, out_dir: Path):
         from scaling.ladder import CONFIG, base_config
 
-        self.out_dir, self.launcher = out_dir, parse_launcher(config.launch)
-        micro_batch_size = max(1, base_config().micro_batch_size // launched_processes(self.launcher))
+        self.out_dir, self.launch = out_dir, Launch.parse(config.launch)
+        micro_batch_size = max(1, base_config().micro_batch_size // (self.launch.processes or 1))
         self.settings = ("--micro_batch_size", str(micro_batch_size), *split_arguments(config.arguments))
         self.runner = JobRunner(config.jobs or (1 if config.launch else None))
         self.runner.code = code_hash()
-        common = {"arguments": config.arguments, "precision": launched_precision(self.launcher)}
+        common = {"arguments": config.arguments, "precision": self.launch.precision}
         check_same_ladder(out_dir, common | {"code": self.runner.code, "config": sha256(CONFIG)})
 
     def train(self, runs: "Iterable[LadderRun]") -> "list[Measurement]":
@@ -109,7 +110,7 @@ class LadderTrainer:
         Raises:
             RunError: a run failed, or its loss is not above the entropy of its data.
         """
-        pairs = [(run, run.training(self.out_dir, self.settings, self.launcher)) for run in runs]
+        pairs = [(run, run.training(self.out_dir, self.settings, self.launch.command)) for run in runs]
         try:
             self.runner.train([training for _, training in pairs])
         except Stopped:

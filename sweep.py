@@ -17,7 +17,8 @@ from pathlib import Path
 import compare
 from checkpoint.identity import code_hash
 from config.errors import RunError
-from jobs.runner import JobRunner, Stopped, Training, launched_precision, parse_launcher
+from jobs.launch import Launch
+from jobs.runner import JobRunner, Stopped, Training
 from jobs.settings import SweepConfig
 from jobs.sweep import is_finished, plan_sweep, run_path, write_run_config
 
@@ -32,18 +33,18 @@ def main(config: SweepConfig) -> None:
         RunError: a run has failed; the others were trained.
         SystemExit: with code 75 after a signal, or where a run was stopped; rerun the same command to resume.
     """
-    launcher = parse_launcher(config.launch)
-    facts = {"mixed_precision": launched_precision(launcher), "code": code_hash()}
+    launch = Launch.parse(config.launch)
+    facts = {"mixed_precision": launch.precision, "code": code_hash()}
     runs = plan_sweep(config.arguments, facts)
     runner = JobRunner(config.jobs or (1 if config.launch else None))
     runner.code, runner.show_output = facts["code"], runner.max_running == 1
     wanted, outcomes, error = {}, {}, None
     for settings in runs:
         path = run_path(settings)
-        if is_finished(settings) and facts["mixed_precision"] is not None:
+        if is_finished(settings) and launch.precision is not None:
             outcomes[path] = "finished before"
         else:
-            command = (*launcher, TRAIN, "--config", str(write_run_config(settings)))
+            command = (*launch.command, TRAIN, "--config", str(write_run_config(settings)))
             training = Training(path, settings.steps, command)
             wanted[path] = replace(training, restart=training.is_finished())
     try:

@@ -19,7 +19,8 @@ from config.schema import flat_settings
 from config.yaml_files import read_yaml
 from data.files import sha256 as hash_file
 from experiments.config_files import copy_config_files
-from jobs.runner import Training, accelerate_settings, launched_precision, parse_launcher
+from jobs.launch import Launch
+from jobs.runner import Training
 from run.reader import RunReader, surviving_sessions
 
 # Settings and sections in which the runs of one arm may differ.
@@ -32,37 +33,6 @@ EXIT_REFUSED = 2  # train.py's exit code for wrong settings
 
 class ArmFailed(Exception):
     """An arm cannot be trained or measured; the message says why."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The command that starts the runs of both arms, with the precision and number of processes that it sets."""
-
-    command: tuple[str, ...] = ()
-    """Words before train.py."""
-    precision: str | None = "no"
-    """Mixed precision; None if unknown before a run starts, for example because the command is a script."""
-    processes: int | None = 1
-
-    @classmethod
-    def parse(cls, text: str | None) -> "Launch":
-        """Parse `--launch`; None starts python.
-
-        Raises:
-            ConfigError: there is no such program.
-        """
-        command = parse_launcher(text)
-        processes = 1 if text is None else (accelerate_settings(command) or {}).get("num_processes")
-        return cls(tuple(command), launched_precision(command), processes and int(processes))
-
-    @property
-    def identity(self) -> list[Any]:
-        """Precision and processes; if either is unknown, also the command and hashes of the files that it names."""
-        if None not in (self.precision, self.processes):
-            return [self.precision, self.processes]
-        files = [Path(word) for word in self.command[1:]]
-        contents = [sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
-        return [self.precision, self.processes, *self.command, *contents]
 
 
 @dataclass(frozen=True)

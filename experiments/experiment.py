@@ -20,7 +20,7 @@ from config.paths import expand_user_path
 from data.files import temporary_folder
 from distributed.cores import available_cores
 from experiments import log, settings
-from experiments.arm import Arm, ArmFailed, Launch, changed_settings, last_frame
+from experiments.arm import Arm, ArmFailed, changed_settings, last_frame
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
 from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
 from experiments.config_files import copy_config_files
@@ -48,6 +48,7 @@ from experiments.variants import (
     use_separate_seeds_if_equal,
     with_tuning_seeds,
 )
+from jobs.launch import Launch
 from jobs.runner import Failed, JobRunner, OutOfTime, Stopped, Training
 
 BUDGET_SEEDS = 2  # runs of the baseline on each of BUDGETS

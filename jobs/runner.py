@@ -8,7 +8,6 @@ several times, divides the work. This module does not import torch.
 import errno
 import math
 import os
-import shlex
 import shutil
 import signal
 import statistics
@@ -20,12 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from checkpoint.identity import code_hash
-from config.errors import ConfigError, RunError
+from config.errors import RunError
 from distributed.cores import available_cores
 from distributed.signals import signals_to_catch
 from run.lock import IN_USE
@@ -297,41 +296,3 @@ def visible_gpus() -> list[str]:
         return []
     listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
     return [str(index) for index in range(listing.count("UUID: GPU"))]
-
-
-def parse_launcher(launch: str | None) -> list[str]:
-    """Split the setting `launch` into words to put before train.py; the default is this Python.
-
-    Raises:
-        ConfigError: Its program is not found, or a quotation mark is missing.
-    """
-    try:
-        words = shlex.split(launch) if launch else [sys.executable]
-    except ValueError as error:
-        raise ConfigError(f"launch: {launch!r} cannot be parsed: {error}") from None
-    if not words or shutil.which(words[0]) is None:
-        raise ConfigError(f"launch: {launch!r} does not start with a program on the PATH; activate the environment")
-    return words
-
-
-def launched_precision(launcher: list[str]) -> str | None:
-    """Return the mixed precision of runs started by this launcher; None if unknown, as for a script."""
-    if (settings := accelerate_settings(launcher)) is not None:
-        return settings.get("mixed_precision") or "no"
-    program = Path(launcher[0]).name
-    inherits_environment = program.startswith(("python", "torchrun")) and "accelerate" not in " ".join(launcher[1:])
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if inherits_environment else None
-
-
-def launched_processes(launcher: list[str]) -> int:
-    """Return the number of processes of each run, if the launcher is `accelerate launch`; else 1."""
-    return int((accelerate_settings(launcher) or {}).get("num_processes") or 1)
-
-
-def accelerate_settings(launcher: list[str]) -> dict[str, Any] | None:
-    """Return the settings of `accelerate launch` and its launch file; None if the launcher is another program."""
-    if not any("accelerate" in Path(word).name for word in launcher):
-        return None
-    from distributed.launch_file import parse_launch_command  # imports torch
-
-    return parse_launch_command(launcher, os.getcwd())

@@ -92,7 +92,7 @@ class LadderRun:
         """Training FLOPs of the whole run."""
         return self.flops_per_token * self.tokens
 
-    def training(self, out_dir: Path, settings: tuple[str, ...], launcher: list[str]) -> Training:
+    def training(self, out_dir: Path, settings: tuple[str, ...], launcher: tuple[str, ...]) -> Training:
         """Return the training of this run in `out_dir`, with `settings` of train.py that all runs share."""
         name = f"width_{self.width}-steps_{self.steps}-lr_{self.lr:g}-seed_{self.seed}"
         model = model_of_width(self.width)

@@ -17,7 +17,6 @@ from config.errors import ConfigError, RunError
 from config.parser import parse_config, parse_tool
 from config.resolve import given_model_settings
 from jobs import runner
-from jobs.runner import launched_precision
 from jobs.sweep import plan_sweep, split_values, write_run_config
 from sweep import SweepConfig, main
 from tests import forked
@@ -206,18 +205,6 @@ def test_changed_code_ends_sweep(sweep, monkeypatch, capsys):
     monkeypatch.setattr("jobs.runner.code_hash", lambda: next(hashes))
     assert sweep("--seed", "0,1,2", error=RunError) == ["tiny_stories-seed_0"]
     assert "tiny_stories-seed_1: not started" in capsys.readouterr().out
-
-
-def test_launched_precision(monkeypatch, tmp_path):
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    (tmp_path / "bf16.yaml").write_text("mixed_precision: bf16\n")
-    file = f"accelerate launch --config_file {tmp_path / 'bf16.yaml'}".split()
-    for launch in ([sys.executable], file, [*file, "--mixed_precision", "no"], ["bash", "launch.sh"]):
-        expected = {4: "bf16", 6: "no", 2: None}.get(len(launch), "no")
-        assert launched_precision(launch) == expected, launch
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert launched_precision(["torchrun", "--nproc-per-node=2"]) == "bf16"
-    assert launched_precision([sys.executable, "-m", "accelerate.commands.launch"]) == "no"
 
 
 def test_sweep_with_init_from_resumes(sweep):

@@ -1,15 +1,14 @@
 """The identity of an arm: what its digest covers, and runs that are not of their arm."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from config.errors import ConfigError
-from experiments.arm import Arm, Launch
+from experiments.arm import Arm
 from experiments.config_files import copy_config_files
+from jobs.launch import Launch
 from tests.conftest import ROOT
 from tests.experiments.conftest import FAKE
 
@@ -91,17 +90,6 @@ def test_digest_covers_launch(tmp_path):
     script.write_text("bf16")
     digests.append(Arm(ROOT, "", launches[-1], (), SETTINGS, ROOT).digest)
     assert len(set(digests)) == len(digests)
-
-
-def test_launch_parses_precision_and_processes(tmp_path, monkeypatch):
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    (tmp_path / "two.yaml").write_text("num_processes: 2\nmixed_precision: bf16\n")
-    accelerate = Path(sys.executable).with_name("accelerate")
-    two = Launch.parse(f"{accelerate} launch --config_file {tmp_path / 'two.yaml'}")
-    assert (two.precision, two.processes) == ("bf16", 2)
-    assert (Launch.parse(None).precision, Launch.parse(None).processes) == ("no", 1)
-    script = Launch.parse("bash launch.sh")
-    assert (script.precision, script.processes) == (None, None)
 
 
 @pytest.mark.parametrize("changes", [{"code_hash": "b"}, {"inputs": ("b",)}, {"settings": SETTINGS | {"steps": 5}}])

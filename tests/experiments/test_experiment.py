@@ -20,12 +20,13 @@ from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from data.text import TextCorpus, TextDataset
 from experiments import arm, change, experiment, log, score, variants
-from experiments.arm import Arm, Launch
+from experiments.arm import Arm
 from experiments.experiment import main
 from experiments.result import format_multiplier, summarize, trend
 from experiments.sequential_test import MIN_SEEDS
 from experiments.settings import ExperimentConfig, ReportConfig
 from jobs import runner
+from jobs.launch import Launch
 from run.load import load_run
 from tests import forked
 from tests.conftest import ROOT, environment, python
