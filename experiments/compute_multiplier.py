@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
@@ -16,22 +15,17 @@ BUDGETS = (0.5, 0.5**0.5, 2**0.5, 2.0)
 LEVEL = 0.04
 
 
-@dataclass(frozen=True)
-class ComputeMultiplier:
-    """Steps at which the baseline reaches the candidate's loss, relative to those of the experiment.
-
-    The interval is a 95% interval. Values are clipped to the range of BUDGETS, so an end of that range is a bound.
-    """
-
-    ratio: float
-    low: float
-    high: float
+Estimate = tuple[float, float, float]
+"""A ratio and its 95% interval."""
 
 
 def estimate_compute_multiplier(
     budgets: list[tuple[float, float]], baseline: list[float], candidate: list[float]
-) -> ComputeMultiplier | None:
+) -> Estimate | None:
     """Convert a difference in loss into a multiple of the steps, by runs of the baseline on shorter and longer budgets.
+
+    The multiple is that of the steps at which the baseline reaches the candidate's loss. It is clipped to the range of
+    BUDGETS, and so is its interval: an end of that range is a bound.
 
     A parabola in x = log(budget) is fitted to log(loss) by least squares; solving b x + c x^2 =
     log(candidate / baseline) gives x. The interval combines Welch's interval of the difference, mapped through the
@@ -72,10 +66,10 @@ def estimate_compute_multiplier(
     error = math.sqrt(gradient @ covariance[:2, :2] @ gradient)
     error *= float(stats.t.isf(LEVEL / 2, len(relative_steps) - 3))
     low, high = max(x - math.hypot(x - low, error), ends[0]), min(x + math.hypot(high - x, error), ends[1])
-    return ComputeMultiplier(math.exp(x), math.exp(low), math.exp(high))
+    return math.exp(x), math.exp(low), math.exp(high)
 
 
-def geometric_mean(ratios: list[float]) -> tuple[float, float, float]:
+def geometric_mean(ratios: list[float]) -> Estimate:
     """Return the geometric mean of paired ratios with its 95% interval, Student's t on their logarithms."""
     logs = [math.log(ratio) for ratio in ratios]
     mean = statistics.fmean(logs)

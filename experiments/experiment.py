@@ -22,10 +22,10 @@ from distributed.cores import available_cores
 from experiments import log, settings
 from experiments.arm import Arm, ArmFailed, changed_settings, last_frame
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
-from experiments.compute_multiplier import BUDGETS, ComputeMultiplier, estimate_compute_multiplier, geometric_mean
+from experiments.compute_multiplier import BUDGETS, Estimate, estimate_compute_multiplier, geometric_mean
 from experiments.config_files import copy_config_files
 from experiments.outliers import Futile, Identical, check_first_loss, check_losses, is_identical
-from experiments.result import Comparison, Costs, format_report, make_row
+from experiments.result import Comparison, format_report, make_row
 from experiments.score import BITS, EXCESS_LOSS, LOSS, check_metric, check_targets, choose_metric, score_arm, score_file
 from experiments.sequential_test import (
     MIN_POWER,
@@ -181,8 +181,8 @@ class Experiment:
                     reference = pairs[-1][0] if pairs else with_tuning_seeds(baseline)
                     self.check_candidate_at_fault(failed, reference.run(0))
                 message, verdict = describe_failure(failed), "failed"
-            costs = self.costs(*pairs[0], change.num_lines) if comparisons else None
-        return make_row(self.facts | self.spent(), comparisons, costs, message, verdict)
+            cost = self.cost(*pairs[0], change.num_lines) if comparisons else None
+        return make_row(self.facts | self.spent(), comparisons, cost, message, verdict)
 
     def spent(self) -> dict[str, float]:
         """Return the seconds since the experiment began, and the CPU seconds of child processes that ended since."""
@@ -228,7 +228,8 @@ class Experiment:
         if not (self.config.launch or is_a_a_test or candidate.settings["branch_from"]):
             self.preview(baseline, candidate, change.has_code)
         if self.config.tune:
-            baseline, candidate = self.tune_both(baseline, candidate)
+            self.train([with_tuning_seeds(arm).run(0) for arm in (baseline, candidate)])  # finds a broken arm
+            baseline, candidate = self.tune(baseline), self.tune(candidate)
             self.facts["tuned"] = [arm.settings[self.config.tune] for arm in (baseline, candidate)]
             candidate = use_separate_seeds_if_equal(candidate, baseline)
         self.facts |= {"baseline": baseline.name, "candidate": candidate.name}
@@ -401,7 +402,7 @@ class Experiment:
         assert comparison is not None, "max_seeds >= MIN_SEEDS, so the loop ran"
         return comparison
 
-    def compute_multiplier(self, baseline: Arm, comparison: Comparison) -> ComputeMultiplier | None:
+    def compute_multiplier(self, baseline: Arm, comparison: Comparison) -> Estimate | None:
         """Train the baseline on shorter and longer budgets, and convert the difference into steps."""
         arms = {factor: scale_steps(baseline, factor) for factor in BUDGETS}
         try:
@@ -415,8 +416,8 @@ class Experiment:
         points += [(1.0, loss) for loss in comparison.baseline]
         return estimate_compute_multiplier(points, comparison.baseline, comparison.candidate)
 
-    def costs(self, baseline: Arm, candidate: Arm, num_lines: int) -> Costs:
-        """Return the resources that both arms need."""
+    def cost(self, baseline: Arm, candidate: Arm, num_lines: int) -> dict[str, Any]:
+        """Return the resources that both arms need as plain JSON, [baseline, candidate] each."""
         arms = baseline, candidate
         speeds: tuple[list[float], list[float]] = ([], [])
         try:
@@ -425,9 +426,17 @@ class Experiment:
         except (Failed, OutOfTime, RunError) as error:
             print(f"the relative throughput is unknown: {error}", file=sys.stderr)
         ratios = [speed / baseline_speed for baseline_speed, speed in zip(*speeds, strict=True)]
-        baseline_score, score = (score_arm(arm) | {"tokens": arm.train_tokens} for arm in arms)
-        memory = baseline.peak_memory_bytes(), candidate.peak_memory_bytes()
-        return Costs((baseline_score, score), memory, speeds, geometric_mean(ratios) if ratios else None, num_lines)
+        scores = [score_arm(arm) | {"tokens": arm.train_tokens} for arm in arms]
+        cost: dict[str, Any] = {
+            **{name: [score[name] for score in scores] for name in ("parameters", "flops_per_token", "tokens")},
+            "peak_memory_bytes": [arm.peak_memory_bytes() for arm in arms],
+            "diff_lines": num_lines,
+            "relative_throughput": geometric_mean(ratios) if ratios else None,
+            "tokens_per_second": [statistics.median(values) if values else None for values in speeds],
+        }
+        if None not in [score["num_bytes"] for score in scores]:  # by the bytes per token of the validation text
+            cost["bytes"] = [score["tokens"] * score["num_bytes"] / score["num_targets"] for score in scores]
+        return cost
 
     def measure_throughput(self, arms: tuple[Arm, Arm]) -> tuple[list[float], list[float]]:
         """Return tokens per second of both arms, measured in interleaved short runs that are deleted."""
@@ -439,11 +448,6 @@ class Experiment:
                     self.train([run])
                     speeds[index].append(run.tokens_per_second())
         return speeds
-
-    def tune_both(self, baseline: Arm, candidate: Arm) -> tuple[Arm, Arm]:
-        """Return both arms with the best value of the setting `--tune`, after one run of each to find a broken arm."""
-        self.train([with_tuning_seeds(arm).run(0) for arm in (baseline, candidate)])
-        return self.tune(baseline), self.tune(candidate)
 
     def tune(self, arm: Arm) -> Arm:
         """Return the arm with the best of several values of a setting, by the mean over separate seeds.

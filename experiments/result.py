@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli.output import aligned
-from experiments.compute_multiplier import BUDGETS, ComputeMultiplier
+from experiments.compute_multiplier import BUDGETS, Estimate
 from experiments.score import EXCESS_LOSS
 from experiments.sequential_test import MAX_MORE_SEEDS, MIN_SEEDS, TOTAL_ALPHA, Difference
 
@@ -32,25 +32,16 @@ class Comparison:
     metric: str
     more_seeds: int = 0
     """Estimated further seeds of each arm for a verdict, at most MAX_MORE_SEEDS."""
-    multiplier: ComputeMultiplier | None = None
-
-
-@dataclass
-class Costs:
-    """Resources that baseline and candidate need."""
-
-    scores: tuple[dict[str, Any], dict[str, Any]]
-    """Results of `score_arm`, with `tokens`."""
-    peak_memory_bytes: tuple[float, float]
-    tokens_per_second: tuple[list[float], list[float]]
-    """Measured in interleaved runs."""
-    relative_throughput: tuple[float, float, float] | None
-    """Candidate relative to baseline, with its interval."""
-    diff_lines: int
+    multiplier: Estimate | None = None
+    """The compute multiplier."""
 
 
 def make_row(
-    facts: dict[str, Any], comparisons: dict[float, Comparison], costs: Costs | None, message: str, verdict: str
+    facts: dict[str, Any],
+    comparisons: dict[float, Comparison],
+    cost: dict[str, Any] | None,
+    message: str,
+    verdict: str,
 ) -> dict[str, Any]:
     """Return the row for the log, as plain JSON.
 
@@ -60,23 +51,23 @@ def make_row(
     Args:
         facts: other facts of the experiment.
         comparisons: by factor on the parameters.
-        costs: None without a comparison.
+        cost: resources of both arms; None without a comparison.
         message: error or reason of the verdict; "" if there is none.
         verdict: verdict of an experiment without a comparison.
     """
-    sizes = [{"size": size, **comparison_facts(comparison, costs)} for size, comparison in comparisons.items()]
+    sizes = [{"size": size, **comparison_facts(comparison, cost)} for size, comparison in comparisons.items()]
     first = sizes[0] if sizes else {"seeds": 0, "more_seeds": None, "verdict": verdict}
     row = {**facts, **first, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     if message:
         row["message"] = message
-    if costs:
-        row["cost"] = cost_facts(costs)
+    if cost:
+        row["cost"] = cost
     if len(sizes) > 1:
         row |= {"sizes": sizes, "trend": trend(sizes)}
     return row
 
 
-def comparison_facts(comparison: Comparison, costs: Costs | None) -> dict[str, Any]:
+def comparison_facts(comparison: Comparison, cost: dict[str, Any] | None) -> dict[str, Any]:
     """Return a comparison as plain JSON."""
     mean, difference = statistics.fmean(comparison.baseline), comparison.difference
     percent = [100 * change / mean for change in (difference.mean, difference.low, difference.high)]
@@ -94,30 +85,13 @@ def comparison_facts(comparison: Comparison, costs: Costs | None) -> dict[str, A
         "losses": [comparison.baseline, comparison.candidate],
     }
     if comparison.multiplier:
-        multiplier = comparison.multiplier
-        facts["compute_multiplier"] = [multiplier.ratio, multiplier.low, multiplier.high]
-        if costs and costs.relative_throughput:
-            facts["time_multiplier"] = multiply(facts["compute_multiplier"], costs.relative_throughput)
+        facts["compute_multiplier"] = [*comparison.multiplier]
+        if cost and cost["relative_throughput"]:
+            facts["time_multiplier"] = multiply(comparison.multiplier, cost["relative_throughput"])
     return facts
 
 
-def cost_facts(costs: Costs) -> dict[str, Any]:
-    """Return costs as plain JSON, [baseline, candidate] each."""
-    ours, theirs = costs.scores
-    facts: dict[str, Any] = {
-        name: [ours[name], theirs[name]] for name in ("parameters", "flops_per_token", "tokens")
-    } | {
-        "peak_memory_bytes": list(costs.peak_memory_bytes),
-        "diff_lines": costs.diff_lines,
-        "relative_throughput": costs.relative_throughput,
-        "tokens_per_second": [statistics.median(values) if values else None for values in costs.tokens_per_second],
-    }
-    if None not in (ours["num_bytes"], theirs["num_bytes"]):  # estimated by the bytes per token of the validation text
-        facts["bytes"] = [score["tokens"] * score["num_bytes"] / score["num_targets"] for score in costs.scores]
-    return facts
-
-
-def multiply(first: list[float], second: tuple[float, float, float]) -> list[float]:
+def multiply(first: Estimate, second: Estimate) -> list[float]:
     """Return the product of two positive estimates with independent errors, each (value, low, high).
 
     Logarithms add; half-widths combine as the root of the sum of squares.
