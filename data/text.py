@@ -188,11 +188,9 @@ class TextDataset(Dataset):
 class MixedDataset(ConcatDataset):
     """The samples of several corpora, one after another."""
 
-    def __init__(self, datasets: list[TextDataset]):
-        super().__init__(datasets)
-        self.text_datasets = datasets
+    datasets: list[TextDataset]
 
     @property
     def num_bytes(self) -> float:
         """UTF-8 bytes of the targets of all samples."""
-        return sum(dataset.num_bytes for dataset in self.text_datasets)
+        return sum(dataset.num_bytes for dataset in self.datasets)

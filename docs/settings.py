@@ -1,12 +1,11 @@
 """Write docs/settings.md from the docstrings of the settings: python -m docs.settings."""
 
-import ast
 import inspect
 from dataclasses import MISSING, fields, is_dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import yaml
+from docstring_parser import parse_from_object
 
 from config.schema import TrainConfig
 from model.field_types import describe
@@ -21,27 +20,16 @@ earlier ones. Without `--config`, the values of `configs/stories.yaml` override 
 """
 
 
-def field_docstrings(settings: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, on one line."""
-    (definition,) = ast.parse(inspect.getsource(settings)).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for field, text in pairwise(definition.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            found[field.target.id] = " ".join(ast.literal_eval(text.value).split())
-    return found
-
-
 def setting_lines(settings: type, section: str = "") -> list[str]:
     """Return a line for each setting of a section, without its subsections."""
-    docstrings, lines = field_docstrings(settings), []
+    docstrings, lines = {field.arg_name: field.description for field in parse_from_object(settings).params}, []
     for field in fields(settings):
         if is_dataclass(field.type):
             continue
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         default = yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True)
         default = default.removesuffix("\n").removesuffix("\n...")
-        text = f"({describe(field.type)}; default {default}): {docstrings[field.name]}"
+        text = f"({describe(field.type)}; default {default}): {' '.join(str(docstrings[field.name]).split())}"
         lines.append(f"- **`{section}{field.name}`** {text}".replace("<", "&lt;"))
     return lines
 

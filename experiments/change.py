@@ -112,7 +112,10 @@ def parse_change(text: str, onto: str | None = None) -> Change:
         return Change(tuple(words), head, head)
     base, commit = resolve_commits(words[0])
     if onto:
-        base, commit = rebase(base, commit, onto)
+        diff, base = diff_of(base, commit), find_commit(onto)
+        if not base:
+            raise ConfigError(f"onto: {onto!r} is not a git branch or commit here")
+        commit = apply_diff(diff, base)
     if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{commit}^{{tree}}"):
         what = "the working tree has no changes" if words[0] == "." else f"{words[0]!r} changes nothing"
         raise ConfigError(f"idea: {what} relative to {base[:12]}; there is nothing to compare")
@@ -165,14 +168,6 @@ def resolve_commits(code: str) -> tuple[str, str]:
             f"idea: git has no earlier commit with which to compare {code!r}; in a shallow clone, run "
             "git fetch --unshallow"
         ) from None
-
-
-def rebase(base: str, commit: str, onto: str) -> tuple[str, str]:
-    """Apply the diff between two commits to a third; return the third and the new commit."""
-    target = find_commit(onto)
-    if not target:
-        raise ConfigError(f"onto: {onto!r} is not a git branch or commit here")
-    return target, apply_diff(diff_of(base, commit), target)
 
 
 def apply_diff(diff: str, parent: str) -> str:
