@@ -22,10 +22,10 @@ from distributed.cores import available_cores
 from experiments import log, settings
 from experiments.arm import Arm, ArmFailed, changed_settings, last_frame
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
-from experiments.compute_multiplier import BUDGETS, Estimate, estimate_compute_multiplier, geometric_mean
+from experiments.compute_multiplier import BUDGETS, Estimate, estimate_compute_multiplier
 from experiments.config_files import copy_config_files
 from experiments.outliers import Futile, Identical, check_first_loss, check_losses, is_identical
-from experiments.result import Comparison, format_report, make_row
+from experiments.result import Comparison, cost_facts, format_report, make_row
 from experiments.score import BITS, EXCESS_LOSS, LOSS, check_metric, check_targets, choose_metric, score_arm, score_file
 from experiments.sequential_test import (
     MIN_POWER,
@@ -417,7 +417,7 @@ class Experiment:
         return estimate_compute_multiplier(points, comparison.baseline, comparison.candidate)
 
     def cost(self, baseline: Arm, candidate: Arm, num_lines: int) -> dict[str, Any]:
-        """Return the resources that both arms need as plain JSON, [baseline, candidate] each."""
+        """Return the resources that both arms need, as `cost_facts`."""
         arms = baseline, candidate
         speeds: tuple[list[float], list[float]] = ([], [])
         try:
@@ -425,18 +425,8 @@ class Experiment:
                 speeds = self.measure_throughput(arms)
         except (Failed, OutOfTime, RunError) as error:
             print(f"the relative throughput is unknown: {error}", file=sys.stderr)
-        ratios = [speed / baseline_speed for baseline_speed, speed in zip(*speeds, strict=True)]
         scores = [score_arm(arm) | {"tokens": arm.train_tokens} for arm in arms]
-        cost: dict[str, Any] = {
-            **{name: [score[name] for score in scores] for name in ("parameters", "flops_per_token", "tokens")},
-            "peak_memory_bytes": [arm.peak_memory_bytes() for arm in arms],
-            "diff_lines": num_lines,
-            "relative_throughput": geometric_mean(ratios) if ratios else None,
-            "tokens_per_second": [statistics.median(values) if values else None for values in speeds],
-        }
-        if None not in [score["num_bytes"] for score in scores]:  # by the bytes per token of the validation text
-            cost["bytes"] = [score["tokens"] * score["num_bytes"] / score["num_targets"] for score in scores]
-        return cost
+        return cost_facts(scores, [arm.peak_memory_bytes() for arm in arms], speeds, num_lines)
 
     def measure_throughput(self, arms: tuple[Arm, Arm]) -> tuple[list[float], list[float]]:
         """Return tokens per second of both arms, measured in interleaved short runs that are deleted."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli.output import aligned
-from experiments.compute_multiplier import BUDGETS, Estimate
+from experiments.compute_multiplier import BUDGETS, Estimate, geometric_mean
 from experiments.score import EXCESS_LOSS
 from experiments.sequential_test import MAX_MORE_SEEDS, MIN_SEEDS, TOTAL_ALPHA, Difference
 
@@ -89,6 +89,33 @@ def comparison_facts(comparison: Comparison, cost: dict[str, Any] | None) -> dic
         if cost and cost["relative_throughput"]:
             facts["time_multiplier"] = multiply(comparison.multiplier, cost["relative_throughput"])
     return facts
+
+
+def cost_facts(
+    scores: list[dict[str, Any]],
+    memory_bytes: list[float],
+    speeds: tuple[list[float], list[float]],
+    num_lines: int,
+) -> dict[str, Any]:
+    """Return the resources that both arms need as plain JSON, [baseline, candidate] each.
+
+    Args:
+        scores: results of `score_arm`, with `tokens`.
+        memory_bytes: peak of a process.
+        speeds: tokens per second of both arms in interleaved runs; may be empty.
+        num_lines: lines of the diff.
+    """
+    ratios = [speed / baseline_speed for baseline_speed, speed in zip(*speeds, strict=True)]
+    cost: dict[str, Any] = {
+        **{name: [score[name] for score in scores] for name in ("parameters", "flops_per_token", "tokens")},
+        "peak_memory_bytes": memory_bytes,
+        "diff_lines": num_lines,
+        "relative_throughput": geometric_mean(ratios) if ratios else None,
+        "tokens_per_second": [statistics.median(values) if values else None for values in speeds],
+    }
+    if None not in [score["num_bytes"] for score in scores]:  # estimated by the bytes per token of the validation text
+        cost["bytes"] = [score["tokens"] * score["num_bytes"] / score["num_targets"] for score in scores]
+    return cost
 
 
 def multiply(first: Estimate, second: Estimate) -> list[float]:
