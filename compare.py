@@ -79,11 +79,7 @@ def format_report(groups: list[Group], tables: list[list[Table]], by_tokenizer: 
 
 
 def save_figures(groups: list[Group], tables: list[list[Table]], by_tokenizer: list[Table], out: Path, x: str) -> None:
-    """Write a figure for each group, and the HTML page.
-
-    Raises:
-        ConfigError: The files cannot be written.
-    """
+    """Write a figure for each group, and the HTML page; raise ConfigError if they cannot be written."""
     suffixes = [f"-{number}.png" for number in range(1, len(groups) + 1)] if len(groups) > 1 else [".png"]
     if left_out := [record.label for group in groups for record in group.records if not record.to_axis(x)]:
         print(f"not plotted, because they did not log {x}: {', '.join(left_out)}")

@@ -129,11 +129,7 @@ class LadderTrainer:
 
 
 def split_arguments(arguments: str) -> list[str]:
-    """Split the settings for all runs into words.
-
-    Raises:
-        ConfigError: the ladder sets one of them itself.
-    """
+    """Split the settings for all runs into words; raise ConfigError if the ladder sets one of them itself."""
     words = arguments.split()
     for word in words:
         if word.startswith(tuple(f"--{name}" for name in LADDER_SETTINGS)):
@@ -142,10 +138,9 @@ def split_arguments(arguments: str) -> list[str]:
 
 
 def check_same_ladder(out_dir: Path, common: dict[str, str | None]) -> None:
-    """Check that a folder has no runs of another ladder, and store what all runs of this one share.
+    """Store what all runs of a ladder share; raise ConfigError if the folder has runs of another ladder.
 
-    Raises:
-        ConfigError: the folder has runs of another ladder, which would be mistaken for finished runs of this one.
+    They would be mistaken for finished runs of this one.
     """
     file = out_dir / "ladder.json"
     try:

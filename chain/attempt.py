@@ -44,11 +44,7 @@ def try_idea(config: TryConfig) -> Result:
 
 
 def combine(config: CombineConfig) -> Result:
-    """Test several ideas together.
-
-    Raises:
-        ConfigError, RunError, Failed, Stopped: as try_idea.
-    """
+    """Test several ideas together; raise the errors of `try_idea`."""
     with locked_chain(config.lab) as (_, chain):
         rows = [chain.idea(word.removeprefix("#")) for word in config.idea]
     text = " + ".join(f"#{row['id']}" for row in rows)
@@ -90,11 +86,7 @@ class Attempt(Experiment):
         self.arms: list[Arm] = []
 
     def test(self, changed: Change) -> Row:
-        """Test the idea, and return its row.
-
-        Raises:
-            TriedBefore: the same candidate was tested before.
-        """
+        """Test the idea, and return its row; raise TriedBefore if the same candidate was tested before."""
         try:
             result = self.run(changed)
         except ConfigError as error:
@@ -170,11 +162,7 @@ class Attempt(Experiment):
 
 
 def check_task(baseline: Arm, candidate: Arm, allow_data_changes: bool) -> None:
-    """Check that a candidate has the task of the baseline: initial weights, training tokens, data and evaluation.
-
-    Raises:
-        ConfigError: it has another.
-    """
+    """Raise ConfigError unless the initial weights, training tokens, data and evaluation are those of the baseline."""
     names = changed_settings(baseline, candidate)
     fixed = [name for name in names if name.startswith(TASK_SETTINGS) and name != "evaluation.ema_decay"]
     if fixed and not allow_data_changes:

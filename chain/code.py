@@ -92,11 +92,7 @@ def current_branch() -> str:
 
 
 def require_clean_tree() -> None:
-    """Check that the working tree has no uncommitted changes.
-
-    Raises:
-        ConfigError: it has some.
-    """
+    """Raise ConfigError if the working tree has uncommitted changes."""
     changed = git("diff", "--name-only", "HEAD").split("\n")
     changed += git("ls-files", "--others", "--exclude-standard", "*.py").split("\n")
     if names := [name for name in changed if name]:
@@ -117,11 +113,7 @@ def edited_files(branch: str, before: str, after: str) -> list[str]:
 
 
 def refuse_edits(branch: str, before: str, after: str) -> None:
-    """Check that moving the branch between two commits would overwrite no edits of the working tree.
-
-    Raises:
-        ConfigError: it would.
-    """
+    """Raise ConfigError if moving the branch between two commits would overwrite edits of the working tree."""
     if edited := edited_files(branch, before, after):
         raise ConfigError(f"the working tree has other changes in {', '.join(edited[:3])}; stash them first")
 
@@ -138,11 +130,7 @@ def move_branch(branch: str, before: str, after: str) -> None:
 
 
 def switch_to(branch: str, commit: str) -> None:
-    """Check out a branch, after creating it at `commit` if it does not exist.
-
-    Raises:
-        ConfigError: the working tree has changes.
-    """
+    """Check out a branch, after creating it at `commit` if it does not exist; the working tree must be clean."""
     require_clean_tree()
     if not tip(branch):
         git("branch", branch, commit)

@@ -59,11 +59,7 @@ def main(config: ChainConfig) -> None:
 
 
 def run(config: ChainConfig) -> Result:
-    """Return the result of a command.
-
-    Raises:
-        RunError, ConfigError: as main.
-    """
+    """Return the result of a command; raise the errors of `main`."""
     lab = expand_user_path("lab", config.lab)
     if isinstance(config, StartConfig):
         create_lab(lab)

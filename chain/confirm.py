@@ -70,11 +70,7 @@ def confirm(config: ConfirmConfig) -> Result:
 
 
 def contrasts(config: ConfirmConfig, chain: Chain) -> Iterator[Contrast]:
-    """Yield the comparisons to make.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
+    """Yield the comparisons to make; raise ConfigError if a setting is wrong."""
     start, head = chain.start["commit"], chain.head
     yield Contrast(HEAD_AGAINST_START, start, head, claimed=claimed(chain))
     for size in parse_sizes(config.sizes):
@@ -119,11 +115,7 @@ def measure(config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed:
 def compare(
     config: ConfirmConfig, chain: Chain, contrast: Contrast, first_seed: int, jobs: JobRunner
 ) -> dict[str, Any]:
-    """Train all seeds of both commits, and return the cells of the result.
-
-    Raises:
-        ConfigError, Failed: as `measure`.
-    """
+    """Train all seeds of both commits, and return the cells of the result; raise the errors of `measure`."""
     if contrast.problem:
         return {"status": "not separable", "message": contrast.problem}
     arguments = chain.arguments(contrast.name, *shlex.split(contrast.settings))

@@ -66,11 +66,7 @@ def start(config: StartConfig) -> Result:
 
 
 def tracked_recipe(name: str) -> str:
-    """Return the path of a config file in the repository.
-
-    Raises:
-        ConfigError: git does not track it.
-    """
+    """Return the path of a config file in the repository; raise ConfigError if git does not track it."""
     path = Path(os.path.abspath(expand_user_path("config", name)))
     if not path.is_relative_to(change.ROOT) or not git("ls-files", "--", str(path)):
         raise ConfigError(f"config: {name!r} must be tracked by git, as accepted settings are committed to it")
@@ -110,11 +106,7 @@ def commit_message(row: Row) -> str:
 
 
 def check_acceptable(row: Row, chain: Chain, unproven: bool) -> None:
-    """Check that an idea may become the head.
-
-    Raises:
-        ConfigError: it may not.
-    """
+    """Raise ConfigError if an idea may not become the head."""
     status, number = row["status"], row["id"]
     if status != "better" and not (unproven and status not in NEVER_ACCEPTED):
         hint = "" if status in NEVER_ACCEPTED else "; --unproven accepts it, and the ledger records this"

@@ -52,11 +52,7 @@ class Ledger:
         return dict(zip(COLUMNS, cells, strict=True))
 
     def append(self, **cells: object) -> Row:
-        """Append a row and return it.
-
-        Raises:
-            RunError: it cannot be written; the ledger is as before.
-        """
+        """Append a row and return it; if it cannot be written, raise RunError and leave the ledger as it was."""
         row = make_row(**cells)
         lines = ["\t".join(row.values())] if self.complete_bytes else ["\t".join(COLUMNS), "\t".join(row.values())]
         content = "".join(f"{line}\n" for line in lines).encode()
@@ -97,11 +93,7 @@ def format_cell(value: object) -> str:
 
 
 def create_lab(lab: Path) -> None:
-    """Create the directory of a chain, if it does not exist.
-
-    Raises:
-        ConfigError: it cannot be created.
-    """
+    """Create the directory of a chain, if it does not exist; raise ConfigError if it cannot be created."""
     try:
         lab.mkdir(parents=True, exist_ok=True)
     except OSError as error:

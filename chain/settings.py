@@ -123,11 +123,7 @@ COMMANDS: dict[str, type[ChainConfig]] = {
 
 
 def parse_command(settings: type[ChainConfig], args: list[str]) -> ChainConfig:
-    """Parse the command line of a command; with --json, print errors as one JSON object.
-
-    Raises:
-        ConfigError: the command line is wrong.
-    """
+    """Parse the command line of a command, as `parse_tool_with_json`."""
     return parse_tool_with_json(settings, "research.py", args, print_error)
 
 
@@ -141,12 +137,7 @@ PARSERS = {name: (partial(parse_command, settings), "chain.commands") for name, 
 
 
 def refuse_command(args: list[str]) -> None:
-    """Refuse a command line without a command, or print help if that is requested.
-
-    Raises:
-        SystemExit: after printing help.
-        ConfigError: otherwise.
-    """
+    """Print help and exit if help is requested, else raise ConfigError, because no command is given."""
     commands = f"{', '.join(COMMANDS)}; COMMAND --help lists its settings"
     if args[:1] in (["-h"], ["--help"]):
         print(f"usage: research.py COMMAND [settings]\n\nCommands: {commands}.")

@@ -124,11 +124,7 @@ class Chain:
         return same[-1] if same else None
 
     def load(self, row: Row) -> Idea:
-        """Return the idea of a row.
-
-        Raises:
-            ConfigError: its diff is missing.
-        """
+        """Return the idea of a row; raise ConfigError if its diff is missing."""
         file = self.lab / "diffs" / Path(row["diff"]).name  # the lab may have been moved
         try:
             diff = file.read_bytes().decode(errors="surrogateescape") if row["diff"] else ""

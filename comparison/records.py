@@ -192,11 +192,7 @@ def is_finite(value: Any) -> bool:
 
 
 def read_record(path: Path) -> Record:
-    """Read the run in a directory.
-
-    Raises:
-        ConfigError: It is not a run directory, or it is damaged.
-    """
+    """Read the run in a directory; raise ConfigError if it is not a run directory, or damaged."""
     reader = RunReader(path)
     settings, all_sessions = reader.settings, reader.sessions()
     rows, status = {row["step"]: row for row in reader.metrics()}, reader.status()

@@ -39,11 +39,7 @@ def replace_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainCo
 
 
 def require_consistent(config: TrainConfig, num_processes: int) -> None:
-    """Check that no settings are out of range or contradict each other.
-
-    Raises:
-        ConfigError: the message lists all problems.
-    """
+    """Raise ConfigError with all settings that are out of range or contradict each other."""
     if problems := config.problems(num_processes):
         raise ConfigError("\n".join(problems))
 

@@ -99,11 +99,7 @@ class ChatTemplate:
         return tokens, [0, *answers[1:]]
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """Return the tokens of a conversation with the generation prompt of the next answer.
-
-        Raises:
-            ConfigError: the template cannot render these messages.
-        """
+        """Return the tokens of a conversation and a generation prompt; raise ConfigError if it cannot be rendered."""
         return self._tokenize(self._render(messages, {}, add_generation_prompt=True)[0])[0]
 
     def ends_of_answer(self) -> set[int]:

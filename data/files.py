@@ -122,11 +122,7 @@ def lock(file: TextIO) -> bool:
 
 
 def wait_for_lock(file: TextIO) -> None:
-    """Lock an open file until it is closed, after waiting for any other process that has locked it.
-
-    Raises:
-        ConfigError: as `lock`.
-    """
+    """Lock an open file as `lock` does, after waiting for any other process that has locked it."""
     while not lock(file):
         time.sleep(LOCK_SECONDS)
 

@@ -87,10 +87,7 @@ def _check(metadata: dict) -> None:
 def hash_validation_text(folders: list[Path]) -> str | None:
     """Hash the bytes of the validation text of corpora, independently of the tokenizer.
 
-    None if a corpus does not record it, as with a tokenizer that is not byte-level.
-
-    Raises:
-        ConfigError: as read_metadata.
+    Return None if a corpus does not record it, as with a tokenizer that is not byte-level.
     """
     hashes = [read_metadata(folder)["validation"].get("text") for folder in folders]
     return None if None in hashes else "+".join(hashes)

@@ -17,11 +17,7 @@ def finite_or_null(metrics: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Parse a JSON object; raise ValueError if the text is something else."""
     try:
         value = json.loads(text)
     except RecursionError:

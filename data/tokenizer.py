@@ -32,11 +32,7 @@ def wrap_tokenizer_errors(problem: str) -> Iterator[None]:
 
 
 def parse_trained_vocab_size(name: str) -> int | None:
-    """Return VOCAB if `name` is train:VOCAB; None for an existing tokenizer.
-
-    Raises:
-        ConfigError: the size is out of range.
-    """
+    """Return VOCAB if `name` is train:VOCAB, else None; raise ConfigError if the size is out of range."""
     if not name.startswith("train:"):
         return None
     size = name.removeprefix("train:")

@@ -137,11 +137,7 @@ class Arm:
         return values
 
     def check_runs(self, n: int) -> None:
-        """Check that the first n runs were trained as this arm describes, and all in the same way.
-
-        Raises:
-            ConfigError: one was trained with other settings, initial weights, precision, processes or code.
-        """
+        """Raise ConfigError unless the first n runs were trained as this arm describes, and all in the same way."""
         expected = {name: value for name, value in self.compared_settings.items() if value is not None}
         if self.settings.get("init_from"):  # the model's settings are copied from there
             expected = {name: value for name, value in expected.items() if not name.startswith("model.")}

@@ -79,11 +79,7 @@ class Change:
 
 
 def split_idea(text: str) -> list[str]:
-    """Split an idea into its words.
-
-    Raises:
-        ConfigError: a quotation mark is missing, or the idea is empty.
-    """
+    """Split an idea into its words; raise ConfigError if a quotation mark is missing, or there are no words."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -195,11 +191,7 @@ def commit_on(parent: str, *change: str) -> str:
 
 @contextmanager
 def checked_out(change: Change) -> Iterator[tuple[Path, Path]]:
-    """Yield the folders of the code that trains baseline and candidate.
-
-    Raises:
-        ConfigError: git cannot write them.
-    """
+    """Yield the folders of the code that trains baseline and candidate; raise ConfigError if git cannot write them."""
     if change.base is None or change.commit is None:
         yield ROOT, ROOT
         return

@@ -84,12 +84,7 @@ def main(config: ExperimentConfig) -> None:
 
 
 def run_experiment(config: ExperimentConfig) -> dict[str, Any]:
-    """Run an experiment and append it to the log; return its row.
-
-    Raises:
-        ConfigError, RunError, OSError: as main.
-        Stopped: by a signal.
-    """
+    """Run an experiment and append it to the log; return its row. Raise the errors of `main`, and Stopped."""
     lab = expand_user_path("lab", config.lab)
     row = Experiment(config, lab, JobRunner(config.jobs or (1 if config.launch else None))).run()
     log.append(lab, row)
@@ -277,11 +272,7 @@ class Experiment:
                 score_file(run).unlink(missing_ok=True)
 
     def check_candidate_at_fault(self, failed: Failed, baseline: Training) -> None:
-        """Check that a failure is due to the candidate: no signal ended the run, and a run of the baseline finishes.
-
-        Raises:
-            RunError: the environment or the baseline is at fault.
-        """
+        """Raise RunError unless a failure is the candidate's: no signal ended the run, and the baseline trains."""
         if failed.killed:
             raise RunError(f"{failed.training.directory}: {failed}; rerun the same command to resume")
         try:
@@ -320,11 +311,7 @@ class Experiment:
         return replace(arm, first_seed=baseline.first_seed)
 
     def match(self, candidate: Arm, baseline: Arm) -> Arm:
-        """Return the candidate with the feed-forward width that `--match` asks for.
-
-        Raises:
-            ArmFailed: there is none.
-        """
+        """Return the candidate with the feed-forward width of `--match`; raise ArmFailed if there is none."""
         if self.config.match is None:
             return candidate
         return match_width(candidate, baseline, {"flops": "flops_per_token"}.get(self.config.match, self.config.match))

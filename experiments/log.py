@@ -162,11 +162,7 @@ def label(row: dict[str, Any]) -> str:
 
 
 def main(config: ReportConfig) -> None:
-    """Print the table of all experiments, and write it and the figure into the lab.
-
-    Raises:
-        ConfigError: the lab cannot be written.
-    """
+    """Print the table of all experiments, and write it and the figure; raise ConfigError if the lab is not writable."""
     lab = expand_user_path("lab", config.lab)
     rows = read_log(lab)
     print(text := markdown_table(rows))

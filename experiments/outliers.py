@@ -22,11 +22,7 @@ def is_identical(baseline: Arm, candidate: Arm) -> bool:
 
 
 def check_first_loss(baseline: list[float], candidate: float, metric: str) -> None:
-    """Check that the first run of the candidate is not far worse than those of the baseline.
-
-    Raises:
-        Futile: it is worse by more than MAX_DEVIATIONS standard deviations over seeds.
-    """
+    """Raise Futile if a first run is worse than the baseline by more than MAX_DEVIATIONS standard deviations."""
     mean, deviation = statistics.fmean(baseline), statistics.stdev(baseline)
     if candidate > mean + MAX_DEVIATIONS * deviation > mean:
         raise Futile(

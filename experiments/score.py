@@ -61,12 +61,9 @@ def score_source(run: Training) -> dict[str, str]:
 
 
 def check_targets(baseline: Arm, candidate: Arm) -> None:
-    """Check before training that both arms predict the same tokens, if their settings of the data differ.
+    """Raise ConfigError before training if the arms predict different tokens, because their data settings differ.
 
     Corpora of text are checked after the first seed: other tokens of the same text are comparable.
-
-    Raises:
-        ConfigError: they predict different tokens.
     """
     if candidate.settings["data.source"] == "text":
         return
@@ -91,11 +88,7 @@ def network_shape(arm: Arm) -> dict[str, Any]:
 
 
 def run_scorer(arm: Arm, command: str, *words: str) -> dict[str, Any]:
-    """Run experiments/scorer.py with the arm's code.
-
-    Raises:
-        RunError: it fails.
-    """
+    """Run experiments/scorer.py with the arm's code; raise RunError if it fails."""
     done = subprocess.run(
         [sys.executable, str(SCORER), str(arm.code), command, *words],
         capture_output=True,
@@ -149,11 +142,7 @@ def choose_metric(baseline: Arm, candidate: Arm) -> str:
 
 
 def check_metric(metric: str, *arms: Arm) -> str:
-    """Return the metric that `--metric` names, after checking that the first run of each arm logs it at its end.
-
-    Raises:
-        ConfigError: an arm does not log it.
-    """
+    """Return the metric of `--metric`; raise ConfigError unless the first run of each arm logs it at its end."""
     for arm in arms:
         row = arm.run(0).last_row()
         if not isinstance(row.get(metric), float):
@@ -163,11 +152,7 @@ def check_metric(metric: str, *arms: Arm) -> str:
 
 
 def check_logged(name: str, metric: str, logged: Any, measured: float, tolerance: float) -> None:
-    """Check that a logged value is the one that the scorer measures, within a tolerance.
-
-    Raises:
-        ConfigError: the values differ.
-    """
+    """Raise ConfigError unless a logged value is the one that the scorer measures, within a tolerance."""
     if not isinstance(logged, float) or not abs(logged - measured) <= tolerance:
         raise ConfigError(
             f"idea: the {metric} of the {name} is {logged}, but {measured:.6f} computed from its logits: its code "

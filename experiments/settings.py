@@ -88,11 +88,7 @@ class ExperimentConfig:
 
 
 def parse_experiment(args: list[str]) -> ExperimentConfig:
-    """Parse the command line of experiment.py; with --json, print errors as one JSON object.
-
-    Raises:
-        ConfigError: the command line is wrong.
-    """
+    """Parse the command line of experiment.py, as `parse_tool_with_json`."""
     return parse_tool_with_json(ExperimentConfig, "experiment.py", args, lambda message: print_error("", message, 2))
 
 
@@ -124,11 +120,7 @@ class ReportConfig:
 
 
 def refuse_options(words: list[str]) -> None:
-    """Refuse options of train.py that are set for each run, or that make it print something instead of training.
-
-    Raises:
-        ConfigError: one is among the words.
-    """
+    """Raise ConfigError for options of train.py that are set for each run, or that print instead of training."""
     for word in words:
         option = word.partition("=")[0]
         if option in PER_RUN_OPTIONS:
@@ -139,11 +131,7 @@ def refuse_options(words: list[str]) -> None:
 
 
 def parse_sizes(text: str) -> list[float]:
-    """Parse factors on the parameters.
-
-    Raises:
-        ConfigError: one is not a number of at least 1.
-    """
+    """Parse factors on the parameters; raise ConfigError if one is not a number of at least 1."""
     try:
         sizes = [float(word) for word in text.split(",")]
     except ValueError:

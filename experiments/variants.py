@@ -94,11 +94,7 @@ def steps_in(arm: Arm, seconds: float) -> int:
 
 
 def preview_arm(arm: Arm, checks: str) -> dict[str, Any]:
-    """Return the `preview` of experiments/scorer.py for the arm.
-
-    Raises:
-        RunError: the scorer fails.
-    """
+    """Return the `preview` of experiments/scorer.py for the arm; raise RunError if the scorer fails."""
     short = short_arm(arm, min(PREVIEW_STEPS, arm.settings["steps"]), arm.runs)
     short = short.changed({"evaluation.num_samples": arm.settings["evaluation.num_samples"]})  # all rows that may leak
     return score.run_scorer(short, "preview", checks, *short.words)

@@ -64,12 +64,9 @@ def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[Train
 
 
 def check_existing_run(config: TrainConfig, stored: dict[str, Any], facts: dict[str, str | None]) -> None:
-    """Check that the existing run in the directory of a run of the sweep has the same settings and code.
+    """Raise ConfigError unless the existing run in the directory of a run of the sweep has its settings and code.
 
     Finished runs are not started, so train.py would not check them.
-
-    Raises:
-        ConfigError: it differs.
     """
     path = run_path(config)
     if config.init_from is not None:  # train.py copies the model's settings from there

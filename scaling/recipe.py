@@ -128,11 +128,7 @@ def make_recipe(
 
 
 def read_vocab_size(corpus: str) -> int:
-    """Read the vocabulary size of a prepared corpus.
-
-    Raises:
-        ConfigError: the folder is not a prepared corpus.
-    """
+    """Read the vocabulary size of a prepared corpus; raise ConfigError if the folder is not one."""
     from data.integrity import read_metadata  # imports pyarrow, which is slow
 
     try:

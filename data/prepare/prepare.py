@@ -328,11 +328,7 @@ def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
 
 
 def _check_conversations(config: PrepareConfig, source: Source, held_out: Source | None) -> None:
-    """Check that conversations are not mixed with text, and not divided by tail:FRACTION.
-
-    Raises:
-        ConfigError: they are.
-    """
+    """Raise ConfigError if conversations are mixed with text, or divided by tail:FRACTION."""
     has_conversations = source.detect_conversations()
     if has_conversations and _parse_validation(config)[0] == "tail":
         raise ConfigError(f"validation: {config.validation!r} would cut conversations; use hash:0.1")
