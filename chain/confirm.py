@@ -128,10 +128,11 @@ def compare(
             arms = experiment.scale_both(baseline, candidate, contrast.size)
             experiment.train([arm.run(seed) for seed in range(config.seeds) for arm in arms])
             metric = choose_metric(*arms)
-        except (ArmFailed, Failed) as failed:
+        except (ConfigError, ArmFailed, Failed) as error:
             if contrast.base == chain.start["commit"]:
                 raise
-            return {"status": "failed", "message": str(failed)} | experiment.spent()
+            # Without the idea, the head does not train, or is the same because a later idea overrides it.
+            return {"status": "not separable", "message": str(error)} | experiment.spent()
         losses = [arm.losses(config.seeds, metric) for arm in arms]
     ours, theirs = map(statistics.fmean, losses)
     interval = stats.ttest_ind(losses[1], losses[0], equal_var=False).confidence_interval(1 - LEVEL)

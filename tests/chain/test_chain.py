@@ -361,7 +361,10 @@ def test_confirm_uses_reserved_seeds_once(decided, research):
     assert len(research.rows()) == num_rows and not research.started()
     assert "can be used only once" in research("confirm", "--seeds=4").text
     research("keep", str(decided("--optimizer.lr 1.2")))
-    assert research("confirm", "--seeds=3", "--jobs=2", "--leave_one_out=false").code == 0
+    found = research("confirm", "--seeds=3", "--jobs=2", "--json")
+    rows = json.loads(found.out)["rows"]
+    assert [row["status"] for row in rows] == ["better", "better", "not separable", "better"]
+    assert "neither code that trains nor a setting" in rows[2]["message"], "the third idea overrides the second"
     assert all(int(name.rpartition("-")[2]) >= 10**9 + 10**4 for name in research.started())
     assert research("log").code == 0
 
