@@ -260,11 +260,14 @@ class JobRunner:
             if IN_USE in message or training.reader.is_locked():
                 waiting.append(training)
                 continue
-            status = training.status_since(run.start_time)
             # A launcher exits with 1 whatever its processes return.
-            stopped = exit_code == 75 or (status is not None and status.state == "preempted")
+            status = training.status_since(run.start_time)
+            state = status.state if status else ""
+            stopped = exit_code == 75 or state == "preempted"
             self.outcomes[training] = "stopped" if stopped else "failed"
-            failure = Failed(training, message, killed=exit_code < 0)
+            if exit_code > 0 and state == "running":
+                message = f"ended without recording why, as if killed; out of memory? ({message})"
+            failure = Failed(training, message, killed=exit_code < 0 or state == "running")
             if not stopped:
                 self.failures[training] = failure
             if until_failure:

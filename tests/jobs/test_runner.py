@@ -59,6 +59,7 @@ ends["reaches the file size limit"] = "failed", 1, "OSError: [Errno 27] File too
 ends["exceeds the quota"] = "failed", 1, "SafetensorError: I/O error: Disk quota exceeded (os error 122)"
 ends["lacks room for a save"] = "failed", 1, "SaveError: 33.00 MB are needed, but 1.00 MB are free"
 ends["fails under a launcher"] = "preempted", 1
+ends["is killed under a launcher"] = "running", 1
 end(*ends.get(how, ("finished", 0)))
 """
 
@@ -170,10 +171,19 @@ def test_train_silent_run_on_full_disk_raises_error(run, monkeypatch):
         JobRunner(1).train([run("one", "prints nothing")])
 
 
-def test_train_killed_run_fails_as_killed(run):
-    with pytest.raises(Failed, match="SIGKILL") as failed:
-        JobRunner(1).train([run("one", "dies")])
-    assert failed.value.killed
+@pytest.mark.parametrize(
+    ("how", "message", "killed"),
+    [
+        ("dies", "SIGKILL", True),
+        ("is killed under a launcher", "as if killed; out of memory", True),
+        ("fails", "nan", False),
+    ],
+)
+def test_train_killed_run_fails_as_killed(how, message, killed, run):
+    """A launcher returns an exit code of its own, but a killed run could not change its status."""
+    with pytest.raises(Failed, match=message) as failed:
+        JobRunner(1).train([run("one", how)])
+    assert failed.value.killed is killed
 
 
 def test_failure_message_ignores_status_of_earlier_start(run):
