@@ -196,7 +196,8 @@ def corpora(settings: dict[str, Any]) -> list[Path]:
 def input_hashes(settings: dict[str, Any]) -> tuple[str, ...]:
     """Return hashes of the corpora, and of the weights and moments that init_from and branch_from name.
 
-    A name on the Hub has no hash here; `Arm.check_runs` compares the hashes of the weights that its runs loaded.
+    A name on the Hub has no hash here; `Arm.check_runs` and `check_trained_alike` compare the hashes of the weights
+    that the runs loaded.
     """
     hashes = [file_hash(corpus / "metadata.json") for corpus in corpora(settings)]
     for name in ("init_from", "branch_from"):
@@ -229,9 +230,30 @@ def identities(run: Path, steps: int) -> list[dict[str, Any]]:
 def _identities(config: Path, sessions: Path, steps: int, _modified: tuple[int, ...]) -> list[dict[str, Any]]:
     settings = {name: value for name, value in flat_settings(read_yaml(config.read_text())).items() if is_shared(name)}
     rows = RunReader(config.parent).sessions()
+    if not rows:
+        raise ValueError("no session is recorded")
     parents = [row.branched_from.digest for row in rows if row.branched_from]
     shared = settings | {"branched": parents[:1]}
     return [shared | {name: getattr(row, name) for name in SESSION_FACTS} for row in surviving_sessions(rows, steps)]
+
+
+def check_trained_alike(baseline: Arm, candidate: Arm) -> None:
+    """Check that the first runs of two arms had the same launch and, from one `init_from`, the same initial weights.
+
+    Digests of arms do not show what a script that launches runs does, nor which weights a name on the Hub stands for.
+
+    Raises:
+        ConfigError: they differ, for example because one arm was trained earlier.
+    """
+    names = [name for name in SESSION_FACTS if name != "code"]
+    names += ["init_hash"] if baseline.settings.get("init_from") == candidate.settings.get("init_from") else []
+    ours, theirs = (identities(arm.run(0).directory, arm.settings["steps"])[0] for arm in (baseline, candidate))
+    if different := [name for name in names if ours.get(name) != theirs.get(name)]:
+        values = ", ".join(f"{name} {ours.get(name)} and {theirs.get(name)}" for name in different)
+        raise ConfigError(
+            f"idea: {baseline.name} and {candidate.name} were trained with different {values}; name another --lab to "
+            "train both alike"
+        )
 
 
 def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:

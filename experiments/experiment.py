@@ -20,7 +20,7 @@ from config.paths import expand_user_path
 from data.files import temporary_folder
 from distributed.cores import available_cores
 from experiments import log, settings
-from experiments.arm import Arm, ArmFailed, changed_settings, last_frame
+from experiments.arm import Arm, ArmFailed, changed_settings, check_trained_alike, last_frame
 from experiments.change import Change, checked_out, parse_change, use_config_files_of
 from experiments.compute_multiplier import BUDGETS, Estimate, estimate_compute_multiplier
 from experiments.config_files import copy_config_files
@@ -356,6 +356,7 @@ class Experiment:
         comparison = None
         try:
             self.train_seeds(baseline, candidate, 1)
+            check_trained_alike(baseline, candidate)
             if is_identical(baseline, candidate):
                 raise Identical("after all steps")
             metric = choose_metric(baseline, candidate)
@@ -397,6 +398,8 @@ class Experiment:
         except (OutOfTime, Failed) as error:
             print(f"the compute multiplier is unknown: {error}", file=sys.stderr)
             return None
+        for arm in arms.values():
+            check_trained_alike(baseline, arm)
         points = [
             (factor, loss) for factor, arm in arms.items() for loss in arm.losses(BUDGET_SEEDS, comparison.metric)
         ]

@@ -1,6 +1,7 @@
 """The identity of an arm: what its digest covers, and runs that are not of their arm."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -63,9 +64,27 @@ def test_runs_of_other_arms_are_not_counted(which, file, name, value, run_experi
     assert f"{found[which]}-1 is not a run of this arm" in message and f"{name}" in message
 
 
-def test_run_without_sessions_is_refused(run_experiment):
+@pytest.mark.parametrize(("file", "name", "value"), [
+    ("sessions.jsonl", "mixed_precision", "bf16"),
+    ("sessions.jsonl", "processes", 2),
+    ("config.yaml", "init_hash", "abc"),
+])  # fmt: skip
+def test_arms_trained_differently_are_refused(file, name, value, run_experiment):
+    """The baseline is cached; since then the script of --launch, or the model that init_from names, has changed."""
+    launch = f"bash {run_experiment.root / 'launch.sh'}"
+    (run_experiment.root / "launch.sh").write_text(f'exec {sys.executable} "$@"')
+    found = run_experiment("--model.mlp relu2", "--init_from", "name/on_the_hub", launch=launch)
+    for run in (run_experiment.lab / "runs").glob(f"{found['baseline']}-*"):
+        (run / file).write_text(json.dumps(json.loads((run / file).read_text()) | {name: value}))
+    message = run_experiment("--optimizer.lr 1.1", "--init_from", "name/on_the_hub", launch=launch, error=ConfigError)
+    assert f"were trained with different {name} {value} and " in message and "another --lab" in message
+
+
+@pytest.mark.parametrize("content", [None, "", "{"])
+def test_run_without_sessions_is_refused(content, run_experiment):
     found = run_experiment("--model.mlp relu2")
-    (run_experiment.lab / "runs" / f"{found['baseline']}-0" / "sessions.jsonl").unlink()
+    sessions = run_experiment.lab / "runs" / f"{found['baseline']}-0" / "sessions.jsonl"
+    sessions.unlink() if content is None else sessions.write_text(content)
     assert "cannot be read" in run_experiment("--model.mlp relu2", error=ConfigError)
 
 

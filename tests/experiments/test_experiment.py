@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,9 +86,13 @@ def test_raised_max_seeds_resumes(run_experiment):
     assert "more seeds of each arm would decide" in summarize(found)
 
 
-def test_result_does_not_depend_on_concurrent_runs(run_experiment):
-    one = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=1, stop_early=False)
-    eight = run_experiment("--optimizer.lr 1.1", max_seeds=6, jobs=8, stop_early=False)
+@pytest.mark.parametrize("idea", ["--optimizer.lr 1.1", "--model.mlp relu2"])
+def test_result_does_not_depend_on_concurrent_runs(idea, run_experiment):
+    """Eight concurrent runs train seeds ahead of the one that decides."""
+    one = run_experiment(idea, max_seeds=6, jobs=1, stop_early=False)
+    shutil.rmtree(run_experiment.lab / "runs")
+    eight = run_experiment(idea, max_seeds=6, jobs=8, stop_early=False)
+    assert len(run_experiment.started()) > 6
     assert [one[name] for name in ("seeds", "difference", "high")] == [
         eight[name] for name in ("seeds", "difference", "high")
     ]
