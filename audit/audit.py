@@ -12,7 +12,14 @@ from pathlib import Path
 
 from audit.recorded_run import MISSING, RELATIVE_TOLERANCE, RecordedRun, logs_digest, print_on_main
 from checkpoint.identity import SUMMATION_ORDER
-from checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, checkpoints_in, validate
+from checkpoint.manifest import (
+    MANIFEST,
+    InvalidCheckpoint,
+    Manifest,
+    checkpoints_in,
+    readable_checkpoints,
+    validate,
+)
 from checkpoint.provenance import network_size
 from checkpoint.tokenizer_files import changed_files
 from checkpoint.unshard import whole_tensors
@@ -47,16 +54,9 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
         failures += 1
     chosen = broadcast_from_main(random.sample(intervals, min(count, len(intervals))))
     for begin, start, (checkpoint, manifest) in sorted(chosen, key=lambda interval: interval[0]):
-        reason = run.why_inexact(begin, manifest.step)
-        outcome, finding = "PASS", f"equal up to rounding ({reason})" if reason else "bitwise identical"
-        if problem := checkpoint_problem(run, checkpoint, manifest):
-            outcome, finding = "FAIL", problem
-        elif start is None and run.config.branch_from is not None:
-            outcome, finding = "SKIP", f"its initial checkpoint no longer exists: {run.config.branch_from}"
-        elif problem := retraining_problem(run, start, begin, manifest, folder):
-            outcome, finding = "FAIL", problem
+        outcome, finding = audit_interval(run, start, begin, checkpoint, manifest, folder)
         failures += outcome == "FAIL"
-        if outcome == "PASS" and reason:
+        if outcome == "PASS" and (reason := run.why_inexact(begin, manifest.step)):
             inexact.append(reason)
         print_on_main(f"{outcome}  steps {begin + 1} to {manifest.step}  {finding}")
     for skipped in unchecked(run, kept[-1][1].step, inexact):
@@ -64,6 +64,20 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
     if failures:
         raise RunError(f"{run.path} does not match its settings: {failures} failure(s)")
     print_on_main(f"{run.path} matches its settings, as far as it was retrained.")
+
+
+def audit_interval(
+    run: RecordedRun, start: Path | None, begin: int, checkpoint: Path, manifest: Manifest, folder: Path
+) -> tuple[str, str]:
+    """Return PASS, FAIL or SKIP for the interval from step `begin` + 1 to a checkpoint, and the finding."""
+    problem = checkpoint_problem(run, checkpoint, manifest)
+    if not problem and start is None and run.config.branch_from is not None:
+        return "SKIP", f"its initial checkpoint no longer exists: {run.config.branch_from}"
+    if problem := problem or retraining_problem(run, start, begin, manifest, folder):
+        removed = [path for path in (start, checkpoint) if path and not path.exists()]  # by train.py, if it is running
+        return ("SKIP", f"{removed[0]} was removed while the run was audited") if removed else ("FAIL", problem)
+    reason = run.why_inexact(begin, manifest.step)
+    return "PASS", f"equal up to rounding ({reason})" if reason else "bitwise identical"
 
 
 def unchecked(run: RecordedRun, last_saved: int, inexact: list[str]) -> Iterator[str]:
@@ -89,8 +103,10 @@ def record_problems(run: RecordedRun) -> Iterator[str]:
     last = complete_settings(run.sessions[-1].config or {}) if run.sessions else {}
     if changed := [name for name, value in last.items() if run.settings.get(name) != value]:
         yield f"config.yaml: {changed[0]} differs from the last session in sessions.jsonl"
-    for path in checkpoints_in(run.path / "checkpoints"):
-        if path not in run.manifests:
+    listed = checkpoints_in(run.path / "checkpoints")
+    readable = readable_checkpoints(run.path / "checkpoints")  # read again: train.py may have saved more since
+    for path in listed:
+        if path not in readable and path.exists():
             yield f"{path}: its {MANIFEST} is missing or damaged"
     for before, step in pairwise([run.initial_step or -1, *run.logged_steps]):
         if not before < step <= run.config.steps:

@@ -480,6 +480,19 @@ def test_audit_covers_final_evaluation_before_an_extension(in_process, tmp_path,
     assert "FAIL  steps 3 to 3  step 3: val/loss is 1.0 in the run" in capsys.readouterr().out
 
 
+def test_audit_skips_checkpoint_removed_meanwhile(run, tmp_path, capsys):
+    """train.py, still running, saves step 6 and deletes step 2 after the audit has listed the checkpoints."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    newest = copy / "checkpoints" / "step-00000006"
+    newest.rename(tmp_path / newest.name)
+    opened = RecordedRun(copy)
+    (tmp_path / newest.name).rename(newest)
+    shutil.rmtree(removed := copy / "checkpoints" / "step-00000002")
+    audit(opened, 99, tmp_path)
+    shown = capsys.readouterr().out
+    assert "FAIL" not in shown and shown.count(f"  {removed} was removed while the run was audited\n") == 2
+
+
 def test_audit_reports_steps_after_last_checkpoint(run, retrain_once, tmp_path, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     for step in (4, 6):
