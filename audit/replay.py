@@ -163,13 +163,9 @@ def print_sequences(run: RecordedRun, checkpoint: Path | None, step: int, config
 
 
 def describe_tokens(tokenizer: Any, input_ids: Tensor, is_target: Tensor, losses: Tensor) -> tuple[str, str]:
-    """Return the text of a sequence without padding, and its tokens with the highest losses.
+    """Return the text of a sequence, [T], without padding, and its tokens with the highest losses.
 
-    Args:
-        tokenizer: None: token ids are shown instead of text.
-        input_ids: [T].
-        is_target: [T - 1], True where the next token is a target.
-        losses: [T - 1].
+    `is_target`, [T - 1], is True where the next token is a target. Without a tokenizer, token ids are shown.
     """
     tokens = input_ids[: max([2, *is_target.nonzero().flatten().add(2).tolist()])].tolist()
     positions = losses.nan_to_num(nan=torch.inf).argsort(descending=True)[:NUM_WORST_TOKENS].tolist()

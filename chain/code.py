@@ -45,18 +45,10 @@ def parse_idea(text: str) -> Idea:
 
 
 def apply_ideas(ideas: Iterable[Idea], parent: str, recipe: str) -> tuple[Change, Change]:
-    """Apply ideas to a commit, one after the other; settings are written into the recipe.
+    """Apply ideas to a commit, one after the other; settings are written into the recipe, a path in the repository.
 
-    Args:
-        ideas: the ideas.
-        parent: the commit.
-        recipe: path of the recipe in the repository.
-
-    Returns:
-        The change, and its code alone, without the settings.
-
-    Raises:
-        ConfigError: an idea conflicts with the commit, or all of them together change nothing.
+    Return the change, and its code alone, without the settings. Raise ConfigError if an idea conflicts with the commit,
+    or all of them together change nothing.
     """
     commit, values = parent, {}
     for idea in ideas:

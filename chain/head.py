@@ -171,11 +171,8 @@ def measure_baseline(config: ChainConfig, chain: Chain) -> Row:
 def detectable_effect(deviation: float, level: float) -> float:
     """Return the effect that a test detects with a power of at least POWER by POWER_SEEDS runs of each arm.
 
-    The last analysis alone has this power; the analyses before it add to it.
-
-    Args:
-        deviation: standard deviation over seeds.
-        level: one-sided level of the test.
+    The last analysis alone has this power; the analyses before it add to it. `deviation` is the standard deviation over
+    seeds, and `level` the one-sided level of the test.
     """
     quantile = stats.t.isf(nominal_alphas(POWER_SEEDS, 2 * level)[-1] / 2, 2 * POWER_SEEDS - 2)
     return float(deviation * math.sqrt(2 / POWER_SEEDS) * (quantile + stats.norm.ppf(POWER)))

@@ -35,10 +35,7 @@ def gains(discoveries: Sequence[int], strict: bool) -> list[tuple[int, float]]:
 def next_level(num_tests: int, discoveries: Sequence[int], strict: bool = False) -> float:
     """Return the one-sided level of the next test.
 
-    Args:
-        num_tests: tests so far.
-        discoveries: number of tests that had begun when each discovery was made, in order.
-        strict: control the probability of any false acceptance.
+    `discoveries` has the number of tests that had begun when each discovery was made, in order.
     """
     return sum(gain * fraction(num_tests + 1 - before) for before, gain in gains(discoveries, strict))
 

@@ -107,14 +107,9 @@ def collect_gradients(network: GPTModel) -> dict[str, Tensor]:
 def train_gradients(
     network: GPTModel, config: TrainConfig, batch: dict[str, Tensor], accelerator: Accelerator, smallest_chunks: bool
 ) -> tuple[float, dict[str, Tensor]]:
-    """Compute the loss and its gradient as a run with these settings does.
+    """Compute the loss and its gradient as a run with these settings does; the network is modified.
 
-    Args:
-        network: the model, which is modified.
-        config: settings of the run.
-        batch: inputs and labels.
-        accelerator: device and mixed precision.
-        smallest_chunks: whether to use the smallest chunks, and oneDNN on any processor that has it.
+    With `smallest_chunks`, the loss is in the smallest chunks, and any processor that has oneDNN uses it.
     """
     network.to(accelerator.device)
     prepare_network(network, config, accelerator.device)

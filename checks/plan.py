@@ -90,12 +90,8 @@ class LiveBytes(TorchDispatchMode):
 def tensor_bytes(config: TrainConfig, accelerator: Accelerator, scores: bool = False) -> tuple[dict[str, int], int]:
     """Count the bytes of tensors at the peak of a step on one device that holds the whole model.
 
-    Text generation is not counted, nor are the masks of sliding-window attention and of data.packing: isolated.
-
-    Args:
-        config: the resolved config.
-        accelerator: device, precision and number of processes.
-        scores: whether the corpus scores the logits of an evaluation, which are then kept.
+    With `scores`, the corpus scores the logits of an evaluation, which are then kept. Text generation is not counted,
+    nor are the masks of sliding-window attention and of data.packing: isolated.
 
     Returns:
         The bytes of each part at the peak, and the bytes of the optimizer's moments.

@@ -33,22 +33,13 @@ class _StringLoader(_SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML with YAML's types, as `yaml.safe_dump` writes it.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or a key is set twice.
-        ConfigError: the text has an alias.
-    """
+    """Parse YAML with YAML's types, as yaml.safe_dump writes it; raise yaml.YAMLError, or ConfigError for an alias."""
     return yaml.load(text, _SafeLoader)
 
 
 def read_strings(text: str) -> Any:
-    """Read lists and mappings of YAML text; their numbers and booleans stay strings.
+    """Read lists and mappings of YAML text as `read_yaml` does, but their numbers and booleans stay strings.
 
     So `010`, `1:30` and `1e3` mean the same in a file as on a command line. YAML 1.1 would read 8, 90 and '1e3'.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or a key is set twice.
-        ConfigError: the text has an alias.
     """
     return yaml.load(text, _StringLoader)

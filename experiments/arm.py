@@ -61,7 +61,7 @@ class Arm:
             ArmFailed: the code crashes.
         """
         copies = runs.parent / "configs"
-        words = copy_config_files(words, copies)
+        words = copy_config_files(words, copies, code)
         done = subprocess.run(
             [sys.executable, str(code / "train.py"), *words, "--print_config"],
             capture_output=True,
@@ -101,11 +101,6 @@ class Arm:
     def name(self) -> str:
         """Prefix of the names of its runs."""
         return f"{self.settings['name']}-{self.digest}"
-
-    @property
-    def corpora(self) -> list[Path]:
-        """Folders of the text that it reads."""
-        return corpora(self.settings)
 
     @property
     def train_tokens(self) -> int:
@@ -167,7 +162,7 @@ class Arm:
             return None
         from data.integrity import hash_validation_text  # imports pyarrow, which takes a while
 
-        return hash_validation_text(self.corpora)
+        return hash_validation_text(corpora(self.settings))
 
     def peak_memory_bytes(self) -> float:
         """Return the peak memory of its first run; NaN if unknown."""

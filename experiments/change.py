@@ -20,7 +20,6 @@ from pathlib import Path
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from data.files import temporary_folder, write_once
-from experiments.config_files import replace_config_files
 
 ROOT = Path(__file__).parent.parent
 AUTHOR = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -205,17 +204,6 @@ def checked_out(change: Change) -> Iterator[tuple[Path, Path]]:
             yield baseline, [*commits][-1]
         finally:
             remove_worktrees(*commits)
-
-
-def use_config_files_of(code: Path, words: list[str]) -> list[str]:
-    """Return a command line with each config file of this repository replaced by the one in the folder `code`."""
-
-    def own(name: str) -> str:
-        path = Path(os.path.abspath(Path(name).expanduser()))
-        there = code / path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-        return str(there) if there.exists() else name
-
-    return replace_config_files(words, own)
 
 
 def remove_worktrees(*paths: Path) -> None:

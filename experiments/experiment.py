@@ -21,7 +21,7 @@ from data.files import temporary_folder
 from distributed.cores import available_cores
 from experiments import log, settings
 from experiments.arm import Arm, ArmFailed, changed_settings, check_trained_alike, last_frame
-from experiments.change import Change, checked_out, parse_change, use_config_files_of
+from experiments.change import Change, checked_out, parse_change
 from experiments.compute_multiplier import BUDGETS, Estimate, estimate_compute_multiplier
 from experiments.config_files import copy_config_files
 from experiments.outliers import Futile, Identical, check_first_loss, check_losses, is_identical
@@ -124,13 +124,9 @@ class Experiment:
         """Facts of the experiment, for its row of the log."""
 
     def run(self, change: Change | None = None) -> dict[str, Any]:
-        """Run the experiment and return its row for the log.
+        """Run the experiment and return its row for the log; raise the errors of `main`, and Stopped.
 
-        Args:
-            change: the change to test; None: the first argument of the command line.
-
-        Raises:
-            ConfigError, RunError, Stopped: as main.
+        Without a `change`, the first argument of the command line is tested.
         """
         sizes = parse_sizes(self.config.sizes)
         baseline_seeds, max_seeds = self.config.baseline_seeds, self.config.max_seeds
@@ -290,7 +286,7 @@ class Experiment:
             RunError: its code crashes.
         """
         try:
-            arm = Arm.resolve(code, self.launch, use_config_files_of(code, self.common), self.lab / "runs")
+            arm = Arm.resolve(code, self.launch, self.common, self.lab / "runs")
         except ArmFailed as failed:
             raise RunError(f"the baseline does not start: {failed}") from None
         if not arm.settings["evaluation.every"]:
@@ -304,7 +300,7 @@ class Experiment:
             ConfigError: its settings are refused, or it has neither other code nor other settings.
             ArmFailed: its code crashes, or no width matches.
         """
-        words = use_config_files_of(code, [*self.common, *change.settings])
+        words = [*self.common, *change.settings]
         arm = self.match(Arm.resolve(code, self.launch, words, baseline.runs), baseline)
         if change.diff and arm.digest == baseline.digest:
             raise ConfigError(f"idea: {self.text!r} changes neither code that trains nor a setting")

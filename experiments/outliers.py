@@ -32,15 +32,10 @@ def check_first_loss(baseline: list[float], candidate: float, metric: str) -> No
 
 
 def check_losses(baseline: list[float], candidate: list[float], entropy: float | None) -> None:
-    """Check that the losses are possible for a candidate that uses its seed and trains on the training set alone.
+    """Raise ArmFailed if seeds of the candidate have equal losses, or its mean is below the entropy beyond the noise.
 
-    Args:
-        baseline: losses by seed.
-        candidate: losses by seed, at least two.
-        entropy: entropy of the data, nats/token; if known, losses are excess losses.
-
-    Raises:
-        ArmFailed: seeds of the candidate have equal losses, or its mean is below the entropy by more than the noise.
+    The candidate then ignores its seed, or was trained on the validation set. The losses, of at least two seeds, are
+    excess losses if the entropy of the data (nats/token) is known.
     """
     if len(set(candidate)) < len(candidate) and len(set(baseline)) == len(baseline):
         raise ArmFailed("the losses of different seeds are equal: the candidate does not use its seed")

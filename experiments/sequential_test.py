@@ -54,9 +54,7 @@ def alpha_spent(n: int, total_alpha: float = TOTAL_ALPHA) -> float:
 def information(n: int, baseline_seeds: int = 0) -> float:
     """Return the precision of the difference at n runs of the candidate, relative to that of one run of each arm.
 
-    Args:
-        n: runs of the candidate.
-        baseline_seeds: runs of the baseline, if they are more; 0: as many as of the candidate.
+    `baseline_seeds` are the runs of the baseline, if they are more; 0: as many as of the candidate.
     """
     return 2 / (1 / n + 1 / max(n, baseline_seeds))
 
@@ -144,13 +142,8 @@ def estimate_difference(baseline: list[float], candidate: list[float], total_alp
 def welch_quantile(level: Any, variances: list[Any], n: Any, baseline_seeds: Any) -> Any:
     """Return the two-sided quantile of Student's t with the Welch-Satterthwaite degrees of freedom.
 
-    Arguments and result are numbers, or arrays of one shape.
-
-    Args:
-        level: two-sided significance level.
-        variances: variances of both means, that of the baseline first.
-        n: runs of the candidate.
-        baseline_seeds: runs of the baseline.
+    `variances` are those of both means, that of the baseline first. Arguments and result are numbers, or arrays of one
+    shape.
     """
     ours, theirs = variances
     freedom = (ours + theirs) ** 2 / (ours**2 / (baseline_seeds - 1) + theirs**2 / (n - 1))

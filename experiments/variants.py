@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import score
-from experiments.arm import Arm, ArmFailed
+from experiments.arm import Arm, ArmFailed, corpora
 from experiments.score import network_shape
 from scaling.recipe import LR_POWER
 
@@ -55,13 +55,7 @@ def scale_parameters(arm: Arm, factor: float) -> Arm:
 def match_width(arm: Arm, other: Arm, quantity: str) -> Arm:
     """Return the arm with the feed-forward width at which a quantity is nearest to that of another arm.
 
-    Args:
-        arm: the arm to change.
-        other: the arm to match.
-        quantity: parameters or flops_per_token.
-
-    Raises:
-        ArmFailed: there is no such width.
+    The quantity is parameters or flops_per_token. Raise ArmFailed if there is no such width.
     """
     width, target = arm.settings["model.d_ff"], network_shape(other)[quantity]
     current = network_shape(arm)[quantity]
@@ -77,7 +71,7 @@ def short_arm(arm: Arm, steps: int, runs: Path) -> Arm:
     """Return the arm on `steps` steps, with a schedule of the same shape and minimal evaluation."""
     changes = {
         "evaluation.every": steps,
-        "evaluation.num_samples": max(2, len(arm.corpora)),
+        "evaluation.num_samples": max(2, len(corpora(arm.settings))),
         "evaluation.num_scored_generations": 0,
         "evaluation.num_logged_generations": 0,
         "tracking.log_every": max(1, steps // SHORT_RUN_LOGS),

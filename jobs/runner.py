@@ -166,9 +166,7 @@ class JobRunner:
     def train(self, trainings: Iterable[Training], until_failure: bool = True) -> None:
         """Train all runs that are not finished, started in this order, and return when they have ended.
 
-        Args:
-            trainings: The runs.
-            until_failure: Stop the other runs as soon as one fails or is stopped.
+        With `until_failure`, stop the other runs as soon as one fails or is stopped.
 
         Raises:
             Failed: A run failed; with `until_failure` only.

@@ -33,11 +33,8 @@ def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
     """Fill in settings from the run directory, the initial model, the corpus and the launch.
 
     Called by every process, before the process group exists; nothing is written. Raise ConfigError if the settings
-    contradict each other, the run, the initial model or the corpus.
-
-    Args:
-        config: the parsed config.
-        run: the run directory to resume from if it holds a run; None for `--plan` and verify.py.
+    contradict each other, the run, the initial model or the corpus. Without `run`, as for `--plan` and verify.py, no
+    run is resumed.
     """
     initial, needs_initial = None, config.init_from is not None
     if run is not None and (stored := resumed_settings(run.path, config)) is not None:

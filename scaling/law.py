@@ -176,12 +176,8 @@ def fit_with_uncertainty(
 def unseen_fact_probability(num_facts: int, zipf: float, facts_read: ArrayLike) -> np.ndarray:
     """Return the probability that the next fact has not been read before (Hutter 2021, arXiv:2102.04074).
 
-    This is the error rate of a learner that forgets nothing.
-
-    Args:
-        num_facts: number of facts in the world.
-        zipf: exponent of Zipf's law: the fact of rank i has a probability proportional to i^-zipf.
-        facts_read: numbers of facts read so far, with repetitions.
+    This is the error rate of a learner that forgets nothing, after each number of `facts_read`, with repetitions. The
+    fact of rank i has a probability proportional to i^-zipf.
     """
     weights = np.arange(1, num_facts + 1, dtype=np.float64) ** -zipf
     probabilities = weights / weights.sum()

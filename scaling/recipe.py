@@ -165,8 +165,7 @@ def format_count(count: float) -> str:
 def find_best_learning_rate(curve: list[tuple[float, float]]) -> float:
     """Return the minimum of a parabola in log(learning rate) through the best point and its neighbours.
 
-    Args:
-        curve: (learning rate, loss), by increasing learning rate.
+    `curve` has (learning rate, loss), by increasing learning rate.
     """
     best = min(range(len(curve)), key=lambda index: curve[index][1])
     if best in (0, len(curve) - 1):
