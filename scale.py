@@ -97,6 +97,7 @@ class LadderTrainer:
         from scaling.ladder import CONFIG, base_config
 
         self.out_dir, self.launch = out_dir, Launch.parse(config.launch)
+        self.precisions: set[str | None] = set()  # as the runs recorded them: that of a launch script is unknown before
         micro_batch_size = max(1, base_config().micro_batch_size // (self.launch.processes or 1))
         self.settings = ("--micro_batch_size", str(micro_batch_size), *split_arguments(config.arguments))
         self.runner = JobRunner(config.jobs or (1 if config.launch else None))
@@ -108,7 +109,7 @@ class LadderTrainer:
         """Train the runs that are not finished; return the results of all.
 
         Raises:
-            RunError: a run failed, or its loss is not above the entropy of its data.
+            RunError: a run failed, its loss is not above the entropy of its data, or another run has another precision.
         """
         pairs = [(run, run.training(self.out_dir, self.settings, self.launch.command)) for run in runs]
         try:
@@ -118,6 +119,10 @@ class LadderTrainer:
             raise SystemExit(75) from None
         except Failed as failed:
             raise RunError(f"{failed.training.directory}: {failed}") from None
+        self.precisions |= {row.mixed_precision for _, training in pairs for row in training.reader.sessions()}
+        if len(self.precisions) > 1:
+            found = " and ".join(sorted(map(str, self.precisions)))
+            raise RunError(f"out_dir: {self.out_dir} has runs with mixed precision {found}; name another folder")
         measurements = [run.measurement(training) for run, training in pairs]
         for (_, training), measured in zip(pairs, measurements, strict=True):
             if not min(measured.excess_loss(scope) for scope in ("all", "answers")) > 0:

@@ -220,6 +220,18 @@ def test_ladder_refuses_runs_of_another_config_file(simulated_runs, tmp_path, mo
         LadderTrainer(simulated_runs, tmp_path / "law")
 
 
+def test_ladder_refuses_runs_of_several_precisions(simulated_runs, tmp_path):
+    """The script of --launch has changed; what it does is known from the sessions of its runs alone."""
+    trainer, (first, last) = LadderTrainer(simulated_runs, tmp_path / "law"), build_ladder([16], [400, 800], range(1))
+    trainer.train([first, last])
+    for run, precision in ((first, "no"), (last, "bf16")):
+        sessions = run.training(tmp_path / "law", (), ()).directory / "sessions.jsonl"
+        sessions.write_text(json.dumps({"step": 0, "mixed_precision": precision}))
+    trainer.train([first])
+    with pytest.raises(RunError, match="has runs with mixed precision bf16 and no; name another folder"):
+        trainer.train([last])
+
+
 def test_damaged_ladder_file_is_refused(simulated_runs, tmp_path):
     (tmp_path / "law").mkdir()
     (tmp_path / "law" / "ladder.json").write_text("{")
