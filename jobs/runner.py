@@ -34,6 +34,8 @@ from run.status import Status
 # Parts of error messages if the disk is full, the quota used up, or a file at its size limit. The last one is from the
 # check before each save (checkpoint/saver.py).
 DISK_FULL = (*map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)), "MB are needed, but ")
+# Parts of error messages of a process whose connection to another one broke, because that was killed.
+LOST_PROCESS = ("closed by peer", "reset by peer", "remote process exited")
 MIN_FREE_BYTES = 2**20  # with less, a run may be unable to write why it failed
 POLL_SECONDS = 0.2
 DEFAULT_MAX_RUNNING = 8  # on CPUs, where all runs are in the same memory
@@ -100,7 +102,7 @@ class Failed(Exception):
 
     Attributes:
         training: The run.
-        killed: True if a signal from elsewhere ended the process, as when memory runs out.
+        killed: True if a signal from elsewhere ended a process of the run, as when memory runs out.
     """
 
     def __init__(self, training: Training, message: str, killed: bool = False):
@@ -265,7 +267,8 @@ class JobRunner:
             self.outcomes[training] = "stopped" if stopped else "failed"
             if exit_code > 0 and state == "running":
                 message = f"ended without recording why, as if killed; out of memory? ({message})"
-            failure = Failed(training, message, killed=exit_code < 0 or state == "running")
+            lost_process = any(words in message for words in LOST_PROCESS)
+            failure = Failed(training, message, killed=exit_code < 0 or state == "running" or lost_process)
             if not stopped:
                 self.failures[training] = failure
             if until_failure:

@@ -60,6 +60,7 @@ ends["exceeds the quota"] = "failed", 1, "SafetensorError: I/O error: Disk quota
 ends["lacks room for a save"] = "failed", 1, "SaveError: 33.00 MB are needed, but 1.00 MB are free"
 ends["fails under a launcher"] = "preempted", 1
 ends["is killed under a launcher"] = "running", 1
+ends["loses a process"] = "failed", 1, "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 end(*ends.get(how, ("finished", 0)))
 """
 
@@ -176,6 +177,7 @@ def test_train_silent_run_on_full_disk_raises_error(run, monkeypatch):
     [
         ("dies", "SIGKILL", True),
         ("is killed under a launcher", "as if killed; out of memory", True),
+        ("loses a process", "Connection closed by peer", True),
         ("fails", "nan", False),
     ],
 )
