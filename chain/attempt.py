@@ -9,7 +9,7 @@ from scipy import optimize
 
 from chain.code import Idea, apply_ideas, parse_idea
 from chain.ledger import Row, make_row, typed_row
-from chain.output import Result, describe_idea, format_effect
+from chain.output import Result, cut_middle, describe_idea, format_effect
 from chain.settings import CombineConfig, TryConfig
 from chain.state import Chain, locked_chain
 from config.errors import ConfigError
@@ -129,6 +129,7 @@ class Attempt(Experiment):
         """Return the cells of a result, given as a row of the experiment log."""
         copied = ("difference", "low", "high", "verify", "seconds", "cpu_seconds", "message")
         cells: dict[str, Any] = {name: result.get(name) for name in copied}
+        cells["message"] = cells["message"] and cut_middle(cells["message"])
         cells["log"] = next((training.output for training in self.jobs.failures), None)
         if "losses" not in result:
             return cells
@@ -219,7 +220,7 @@ def describe(row: Row) -> Iterator[str]:
         costs = ", ".join(f"{name} x{float(row[name]):.3g}" for name in ("parameters", "flops", "speed") if row[name])
         yield f"level {row['level']}, p {row['p']}, wealth {row['wealth']}; {costs}"
     if row["verify"] not in ("", "passed"):
-        yield f"breaks what verify.py checks: {row['verify']}"
+        yield f"checks of verify.py that fail: {row['verify']}"
     if row["decision"]:
         yield f"decision: {row['decision']}"
     elif status == "better":

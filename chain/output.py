@@ -5,6 +5,8 @@ from typing import Any
 
 from chain.ledger import Row
 
+MAX_MESSAGE = 300  # characters, so that the result of a test has less than a kilobyte
+
 
 @dataclass(frozen=True)
 class Result:
@@ -25,3 +27,9 @@ def format_effect(row: Row) -> str:
     if not row["difference"]:
         return ""
     return "{:+.1f}% ({:+.1f} to {:+.1f})".format(*(float(row[name]) for name in ("difference", "low", "high")))
+
+
+def cut_middle(message: str) -> str:
+    """Return a message without its middle if it is long; a crash has the line of code and the log at its end."""
+    half = MAX_MESSAGE // 2
+    return message if len(message) <= MAX_MESSAGE else f"{message[:half]} ... {message[-half:]}"

@@ -63,9 +63,10 @@ class Change:
         """Changed files that define the data, the evaluation or the seeding, and so what the losses mean."""
         changed = []
         for part in re.split(r"^diff --git ", self.diff, flags=re.MULTILINE)[1:]:
-            name = part.split("\n", 1)[0].rpartition(" b/")[2]
-            seeds = name.endswith(".py") and re.search(r"^[+-](?!\+\+ |-- ).*seed", part, re.MULTILINE)
-            if not name.startswith("tests/") and (name.startswith(DATA_FILES) or seeds):
+            before, _, name = part.split("\n", 1)[0].removeprefix("a/").rpartition(" b/")
+            is_code = name.endswith(".py") and not name.startswith("tests/")
+            seeds = is_code and re.search(r"^[+-](?!\+\+ |-- ).*seed", part, re.MULTILINE)
+            if before.startswith(DATA_FILES) or name.startswith(DATA_FILES) or seeds:
                 changed.append(name)
         return changed
 

@@ -242,6 +242,7 @@ class Experiment:
                 reference, preview = pool.map(preview_arm, (baseline, candidate), ("", "verify" * has_code))
         except RunError as error:
             print(f"nothing is checked before the first seed: {error}", file=sys.stderr)
+            self.facts["verify"] = f"not run: {error}" if has_code else None
             return
         self.facts["verify"] = "; ".join(preview["broken"]) or "passed" if has_code else None
         baseline_leaked, leaked = (one["validation_rows"] / max(1, one["rows"]) for one in (reference, preview))
@@ -355,9 +356,8 @@ class Experiment:
             check_trained_alike(baseline, candidate)
             if is_identical(baseline, candidate):
                 raise Identical("after all steps")
-            metric = choose_metric(baseline, candidate)
-            if self.config.metric:
-                metric = check_metric(self.config.metric, baseline, candidate)
+            natural = choose_metric(baseline, candidate)
+            metric = check_metric(self.config.metric, baseline, candidate) if self.config.metric else natural
             all_seeds = max(self.baseline_seeds, self.max_seeds)
             if stop_early and not num_unfinished([baseline.run(seed) for seed in range(all_seeds)]):
                 # An earlier experiment trained the whole baseline, so its noise is known.
@@ -367,7 +367,7 @@ class Experiment:
             for n in range(MIN_SEEDS, self.max_seeds + 1):
                 self.train_seeds(baseline, candidate, n)
                 losses = baseline.losses(max(n, self.baseline_seeds), metric), candidate.losses(n, metric)
-                check_losses(*losses, entropy)
+                check_losses(*losses, candidate.losses(n, EXCESS_LOSS) if natural == EXCESS_LOSS else None)
                 difference = estimate_difference(*losses, self.total_alpha)
                 margin = fraction * statistics.fmean(losses[0])
                 comparison = Comparison(decide(difference, margin), difference, *losses, entropy, fraction, metric)

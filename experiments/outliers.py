@@ -31,17 +31,16 @@ def check_first_loss(baseline: list[float], candidate: float, metric: str) -> No
         )
 
 
-def check_losses(baseline: list[float], candidate: list[float], entropy: float | None) -> None:
+def check_losses(baseline: list[float], candidate: list[float], excess: list[float] | None) -> None:
     """Raise ArmFailed if seeds of the candidate have equal losses, or its mean is below the entropy beyond the noise.
 
-    The candidate then ignores its seed, or was trained on the validation set. The losses, of at least two seeds, are
-    excess losses if the entropy of the data (nats/token) is known.
+    The candidate then ignores its seed, or was trained on the validation set. `excess` has its excess losses, of at
+    least two seeds, if the entropy of the data is known.
     """
     if len(set(candidate)) < len(candidate) and len(set(baseline)) == len(baseline):
         raise ArmFailed("the losses of different seeds are equal: the candidate does not use its seed")
-    noise = 3 * statistics.stdev(candidate) / math.sqrt(len(candidate))
-    if entropy is not None and statistics.fmean(candidate) + noise < 0:
+    if excess and statistics.fmean(excess) + 3 * statistics.stdev(excess) / math.sqrt(len(excess)) < 0:
         raise ArmFailed(
-            f"its mean loss is {-statistics.fmean(candidate):.4f} nats/token below the entropy of the data: it was "
+            f"its mean loss is {-statistics.fmean(excess):.4f} nats/token below the entropy of the data: it was "
             "trained on the validation set"
         )

@@ -202,7 +202,7 @@ def parts_of_comparison(row: dict[str, Any]) -> list[str]:
     if "trend" in row:
         parts.append(f"the gain {row['trend']} with size")
     if row.get("verify") not in (None, "passed"):
-        parts.append(f"the candidate breaks what verify.py checks: {row['verify']}")
+        parts.append(f"checks of verify.py that fail: {row['verify']}")
     if row.get("data_changes"):
         parts.append(f"its losses may mean something else, as it changes {', '.join(row['data_changes'])}")
     if "message" in row:

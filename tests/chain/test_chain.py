@@ -406,6 +406,14 @@ def test_wrong_arguments_give_one_json_object(words):
     assert done.returncode == 2 and json.loads(done.stdout)["message"] in done.stderr
 
 
+def test_output_of_failed_idea_is_short(research, monkeypatch):
+    research.start()
+    monkeypatch.setattr(experiment, "describe_failure", lambda _: "does not train: " + 400 * "long " + "log: x.log")
+    found = research("try", "--optimizer.lr 0")
+    assert found.code == 11 and len(found.out) < 1000 and "does not train: long" in found.out
+    assert found.out.endswith("log: x.log")
+
+
 def test_json_has_one_object_for_exceptions(research, monkeypatch):
     monkeypatch.setattr(score, "run_scorer", lambda arm, *words: fake_scorer(arm, *words) | {"is_causal": False})
     found = research("start", f"--config={research.root / 'configs' / 'lab.yaml'}", "--seeds=3", "--jobs=2", "--json")

@@ -84,6 +84,15 @@ def test_data_files_of_change(file, line, listed, repository):
     assert parse_change("HEAD").data_files == ([file] if listed else [])
 
 
+def test_data_file_moved_elsewhere_is_listed(repository):
+    (repository.root / "data").mkdir()
+    (repository.root / "data" / "text.py").write_text("x = 1\n")
+    repository("add", ".")
+    repository("commit", "--quiet", "--message", "x")
+    repository("mv", "data/text.py", "text.py")
+    assert parse_change(".").data_files == ["text.py"]
+
+
 def test_parse_change_branch_uses_merge_base(repository):
     found = parse_change("other --seed 3")
     assert found.base == repository("rev-parse", "main~1").strip() and found.settings == ("--seed", "3")

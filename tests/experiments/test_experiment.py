@@ -285,7 +285,16 @@ def test_broken_guarantees_are_in_the_answer(run_experiment, monkeypatch):
     git_in(run_experiment.root)
     (run_experiment.root / "train.py").write_text(FAKE.replace("EFFECT = 40", "EFFECT = 30"))
     found = run_experiment(".")
-    assert found["verdict"] == "better" and "breaks what verify.py checks: generation with a cache" in summarize(found)
+    assert found["verdict"] == "better" and "checks of verify.py that fail: generation with a cache" in summarize(found)
+    assert run_experiment("--model.mlp relu2")["verify"] is None
+
+    def crash(arm, command, *words):
+        if command == "preview":
+            raise RunError("x")
+        return fake_scorer(arm, command, *words)
+
+    monkeypatch.setattr(score, "run_scorer", crash)
+    assert "checks of verify.py that fail: not run: x" in summarize(run_experiment("."))
     assert run_experiment("--model.mlp relu2")["verify"] is None
 
 

@@ -92,10 +92,11 @@ def test_row_has_changed_settings_and_note(run_experiment):
     assert found["note"] == "why" and [len(losses) for losses in found["losses"]] == [found["seeds"]] * 2
 
 
-def test_below_entropy_is_failed(run_experiment):
+@pytest.mark.parametrize("metric", [None, "val/loss"])
+def test_below_entropy_is_failed(metric, run_experiment):
     below = 'if settings["model.mlp"] == "relu2":\n    excess = -0.1 - excess / 100\nstate ='
     (run_experiment.root / "train.py").write_text(FAKE.replace("state =", below, 1))
-    found = run_experiment("--model.mlp relu2")
+    found = run_experiment("--model.mlp relu2", metric=metric)
     assert found["verdict"] == "failed" and "below the entropy of the data" in found["message"]
 
 
