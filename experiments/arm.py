@@ -1,7 +1,6 @@
 """An arm of an experiment: code, launch and settings, and the runs that train them."""
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -163,10 +162,6 @@ class Arm:
         from data.integrity import hash_validation_text  # imports pyarrow, which takes a while
 
         return hash_validation_text(corpora(self.settings))
-
-    def peak_memory_bytes(self) -> float:
-        """Return the peak memory of its first run; NaN if unknown."""
-        return self.run(0).last_row().get("perf/peak_memory_bytes", math.nan)
 
 
 def last_frame(text: str, code: Path) -> str:

@@ -412,7 +412,8 @@ class Experiment:
         except (Failed, OutOfTime, RunError) as error:
             print(f"the relative throughput is unknown: {error}", file=sys.stderr)
         scores = [score_arm(arm) | {"tokens": arm.train_tokens} for arm in arms]
-        return cost_facts(scores, [arm.peak_memory_bytes() for arm in arms], speeds, num_lines)
+        memory_bytes = [arm.run(0).last_row().get("perf/peak_memory_bytes", math.nan) for arm in arms]
+        return cost_facts(scores, memory_bytes, speeds, num_lines)
 
     def measure_throughput(self, arms: tuple[Arm, Arm]) -> tuple[list[float], list[float]]:
         """Return tokens per second of both arms, measured in interleaved short runs that are deleted."""

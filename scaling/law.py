@@ -8,7 +8,7 @@ of the data may be known.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -103,14 +103,6 @@ def fit(
     return Law(math.exp(x[0] + alpha * size_middle), alpha, math.exp(x[2] + beta * data_middle), beta, irreducible)
 
 
-class Prediction(NamedTuple):
-    """Excess loss of a run, in nats/token, with its 95% prediction interval."""
-
-    expected: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True)
 class LawFit:
     """A law and its parametric bootstrap."""
@@ -128,8 +120,11 @@ class LawFit:
         low, high = np.quantile([parameter(law) for law in self.resampled], (0.025, 0.975))
         return float(low), float(high)
 
-    def predict(self, parameters: float, tokens: float) -> Prediction:
-        """Predict the excess loss of one run; the interval combines the uncertainty of the law and the run's noise."""
+    def predict(self, parameters: float, tokens: float) -> tuple[float, float, float]:
+        """Predict the excess loss of one run, in nats/token, with its 95% prediction interval.
+
+        The interval combines the uncertainty of the law and the run's noise.
+        """
         rng = np.random.default_rng(0)
         draws = [
             (law(parameters, tokens) + self.offset) * math.exp(noise) - self.offset
@@ -137,7 +132,7 @@ class LawFit:
             for noise in rng.normal(0, self.noise, 20)
         ]
         low, high = np.quantile(draws, (0.025, 0.975))
-        return Prediction(float(self.law(parameters, tokens)), float(low), float(high))
+        return float(self.law(parameters, tokens)), float(low), float(high)
 
 
 def fit_with_uncertainty(
