@@ -1,9 +1,7 @@
 """The command `log`: a table of the ideas in chronological order, and a figure of the chain."""
 
 import math
-import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -35,9 +33,10 @@ def log(config: LogConfig) -> Result:
     """Return the chain as a table, and draw it in LAB/chain.png."""
     with locked_chain(config.lab) as (_, chain):
         pass
-    with report_plot_errors("chain.png", partial(print, file=sys.stderr)):
+    problems: list[str] = []
+    with report_plot_errors("chain.png", problems.append):
         draw(chain, chain.lab / "chain.png")
-    return Result(chain.summary() | {"rows": [*map(typed_row, chain.rows)]}, [*lines(chain)])
+    return Result(chain.summary() | {"rows": [*map(typed_row, chain.rows)]}, [*lines(chain), *problems])
 
 
 def lines(chain: Chain) -> Iterator[str]:

@@ -406,6 +406,11 @@ def test_wrong_arguments_give_one_json_object(words):
     assert done.returncode == 2 and json.loads(done.stdout)["message"] in done.stderr
 
 
+def test_log_reports_a_failed_figure(decided, research):
+    (research.lab / "chain.png").mkdir()
+    assert "chain.png cannot be plotted" in research("log").out
+
+
 def test_output_of_failed_idea_is_short(research, monkeypatch):
     research.start()
     monkeypatch.setattr(experiment, "describe_failure", lambda _: "does not train: " + 400 * "long " + "log: x.log")
