@@ -78,7 +78,8 @@ def main(config: ExportConfig) -> None:
     if config.average > 1:
         sources = average_newest(loaded, config)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        if not out.parent.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
         # A second export to `out` uses another temporary folder; the first one to finish is kept.
         with TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as folder:
             partial = Path(folder, out.name)
