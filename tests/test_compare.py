@@ -691,6 +691,18 @@ def test_branches_of_retrained_parent_are_two_configurations(two_parents):
         assert records["branch-0"].configuration() != records["branch-1"].configuration()
 
 
+def test_parent_is_the_recorded_one_among_equals(tmp_path):
+    """A run that was started afresh has the same state after step 10, whatever the order in which runs are named."""
+    rows = rows_of(val=[5, 4, 3], digest=["d10", "d20", "d30"])
+    old, base = (fake_run(tmp_path / name, rows, lr=lr) for name, lr in (("base.old-1", 0.1), ("base", 0.5)))
+    branch = fake_run(
+        tmp_path / "branch", rows_of(val=[None, 4, 3]), {"run": str(base), "step": 10, "digest": "d10"}, seed=1
+    )
+    for runs in ([old, base, branch], [base, old, branch], [branch], [old, branch]):
+        record = read_records(runs)[0][-1]
+        assert record.parent_on_disk.path == base, runs
+
+
 def test_repeated_branch_with_parents_seed_adds_none(family):
     begin = {"run": str(family[0]), "step": 10, "digest": "d10"}
     again = fake_run(family[0].with_name("again"), rows_of(val=[None, 4.0, 3.0]), begin)
