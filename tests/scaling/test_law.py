@@ -63,7 +63,7 @@ def test_unseen_fact_probability_matches_simulation():
     shares = np.arange(1, 201) ** -1.3
     shares /= shares.sum()
     left = [1 - shares[np.unique(rng.choice(200, 300, p=shares))].sum() for _ in range(500)]
-    assert unseen_fact_probability(200, 1.3, [300])[0] == pytest.approx(np.mean(left), rel=0.03)
+    assert unseen_fact_probability(200, 1.3, [0, 300]) == pytest.approx([1, np.mean(left)], rel=0.03)
     counts = [1e4, 1e5]
     exponent = power_law_exponent(counts, unseen_fact_probability(10**7, 1.5, counts))
     assert exponent == pytest.approx(0.5 / 1.5, abs=0.02)
