@@ -451,8 +451,7 @@ class Experiment:
             raise ConfigError(f"tune: training fails with all of {len(values)} values of {setting} around {value:g}")
         best = min(trained, key=lambda one: statistics.fmean(one.losses(TUNING_SEEDS)))
         if best in (arms[0], arms[-1]):
-            end = f"{best.settings[setting]:g}"
-            print(f"tune: the best {setting} tried, {end}, is at an end of the range", file=sys.stderr)
+            print(f"tune: the best {setting}, {best.settings[setting]:g}, is at an end of the range", file=sys.stderr)
         return replace(best, first_seed=arm.first_seed)
 
 

@@ -63,23 +63,25 @@ def score_source(run: Training) -> dict[str, str]:
 def check_targets(baseline: Arm, candidate: Arm) -> None:
     """Raise ConfigError before training if the arms predict different tokens, because their data settings differ.
 
-    Corpora of text are checked after the first seed: other tokens of the same text are comparable.
+    Whether other tokens of the same text cover all of it is checked after the first seed.
     """
-    if candidate.settings["data.source"] == "text":
-        return
     ours, theirs = (
         {name: value for name, value in arm.settings.items() if name.startswith("data.") or name in DATA_SETTINGS}
         for arm in (baseline, candidate)
     )
-    if ours != theirs:
+    if ours == theirs:
+        return
+    try:
         mine, other = (run_scorer(arm, "targets", *arm.words) for arm in (baseline, candidate))
-        if mine["targets"] != other["targets"]:
-            changed = [name for name in theirs if ours.get(name) != theirs[name]]
-            raise ConfigError(
-                f"{', '.join(changed)}: the candidate predicts {other['num_targets']:,} tokens (hash "
-                f"{other['targets']}), the baseline {mine['num_targets']:,} ({mine['targets']}), so their losses are "
-                "not comparable; give the setting to both arms, after the idea"
-            )
+    except RunError:  # so does the first run, with the reason
+        return
+    if mine["targets"] != other["targets"] and (reason := why_texts_incomparable(baseline, candidate)):
+        changed = [name for name in theirs if ours.get(name) != theirs[name]]
+        raise ConfigError(
+            f"{', '.join(changed)}: the candidate predicts {other['num_targets']:,} tokens (hash {other['targets']}), "
+            f"the baseline {mine['num_targets']:,} ({mine['targets']}); {reason}; give the setting to both arms, after "
+            "the idea"
+        )
 
 
 def network_shape(arm: Arm) -> dict[str, Any]:
@@ -160,24 +162,37 @@ def check_logged(name: str, metric: str, logged: Any, measured: float, tolerance
         )
 
 
-def why_bits_incomparable(baseline: Arm, candidate: Arm) -> str:
-    """Return why two arms cannot be compared by bits per byte; "" if they can."""
-    arms = {"baseline": baseline, "candidate": candidate}
-    if any(arm.settings["data.source"] != "text" for arm in arms.values()):
+def why_texts_incomparable(baseline: Arm, candidate: Arm) -> str:
+    """Return why two arms with other targets cannot be compared by bits per byte, as far as known before training."""
+    arms = baseline, candidate
+    if any(arm.settings["data.source"] != "text" for arm in arms):
         return "settings of data or evaluation differ, so their losses are not comparable"
-    texts = {name: arm.validation_text() for name, arm in arms.items()}
-    num_bytes = {name: score_arm(arm)["num_bytes"] for name, arm in arms.items()}
-    if unknown := [name for name in arms if texts[name] is None or num_bytes[name] is None]:
-        return (
-            "two tokenizers of one text are compared by bits per byte, but the bytes of the text are unknown for the "
-            f"{' and the '.join(unknown)}: its tokenizer is not byte-level, or its corpus has no hash of the text"
-        )
-    ours, theirs = texts.values()
+    ours, theirs = (arm.validation_text() for arm in arms)
+    if None in (ours, theirs):
+        return unknown_bytes(ours, theirs)
     if ours != theirs:
         return f"the texts differ as well (hashes {str(ours)[:8]} and {str(theirs)[:8]})"
-    if any(arm.settings["evaluation.num_samples"] is not None for arm in arms.values()):
+    if any(arm.settings["evaluation.num_samples"] is not None for arm in arms):
         return "the text is the same, but only all of it is comparable: set evaluation.num_samples to null for both"
-    ours, theirs = num_bytes.values()
+    return ""
+
+
+def why_bits_incomparable(baseline: Arm, candidate: Arm) -> str:
+    """Return why two arms cannot be compared by bits per byte; "" if they can."""
+    if reason := why_texts_incomparable(baseline, candidate):
+        return reason
+    ours, theirs = (score_arm(arm)["num_bytes"] for arm in (baseline, candidate))
+    if None in (ours, theirs):
+        return unknown_bytes(ours, theirs)
     if not cover_same_text(ours, theirs):
         return f"the text is the same, but the targets cover {ours:,} bytes of it here and {theirs:,} there"
     return ""
+
+
+def unknown_bytes(ours: object, theirs: object) -> str:
+    """Return the message that something about the bytes of a text is None for the baseline, the candidate or both."""
+    unknown = [name for name, value in (("baseline", ours), ("candidate", theirs)) if value is None]
+    return (
+        "two tokenizers of one text are compared by bits per byte, but the bytes of the text are unknown for the "
+        f"{' and the '.join(unknown)}: its tokenizer is not byte-level, or its corpus has no hash of the text"
+    )

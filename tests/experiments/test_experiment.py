@@ -219,8 +219,9 @@ def test_tokenizers_are_compared_by_bits_per_byte(run_experiment_tokenizers):
     ],
     ids=str,
 )
-def test_incomparable_tokenizers_are_refused(facts, message, run_experiment_tokenizers):
+def test_incomparable_tokenizers_are_refused(facts, message, run_experiment_tokenizers, run_experiment):
     assert message in run_experiment_tokenizers(**facts, error=ConfigError)
+    assert bool(run_experiment.started()) == bool(facts.keys() & {"num_bytes", "num_targets"}), "known before training"
 
 
 def test_non_causal_candidate_fails(run_experiment, monkeypatch):
