@@ -76,11 +76,7 @@ def print_recipe(config: ScaleConfig) -> None:
 
 
 def parse_integers(name: str, text: str) -> list[int]:
-    """Parse the comma-separated positive integers of a setting; return them sorted, without duplicates.
-
-    Raises:
-        ConfigError: the text is not a list of integers, or there are fewer than two.
-    """
+    """Parse comma-separated positive integers and return them sorted; raise ConfigError unless two or more differ."""
     try:
         numbers = sorted({int(word) for word in text.split(",")})
     except ValueError:

@@ -26,11 +26,7 @@ class Idea:
 
 
 def parse_idea(text: str) -> Idea:
-    """Parse the argument of `try`.
-
-    Raises:
-        ConfigError: it is neither settings nor code, or sets an option of a single run.
-    """
+    """Parse the argument of `try`; raise ConfigError if it is neither settings nor code, or sets a run's own option."""
     words = split_idea(text)
     code = words.pop(0) if not words[0].startswith("--") else ""
     parse_settings(words)

@@ -118,11 +118,7 @@ def check_acceptable(row: Row, chain: Chain, unproven: bool) -> None:
 
 
 def drop(config: DropConfig) -> Result:
-    """Reject an idea, and remove it from the working tree.
-
-    Raises:
-        ConfigError: there is no such idea, or it was accepted.
-    """
+    """Reject an idea, and remove it from the working tree; raise ConfigError if there is none, or it was accepted."""
     with locked_chain(config.lab) as (ledger, chain):
         row = chain.idea(str(config.id))
         if row["decision"].startswith("kept"):

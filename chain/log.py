@@ -58,11 +58,7 @@ def lines(chain: Chain) -> Iterator[str]:
 
 
 def draw(chain: Chain, path: Path) -> None:
-    """Draw the loss of each idea when it was tested, of each head on fresh seeds, and what was claimed and confirmed.
-
-    Raises:
-        OSError: the figure cannot be written.
-    """
+    """Draw the loss of each idea at its test, of each head on fresh seeds, and what was claimed and confirmed."""
     spent, heads, claims, ideas = collect(chain)
     figure = new_figure(9, 5)
     axes = figure.add_subplot()

@@ -11,11 +11,7 @@ from config.yaml_files import read_strings
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, str]:
-    """Return the values of settings of a command line, `--section.name VALUE` or `--section.name=VALUE`.
-
-    Raises:
-        ConfigError: a word is neither a setting nor its value.
-    """
+    """Return settings given as `--section.name VALUE` or `--section.name=VALUE`; raise ConfigError for other words."""
     settings, remaining = {}, list(words)
     while remaining:
         option, equals, value = remaining.pop(0).partition("=")

@@ -104,11 +104,7 @@ class Chain:
         return online_fdr.wealth(self.levels, self.discoveries, self.strict)
 
     def idea(self, number: str) -> Row:
-        """Return the newest row of an idea; its commit is made again if git has deleted it.
-
-        Raises:
-            ConfigError: there is none with this number.
-        """
+        """Return the newest row of an idea, its commit made again if git deleted it; raise ConfigError without one."""
         if number not in self.ideas:
             raise ConfigError(f"id: {number!r} is not an idea of this chain; `research.py log` lists them")
         row = self.ideas[number]

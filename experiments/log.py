@@ -111,13 +111,7 @@ def sort_key(row: dict[str, Any]) -> tuple[bool, float]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the interval of each experiment, the best at the top, over its equivalence margin.
-
-    Markers distinguish the verdicts, so the figure is readable in grey.
-
-    Raises:
-        OSError: the figure cannot be written.
-    """
+    """Draw the interval of each experiment, the best at the top, over its equivalence margin; readable in grey."""
     drawn = sorted((row for row in rows if row.get("low") is not None), key=sort_key, reverse=True)
     figure = new_figure(8, 1.4 + 0.32 * len(drawn))
     axes = figure.add_subplot()

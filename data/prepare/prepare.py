@@ -307,11 +307,7 @@ def _parse_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "s
 
 
 def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
-    """Open the source, and the source of the validation text if it is separate.
-
-    Raises:
-        ConfigError: `validation` does not fit the source.
-    """
+    """Open the source and any separate source of validation text; raise ConfigError if `validation` does not fit."""
     kind, fraction = _parse_validation(config)
     options = config.text_column, config.document_separator, config.invalid_utf8, config.streaming
     source, held_out = Source(config.source, *options), None
