@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from data.files import wait_for_lock, write_atomically
@@ -121,24 +123,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.barh(range(len(drawn)), widths, height=1.0, left=left, color="0.85", label="equivalence margin")
     for verdict, marker in MARKERS.items():
         points = [(height, row) for height, row in enumerate(drawn) if row["verdict"] == verdict]
-        if not points:
-            continue
-        means = [row["difference"] for _, row in points]
-        errors = [
-            [row["difference"] - row["low"] for _, row in points],
-            [row["high"] - row["difference"] for _, row in points],
-        ]
-        axes.errorbar(
-            means,
-            [height for height, _ in points],
-            xerr=errors,
-            fmt=marker,
-            color="black",
-            markerfacecolor="black" if verdict in ("better", "worse") else "white",
-            capsize=3,
-            linewidth=1.2,
-            label=verdict,
-        )
+        if points:
+            heights, of_verdict = zip(*points, strict=True)
+            means, lows, highs = ([row[name] for row in of_verdict] for name in ("difference", "low", "high"))
+            errors = [np.subtract(means, lows), np.subtract(highs, means)]
+            fill = "black" if verdict in ("better", "worse") else "white"
+            style = {"fmt": marker, "color": "black", "markerfacecolor": fill, "capsize": 3, "linewidth": 1.2}
+            axes.errorbar(means, heights, xerr=errors, label=verdict, **style)
     axes.axvline(0, color="black", linewidth=0.8)
     if drawn:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
