@@ -96,15 +96,10 @@ def train_command(settings: dict, processes: int = 0, script: tuple[str, ...] = 
 def run_command(
     command: list[str], cwd: Path = ROOT, env: Mapping[str, str] = {}, exit_code: int = 0, until: str | None = None
 ) -> list[tuple[float, str]]:
-    """Run a command to its end, or until it prints a line that begins with `until`.
+    """Run a command to its end, or until it prints a line that begins with `until`; return the printed lines.
 
-    OMP_NUM_THREADS of this shell is not passed on.
-
-    Returns:
-        The printed lines, each with the seconds since the launch.
-
-    Raises:
-        RuntimeError: The command ended with another exit code, or before it printed `until`.
+    Each has the seconds since the launch. OMP_NUM_THREADS of this shell is not passed on. Raise RuntimeError if the
+    command ends with another exit code, or before it prints `until`.
     """
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     env, lines = inherited | {"PYTHONUNBUFFERED": "1"} | dict(env), []

@@ -179,9 +179,6 @@ def save_page(groups: list[tuple[str, list[Curves], list[Table]]], path: Path, x
     """Write a self-contained HTML page with every metric of groups of runs, to hover and zoom, and their tables.
 
     Configurations have the colours and dashes of the figure.
-
-    Raises:
-        OSError: The page cannot be written.
     """
     data = []
     for title, curves, tables in groups:

@@ -204,11 +204,7 @@ def file_hash(file: Path) -> str:
 
 
 def identities(run: Path, steps: int) -> list[dict[str, Any]]:
-    """Return what a run was trained with: its resolved settings, and the facts of each session that trained it.
-
-    Raises:
-        ConfigError: its files cannot be read.
-    """
+    """Return the settings of a run and the facts of each session that trained it; raise ConfigError if unreadable."""
     files = run / "config.yaml", run / "sessions.jsonl"
     try:
         return _identities(*files, steps, tuple(file.stat().st_mtime_ns for file in files))
@@ -228,12 +224,9 @@ def _identities(config: Path, sessions: Path, steps: int, _modified: tuple[int, 
 
 
 def check_trained_alike(baseline: Arm, candidate: Arm) -> None:
-    """Check that the first runs of two arms had the same launch and, from one `init_from`, the same initial weights.
+    """Raise ConfigError if the first runs of two arms had another launch or, from one `init_from`, other weights.
 
     Digests of arms do not show what a script that launches runs does, nor which weights a name on the Hub stands for.
-
-    Raises:
-        ConfigError: they differ, for example because one arm was trained earlier.
     """
     names = [name for name in SESSION_FACTS if name != "code"]
     names += ["init_hash"] if baseline.settings.get("init_from") == candidate.settings.get("init_from") else []

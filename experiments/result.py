@@ -45,15 +45,8 @@ def make_row(
 ) -> dict[str, Any]:
     """Return the row for the log, as plain JSON.
 
-    Differences are in percent of the baseline's mean. Results are those of the first size; with several, those of each
-    are in `sizes`.
-
-    Args:
-        facts: other facts of the experiment.
-        comparisons: by factor on the parameters.
-        cost: resources of both arms; None without a comparison.
-        message: error or reason of the verdict; "" if there is none.
-        verdict: verdict of an experiment without a comparison.
+    Differences are in percent of the baseline's mean. Results are those of the first size (factor on the parameters);
+    with several, those of each are in `sizes`. Without a comparison, the row has `verdict` and the reason, `message`.
     """
     sizes = [{"size": size, **comparison_facts(comparison, cost)} for size, comparison in comparisons.items()]
     first = sizes[0] if sizes else {"seeds": 0, "more_seeds": None, "verdict": verdict}
@@ -99,11 +92,7 @@ def cost_facts(
 ) -> dict[str, Any]:
     """Return the resources that both arms need as plain JSON, [baseline, candidate] each.
 
-    Args:
-        scores: results of `score_arm`, with `tokens`.
-        memory_bytes: peak of a process.
-        speeds: tokens per second of both arms in interleaved runs; may be empty.
-        num_lines: lines of the diff.
+    `scores` are results of `score_arm`, with `tokens`; `speeds` are tokens per second in interleaved runs, if measured.
     """
     ratios = [speed / baseline_speed for baseline_speed, speed in zip(*speeds, strict=True)]
     cost: dict[str, Any] = {

@@ -118,14 +118,8 @@ class Difference:
 def estimate_difference(baseline: list[float], candidate: list[float], total_alpha: float = TOTAL_ALPHA) -> Difference:
     """Return the difference of the means, with its interval at this analysis.
 
-    Args:
-        baseline: losses by seed; as many as of the candidate at every analysis, or a larger number that is the same at
-            every analysis.
-        candidate: losses by seed.
-        total_alpha: two-sided type I error of all analyses.
-
-    Raises:
-        ValueError: the numbers of runs are unequal and total_alpha is not the default.
+    The losses are by seed. The baseline has as many as the candidate at every analysis, or a larger number that is the
+    same at every analysis; then `total_alpha` must be the default, or ValueError is raised.
     """
     n, baseline_seeds = len(candidate), len(baseline) if len(baseline) > len(candidate) else 0
     if baseline_seeds and total_alpha != TOTAL_ALPHA:

@@ -93,11 +93,7 @@ def parse_experiment(args: list[str]) -> ExperimentConfig:
 
 
 def parse_tool_with_json(settings: type, program: str, args: list[str], print_error: Callable[[str], None]) -> Any:
-    """Parse the command line of a program that has the setting `json`; if it is given, pass errors to `print_error`.
-
-    Raises:
-        ConfigError: the command line is wrong.
-    """
+    """Parse the command line of a program that has the setting `json`; if given, pass errors to `print_error`, too."""
     try:
         return parse_tool(settings, program, args)
     except ConfigError as error:
