@@ -38,7 +38,7 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
     """Check the records of a run, retrain `count` of its intervals between checkpoints, and compare.
 
     Raises:
-        RunError: Retraining gives something else than the run, or records contradict each other.
+        RunError: Retraining gives something else than the run or was impossible, or records contradict each other.
         ConfigError: The run has no checkpoint to audit.
         Preempted: A stop signal was received.
     """
@@ -48,7 +48,7 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
     intervals = list(zip([run.initial_step, *(manifest.step for _, manifest in kept)], starts, kept, strict=False))
     if not intervals:
         raise ConfigError(f"audit: {run.path} has no checkpoint that can be read")
-    failures, inexact = 0, []
+    failures, num_passed, inexact = 0, 0, []
     for problem in record_problems(run):
         print_on_main(f"FAIL  {problem}")
         failures += 1
@@ -56,6 +56,7 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
     for begin, start, (checkpoint, manifest) in sorted(chosen, key=lambda interval: interval[0]):
         outcome, finding = audit_interval(run, start, begin, checkpoint, manifest, folder)
         failures += outcome == "FAIL"
+        num_passed += outcome == "PASS"
         if outcome == "PASS" and (reason := run.why_inexact(begin, manifest.step)):
             inexact.append(reason)
         print_on_main(f"{outcome}  steps {begin + 1} to {manifest.step}  {finding}")
@@ -63,6 +64,8 @@ def audit(run: RecordedRun, count: int, folder: Path) -> None:
         print_on_main(f"SKIP  {skipped}")
     if failures:
         raise RunError(f"{run.path} does not match its settings: {failures} failure(s)")
+    if not num_passed:
+        raise RunError(f"{run.path}: no interval could be retrained; if the run is still training, audit it later")
     print_on_main(f"{run.path} matches its settings, as far as it was retrained.")
 
 

@@ -488,7 +488,8 @@ def test_audit_skips_checkpoint_removed_meanwhile(run, tmp_path, capsys):
     opened = RecordedRun(copy)
     (tmp_path / newest.name).rename(newest)
     shutil.rmtree(removed := copy / "checkpoints" / "step-00000002")
-    audit(opened, 99, tmp_path)
+    with pytest.raises(RunError, match="no interval could be retrained; if the run is still training"):
+        audit(opened, 99, tmp_path)
     shown = capsys.readouterr().out
     assert "FAIL" not in shown and shown.count(f"  {removed} was removed while the run was audited\n") == 2
 
