@@ -82,6 +82,8 @@ POLAR_EXPRESS = (
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
 )
 
+MAX_GATHERED_ELEMENTS = 2**26  # of sharded matrices that are updated together: 256 MiB in float32
+
 
 def frobenius_norm(matrices: Tensor) -> Tensor:
     """Return the Frobenius norms, [N, 1, 1], of matrices [N, rows, columns]."""
@@ -126,11 +128,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         muon, by_shape = self.param_groups[0], {}
         for weight in muon["params"]:
             if weight.grad is not None:
-                # Sharded matrices are updated one by one: all of one shape, gathered, may not fit into memory.
-                key = weight if is_sharded(weight) else weight.shape
-                by_shape.setdefault(key, []).append(weight)
-        for weights in by_shape.values():
-            self._muon_step(weights, muon)
+                by_shape.setdefault(weight.shape, []).append(weight)
+        for shape, weights in by_shape.items():
+            # Sharded matrices are gathered by one all-gather, but not more than fit into memory.
+            gathered = max(1, MAX_GATHERED_ELEMENTS // shape.numel()) if is_sharded(weights[0]) else len(weights)
+            for start in range(0, len(weights), gathered):
+                self._muon_step(weights[start : start + gathered], muon)
         # AdamW works on this optimizer's groups and state, which are the ones that are saved and loaded.
         self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
         self.adamw.step()
@@ -149,7 +152,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         # In place on a copy, because torch 2.11 to 2.13 have no other foreach_lerp for sharded tensors.
         nesterov = [gradient.clone() for gradient in gradients]
         foreach_lerp_(nesterov, momenta, beta1)
-        nesterov = torch.stack([full_tensor(matrix) for matrix in nesterov])
+        nesterov = full_tensor(torch.stack(nesterov))
         dtype = torch.float32 if nesterov.device.type == "cpu" else torch.bfloat16
         updates = orthogonalize(nesterov.to(dtype)).float()
         foreach_lerp_(squares, updates.square().mean(-1, keepdim=True).unbind(), 1 - beta2)

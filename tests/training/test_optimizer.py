@@ -16,6 +16,7 @@ from model.gpt import GPTModel
 from model.kernels import Linear
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.forked import server
+from training import optimizer as optimizer_module
 from training.optimizer import POLAR_EXPRESS, build_optimizer, orthogonalize
 
 CONFIG = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.2, betas=(0.8, 0.9))
@@ -122,11 +123,13 @@ def test_orthogonalize_raises_small_singular_values():
     assert 0.003 < values.min() < 0.005 and 0.15 < result.min() and result.max() < 1.9
 
 
-def take_steps_sharded_and_whole(rank, rendezvous):
+def take_steps_sharded_and_whole(rank, rendezvous, limit, num_gathers):
     """On two processes, each of which holds half of the rows of every matrix; the gradients are the same."""
     from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
 
     torch.set_num_threads(1)
+    optimizer_module.MAX_GATHERED_ELEMENTS = limit
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     whole, sharded = new_model(), new_model()
@@ -139,8 +142,10 @@ def take_steps_sharded_and_whole(rank, rendezvous):
         backward(whole, step)
         for parameter, part in pairs:
             part.grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizers[0].step()
+        with CommDebugMode() as communication:
+            optimizers[1].step()
+        assert communication.get_total_counts() == num_gathers
     for parameter, part in pairs:
         moments, parts = (optimizer.state[p] for optimizer, p in zip(optimizers, (parameter, part), strict=True))
         for whole_tensor, sharded_tensor in [(parameter, part), *((moments[key], parts[key]) for key in moments)]:
@@ -149,8 +154,15 @@ def take_steps_sharded_and_whole(rank, rendezvous):
     dist.destroy_process_group()
 
 
-def test_muon_on_sharded_matrices_equals_whole(tmp_path):
-    arguments = [(rank, tmp_path / "rendezvous") for rank in (0, 1)]
+@pytest.mark.parametrize(
+    ("limit", "num_gathers"),
+    [
+        pytest.param(2**26, 3, id="a gather for each shape"),
+        pytest.param(4 * 16 * 16, 2 + 1 + 1, id="eight matrices of 16 x 16 in two gathers"),
+    ],
+)
+def test_muon_on_sharded_matrices_equals_whole(tmp_path, limit, num_gathers):
+    arguments = [(rank, tmp_path / "rendezvous", limit, num_gathers) for rank in (0, 1)]
     processes = [server.Process(target=take_steps_sharded_and_whole, args=each, daemon=True) for each in arguments]
     for process in processes:
         process.start()
